@@ -1,12 +1,12 @@
 """The rules of the rendezvous, and nothing else.
 
 This package is pure: no I/O, no clock, no asyncio, no randomness. A driver hands it a state, a
-command and the time; it answers with the next state, what has happened, and when to ask again.
-The driver then persists the durable half, and only then tells anyone: *decide, persist, publish*.
+command and the time; it returns the next state, what has happened, and when to ask again.
+The driver persists the durable half, and only then publishes: *decide, persist, publish*.
 
-Two cores live here. `nodes` knows streams, instances and leases, of every node and for all jobs;
-`rendezvous` knows one job. What passes between them are `NodeAway`, `NodeConnected` and
-`NodeLost`, which become `MarkAway`, `MarkBack` and `MarkLost`. A heartbeat concerns `nodes`
+Two cores live here. `nodes` knows the streams, instances and leases of every node, for all jobs;
+`rendezvous` knows one job. `nodes` emits `NodeAway`, `NodeConnected` and `NodeLost`, which become
+the commands `MarkAway`, `MarkBack` and `MarkLost` of `rendezvous`. Heartbeats concern `nodes`
 alone.
 
 A job's life, run by run::
@@ -23,9 +23,9 @@ A job's life, run by run::
   stopped, and only then is its end charged to a cause, because a dying node's peers fail before
   the death itself is known.
 * A participant keeps its *seat* until it confirms, by a `Join` or `Leave` that names the round,
-  that none of its workers is left. No round completes while a seat of the last one is held: that
-  is the whole of exclusivity.
-* Every node without workers *waits*, newcomers, spares and survivors alike, and one rule seats.
+  that none of its workers is left. No round completes while a seat of the last one is held;
+  exclusivity rests on this alone.
+* Every node without workers *waits*: newcomers, spares and survivors alike. One rule seats them.
 
 `step` first applies the command, then state rules until none applies, so that each conclusion is
 written once, wherever it follows from. A command takes effect, is *refused* by an error, or is

@@ -1,4 +1,4 @@
-"""Which nodes of a job are away or back, and on which of those given up workers may still run."""
+"""Nodes that are away or back, and lost nodes on which workers may still run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rdzv.structs import replace
 
 
 def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
-    """Keep the place of a node whose stream has ended, for now."""
+    """Keep the place of a node whose stream has ended, for the time being."""
     known = work.state.away.get(command.node_id)
     since_ms = work.now_ms if known is None else known.since_ms
     away = Away(since_ms, command.until_ms, command.firm, command.may_run)
@@ -34,14 +34,14 @@ def mark_back(work: Draft, node_id: str) -> Ignored | None:
         work.state = replace(work.state, back_ms=work.now_ms)
     deadline_ms, round_ = work.state.stop_deadline_ms, work.membership.round
     if away.firm and deadline_ms is not None and round_ is not None:
-        # It may hear only now that the round has ended.
+        # It may learn only now that the round has ended.
         late_ms = work.now_ms + longest_stop_ms(round_, work.state.tuning)
         work.state = replace(work.state, stop_deadline_ms=max(deadline_ms, late_ms))
     return None
 
 
 def note_heard(work: Draft, node_id: str) -> Ignored | None:
-    """No worker is left on a node that was given up, for it says so itself."""
+    """Note that no worker is left on a node that was given up, as it reports itself."""
     departures = work.membership.departures
     if not any(d.may_run and d.node_id == node_id for d in departures):
         return Ignored.KNOWN
@@ -51,12 +51,12 @@ def note_heard(work: Draft, node_id: str) -> Ignored | None:
 
 
 def unheard(state: State) -> tuple[str, ...]:
-    """Name the nodes that were given up, and on which workers may still run."""
+    """Name the nodes that were given up and on which workers may still run."""
     return tuple(d.node_id for d in state.membership.departures if d.may_run)
 
 
 def unheard_until_ms(state: State) -> int:
-    """By when workers of dead agents have been ended by their runners; 0: there are none."""
+    """Return by when runners have ended the workers of dead agents; 0: there are none."""
     departures = state.membership.departures
     return max((d.at_ms + d.ends_after_ms for d in departures if d.may_run), default=0)
 
@@ -78,7 +78,7 @@ def may_run(state: State, node_id: str) -> bool:
 
 
 def orphans_end_after_ms(work: Draft, node_id: str) -> int:
-    """Say within what time a runner whose agent is dead has ended its workers.
+    """Return the time within which a runner whose agent is dead has ended its workers.
 
     It waits for another agent no longer than the longest lease, and then stops them.
     """
@@ -89,12 +89,12 @@ def orphans_end_after_ms(work: Draft, node_id: str) -> int:
 
 
 def some_seat_away(state: State) -> bool:
-    """Whether a participant is away: it cannot stop in order, and may have succeeded unheard."""
+    """Whether a participant is away: it cannot stop in order, and may have succeeded unnoticed."""
     return any(node_id in state.seats for node_id in state.away)
 
 
 def longest_stop_ms(round_: Round, tuning: Tuning) -> int:
-    """Return within what time every participant of a round has stopped its workers."""
+    """Return the time within which every participant of a round has stopped its workers."""
     longest_ms = max(p.offer.shutdown_timeout_ms for p in round_.participants)
     return longest_ms + tuning.stop_margin_ms
 

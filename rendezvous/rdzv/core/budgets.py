@@ -1,13 +1,13 @@
 """What a run may spend before it fails, and how long it waits before it restarts.
 
 A round ends for many causes. A worker failure spends one of `max_restarts`. What the machines do to
-a job, a node that goes or a store host that fails, is free unless the job was launched with a
-budget for it. And a job that fails again and again is given time, or given up: restarts in a row of
-rounds that failed soon *back off*, and where it was asked for, restarts that do not *move* the job
-on, neither to a step that it had not reached nor to another snapshot, end it.
+a job (a node leaves or is lost, a store host fails) is free unless the job was launched with a
+budget for it. A job that keeps failing is slowed down or given up: consecutive restarts of rounds
+that failed soon *back off*, and, if configured, a job ends after restarts that did not *move* it
+on, to a new highest step or another snapshot.
 
-Everything here follows from what is durable, so a server that takes over backs off for as long, and
-counts on.
+Everything here follows from durable state, so a server that takes over backs off for as long and
+keeps counting.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MAX_DOUBLINGS = 32
 
 @struct(frozen=True)
 class Exceeded:
-    """Why a run has failed that may not spend more; what it has ended by last is said beside."""
+    """The exceeded budget that failed a run; the cause of its last end is reported separately."""
 
     reason: str
     no_progress: bool = False
 
 
 def further(moved: Moved, said: Moved) -> Moved:
-    """Add what one more node says of how far a round has come."""
+    """Add one more node's report of how far a round has come."""
     steps = [step for step in (moved.step, said.step) if step is not None]
     return Moved(max(steps, default=None), moved.snapshot or said.snapshot)
 
@@ -39,7 +39,7 @@ def further(moved: Moved, said: Moved) -> Moved:
 def spend(
     membership: Membership, round_: Round, end: RoundEnd, moved: Moved, tuning: Tuning
 ) -> Spent:
-    """Charge the end of a round, once everyone has stopped, beside the restart that it may cost."""
+    """Charge the end of a round, once everyone has stopped; a restart is charged separately."""
     spent, failed = membership.spent, end.cause is Cause.WORKER_FAILURE
     has_moved = moved.snapshot or _is_further(moved.step, spent.step)
     soon, in_vain = spent.soon, spent.in_vain
@@ -63,7 +63,7 @@ def spend(
 
 def _is_preemption(settings: Settings, end: RoundEnd) -> bool:
     if settings.max_restarts is None and end.cause is Cause.NODE_LEFT:
-        # So a node shows whose own agent restarts its workers.
+        # A node whose own agent restarts its workers reports it this way.
         return False
     return end.cause in PREEMPTIONS
 
@@ -73,7 +73,7 @@ def _is_further(step: int | None, than: int | None) -> bool:
 
 
 def exceeded(settings: Settings, end: RoundEnd, spent: Spent) -> Exceeded | None:
-    """Say which budget this end of a round was too much for; that of restarts is apart."""
+    """Return the budget that this end of a round exceeded; restarts are checked elsewhere."""
     why = f"{end.cause}: {end.reason}"
     most, given = settings.no_progress_restarts, settings.max_preemptions
     if end.cause is Cause.WORKER_FAILURE and most and spent.in_vain >= most:
@@ -96,7 +96,7 @@ def backoff_ms(membership: Membership) -> int:
     if round_ is None or round_.end is None or round_.end.cause is not Cause.WORKER_FAILURE:
         return 0
     if membership.spent.soon < 2:
-        # One failure is no loop, and must cost no time.
+        # One failure is no loop, and must not cost time.
         return 0
     doublings = min(membership.spent.soon - 2, _MAX_DOUBLINGS)
     return min(settings.restart_backoff_ms << doublings, settings.restart_backoff_max_ms)

@@ -1,7 +1,7 @@
-"""What may be asked of a rendezvous. Commands are imperative and may be refused.
+"""The commands of a rendezvous. They are imperative and may be refused.
 
-Every command names the incarnation of the node that speaks, so that its former self is not
-heard, and may be repeated without effect.
+Every command names the incarnation of the sending node, so that its former self is ignored. A
+repeated command has no effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class FailureReport:
-    """One failed worker as its node reports it: with an age, not a time."""
+    """One failed worker as its node reports it, with an age instead of a time."""
 
     local_rank: int
     rank: int
@@ -43,7 +43,7 @@ class Join:
     `fenced_age_ms` ago; none had failed. `moved` is how far its workers had come. `recovery`
     reports that round to a server that may not know it. `new_run` is the uid of a run that begins
     with this join; a job without an owner then belongs to `owner`. `secret` is the hash of the job
-    secret that the node knows. `instance` is the one that the incarnation numbers.
+    secret that the node knows. `instance` is the instance that the incarnation numbers.
     """
 
     node_id: str
@@ -107,7 +107,7 @@ class Succeed:
 class Leave:
     """Leave the job; the seat is kept until a repetition names the round in `left_round`.
 
-    `run` is empty if the node leaves before it has heard which run it is in.
+    `run` is empty if the node leaves before it has learned which run it is in.
     """
 
     node_id: str
@@ -117,7 +117,7 @@ class Leave:
     reason: str
     left_round: int | None = None
     exited_zero: bool = False
-    """All workers exited 0 after they were told that the node is about to leave."""
+    """All workers exited 0 after they were notified that the node is about to leave."""
 
 
 @struct(frozen=True)
@@ -241,7 +241,7 @@ class Withdraw:
 class Bar:
     """Name all nodes that no submitted job may keep, each with the reason.
 
-    A submitted run lets go of those that it has: at once, or once they hold no seat.
+    A submitted run releases those that it has: at once, or once they hold no seat.
     """
 
     barred: tuple[tuple[str, str], ...]
@@ -251,7 +251,7 @@ class Bar:
 class Decline:
     """A node that was chosen cannot take up the job; it is not chosen again in this run.
 
-    Unless what is in the way is `passing`: then it is as if it had not been chosen.
+    If the obstacle is `passing`, it is treated as if it had not been chosen.
     """
 
     node_id: str

@@ -53,17 +53,17 @@ class Ignored(StrEnum):
 
 
 def run_is_open(state: State, _: object) -> Ignored | None:
-    """There is a run that has not ended."""
+    """Require a run that has not ended."""
     return None if state.run_is_open else Ignored.NO_OPEN_RUN
 
 
 def of_this_run(state: State, command: OfRound | OfSubmission) -> Ignored | None:
-    """The command names the present run."""
+    """Require that the command names the present run."""
     return None if command.run == state.membership.run else Ignored.OTHER_RUN
 
 
 def of_run_joined(state: State, command: Leave) -> Ignored | None:
-    """The node names the run that it joined, or none, for it may not know the run yet."""
+    """Require that the node names the run that it joined, or none: it may not know the run yet."""
     if command.run in ("", state.membership.run):
         return None
     joined = joined_replaced_run(state, command.node_id, command.incarnation, command.run)
@@ -71,13 +71,13 @@ def of_run_joined(state: State, command: Leave) -> Ignored | None:
 
 
 def of_latest_round(state: State, command: OfRound) -> Ignored | None:
-    """The command names the latest round, live or ended."""
+    """Require that the command names the latest round, live or ended."""
     round_ = state.membership.round
     return None if round_ is not None and round_.number == command.round else Ignored.OTHER_ROUND
 
 
 def from_holder(state: State, command: FromNode) -> Ignored | None:
-    """The instance that speaks, or is spoken of, is the one that has the node's place."""
+    """Require that the instance that sent the command, or is its subject, has the node's place."""
     held = state.incarnation(command.node_id)
     if held is None:
         return Ignored.NOT_PRESENT
@@ -85,33 +85,33 @@ def from_holder(state: State, command: FromNode) -> Ignored | None:
 
 
 def from_seat(state: State, command: Fail | ReportStuck) -> Ignored | None:
-    """The node has a seat in the latest round."""
+    """Require that the node has a seat in the latest round."""
     return None if command.node_id in state.seats else Ignored.NO_SEAT
 
 
 def from_store_host(state: State, command: ReportStoreHost) -> Ignored | None:
-    """The node hosts the c10d store of the latest round: it has GROUP_RANK 0."""
+    """Require that the node hosts the c10d store of the latest round: it has GROUP_RANK 0."""
     round_ = state.membership.round
     first = round_.participants[0].node_id if round_ is not None else None
     return None if command.node_id == first else Ignored.NOT_STORE_HOST
 
 
 def of_submitted_run(state: State, _: object) -> Ignored | None:
-    """The server chooses the nodes of this run."""
+    """Require that the server chooses the nodes of this run."""
     return None if state.membership.submission is not None else Ignored.NOT_SUBMITTED
 
 
 def is_barred(state: State, node_id: str) -> bool:
-    """Say whether a submitted run has let go of this node, which is told so."""
+    """Whether a submitted run has released this node, which is notified of it."""
     if node_id not in state.barred:
         return False
     return state.run_is_open and state.membership.submission is not None
 
 
 def joined_replaced_run(state: State, node_id: str, incarnation: int, run: str) -> bool:
-    """Say whether a waiting node names the run that it joined, which an adopted run has replaced.
+    """Whether a waiting node names the run that it joined, which an adopted run has replaced.
 
-    That run had formed no round, and the node may not have heard of the replacement.
+    That run had formed no round, and the node may not know of the replacement.
     """
     waiting, membership = state.waiting.get(node_id), state.membership
     if waiting is None or waiting.incarnation != incarnation or run in ("", membership.run):

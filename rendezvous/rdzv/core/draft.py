@@ -37,7 +37,7 @@ class Draft:
         stuck: Mapping[str, Stuck] | None = None,
         away: Mapping[str, Away] | None = None,
     ) -> None:
-        """Replace who is present."""
+        """Replace the present nodes."""
         self.state = replace(
             self.state,
             seats=self.state.seats if seats is None else seats,

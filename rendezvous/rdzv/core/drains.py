@@ -1,4 +1,4 @@
-"""Nodes that are about to leave all their jobs: what is known of it, and how it is told."""
+"""Nodes that are about to leave all their jobs, and how this is reported."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Drain:
-    """That a node leaves all its jobs, and takes no other."""
+    """The drain of a node: it leaves all its jobs and takes no others."""
 
     reason: str
-    """Why; empty if nobody has said it."""
+    """Why; empty if no reason was given."""
     due_ms: int
-    """When the workers are ended that are still there."""
+    """When the remaining workers are ended."""
     number: int = 0
-    """Which drain an operator has asked for; 0: it is the node's own wish."""
+    """Number of the drain that an operator requested; 0: the node drains itself."""
 
     @property
     def by_operator(self) -> bool:
-        """Whether an operator has asked for it, and can lift it."""
+        """Whether an operator requested it and can lift it."""
         return self.number != 0
 
     @property
     def told(self) -> str:
-        """What the node is told, and tells its jobs as it leaves them."""
+        """The reason sent to the node, which the node gives its jobs as it leaves them."""
         return told(self.reason)
 
     def left_ms(self, now_ms: int) -> int:
-        """Return how much longer its workers have."""
+        """Return the time that its workers have left."""
         return max(self.due_ms - now_ms, 0)
 
     def describe(self, now_ms: int) -> str:
-        """Say that it leaves, why, and when at the latest.
+        """Describe that the node leaves, why, and when at the latest.
 
         >>> Drain("kernel upgrade", due_ms=50_000, number=1).describe(now_ms=10_000)
         'drained (kernel upgrade), leaves in 40 s'
@@ -44,7 +44,7 @@ class Drain:
 
 
 def told(reason: str) -> str:
-    """Say why a node leaves that an operator drains.
+    """Return the reason given when a node drained by an operator leaves.
 
     >>> told("by ada: new kernel"), told("new kernel")
     ('drained by ada: new kernel', 'drained: new kernel')

@@ -1,4 +1,4 @@
-"""How a round ends, and what its end is charged to."""
+"""How a round ends, and to which cause its end is charged."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rdzv.structs import replace
 
 
 def fail(work: Draft, command: Fail) -> Ignored | None:
-    """Apply what follows when workers of a node fail.
+    """Record failed workers of a node.
 
-    A live round ends, and everyone stops. Of an ended one the failures are added to its causes,
-    of which `settle_charge` takes the root cause when everyone has stopped, and spends a restart.
+    A live round ends, and everyone stops. If it has already ended, the failures are added to its
+    causes; `settle_charge` picks the root cause when everyone has stopped, and spends a restart.
     """
     round_ = work.membership.round
     assert round_ is not None
@@ -30,7 +30,7 @@ def fail(work: Draft, command: Fail) -> Ignored | None:
 
 
 def report_store_host(work: Draft, command: ReportStoreHost) -> Ignored | None:
-    """End the round whose c10d store has died, or charge its end to that."""
+    """End the round whose c10d store has died, or charge its end to the store."""
     before = work.state
     reason = f"on {command.node_id}: {command.reason}"
     end_round(work, Cause.STORE_HOST, reason, broken=True)
@@ -39,7 +39,7 @@ def report_store_host(work: Draft, command: ReportStoreHost) -> Ignored | None:
 
 
 def end_by_failure(work: Draft, failures: tuple[Failure, ...]) -> None:
-    """End the live round by failures of its workers."""
+    """End the live round because workers failed."""
     first = root_cause(failures, work.state.tuning.root_cause_window_ms)
     reason = describe_failure(first[0]) if first else "a worker failed"
     end_round(work, Cause.WORKER_FAILURE, reason, broken=True)
@@ -71,7 +71,7 @@ def failures_from(
 
 
 def add_failures(work: Draft, failures: tuple[Failure, ...]) -> bool:
-    """Note failures of the ended round until its charge is settled; say whether any are new."""
+    """Note failures of the ended round until its charge is settled; return whether any are new."""
     round_ = work.membership.round
     if round_ is None or round_.end is None or round_.end.settled or not failures:
         return False
@@ -87,7 +87,7 @@ def add_failures(work: Draft, failures: tuple[Failure, ...]) -> bool:
 
 
 def end_round(work: Draft, cause: Cause, reason: str, *, broken: bool, dead_ms: int = 0) -> None:
-    """End the live round, if there is one: everybody stops."""
+    """End the live round, if there is one: everyone stops."""
     round_ = work.membership.round
     if round_ is None or not round_.live:
         return
@@ -103,11 +103,11 @@ def end_round(work: Draft, cause: Cause, reason: str, *, broken: bool, dead_ms: 
 
 
 _EXCUSES = (Cause.NODE_LEFT, Cause.STORE_HOST, Cause.NODE_LOST)
-"""What a worker failure may turn out to follow from, in rising order of weight."""
+"""Causes that a worker failure may turn out to follow from, in rising order of weight."""
 
 
 def charge_instead(work: Draft, cause: Cause, reason: str) -> None:
-    """Charge an ended round to what its failures followed from, if that turns up in time.
+    """Charge an ended round to the cause behind its failures, if it becomes known in time.
 
     When a node's processes or the store die, the others' collectives fail within milliseconds,
     often before the loss itself is known.
@@ -121,7 +121,7 @@ def charge_instead(work: Draft, cause: Cause, reason: str) -> None:
 
 
 def settle_charge(work: Draft) -> bool:
-    """When everyone has stopped, charge the end of the round to its cause."""
+    """Charge the end of the round to its cause once everyone has stopped."""
     round_ = work.membership.round
     if not work.open or round_ is None or round_.end is None or round_.end.settled:
         return False
@@ -139,7 +139,7 @@ def settle_charge(work: Draft) -> bool:
     budget_left = over is None
     if end.cause is Cause.WORKER_FAILURE and budget_left:
         counted = restarts_that_count(work.membership, work.now_ms)
-        # Who counts restarts itself tells of a failure when none is left.
+        # An agent that counts restarts itself reports a failure only when none is left.
         budget_left = max_restarts is not None and counted < max_restarts
         spent = (*spent, work.now_ms) if budget_left else spent
     work.store(
@@ -173,7 +173,7 @@ def _failure_reason(end: RoundEnd, failures: tuple[Failure, ...]) -> str:
 
 
 def restarts_that_count(membership: Membership, now_ms: int) -> int:
-    """Count the restarts that were spent and that `restart_window` has not forgotten."""
+    """Count the spent restarts that still lie within `restart_window`."""
     window_ms = membership.settings.restart_window_ms
     if not window_ms:
         return len(membership.restarts)
@@ -181,7 +181,7 @@ def restarts_that_count(membership: Membership, now_ms: int) -> int:
 
 
 def some_succeeded(state: State) -> bool:
-    """Whether a participant of the running round has succeeded, is it still there or not."""
+    """Whether a participant of the running round has succeeded, present or not."""
     round_ = state.membership.round
     gone = round_ is not None and round_.live and bool(round_.gone)
     return gone or any(seat.succeeded for seat in state.seats.values())

@@ -1,7 +1,7 @@
-"""Events of a rendezvous. They are past tense, and are persisted before anyone hears of them.
+"""Events of a rendezvous. They are past tense, and published only after they are persisted.
 
-Logs, metrics, the event history and what nodes are told all come from these. History keeps most of
-them as they are (`rdzv.view.history`), so a field is never renamed, and a new one has a default.
+Logs, metrics, the event history and messages to nodes all derive from these. The history stores
+most of them unchanged (`rdzv.view.history`), so never rename a field, and give new ones a default.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NodeSucceeded:
 
 @struct(frozen=True)
 class NodeLeaving:
-    """A node said that it leaves; its workers are being stopped."""
+    """A node announced that it leaves; its workers are being stopped."""
 
     node_id: str
     reason: str
@@ -84,7 +84,7 @@ class NodeLost:
     node_id: str
     reason: str
     may_run: bool = False
-    """Its workers may still run, until it is heard."""
+    """Its workers may still run, until it is heard from again."""
 
 
 @struct(frozen=True)
@@ -106,7 +106,7 @@ class WorkerFailed:
 
 @struct(frozen=True)
 class LastCallBegan:
-    """`min_nodes` are at hand: the round completes after last_call_timeout, or when full."""
+    """`min_nodes` are present: the round completes after last_call_timeout, or when full."""
 
     nodes: int
     for_ms: int
@@ -121,7 +121,7 @@ class RoundCompleted:
 
 @struct(frozen=True)
 class RoundAdopted:
-    """A round that this server did not know goes on, as its nodes report it."""
+    """A round unknown to this server continues, as its nodes report it."""
 
     round: Round
 
@@ -142,7 +142,7 @@ class RoundEnded:
     round: int
     end: RoundEnd
     dead_ms: int = 0
-    """For how long its workers had been dead: a node that was cut off had killed them."""
+    """For how long its workers had been dead: a node that was cut off had killed them before."""
 
 
 @struct(frozen=True)
@@ -155,12 +155,12 @@ class RoundSettled:
     restarts: int
     max_restarts: int | None
     root_cause: Failure | None = None
-    """The worker failure that is taken for the first, if any was reported."""
+    """The worker failure taken to be the first, if any was reported."""
 
 
 @struct(frozen=True)
 class JobScaled:
-    """An operator gave the run other bounds."""
+    """An operator changed the bounds of the run."""
 
     min_nodes: int
     max_nodes: int
@@ -201,7 +201,7 @@ class NodeQuarantined:
 
 @struct(frozen=True)
 class NodeNotQuarantined:
-    """A node was at fault too often, and stays in use all the same."""
+    """A node was at fault too often, but stays in use."""
 
     node_id: str
     fault: str
@@ -211,7 +211,7 @@ class NodeNotQuarantined:
 
 @struct(frozen=True)
 class NodeDrained:
-    """A node leaves all its jobs, as told or by itself; its workers have `within_ms`."""
+    """A node leaves all its jobs, on request or by itself; its workers have `within_ms`."""
 
     node_id: str
     reason: str
@@ -227,14 +227,14 @@ class NodeUndrained:
 
 @struct(frozen=True)
 class JobQueued:
-    """A submitted job waits again until it is placed; restarts spent stay spent."""
+    """A submitted job waits to be placed again; spent restarts stay spent."""
 
     reason: str
 
 
 @struct(frozen=True)
 class WorkersHang:
-    """A node says that workers of it hang; nothing is stopped yet."""
+    """A node reports that some of its workers hang; nothing is stopped yet."""
 
     round: int
     node_id: str
@@ -243,7 +243,7 @@ class WorkersHang:
 
 @struct(frozen=True)
 class StacksTaken:
-    """Stacks of all workers were taken, because some hang; they are kept."""
+    """Stacks of all workers were taken and archived, because some hang."""
 
     round: int
     summary: str
@@ -251,14 +251,14 @@ class StacksTaken:
 
 @struct(frozen=True)
 class HangOver:
-    """No worker hangs any more, and the round goes on."""
+    """No worker hangs any more, and the round continues."""
 
     round: int
 
 
 @struct(frozen=True)
 class RankStraggles:
-    """A worker has taken far longer for a step than the others of its role for a while."""
+    """A worker's steps have taken far longer than those of its role's other workers for a while."""
 
     round: int
     rank: int

@@ -1,6 +1,6 @@
-"""What a job is doing and why: states, reasons and the view that `status` shows.
+"""The states and reasons of a job, and the view that `status` shows.
 
-All of it is derived from the state at the time of asking; nothing is stored beside it.
+All of it is derived from the state on request; nothing is stored beside it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _JOB_STATE_OF_RESULT = {
 _NO_DRAINS: Mapping[str, Drain] = MappingProxyType({})
 
 _MOST_TOLD = 4
-"""How many of the nodes that are about to leave are named with their job."""
+"""At most this many of the nodes about to leave are named with their job."""
 
 
 @struct(frozen=True)
@@ -71,12 +71,12 @@ class NodeView:
     state_age_ms: int
     reason: str
     drain_left_ms: int | None = None
-    """How much longer its workers have, if it is about to leave; None: it stays."""
+    """Time that its workers have left, if it is about to leave; None: it stays."""
 
 
 @struct(frozen=True)
 class BudgetsView:
-    """What a run has spent beside its restarts, and what it may; None: any number."""
+    """The budgets of a run other than restarts: spent and allowed; None: any number."""
 
     preemptions: int
     max_preemptions: int | None
@@ -102,7 +102,7 @@ class JobView:
     max_nodes: int
     world_size: int
     restarts: int | None
-    """None, like `max_restarts`: the nodes' own agents count, and do not tell."""
+    """None, like `max_restarts`, if the nodes' own agents count and do not report."""
     max_restarts: int | None
     nodes: tuple[NodeView, ...]
     state_age_ms: int
@@ -114,21 +114,21 @@ class JobView:
     last_end: str | None
     submission: Submission | None = None
     jobs_before: int | None = None
-    """Of a submitted job that waits for nodes: how many are served before it."""
+    """For a submitted job that waits for nodes: how many jobs are served before it."""
     budgets: BudgetsView | None = None
-    """None where they are not known."""
+    """None if unknown."""
     no_progress: bool = False
-    """It has failed for it did not move on: the same launch would do no better."""
+    """It failed because it made no progress: the same launch would do no better."""
     backend: str = "rdzv"
-    """Who forms the group; what another than this server forms, it only watches."""
+    """What forms the group; groups formed by anything but this server are only watched."""
     owner: str = ""
     """As in `Membership`."""
     has_secret: bool = False
-    """Whether those who join must know a secret."""
+    """Whether nodes must know a secret to join."""
 
 
 def job_state(state: State) -> JobState:
-    """Say what the job is doing."""
+    """Return what the job is doing."""
     membership = state.membership
     if membership.ended is not None:
         return _JOB_STATE_OF_RESULT[membership.ended.result]
@@ -141,7 +141,7 @@ def job_state(state: State) -> JobState:
 
 
 def explain(state: State, now_ms: int) -> str:
-    """Say in a sentence why the job is in its state, and what it waits for."""
+    """Explain in a sentence why the job is in its state, and what it waits for."""
     membership = state.membership
     match job_state(state):
         case JobState.RUNNING:
@@ -181,7 +181,7 @@ def _explain_stopping(state: State, now_ms: int) -> str:
         names = listed(unheard(state))
         text = f"{why}; workers may still run on {names}: not heard, waited for "
         text = text + left(unheard_until_ms(state) - now_ms) + " more"
-    # By those who are away, for they are few where seats may be thousands.
+    # Iterate over the nodes that are away: they are few where seats may be thousands.
     away = [node_id for node_id in state.away if node_id in state.seats]
     if away:
         text = text + f"; away: {listed(away)}"
@@ -214,7 +214,7 @@ def _explain_joining(state: State, now_ms: int) -> str:
 
 
 def _had_succeeded(state: State) -> str:
-    """Say that the work of the last round may be finished, where one of its nodes was given up."""
+    """Note that the last round's work may be finished, if one of its nodes was given up."""
     round_ = state.membership.round
     if round_ is None or not round_.succeeded:
         return ""
@@ -226,7 +226,7 @@ def _had_succeeded(state: State) -> str:
 
 
 def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
-    """Say what time is given to before the next round, when enough nodes are there, and name it."""
+    """Describe and name the wait before the next round, when enough nodes are present."""
     failures = state.membership.store_failures
     if due_ms == restart_due_ms(state):
         return _backs_off(state.membership, due_ms), "backing off"
@@ -246,7 +246,7 @@ def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
 
 
 def _backs_off(membership: Membership, now_ms: int) -> str:
-    """Say how long a crash loop is given time, and before which of its restarts."""
+    """Describe how long a crash loop backs off, and before which of its restarts."""
     number, most = restarts_that_count(membership, now_ms), membership.settings.max_restarts
     waits = f"backs off {duration(backoff_ms(membership))} before restart {number} of {most}"
     return f"{waits}: {membership.spent.soon} rounds in a row failed soon"
@@ -261,7 +261,7 @@ def _join_deadline(state: State, now_ms: int) -> str:
 
 
 def _missing(state: State, now_ms: int) -> str:
-    """Name those who are stuck, and who were lost or left since the last round began."""
+    """Name the nodes that are stuck, and those lost or gone since the last round began."""
     round_ = state.membership.round
     since_ms = round_.at_ms if round_ else state.membership.began_at_ms
     recent = [d for d in _absent(state) if d.at_ms >= since_ms]
@@ -290,9 +290,9 @@ def _absent(state: State) -> list[Departure]:
 
 
 def waiting_reason(state: State, node_id: str, now_ms: int, job: str | None = None) -> str:
-    """Say why this node has no workers to run; empty if it has, or is not in the job.
+    """Explain why this node has no workers to run; empty if it has some, or is not in the job.
 
-    `job` is what `explain` says of the state, if that is known: it is the same for all its nodes.
+    `job` is the result of `explain` for the state, if at hand: it is the same for all its nodes.
     """
     if node_id in state.stuck:
         pids = ", ".join(str(pid) for pid in state.stuck[node_id].pids)
@@ -311,7 +311,7 @@ def waiting_reason(state: State, node_id: str, now_ms: int, job: str | None = No
 
 
 def _why_not_let_in(state: State) -> str:
-    """Say why a newcomer does not end the running round, or not yet."""
+    """Explain why a newcomer does not end the running round, or not yet."""
     if some_succeeded(state):
         return "participants have begun to succeed, so that no newcomer ends the round"
     settings, round_ = state.membership.settings, state.membership.round
@@ -337,8 +337,8 @@ def view(
 ) -> JobView:
     """Show the whole job.
 
-    `wait` is what it waits for, if it was submitted and lacks nodes; `drains` has the nodes that
-    are about to leave.
+    `wait` is what the job waits for, if it was submitted and lacks nodes; `drains` has the nodes
+    that are about to leave.
     """
     membership, round_ = state.membership, state.membership.round
     failures = membership.last_failures
@@ -375,7 +375,7 @@ def view(
 
 
 def _reason(state: State, now_ms: int, wait: Wait | None) -> str:
-    """Say why the job is in its state, and which nodes it waits for."""
+    """Explain why the job is in its state, and which nodes it waits for."""
     if wait is None:
         return explain(state, now_ms)
     if state.queued:
@@ -392,7 +392,7 @@ def _leavers(drains: Mapping[str, Drain], now_ms: int) -> str:
 
 
 def _drained_view(one: NodeView, drains: Mapping[str, Drain], now_ms: int) -> NodeView:
-    """Add to a node that it is about to leave."""
+    """Add to a node's view that it is about to leave."""
     drain = drains.get(one.node_id)
     if drain is None:
         return one
@@ -431,7 +431,7 @@ def _state_since_ms(state: State) -> int:
 
 
 def node_views(state: State, now_ms: int) -> tuple[NodeView, ...]:
-    """Show every node: participants by GROUP_RANK, then those that wait, then those gone."""
+    """Show every node: participants by GROUP_RANK, then waiting nodes, then departed ones."""
     round_ = state.membership.round
     participants = round_.participants if round_ else ()
     ended = state.membership.ended
@@ -469,7 +469,7 @@ def _participant_view(
 
 
 def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeState, int, str]:
-    """Return state, since when, and why, of a node that has a seat or had one at the end."""
+    """Return the state of a node with a seat, now or at the end, since when, and why."""
     round_, ended = _round(state), state.membership.ended
     if ended is not None:
         return _final_state(state, node_id, ended)
@@ -490,7 +490,7 @@ def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeSta
 
 
 def _final_state(state: State, node_id: str, ended: Ended) -> tuple[NodeState, int, str]:
-    """Return what a participant of the last round was when the run was closed."""
+    """Return the state of a participant of the last round when the run was closed."""
     if ended.result is Result.SUCCEEDED:
         return NodeState.SUCCEEDED, ended.at_ms, ""
     for departure in reversed(state.membership.departures):

@@ -1,4 +1,4 @@
-"""When a round completes, who is seated in it, and when newcomers end it."""
+"""When a round completes, which nodes it seats, and when newcomers end it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rdzv.core.submitting import withdraw_nodes
 from rdzv.structs import replace
 
 MAX_STORE_FAILURES = 3
-"""After so many store hosts that failed in a row, RANK 0's worker serves the store itself."""
+"""After this many store host failures in a row, RANK 0's worker serves the store itself."""
 
 
 def count_ready(work: Draft) -> bool:
-    """Note since when there are too few nodes for a round, or enough."""
+    """Note since when there have been too few nodes for a round, or enough."""
     state, settings = work.state, work.membership.settings
     if not _forming(work):
         if state.enough_since_ms is None and state.short_since_ms is None:
@@ -85,7 +85,7 @@ def complete_round(work: Draft) -> bool:
 
 
 def completion_due_ms(state: State) -> int | None:
-    """When the next round completes if nothing changes; None while it cannot."""
+    """Return when the next round completes if nothing changes; None while it cannot."""
     membership, settings, tuning = state.membership, state.membership.settings, state.tuning
     round_, enough_ms = membership.round, state.enough_since_ms
     if state.seats or enough_ms is None or _awaits_survivor(state):
@@ -103,7 +103,7 @@ def completion_due_ms(state: State) -> int | None:
     if state.ready >= membership.max_nodes:
         return max(enough_ms, earliest_ms)
     if state.placed:
-        # The server knows who is to come; who takes too long comes into a later round.
+        # The server knows which nodes will come; those that take too long join a later round.
         coming_ms = tuning.gather_ms if awaited(state) else 0
         return max(enough_ms + coming_ms, earliest_ms)
     if round_ is None:
@@ -116,12 +116,12 @@ def completion_due_ms(state: State) -> int | None:
 
 
 def superseded_until_ms(state: State) -> int:
-    """By when nothing runs any more of rounds that others have followed elsewhere; 0: nothing."""
+    """Return when the last workers of superseded rounds are gone; 0: there are none."""
     return max((former.until_ms for former in state.superseded.values()), default=0)
 
 
 def restart_due_ms(state: State) -> int:
-    """When a run that backs off restarts at the earliest; 0: it does not back off."""
+    """Return when a run that backs off restarts at the earliest; 0: it does not back off."""
     round_, enough_ms = state.membership.round, state.enough_since_ms
     wait_ms = backoff_ms(state.membership)
     if not wait_ms or round_ is None or round_.end is None or enough_ms is None:
@@ -131,7 +131,7 @@ def restart_due_ms(state: State) -> int:
 
 
 def _awaits_survivor(state: State) -> bool:
-    """Whether a participant that has stopped is away for a moment, and is to be waited for."""
+    """Whether to wait for a participant that has stopped and is briefly away."""
     round_ = state.membership.round
     if round_ is None or not state.away:
         return False
@@ -140,7 +140,7 @@ def _awaits_survivor(state: State) -> bool:
 
 
 def time_out_joining(work: Draft) -> bool:
-    """Fail a run that had too few nodes for `join_timeout`; a submitted one waits anew."""
+    """Fail a run that had too few nodes for `join_timeout`; requeue a submitted one."""
     since_ms, settings = work.state.short_since_ms, work.membership.settings
     if since_ms is None or work.state.seats or not _forming(work):
         return False
@@ -163,7 +163,7 @@ def time_out_joining(work: Draft) -> bool:
 
 
 def _missing(state: State) -> str:
-    """Name those of the last round who are not there, and why."""
+    """Name the missing nodes of the last round, and why each is missing."""
     last = {d.node_id: d for d in state.membership.departures}
     missing = [
         f"{departure.node_id} {departure.state} ({departure.reason})"
@@ -175,7 +175,7 @@ def _missing(state: State) -> str:
 
 
 def admit_newcomers(work: Draft) -> bool:
-    """End a running round for nodes that wait, once they fill it or no more of them come."""
+    """End a running round for waiting nodes, once they fill it or no more of them come."""
     due_ms = newcomers_due_ms(work.state, work.now_ms) if work.open else None
     if due_ms is None or work.now_ms < due_ms:
         return False
@@ -186,14 +186,14 @@ def admit_newcomers(work: Draft) -> bool:
 
 
 def newcomers_due_ms(state: State, now_ms: int) -> int | None:
-    """When the newcomers at hand end the running round if no more come."""
+    """Return when the present newcomers end the running round if no more come."""
     free = _free_seats(state)
     newcomers = _newcomers(state, now_ms) if free > 0 else []
     if not newcomers:
         return None
     since = [state.waiting[node_id].since_ms for node_id in newcomers]
     quiet_ms = state.tuning.gather_quiet_ms
-    # Who is just back may yet say that it has succeeded, and then no newcomer ends the round.
+    # A node just back may yet report that it has succeeded; then no newcomer ends the round.
     earliest_ms = 0 if state.back_ms is None else state.back_ms + quiet_ms
     settings, round_ = state.membership.settings, state.membership.round
     if settings.scale_up is ScaleUp.AFTER and round_ is not None:
@@ -204,7 +204,7 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
 
 
 def next_newcomers_ms(state: State, now_ms: int) -> int | None:
-    """When newcomers end the running round, or the first of those held back may."""
+    """Return when newcomers end the running round, or the first one held back may."""
     if _free_seats(state) <= 0:
         return None
     due = [until_ms for node_id, until_ms in holds(state).items() if node_id in state.waiting]
@@ -230,7 +230,7 @@ def _newcomers(state: State, now_ms: int) -> list[str]:
 
 
 def holds(state: State) -> dict[str, int]:
-    """Say until when each flapping node may not end a running round.
+    """Return until when each flapping node may not end a running round.
 
     A node lost twice within `flap_window_ms` is held for `flap_hold_ms` from the last loss, and
     twice as long with each further loss. This depends on the losses alone, not on the time.

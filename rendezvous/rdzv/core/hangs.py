@@ -1,7 +1,7 @@
-"""Workers that hang: what their nodes say of them, and what their round then ends by.
+"""Workers that hang: their nodes' reports, and the failure that ends their round.
 
-All workers stall when one does, so which of them has hung is for their stacks to tell, not for who
-was reported first.
+All workers stall when one does, so the stacks show which of them hung, not the order of the
+reports.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ MAX_MESSAGE_CHARS = 1_000
 
 @struct(frozen=True)
 class HangTimeout:
-    """How long a worker may say nothing of its progress; None: it is learned from its own steps."""
+    """How long a worker may report no progress; None: it is learned from the worker's own steps."""
 
     ms: int | None = None
 
 
 @struct(frozen=True)
 class HungWorker:
-    """A worker that hangs, as its node says."""
+    """A worker that hangs, as its node reports."""
 
     rank: int
     local_rank: int
@@ -34,7 +34,7 @@ class HungWorker:
 
 @struct(frozen=True)
 class Verdict:
-    """Whose failure the end of the round is, and how it is told."""
+    """The failure that ends the round, and how it is reported."""
 
     node_id: str
     rank: int
@@ -45,7 +45,7 @@ class Verdict:
 
 
 def describe_hung(workers: Iterable[HungWorker]) -> str:
-    """Say in one line who hangs; of several the one that has been silent longest tells why.
+    """Describe the hung workers in one line, with the reason of the one silent longest.
 
     >>> describe_hung([HungWorker(2, 0, 9, 61_000, "no progress for 61 s")])
     'RANK 2: no progress for 61 s'
@@ -55,10 +55,10 @@ def describe_hung(workers: Iterable[HungWorker]) -> str:
 
 
 def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Verdict:
-    """Say whose failure it is, of the workers that hang by node_id, and what they were doing.
+    """Decide whose failure it is among the hung workers, by node_id, and what they were doing.
 
-    The one that the others wait for, if the stacks tell; else the one that was silent longest, of
-    several the lowest RANK. Without a `report`, `why` says why there is none.
+    It is the one that the others wait for, if the stacks show it; else the one silent longest, and
+    the lowest RANK among several. Without a `report`, `why` says why there is none.
     """
     known = [(node_id, worker) for node_id, workers in hung.items() for worker in workers]
     told = describe_hung(worker for _, worker in known)

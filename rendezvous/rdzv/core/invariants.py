@@ -1,7 +1,7 @@
-"""What must hold of every state and every step: the guarantees, made executable.
+"""Executable invariants: the guarantees that hold for every state and every step.
 
-The driver asks before it persists, and every simulation after each step. A violation is a bug of
-ours, never of a caller's.
+The driver checks them before it persists, and every simulation after each step. A violation is our
+bug, never a caller's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rdzv.core.recovery_reports import placeholders_replaced, same_participants
 def violations(before: State, after: State, events: Sequence[Event] | None = None) -> list[str]:
     """Name every guarantee that the step from `before` to `after` would break.
 
-    With the `events` of a step only the nodes that they name are looked at, where the number of
-    nodes in each place shows that no others have moved, and `before` is taken to be as it must: a
-    large job takes as many steps as it has nodes. Without them every node is looked at.
+    Given the `events` of a step, only the nodes that they name are checked, if the number of nodes
+    in each place shows that no others have moved, and `before` is assumed to be valid: a large job
+    takes as many steps as it has nodes. Without events every node is checked.
     """
     moved = None if events is None else _moved(before, after, events)
     return [
@@ -57,7 +57,7 @@ _OF_ONE_NODE = (
 
 
 def _moved(before: State, after: State, events: Sequence[Event]) -> Collection[str] | None:
-    """Name the nodes whose place may have changed; None: anybody's may have."""
+    """Name the nodes whose place may have changed; None: any node's may have."""
     old, new = before.membership.round, after.membership.round
     if before.membership.run != after.membership.run or (old is None) != (new is None):
         return None
@@ -88,7 +88,7 @@ def _moved(before: State, after: State, events: Sequence[Event]) -> Collection[s
 
 
 def _presence_of(before: State, after: State, moved: Collection[str]) -> list[str]:
-    """Check what `_presence` does, for those who have moved."""
+    """Check what `_presence` checks, but only for nodes that have moved."""
     found = []
     for node_id in moved:
         if sum(node_id in place for place in (after.seats, after.waiting, after.stuck)) > 1:
@@ -107,7 +107,7 @@ def _presence_of(before: State, after: State, moved: Collection[str]) -> list[st
 
 
 def _presence(before: State, after: State) -> list[str]:
-    """Nobody is seated, waiting and stuck at once, and all seats are the round's."""
+    """Check that no node is in two places at once, and that every seat belongs to the round."""
     found = []
     seats, waiting, stuck = after.seats.keys(), after.waiting.keys(), after.stuck.keys()
     if seats & waiting or seats & stuck or waiting & stuck:
@@ -137,7 +137,7 @@ def _counted_seats(old: Round, after: State) -> list[str]:
 
 
 def _anybody_moved(before: State, after: State) -> bool:
-    """Whether anybody has come, gone, or changed its place."""
+    """Whether any node has come, gone, or changed its place."""
     return not (
         after.away is before.away
         and after.seats is before.seats
@@ -162,7 +162,7 @@ def _all_seats(state: State) -> list[str]:
 
 
 def _placements(before: State, after: State) -> list[str]:
-    """A node is chosen once, and never again after it could not run the job."""
+    """Check that a node is chosen once, and never again after it could not run the job."""
     submission = after.membership.submission
     if submission is None or submission is before.membership.submission:
         return []
@@ -175,7 +175,7 @@ def _placements(before: State, after: State) -> list[str]:
 
 
 def _durability(before: Membership, after: Membership) -> list[str]:
-    """Rounds never go back, closed stays closed, spent stays spent, announced stays announced."""
+    """Check that rounds never go back, and that closed, spent and announced stay so."""
     found = []
     if after.run_number < before.run_number:
         found.append("durability: run numbers went back")
@@ -185,7 +185,7 @@ def _durability(before: Membership, after: Membership) -> list[str]:
         return found if after.run_number > before.run_number else [*found, "durability: run uid"]
     if before.ended is not None and after.ended != before.ended:
         found.append("durability: a closed run changed")
-    # One that lay ahead of a clock that was stepped back counts as of now: earlier, never later.
+    # After the clock was stepped back, a future time counts as of now: earlier, never later.
     pairs = list(zip(before.restarts, after.restarts, strict=False))
     if len(pairs) < len(before.restarts) or any(new > old for old, new in pairs):
         found.append("durability: a spent restart was forgotten")
@@ -215,7 +215,7 @@ def _continues(before: Round, after: Round | None) -> bool:
 
 
 def _new_round(before: State, after: State) -> list[str]:
-    """A round completes within bounds, with exact ranks, and never beside another."""
+    """Check that a round completes within bounds, with exact ranks, and never beside another."""
     round_ = after.membership.round
     old = before.membership.round
     if round_ is None or (old is not None and old.number == round_.number):
@@ -235,8 +235,8 @@ def _new_round(before: State, after: State) -> list[str]:
             found.append(f"consistency: ranks of {participant.node_id} do not tile")
         rank_first += participant.offer.local_world_size
     if round_.adopted:
-        # It was completed by a server that knew who had stopped. That it has been may be known
-        # from a node that has left it, so only what was known of it counts.
+        # It was completed by a server that knew which nodes had stopped. This server may know of it
+        # from a node that has left it, so only what was known of the round counts.
         if old is not None and round_.number < old.number:
             found.append("durability: round numbers went back")
         return found
@@ -251,10 +251,10 @@ def _new_round(before: State, after: State) -> list[str]:
 
 
 def _unstopped(before: State, after: State) -> set[str]:
-    """Name who held a seat and was not given up in this step; one of them may have just stopped."""
+    """Name nodes that held a seat and were not given up in this step; one may have just stopped."""
     known = before.membership.departures
     departed = [d for d in after.membership.departures if d not in known]
     if len(departed) == MAX_DEPARTURES:
-        # More may have departed than are remembered.
+        # More nodes may have departed than are remembered.
         return set()
     return before.seats.keys() - {departure.node_id for departure in departed}

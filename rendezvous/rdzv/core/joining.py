@@ -1,4 +1,4 @@
-"""How a node joins: a place in the next round, and what its join says of the last."""
+"""How a node joins: its place in the next round, and what its join reports about the last one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rdzv.structs import replace
 
 
 def join(work: Draft, command: Join) -> Ignored | None:
-    """Admit a node, confirm that its workers are gone, or hear it again; see `Join`."""
+    """Admit a node, confirm that its workers are gone, or accept a repeated join; see `Join`."""
     before, node_id, report = work.state, command.node_id, command.recovery
     if report and report.round == command.left_round and not _others_run_on(before, command):
         adopt(work, command, report)
@@ -33,7 +33,7 @@ def join(work: Draft, command: Join) -> Ignored | None:
     if confirms and number is not None:
         _confirm_stopped(work, command, number)
     elif held is None and barred:
-        # This is the echo of a join: the node is told that it was let go of.
+        # A late duplicate of a join: the node is being notified of its release.
         return Ignored.BARRED
     elif admits:
         if held is not None:
@@ -49,25 +49,25 @@ def join(work: Draft, command: Join) -> Ignored | None:
 
 
 def _others_run_on(state: State, command: Join) -> bool:
-    """Whether nodes that are there run an earlier round than the one that this node has left.
+    """Whether present nodes run an earlier round than the one that this node has left.
 
-    A server without memory has begun it, after it had waited for all others in vain. Nothing of the
-    later round is left on this node; adopted, it would let the next begin beside those workers.
+    A server without memory began it after waiting for all others in vain. Nothing of the later
+    round is left on this node; if adopted, it would let the next begin beside those workers.
     """
     round_ = state.membership.round
     if round_ is None or command.run != state.membership.run or command.left_round is None:
         return False
-    # Seats that were stored before a server started are younger than their round: they may be of
-    # an old copy of the store, and their nodes in the later round, too.
+    # Seats stored before the server started are younger than their round: they may come from an
+    # old copy of the store, and their nodes may be in the later round, too.
     begun = (n for n, seat in state.seats.items() if seat.since_ms == round_.at_ms)
     there = any(node_id not in state.away and not is_placeholder(node_id) for node_id in begun)
     return there and command.left_round > round_.number
 
 
 def _round_to_stop(state: State, node_id: str) -> int | None:
-    """Say of which round a join would confirm that no worker is left on a present node.
+    """Return the round for which a join would confirm that no worker is left on a present node.
 
-    None where it has none, or has said that it leaves: then only a `Leave` confirms it.
+    None if it has none, or has announced that it leaves: then only a `Leave` confirms it.
     """
     if node_id in state.stuck:
         return state.stuck[node_id].round
@@ -76,7 +76,7 @@ def _round_to_stop(state: State, node_id: str) -> int | None:
 
 
 def _admit(work: Draft, command: Join) -> None:
-    """Admit a node that is not present, into this run or, if need be, a new one."""
+    """Admit a node that is not present to this run or, if need be, to a new one."""
     if replaces_run(work.state, command):
         close(work, Result.STOPPED, REPLACED)
     if not work.open:
@@ -93,7 +93,7 @@ def _admit(work: Draft, command: Join) -> None:
 
 
 def _wait(work: Draft, command: Join, since_ms: int) -> None:
-    """Put a node among those that wait; it is connected, and speaks for itself from now on."""
+    """Add a node to the waiting ones; it is connected and reports for itself from now on."""
     former = work.state.superseded.get(command.node_id)
     if former is not None and (
         former.incarnation != command.incarnation
@@ -109,12 +109,12 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
 
 
 def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
-    """No worker of the round is left on the node: its seat is free, and it waits for the next."""
+    """Free the seat of a node without workers of the round; it waits for the next round."""
     round_ = work.membership.round
     if command.node_id in work.state.seats and round_ is not None:
         failures = failures_from(work, command.node_id, round_, command.failures)
         if command.fenced:
-            # Whoever has failed meanwhile has lost its connections to the workers killed here.
+            # Workers that failed meanwhile have lost their connections to the workers killed here.
             ago = f" {duration(command.fenced_age_ms)} ago" if command.fenced_age_ms else ""
             reason = (
                 f"{command.node_id}: it was cut off, and has killed its workers{ago} "

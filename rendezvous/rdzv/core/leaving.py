@@ -1,4 +1,4 @@
-"""How a node leaves a round or a job: done, of its own accord, stuck, or given up."""
+"""How a node leaves a round or a job: done, voluntarily, stuck, or given up."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rdzv.core.submissions import decline, withdraw
 from rdzv.structs import replace
 
 MAX_DEPARTURES = 64
-"""How many losses and leaves a job remembers."""
+"""Number of losses and leaves that a job remembers."""
 
 
 def succeed(work: Draft, command: Succeed) -> Ignored | None:
-    """Note that a node is done. That stays true when it was given up, or the round has ended."""
+    """Note that a node is done. This counts even if it was given up, or the round has ended."""
     round_, node_id = work.membership.round, command.node_id
     assert round_ is not None
     seat = work.state.seats.get(node_id)
@@ -48,7 +48,7 @@ def _note_success(work: Draft, round_: Round, node_id: str) -> None:
 
 
 def leave(work: Draft, command: Leave) -> Ignored | None:
-    """A node without workers goes at once; one with workers keeps its seat until they are gone."""
+    """Let a node leave: at once without workers; else it keeps its seat until they are gone."""
     round_ = work.membership.round
     seat = work.state.seats.get(command.node_id)
     if seat is None or round_ is None:
@@ -56,15 +56,15 @@ def leave(work: Draft, command: Leave) -> Ignored | None:
         return None
     failed = command.cause is LeaveCause.FAILED
     if command.exited_zero and round_.live and not seat.succeeded and some_succeeded(work.state):
-        # It was told to leave, but its workers were done, as those of others were.
+        # It was asked to leave, but its workers were done, as those of other nodes were.
         seat = replace(seat, succeeded=True, since_ms=work.now_ms)
-        # Or they were not: who fails for want of them may be heard later than this.
+        # Or they were not: failures caused by their absence may be reported later than this.
         round_ = replace(round_, excuse=f"{command.node_id}: {command.reason}")
         _note_success(work, round_, command.node_id)
     if round_.live and not seat.succeeded:
         cause = _CAUSE_OF_LEAVE.get(command.cause, Cause.NODE_LEFT)
         end_round(work, cause, f"{command.node_id}: {command.reason}", broken=failed)
-    # Who leaves because its workers failed is no excuse for that failure.
+    # A node that leaves because its workers failed is no excuse for that failure.
     if not (seat.succeeded or seat.leaving or failed):
         charge_instead(work, Cause.NODE_LEFT, f"{command.node_id}: {command.reason}")
     if seat.succeeded or command.left_round == round_.number:
@@ -85,7 +85,7 @@ _CAUSE_OF_LEAVE = {
 
 
 def report_stuck(work: Draft, command: ReportStuck) -> None:
-    """Give the seat away; the node is not seated again until it says that the workers are gone."""
+    """Give the seat away; the node gets none until it reports that the workers are gone."""
     round_ = work.membership.round
     assert round_ is not None
     pids = ", ".join(str(pid) for pid in command.pids)
@@ -99,19 +99,19 @@ def report_stuck(work: Draft, command: ReportStuck) -> None:
 
 
 def mark_lost(work: Draft, command: MarkLost) -> None:
-    """Give a node up that the nodes core has lost."""
+    """Give up a node that the nodes core has lost."""
     give_up(work, command.node_id, command.reason, heard=command.heard)
 
 
 def give_up(
     work: Draft, node_id: str, reason: str, *, heard: bool = False, stopped_late: bool = False
 ) -> None:
-    """A node is lost. What its loss means for a live or unsettled round follows at once."""
+    """Mark a node as lost, and apply the consequences for a live or unsettled round."""
     seat = work.state.seats.get(node_id)
     done = seat is not None and seat.succeeded
     ends_after_ms = None
     if not (heard or done) and may_run(work.state, node_id):
-        # Who had all the time that there is is not given more.
+        # A node that has used all its time gets no more.
         ends_after_ms = 0 if stopped_late else orphans_end_after_ms(work, node_id)
     if seat is not None and seat.leaving:
         depart(work, node_id, NodeState.LEFT, seat.leaving, LeaveCause.SIGNAL)
@@ -179,7 +179,7 @@ def _leave_seat(work: Draft, node_id: str) -> None:
 
 
 def release_away_seats(work: Draft) -> bool:
-    """Once a round has ended, a node that is away is waited for only `reconnect_grace_ms`."""
+    """Give up away nodes `reconnect_grace_ms` after the end of a round."""
     for node_id, due_ms in away_seats_due(work.state):
         if work.now_ms >= due_ms:
             grace_s = work.state.tuning.reconnect_grace_ms / 1000
@@ -190,7 +190,7 @@ def release_away_seats(work: Draft) -> bool:
 
 
 def away_seats_due(state: State) -> Iterable[tuple[str, int]]:
-    """Name the away nodes that hold up the end of a round, and when each is given up."""
+    """Name the away nodes that delay the end of a round, and when each is given up."""
     round_ = state.membership.round
     if round_ is None or round_.end is None:
         return
@@ -201,7 +201,7 @@ def away_seats_due(state: State) -> Iterable[tuple[str, int]]:
 
 
 def release_unstopped_seats(work: Draft) -> bool:
-    """A node that does not stop its workers within all its deadlines is given up."""
+    """Give up a node that has not stopped its workers within all its deadlines."""
     deadline_ms = work.state.stop_deadline_ms
     if deadline_ms is None or work.now_ms < deadline_ms:
         return False
@@ -212,7 +212,7 @@ def release_unstopped_seats(work: Draft) -> bool:
 
 
 def seats_with_deadline(state: State) -> Iterable[str]:
-    """Name who must have stopped by the deadline: all but those promised more time to return."""
+    """Name nodes that must have stopped by the deadline: all but those promised more time."""
     for node_id in state.seats:
         if node_id not in state.away or not state.away[node_id].firm:
             yield node_id

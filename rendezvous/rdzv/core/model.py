@@ -1,9 +1,9 @@
-"""The values of one job: what is durable, and what each server rebuilds for itself.
+"""The values of one job: its durable half, and the half that each server rebuilds for itself.
 
 `Membership` is what must survive a crash of the server; it is written before anything that
-follows from it is announced. `State` adds what is learned anew after every start: who is
-connected, who waits, which timers run. Everything is frozen, so a refused command has changed
-nothing and a transition can be dropped whole.
+follows from it is announced. `State` adds what is learned again after every start: which nodes
+are connected, which wait, which timers run. Everything is frozen, so a refused command has
+changed nothing and a transition can be dropped whole.
 
 Times are `now_ms` values of the driver's clock (milliseconds, monotonic within one server and
 anchored to Unix time at its start, so that a durable time can be shown to people).
@@ -27,7 +27,7 @@ class ScaleUp(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a round ended; what its end is charged to."""
+    """Why a round ended; the cause that its end is charged to."""
 
     WORKER_FAILURE = "worker failure"
     NODE_LOST = "node lost"
@@ -44,7 +44,7 @@ class LeaveCause(StrEnum):
     SIGNAL = "signal"
     START_FAILED = "start failed"
     TIMEOUT = "timeout"
-    """It gives up, and trying again is sensible: it has waited for long, or lost its runner."""
+    """It gives up, and trying again is sensible: it has waited too long, or lost its runner."""
     FAILED = "failed"
 
 
@@ -70,7 +70,7 @@ class JobState(StrEnum):
 
 
 class NodeState(StrEnum):
-    """What a node is within a job; derived, never stored."""
+    """State of a node within a job; derived, never stored."""
 
     SEATED = "seated"
     WAITING = "waiting"
@@ -84,13 +84,13 @@ class NodeState(StrEnum):
 
 @struct(frozen=True)
 class Settings:
-    """What all nodes of a job agree on, as launched. Names and defaults are torchrun's."""
+    """Settings that all nodes of a job agree on, as launched. Names and defaults are torchrun's."""
 
     min_nodes: int
     max_nodes: int
     max_restarts: int | None = 0
-    """None: each node's own agent restarts its workers and keeps the count, as torch's does. The
-    one failure that it tells of is the last."""
+    """None: each node's own agent restarts its workers and keeps the count, as torch's does. It
+    reports only the last failure."""
     join_timeout_ms: int = 600_000
     last_call_timeout_ms: int = 30_000
     scale_up: ScaleUp = ScaleUp.EAGER
@@ -107,7 +107,7 @@ class Settings:
     max_store_failures: int | None = None
     """Rounds that may end because their store host failed; None: any number."""
     no_progress_restarts: int = 0
-    """After so many restarts in a row that did not move the job on, it has failed; 0: never."""
+    """Number of consecutive restarts without progress after which the job fails; 0: never."""
 
 
 @struct(frozen=True)
@@ -115,13 +115,13 @@ class Tuning:
     """The server's own timings; the same for every job of one server."""
 
     gather_quiet_ms: int = 1_000
-    """Newcomers are let in when none has come for so long, ..."""
+    """Newcomers are let in when none has come for this long, ..."""
     gather_ms: int = 10_000
-    """... or so long after the first of them."""
+    """... or this long after the first of them."""
     reconnect_grace_ms: int = 250
     """How long a seat is kept for a node whose stream ended, once the round has ended."""
     takeover_grace_ms: int = 30_000
-    """After a start of the server: how long nobody is given up unheard."""
+    """After a start of the server: how long no node is given up for being silent."""
     claims_quiet_ms: int = 5_000
     """How long after the last recovery report of an adopted round the other places are given up."""
     stop_margin_ms: int = 20_000
@@ -134,14 +134,14 @@ class Tuning:
     """Wait before the next round after a store host failed; doubles each time in a row."""
     store_backoff_max_ms: int = 30_000
     soon_ms: int = 60_000
-    """A round that failed sooner after it was complete is one of a crash loop."""
+    """A round that fails sooner than this after its completion belongs to a crash loop."""
     root_cause_window_ms: int = 500
     """Failures within this time of the earliest are shown together."""
 
 
 @struct(frozen=True)
 class Offer:
-    """What one node brings to a job; it may differ from node to node."""
+    """One node's contribution to a job; it may differ from node to node."""
 
     address: str
     local_world_size: int = 1
@@ -163,7 +163,7 @@ class Instance:
     id: str = ""
     """Empty in what older servers have stored."""
     fence_after_ms: int = 0
-    """How long after the server last heard it its workers are gone by its own doing; 0: they are
+    """How long after the server last heard from it the node has killed its own workers; 0: it does
     not."""
 
 
@@ -192,7 +192,7 @@ class RecoveryReport:
     settings: Settings
     offer: Offer
     tally: Tally | None = None
-    """None: nothing was spent, or its server was one that did not tell."""
+    """None: nothing was spent, or its server did not report it."""
 
 
 @struct(frozen=True)
@@ -206,7 +206,7 @@ class Participant:
     role_rank_first: int
     role_world_size: int
     instance: Instance = UNKNOWN_INSTANCE
-    """Which one the incarnation numbers; it may not have heard the number when its server ended."""
+    """The one that the incarnation numbers; its server may have ended before sending the number."""
 
 
 @struct(frozen=True)
@@ -252,12 +252,12 @@ class Round:
     gone: tuple[str, ...] = ()
     """Participants whose seat was given up: lost, left, or stuck."""
     succeeded: tuple[str, ...] = ()
-    """Participants whose workers have all exited 0, whatever became of them or the round since."""
+    """Participants whose workers have all exited 0, whatever has become of them or the round."""
     end: RoundEnd | None = None
     adopted: bool = False
     """Rebuilt from its nodes' recovery reports. A node that has not reported has a placeholder."""
     excuse: str = ""
-    """Who has left, and counts as done, but may not have been: failures may follow from it."""
+    """A node that left as done but may not have been, and why: failures may follow from it."""
 
     @property
     def world_size(self) -> int:
@@ -282,57 +282,57 @@ class Departure:
     local_world_size: int
     role: str
     may_run: bool = False
-    """Its workers may still run: nothing proves that they are gone, and it was not heard since."""
+    """Its workers may still run: nothing proves them gone, and the node has been silent since."""
     ends_after_ms: int = 0
-    """If they do: how long after this their runner has ended them, should their agent be dead."""
+    """If they do: how long after this their runner has ended them if their agent is dead."""
 
 
 @struct(frozen=True)
 class Moved:
-    """How far a node has seen the workers of a round come; nothing, where they have not said."""
+    """The progress of a round's workers as seen by a node; empty if they have reported none."""
 
     step: int | None = None
-    """The highest step that any of them was at."""
+    """The highest step that any of them has reached."""
     snapshot: bool = False
     """Whether the snapshot that was named has changed since the round began."""
 
 
 UNMOVED = Moved()
-"""Of a round whose workers have said nothing."""
+"""The progress of a round whose workers have reported nothing."""
 
 
 @struct(frozen=True)
 class Spent:
-    """What the rounds of a run have ended by, beside the restarts, which are kept by their time."""
+    """Counts of the ends of a run's rounds; restarts are kept separately, with their times."""
 
     preemptions: int = 0
     """Rounds that ended because a node was lost or left."""
     store_failures: int = 0
     """Rounds that ended because their store host failed."""
     soon: int = 0
-    """Rounds in a row that failed soon, and had not moved the job on."""
+    """Consecutive rounds that failed soon and without progress."""
     in_vain: int = 0
-    """Restarts in a row that did not move the job on."""
+    """Consecutive restarts without progress."""
     step: int | None = None
-    """The highest step that the job was ever at."""
+    """The highest step that the job has ever reached."""
 
 
 MAX_RESTART_AGES = 64
-"""So much of a tally is told to each node; older restarts are taken to be as old as the oldest
-of these."""
+"""Number of restart ages sent to each node; older restarts count as being as old as the oldest of
+these."""
 
 
 @struct(frozen=True)
 class Tally:
-    """What a run had spent when a round was announced, beside the number of its restarts.
+    """What a run had spent when a round was announced, in addition to the number of its restarts.
 
     Its nodes keep it, so that a server without memory learns it from their recovery reports.
     """
 
     spent: Spent = Spent()
     restart_ages_ms: tuple[int, ...] = ()
-    """How long ago the restarts were spent that `restart_window` has not forgotten, the oldest
-    first; none without a window, for then all count."""
+    """Ages of the spent restarts that still lie within `restart_window`, oldest first; empty
+    without a window, for then all count."""
 
 
 @struct(frozen=True)
@@ -344,14 +344,14 @@ class Ended:
     at_ms: int
     retry_sensible: bool = False
     failures: tuple[Failure, ...] = ()
-    """The root cause first, then those beside it."""
+    """The root cause first, then the failures shown with it."""
     no_progress: bool = False
-    """It failed again and again without moving on: the same launch would do no better."""
+    """It kept failing without progress: the same launch would do no better."""
 
 
 @struct(frozen=True)
 class EndedRun:
-    """What is remembered of an earlier run: enough to tell a latecomer how it ended."""
+    """The memory of an earlier run: enough to tell a latecomer how it ended."""
 
     run: str
     ended: Ended
@@ -359,10 +359,10 @@ class EndedRun:
 
 @struct(frozen=True)
 class JobSpec:
-    """What a submitted job runs, and what it needs of each node."""
+    """What a submitted job runs, and its requirements for each node."""
 
     args: tuple[str, ...]
-    """rdzvrun's: its flags, the script, and the script's own."""
+    """Arguments of rdzvrun: its flags, the script, and the script's own arguments."""
     env: tuple[tuple[str, str], ...] = ()
     chdir: str = ""
     labels: tuple[tuple[str, str], ...] = ()
@@ -376,9 +376,9 @@ class JobSpec:
     needs_gpu: bool = False
     """A node without any GPU is not used."""
     submitter: str = ""
-    """Who submitted it, as proven to the server; empty where nobody has to prove anything."""
+    """The submitter, as proven to the server; empty if no proof is required."""
     account: str = ""
-    """The account that it asks to run as; empty: the one that each node has for its submitter."""
+    """The account to run as; empty: the one that each node has for its submitter."""
 
 
 @struct(frozen=True)
@@ -396,7 +396,7 @@ class Submission:
     spec: JobSpec
     submitted_by: str
     at_ms: int
-    """Of jobs of one priority, who came first is served first."""
+    """Among jobs of one priority, the earliest is served first."""
     placed: tuple[str, ...] = ()
     """The nodes that are chosen, whether they have joined yet or not, in the order of choice."""
     declined: tuple[Declined, ...] = ()
@@ -416,11 +416,11 @@ class Membership:
     round: Round | None = None
     """The latest round that was completed, live or ended."""
     next_round: int = 0
-    """Number of the next round to complete; never goes back, also from one run to the next."""
+    """Number of the next round to complete; never goes back, not even from one run to the next."""
     restarts: tuple[int, ...] = ()
     """When each restart was spent, in this run."""
     store_failures: int = 0
-    """Store hosts that failed in a row."""
+    """Consecutive store host failures."""
     last_failures: tuple[Failure, ...] = ()
     """The last worker failure of this run, root cause first."""
     departures: tuple[Departure, ...] = ()
@@ -431,31 +431,31 @@ class Membership:
     resumed_at_ms: int | None = None
     """When a node brought this run to a server that did not know it. Others may have workers."""
     scaled: tuple[int, int] | None = None
-    """The bounds that an operator has given this run in place of those it was launched with."""
+    """The bounds that an operator set for this run, overriding those it was launched with."""
     stopping: str = ""
     """Why an operator ends this run: it is closed when no seat of its round is held any more."""
     submission: Submission | None = None
-    """None: nodes join of their own accord, and nobody else chooses them."""
+    """None: nodes join of their own accord, and the server does not choose them."""
     spent: Spent = Spent()
     owner: str = ""
-    """Who began the first run of this job, as proven to the server; empty if nobody had to prove
-    anything, or if nodes began it by themselves."""
+    """Who began the first run of this job, as proven to the server; empty if no proof was required,
+    or if nodes began it by themselves."""
     secret: str = ""
-    """Hash of the secret that whoever joins this run must know; empty: none is needed."""
+    """Hash of the secret that a node must know to join this run; empty: none is needed."""
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """How many nodes a round needs now, and how many it may have."""
+        """Return how many nodes a round needs now, and how many it may have."""
         return self.scaled or (self.settings.min_nodes, self.settings.max_nodes)
 
     @property
     def min_nodes(self) -> int:
-        """How many nodes a round needs now."""
+        """The number of nodes that a round needs now."""
         return self.bounds[0]
 
     @property
     def max_nodes(self) -> int:
-        """How many nodes a round may have now."""
+        """The number of nodes that a round may have now."""
         return self.bounds[1]
 
 
@@ -467,7 +467,7 @@ class Seat:
     since_ms: int
     succeeded: bool = False
     leaving: str = ""
-    """Why it leaves, once it has said so; it keeps its seat until its workers are gone."""
+    """Why it leaves, once announced; it keeps its seat until its workers are gone."""
 
 
 @struct(frozen=True)
@@ -488,7 +488,7 @@ class Away:
     until_ms: int
     """When the nodes core will give it up; shown to people."""
     firm: bool
-    """Its return is announced or was never heard to fail: nothing shortens the wait."""
+    """Its return is announced, or the server did not see it fail: nothing shortens the wait."""
     may_run: bool = True
     """Whether its workers may outlive its agent."""
 
@@ -505,16 +505,16 @@ class Stuck:
 
 @struct(frozen=True)
 class Superseded:
-    """Workers of a round that another has followed elsewhere; told to stop, they have no seat."""
+    """Workers of a round that was followed by another elsewhere; told to stop, without a seat."""
 
     incarnation: int
     round: int
     until_ms: int
-    """By when they are gone, or would have been given up."""
+    """When they are gone, or would have been given up."""
 
 
 _PLACEHOLDER = "(GROUP_RANK "
-"""Not the beginning of any node's name."""
+"""No node's name begins with this."""
 
 
 def placeholder(group_rank: int) -> str:
@@ -529,7 +529,7 @@ def is_placeholder(node_id: str) -> bool:
 
 @struct(frozen=True)
 class State:
-    """One job as a server sees it: the durable membership and what is learned anew.
+    """One job as a server sees it: the durable membership, and what is learned again.
 
     A present node is in exactly one of `seats`, `waiting` and `stuck`; `away` marks those of
     them whose stream has ended.
@@ -542,29 +542,29 @@ class State:
     stuck: Mapping[str, Stuck] = field(default_factory=dict)
     away: Mapping[str, Away] = field(default_factory=dict)
     short_since_ms: int | None = None
-    """Since when fewer than `min_nodes` are at hand while no round is live."""
+    """Since when fewer than `min_nodes` have been present while no round is live."""
     enough_since_ms: int | None = None
-    """Since when at least `min_nodes` wait while no round is live."""
+    """Since when at least `min_nodes` have waited while no round is live."""
     regained: bool = False
     """`min_nodes` were regained after a round, so newcomers are gathered."""
     newest_ms: int = 0
     """When the latest newcomer came."""
     back_ms: int | None = None
-    """When a participant was last back from being away."""
+    """When a participant last returned from being away."""
     loopback_machine: str | None = None
-    """The machine that everyone is on, if there may be a node that only it can reach."""
+    """The machine that all nodes are on, if one of them may be reachable only from there."""
     reported_ms: int = 0
     """When the last recovery report of an adopted round came."""
     superseded: Mapping[str, Superseded] = field(default_factory=dict)
-    """By node_id: what may run on of a round in place of which a later one was adopted."""
+    """By node_id: workers that may still run of a round replaced by an adopted later one."""
     stop_deadline_ms: int | None = None
-    """When a participant that has not stopped is given up."""
+    """When participants that have not stopped are given up."""
     last_leave: LeaveCause | None = None
-    """Why the last node to go left of its own accord; None if it was lost."""
+    """Why the last node to depart left of its own accord; None if it was lost."""
     moved: Moved = UNMOVED
-    """How far the ended round has come, by those who have stopped; said again after a reconnect."""
+    """Progress of the ended round, from nodes that have stopped; reported again on reconnect."""
     barred: Mapping[str, str] = field(default_factory=dict)
-    """By node_id: nodes that a submitted job may not keep, and why. The server says so anew."""
+    """By node_id: nodes that a submitted job may not keep, and why. Set again by each server."""
 
     @property
     def run_is_open(self) -> bool:
@@ -599,5 +599,5 @@ class State:
 
     @property
     def ready(self) -> int:
-        """How many waiting nodes can be told of a round now."""
+        """The number of waiting nodes that can be notified of a round now."""
         return len(self.waiting) - sum(1 for node_id in self.away if node_id in self.waiting)

@@ -1,29 +1,29 @@
 """The nodes across all jobs: streams, instances, incarnations and leases.
 
 A node is *connected* while its stream is open, *away* from the stream's end until its return or
-its deadline, and then *lost*. What that means for a job is the rendezvous' business. Two kinds
-of agent differ in one thing: the workers of a foreground agent die with it, so its absence is
-worth only `reconnect_grace_ms`; a daemon's workers live on, so it is worth a lease.
+its deadline, and then *lost*. The rendezvous decides what that means for a job. The two kinds
+of agent differ in one thing: the workers of a foreground agent die with it, so it may be absent
+only for `reconnect_grace_ms`; a daemon's workers live on, so it may be absent for a lease.
 
-Silence that the server could not hear proves nothing: after a take-over (`Expect`) or a pause of
-the server's own (`Pause`), nobody is lost before `takeover_grace_ms` is over; nor while those who
-were expected still come back one after another, for thousands take their time. Nor does the silence
-of everyone at once, where they are two or more: the server itself is cut off, more likely than
-that all have died, and if they have, nobody is left who could take their seats. So while no node at
-all is heard, leases run on for `takeover_grace_ms`.
+Silence while the server could not receive proves nothing: after a take-over (`Expect`) or a pause
+of the server itself (`Pause`), no node is lost before `takeover_grace_ms` is over, or while
+expected nodes still come back one after another, since thousands take their time. Silence from
+all nodes at once, if they are two or more, proves nothing either: more likely the server itself is
+cut off, and if all have died, no node is left to take their seats. So while no node at all is
+heard, leases stay valid for `takeover_grace_ms`.
 
-One node_id, one speaker: a new instance takes over only once the old one's stream has ended.
-A node may *fence* itself: it kills its own workers so long after the last time that the server is
-proven to have heard it, and the server counts on that. Its seats are kept until this has happened,
-for certain, however its stream ended and whoever else asks for its place. A paused machine cannot
-kill anything, so of that one nothing is certain.
+One node_id, one instance: a new one takes over only once the old one's stream has ended.
+A node may *fence* itself: it kills its own workers a fixed time after the server is last proven to
+have heard it, and the server relies on that. Its seats are kept until this has certainly happened,
+however its stream ended and whichever instance asks for its place. A paused machine cannot kill
+anything, so nothing is certain about its workers.
 
-A lease suits the number of nodes when it is given, and grows with them: those who came first are
-not to be heard most often for ever. It never shrinks while a stream is open, for the node would
-have to speak more often before anybody could count on it.
+A lease suits the number of nodes when it is given, and grows with that number: otherwise the first
+nodes would send heartbeats most often for as long as they stay. It never shrinks while a stream is
+open, because the node would have to send more often before the server could rely on it.
 
-Incarnations number the instances; the leadership is their high half, so they never go back, also
-when a server starts without memory of the one before it.
+Incarnations number the instances; the leadership is their high half, so they never go back, even
+when a server starts without memory of its predecessor.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from rdzv.structs import replace, struct
 _COUNTER_BITS = 32
 
 AMPLE_MS = 10_000
-"""Time enough for a heartbeat that is late: a longer lease needs no more than two of them."""
+"""Enough time for a late heartbeat: a longer lease needs no more than two of them."""
 
 ARRIVALS_QUIET_MS = 10_000
-"""While nodes come back after a take-over, less than this apart, the server may be what is slow."""
+"""While nodes come back after a take-over, less than this apart, the server may be the slow one."""
 ARRIVALS_GRACES = 4
-"""For how many times `takeover_grace_ms` that is believed at the most."""
+"""This is assumed for at most this many times `takeover_grace_ms`."""
 
 FENCE_MARGIN_MS = 1_000
-"""By how much a node's own fence must come before it is given up: killing takes a moment."""
+"""How long before it is given up a node's own fence must come: killing takes a moment."""
 
 
 class AgentKind(StrEnum):
@@ -67,15 +67,15 @@ class NodesTuning:
     """Lease of a node when there are `lease_nodes_max` or more."""
     lease_nodes_max: int = 10_000
     heartbeats_per_lease: int = 3
-    """How often a node is heard within a lease, as long as that is short; see `interval_for`."""
+    """Heartbeats of a node within a short lease; see `interval_for`."""
     reconnect_grace_ms: int = 250
     takeover_grace_ms: int = 30_000
     lease_grows_by: float = 1.5
-    """A lease is given anew when one so many times as long would suit: seldom, for each node that
-    comes changes a little what suits."""
+    """A lease is replaced once the suitable one is this many times as long: seldom, because each
+    new node changes the suitable length a little."""
 
     def lease_for(self, nodes: int) -> int:
-        """Return the lease, in ms, that suits so many nodes.
+        """Return the lease, in ms, that suits this number of nodes.
 
         >>> [NodesTuning().lease_for(n) for n in (1, 1_000, 5_500, 20_000)]
         [5000, 5000, 17500, 30000]
@@ -85,10 +85,10 @@ class NodesTuning:
         return self.lease_ms + (self.lease_max_ms - self.lease_ms) * above // span
 
     def interval_for(self, lease_ms: int) -> int:
-        """Return how often, in ms, a node with this lease says that it lives.
+        """Return the heartbeat interval, in ms, of a node with this lease.
 
-        A heartbeat that is late by `AMPLE_MS` is in time, so leases that are long because there are
-        many nodes ask for few: ten thousand nodes say no more in a second than one thousand do.
+        A heartbeat that is `AMPLE_MS` late is still in time, so the long leases of many nodes need
+        few heartbeats: ten thousand nodes send no more per second than one thousand do.
 
         >>> [NodesTuning().interval_for(lease_ms) for lease_ms in (5_000, 15_000, 17_500, 30_000)]
         [1666, 5000, 7500, 15000]
@@ -97,9 +97,9 @@ class NodesTuning:
         return max(often_ms, min(lease_ms - AMPLE_MS, lease_ms // 2))
 
     def quiet_for(self, lease_ms: int) -> int:
-        """Return after how long, in ms, it is strange that nobody with this lease was heard.
+        """Return the time, in ms, after which silence from all nodes with this lease is suspicious.
 
-        It is over before the first of them would be given up.
+        It ends before the first of them would be given up.
 
         >>> [NodesTuning().quiet_for(lease_ms) for lease_ms in (5_000, 15_000, 30_000)]
         [2500, 7500, 12000]
@@ -109,7 +109,7 @@ class NodesTuning:
 
 @struct(frozen=True)
 class NodeRecord:
-    """What the server knows of one node."""
+    """The server's record of one node."""
 
     node_id: str
     instance: str
@@ -125,9 +125,9 @@ class NodeRecord:
     heard_ms: int
     lease_ms: int
     excused_until_ms: int = 0
-    """While nobody is heard: its lease is not over before."""
+    """While no node is heard: its lease does not end before this."""
     fence_after_ms: int = 0
-    """How long after it was last heard its workers are gone by its own doing; 0: they are not."""
+    """How long after it was last heard the node has killed its own workers; 0: it does not."""
     until_ms: int = 0
     """While away: when it is given up."""
     firm: bool = False
@@ -137,7 +137,7 @@ class NodeRecord:
 
     @property
     def expires_at_ms(self) -> int:
-        """When the node is lost if nothing is heard of it."""
+        """When the node is lost if it stays silent."""
         if self.stream is None:
             return self.until_ms
         return max(self.heard_ms + self.lease_ms, self.excused_until_ms)
@@ -153,9 +153,9 @@ class Nodes:
     counter: int = 0
     wake_at_ms: int | None = None
     excused: bool = False
-    """Whether anybody was excused since somebody was last heard."""
+    """Whether any node was excused since one was last heard."""
     arrived_ms: int | None = None
-    """When one who was expected after a take-over last came."""
+    """When a node expected after a take-over last came."""
 
 
 # ------------------------------------------------------------------ commands
@@ -163,7 +163,7 @@ class Nodes:
 
 @struct(frozen=True)
 class Connect:
-    """Open a stream. `incarnation` is what this instance was given before, 0 if nothing."""
+    """Open a stream. `incarnation` is the one this instance was given before, 0 if none."""
 
     node_id: str
     instance: str
@@ -177,19 +177,19 @@ class Connect:
 
 @struct(frozen=True)
 class Hear:
-    """These nodes have said something since the last `Hear`."""
+    """These nodes have sent something since the last `Hear`."""
 
     node_ids: frozenset[str]
 
 
 @struct(frozen=True)
 class Disconnect:
-    """A stream has ended. An end that is no news (a newer stream is open) changes nothing."""
+    """A stream has ended. This changes nothing if a newer stream is open."""
 
     node_id: str
     stream: int
     unheard: bool = False
-    """The server could not hear just now: what came and went was an attempt to reach it."""
+    """The server could not receive just now: the stream was an attempt to reach it."""
 
 
 @struct(frozen=True)
@@ -205,8 +205,8 @@ class PlanAway:
 class Expect:
     """After a take-over: this incarnation holds a seat, and has not been heard yet.
 
-    `instance` is its id. The incarnation may be news to it: its server may have ended before that
-    was told.
+    `instance` is its id. It may not know its incarnation: its server may have ended before sending
+    that.
     """
 
     node_id: str
@@ -217,7 +217,7 @@ class Expect:
 
 @struct(frozen=True)
 class Pause:
-    """The server itself could not hear for a while."""
+    """The server itself could not receive for a while."""
 
 
 @struct(frozen=True)
@@ -284,7 +284,7 @@ class NodesTransition:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When the next tick is due; None: never."""
+        """The time at which the next tick is due; None: never."""
         return self.nodes.wake_at_ms
 
 
@@ -367,10 +367,10 @@ def check_fence(fence_after_ms: int, lease_ms: int) -> None:
 
 
 def _same_instance(old: NodeRecord, command: Connect, leadership: int) -> bool:
-    """Whether the speaker is the one on record, or has held its place since that was written.
+    """Whether the sender is the instance on record, or has held its place since that was written.
 
-    An instance that is only expected is known by its id, or shows the number that a server before
-    this one gave it.
+    An instance that is only expected is identified by its id, or by the incarnation that a previous
+    server gave it.
     """
     if command.instance == (old.instance or old.expected_instance):
         return True
@@ -386,7 +386,7 @@ def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_
             f"node_id {command.node_id} was taken over by {_who(old)}; this instance is "
             "superseded and must stop its workers"
         )
-    # Not `expires_at_ms`: that somebody speaks for it is no time to excuse its silence.
+    # Not `expires_at_ms`: its silence is not excused while another instance asks for its place.
     if old.stream is not None and now_ms < old.heard_ms + old.lease_ms:
         age_s = (now_ms - old.since_ms) / 1000
         raise NodeSupersededError(
@@ -396,7 +396,7 @@ def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_
     if old.stream is not None:
         return
     if old.fence_after_ms:
-        # Since then nobody was heard, however long the seat is kept for other reasons.
+        # No instance has been heard since, however long the seat is kept for other reasons.
         until_ms = min(old.until_ms, old.since_ms + old.fence_after_ms + FENCE_MARGIN_MS)
         fence = f"its fence kills them {old.fence_after_ms / 1000:g} s after it was last heard"
         why = f"may still have workers of {_who(old)}; {fence}"
@@ -436,7 +436,7 @@ def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
 
 
 def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:
-    """Now that somebody is heard, whoever was excused has one more lease: its word may be next."""
+    """Give excused nodes one more lease, as a node was heard: theirs may be the next message."""
     if not nodes.excused:
         return nodes
     nodes = replace(nodes, excused=False)
@@ -463,8 +463,8 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     if old.fence_after_ms:
         until_ms = max(until_ms, now_ms + old.fence_after_ms + FENCE_MARGIN_MS)
     firm = announced or old.fence_after_ms > 0
-    # While nobody is heard, or was just now, the end of a stream is no word of the node: a ping
-    # that nobody could answer has ended it, or the news of an earlier end comes late.
+    # While no node is heard, or until just now, the end of a stream says nothing about the node:
+    # an unanswered ping has ended it, or an earlier end is noticed late.
     excused_until_ms = max(_deaf_until_ms(nodes, now_ms), old.excused_until_ms)
     if command.unheard or _coming_back(nodes, now_ms):
         excused_until_ms = max(excused_until_ms, now_ms + nodes.tuning.takeover_grace_ms)
@@ -511,7 +511,7 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
 
 
 def _pause(nodes: Nodes, now_ms: int) -> NodesTransition:
-    """Renew every lease, and give those away the time that a take-over gives."""
+    """Renew every lease, and give away nodes the grace of a take-over."""
     grace_until_ms = now_ms + nodes.tuning.takeover_grace_ms
     records: dict[str, NodeRecord] = {}
     events: list[NodeAway] = []
@@ -547,9 +547,9 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
 
 
 def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
-    """Say until when the silence of connected nodes proves nothing; 0 if any of them is heard."""
+    """Return until when silence from connected nodes proves nothing; 0 if any of them is heard."""
     tuning = nodes.tuning
-    # As a rule one of the first few was heard just now: no need to see all.
+    # Usually one of the first few was heard just now: no need to look at all.
     fresh_ms = now_ms - tuning.quiet_for(min(tuning.lease_ms, tuning.lease_max_ms))
     if any(r.heard_ms > fresh_ms and r.stream is not None for r in nodes.records.values()):
         return 0
@@ -563,7 +563,7 @@ def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
 
 
 def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
-    """Excuse those whose lease is over while nobody else is heard either."""
+    """Excuse nodes whose lease is over while no other node is heard either."""
     silent = [
         record
         for record in nodes.records.values()
@@ -576,7 +576,7 @@ def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
 
 
 def _late(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
-    """Wait longer for those who are expected while others of them still come."""
+    """Wait longer for expected nodes while others of them still come."""
     if nodes.arrived_ms is None or now_ms >= nodes.arrived_ms + ARRIVALS_QUIET_MS:
         return {}
     quiet_ms = nodes.arrived_ms + ARRIVALS_QUIET_MS
@@ -589,7 +589,7 @@ def _late(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
 
 
 def _coming_back(nodes: Nodes, now_ms: int) -> bool:
-    """Whether those who were expected come back now, and not all of them are there."""
+    """Whether expected nodes are coming back now, and some are still missing."""
     if nodes.arrived_ms is None or now_ms >= nodes.arrived_ms + ARRIVALS_QUIET_MS:
         return False
     return any(not record.instance for record in nodes.records.values())
@@ -605,7 +605,7 @@ def _why_lost(record: NodeRecord, now_ms: int) -> str:
 
 
 def _put(nodes: Nodes, record: NodeRecord) -> Nodes:
-    """Store one record; the next tick moves forward if need be, and back only in a tick."""
+    """Store one record; the next tick may become earlier here, and later only in a tick."""
     due_ms = record.expires_at_ms
     wake_at_ms = due_ms if nodes.wake_at_ms is None else min(nodes.wake_at_ms, due_ms)
     return replace(nodes, records={**nodes.records, record.node_id: record}, wake_at_ms=wake_at_ms)

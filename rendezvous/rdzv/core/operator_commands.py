@@ -1,4 +1,4 @@
-"""What operators ask of a run: stop, restart, scale."""
+"""Operator commands for a run: stop, restart, scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rdzv.structs import replace
 
 
 def stop(work: Draft, command: Stop) -> Ignored | None:
-    """Have everyone stop; the run is closed when they have, so that no other begins beside it."""
+    """Make every node stop; the run closes only then, so that no other begins beside it."""
     refuse_operator(work.state, command, work.now_ms)
     if work.membership.stopping:
         return Ignored.KNOWN
@@ -35,7 +35,7 @@ def restart(work: Draft, command: Restart) -> Ignored | None:
 
 
 def scale(work: Draft, command: Scale) -> Ignored | None:
-    """Give the run other bounds; a round with more nodes than that ends."""
+    """Change the bounds of the run; a round with more nodes than that ends."""
     refuse_operator(work.state, command, work.now_ms)
     bounds = (command.min_nodes, command.max_nodes)
     membership = work.membership

@@ -1,17 +1,17 @@
-"""Which nodes a submitted job gets: a pure function of the jobs that there are, and the nodes.
+"""Which nodes a submitted job gets: a pure function of all jobs and nodes.
 
 The rules, in the order in which they hold:
 
 * Jobs are served by priority, and within one priority strictly first in, first out.
 * A job gets `min_nodes` at once or none: no node is hoarded for a job that cannot start.
-* A later job may start only on nodes that no earlier waiting job could use, so none is overtaken
-  for ever. A node could be used by a job if it has its labels and enough GPUs, busy or not. A job
-  for which too few such nodes are known could not use any: it keeps none back until there are more.
-* Jobs grow to `max_nodes` when those that wait have been served, on what these could not use.
-* Nothing is taken from a job that runs.
+* A later job may start only on nodes that no earlier waiting job could use, so no job starves. A
+  job could use a node if it has the job's labels and enough GPUs, busy or not. A job with too few
+  such nodes known could not use any: it keeps none back until there are more.
+* Jobs grow to `max_nodes` once the waiting jobs are served, on nodes that these could not use.
+* Nothing is taken from a running job.
 
-Whoever waits is told for what. That a node is chosen is decided here and stored with its job; what
-a node really has left is for the node to say.
+A waiting job always gets a reason. The choice of a node is made here and stored with its job; the
+node itself reports what it really has left.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Gpu:
 
 @struct(frozen=True)
 class Resources:
-    """What a node has for submitted jobs."""
+    """A node's resources for submitted jobs."""
 
     cpus: int = 0
     memory_bytes: int = 0
@@ -52,7 +52,7 @@ class Resources:
 
 @struct(frozen=True)
 class FailingCheck:
-    """What is wrong with a node: one of its checks, and what it has found."""
+    """A failing check of a node, and what it has found."""
 
     name: str
     reason: str
@@ -68,20 +68,20 @@ class Host:
     node_id: str
     resources: Resources
     taken: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """By rdzv_id and run, the jobs that were placed on it or are held by it: how many GPUs."""
+    """GPUs taken by each job placed on it or held by it, by rdzv_id and run."""
     unusable: str = ""
-    """Why nothing may be placed on it now; empty if something may."""
+    """Why nothing may be placed on it now; empty if it is usable."""
     cordoned: bool = False
-    """Whether it is unusable until an operator says otherwise, or for nobody knows how long."""
+    """Whether it is unusable until an operator lifts that, or for an unknown time."""
 
     @property
     def gpus_free(self) -> int:
-        """How many of its GPUs no job has."""
+        """The number of its GPUs that no job has taken."""
         return max(len(self.resources.gpus) - sum(self.taken.values()), 0)
 
     @property
     def places_free(self) -> int:
-        """How many more jobs it takes."""
+        """The number of further jobs that it takes."""
         return max(self.resources.capacity - len(self.taken), 0)
 
 
@@ -96,11 +96,11 @@ class Demand:
     max_nodes: int
     at_ms: int
     here: frozenset[str] = frozenset()
-    """The nodes that were placed, and those that have joined of their own accord."""
+    """The placed nodes, and those that have joined of their own accord."""
     idle: tuple[str, ...] = ()
-    """Those of them that have no seat in a round that runs, the latest last."""
+    """Nodes of `here` without a seat in a running round, the latest last."""
     going: frozenset[str] = frozenset()
-    """Those of them that are about to leave: others are to be there before they do."""
+    """Nodes of `here` that are about to leave: replacements should come before they do."""
     declined: Mapping[str, str] = field(default_factory=dict)
     """The nodes that could not run it, and why."""
     may_grow: bool = True
@@ -109,17 +109,17 @@ class Demand:
 
     @property
     def staying(self) -> int:
-        """How many of its nodes stay."""
+        """The number of its nodes that stay."""
         return len(self.here) - len(self.going)
 
     @property
     def missing(self) -> int:
-        """How many nodes it needs to run at all."""
+        """The number of further nodes that it needs to run at all."""
         return max(self.min_nodes - self.staying, 0)
 
     @property
     def unreplaced(self) -> int:
-        """How many of those that are about to leave have nobody yet who waits for their seat."""
+        """The number of leaving nodes without a replacement that waits for their seat."""
         return max(len(self.going) - len(self.idle), 0)
 
 
@@ -129,24 +129,24 @@ class Wait:
 
     reason: str
     jobs_before: int
-    """How many jobs that wait are served before it."""
+    """The number of waiting jobs served before it."""
 
 
 @struct(frozen=True)
 class Plan:
-    """What is to be decided now, by rdzv_id."""
+    """The decisions to make now, by rdzv_id."""
 
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Nodes that a job gets."""
     surplus: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Nodes that a job has no use for any more."""
+    """Nodes that a job no longer needs."""
     hopeless: Mapping[str, str] = field(default_factory=dict)
     """Jobs that no node could run, and why."""
     waits: Mapping[str, Wait] = field(default_factory=dict)
 
 
 def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | None:
-    """Say what a job wants; None if it was not submitted, has ended, or is being stopped.
+    """Return a job's demand; None if it was not submitted, has ended, or is being stopped.
 
     `going` are the nodes that are about to leave all their jobs.
     """
@@ -155,7 +155,7 @@ def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | N
         return None
     round_ = membership.round
     runs = round_ is not None and round_.live
-    # The node whose place a placeholder keeps is most often among the placed.
+    # The node for which a placeholder keeps a place is usually among the placed ones.
     others = [n for n in (*state.seats, *state.waiting, *state.stuck) if not is_placeholder(n)]
     all_reported = len(others) == len(state.seats) + len(state.waiting) + len(state.stuck)
     here = frozenset((*submission.placed, *others))
@@ -189,7 +189,7 @@ def _may_grow(state: State, now_ms: int) -> bool:
 
 
 def grows_at_ms(state: State) -> int | None:
-    """When time alone will let a running job have more nodes; None: that is no matter of time."""
+    """Return when time alone will let a running job have more nodes; None: it will not."""
     round_, settings = state.membership.round, state.membership.settings
     if round_ is None or not round_.live or some_succeeded(state):
         return None
@@ -199,14 +199,14 @@ def grows_at_ms(state: State) -> int | None:
 
 
 _MOST_REASONS = 3
-"""How many of the reasons why no node could run a job are told with it."""
+"""At most this many of the reasons why no node could run a job are reported with it."""
 
 
 def plan(demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = True) -> Plan:
-    """Decide who gets which nodes now.
+    """Decide which jobs get which nodes now.
 
-    Until the server is `settled`, nodes may be missing only because they have not reconnected: no
-    job is given up, nor thought to have too few of them.
+    Until the server is `settled`, nodes may be missing only because they have not reconnected yet:
+    no job is given up or considered short of nodes.
     """
     work = _Plan(tuple(sorted(hosts, key=lambda host: host.node_id)), settled=settled)
     queue = sorted(demands, key=lambda job: (-job.spec.priority, job.at_ms, job.rdzv_id))
@@ -227,7 +227,7 @@ def plan(demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = Tr
 
 
 def _surplus(job: Demand) -> tuple[str, ...]:
-    """Name nodes without a seat that are above what an operator has scaled the job to."""
+    """Name nodes without a seat in excess of the size to which an operator has scaled the job."""
     return job.idle[-(job.staying - job.max_nodes) :]
 
 
@@ -245,7 +245,7 @@ class _Plan:
         """By node_id: the first job that waits and could use the node."""
 
     def start(self, job: Demand) -> None:
-        """Give a job all that it needs to run, or keep for it what it could use."""
+        """Give a job all the nodes that it needs to run, or keep for it those that it could use."""
         fitting = [host for host in self.hosts if not _misfit(job, host)]
         ready = [host for host in fitting if self._ready(job, host)]
         if len(ready) >= job.missing:
@@ -257,14 +257,14 @@ class _Plan:
                 self._kept_for.setdefault(host.node_id, job.rdzv_id)
 
     def _lacking(self, job: Demand, fitting: Sequence[Host]) -> int:
-        """Say how many nodes the job would lack if all others had ended, as far as is known."""
+        """Return how many nodes the job would lack if all others had ended, as far as known."""
         if not self.settled:
             return 0
         could = {host.node_id for host in fitting if not host.cordoned} | (job.here - job.going)
         return max(job.min_nodes - len(could), 0)
 
     def grow(self, job: Demand) -> None:
-        """Give a job that can run what is left over, and others for those that leave it."""
+        """Give a job that can run the left-over nodes, and replacements for nodes that leave it."""
         new = len(self.places.get(job.rdzv_id, ()))
         have = job.staying + new
         wanted = job.max_nodes - have
@@ -301,9 +301,9 @@ class _Plan:
             self._gpus_free[host.node_id] -= gpus_needed(job.spec, host.resources)
 
     def _nearest(self, job: Demand, ready: Sequence[Host]) -> list[Host]:
-        """Sort nodes by where they are: near those that the job has, then where most are free.
+        """Sort nodes by place: near those that the job has, then where most are free.
 
-        In one place, what is used anyway comes first, so that whole nodes stay free.
+        Within one place, nodes already in use come first, so that whole nodes stay free.
         """
         chosen = {*job.here, *self.places.get(job.rdzv_id, ())}
         mine = Counter(h.resources.topology for h in self.hosts if h.node_id in chosen)
@@ -317,7 +317,7 @@ class _Plan:
         return sorted(ready, key=key)
 
     def _reason(self, job: Demand, fitting: Sequence[Host], ready: Sequence[Host]) -> str:
-        """Say what a job waits for: "needs 2 nodes with gpu=h100, 1 is free (n3); n4 is away"."""
+        """Explain the wait of a job: "needs 2 nodes with gpu=h100, 1 is free (n3); n4 is away"."""
         more = "more node" if job.here else "node"
         gone = f" once {listed(sorted(job.going))} {_has(job.going)} left" if job.going else ""
         text = f"queued: needs {counted(job.missing, more)}{_wanted(job.spec)}{gone}"
@@ -345,7 +345,7 @@ class _Plan:
         return text
 
     def _why_not(self, job: Demand, host: Host) -> str:
-        """Say why a node that fits is not given to the job now; nothing if it has it."""
+        """Explain why a fitting node is not given to the job now; empty if the job has it."""
         node_id = host.node_id
         if node_id in job.here:
             return ""
@@ -365,7 +365,7 @@ def _has(names: Collection[str]) -> str:
 
 
 def _hopeless(job: Demand, work: _Plan) -> str:
-    """Say why a job will never run: so many nodes could not that too few are left."""
+    """Explain why a job will never run: too few nodes are left that could run it."""
     if not job.declined or not job.missing or job.seated:
         return ""
     left = {host.node_id for host in work.hosts if not _misfit(job, host)} | job.here
@@ -391,7 +391,7 @@ def gpus_needed(spec: JobSpec, resources: Resources) -> int:
 
 
 def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:
-    """Say what the nearest node lacks, if no node could ever take the job; None if one could."""
+    """Return what the nearest node lacks, if no node could ever take the job; None if one could."""
     job = Demand("", "", spec, 1, 1, 0)
     ranked = sorted(hosts, key=lambda host: _distance(job, host))
     if not ranked or not _misfit(job, ranked[0]):
@@ -409,7 +409,7 @@ def _distance(job: Demand, host: Host) -> tuple[int, str]:
 
 
 def _misfit(job: Demand, host: Host) -> str:
-    """Say why the node could never take the job; nothing if it could."""
+    """Explain why the node could never take the job; empty if it could."""
     if (reason := job.declined.get(host.node_id)) is not None:
         return f"{host.node_id} could not run it ({reason})"
     has = dict(host.resources.labels)
@@ -425,7 +425,7 @@ def _misfit(job: Demand, host: Host) -> str:
 
 
 def _wanted(spec: JobSpec) -> str:
-    """Say what a job asks of each node: " with gpu=h100 and 8 GPUs"."""
+    """Describe a job's requirements for each node: " with gpu=h100 and 8 GPUs"."""
     wanted = [f"{name}={value}" for name, value in spec.labels]
     if spec.gpus_per_node:
         wanted.append(counted(spec.gpus_per_node, "GPU"))

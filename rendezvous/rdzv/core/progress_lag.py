@@ -1,9 +1,9 @@
-"""How far workers are behind the foremost one, at one and the same moment.
+"""How far workers are behind the foremost one, compared at the same moment.
 
-Pure. The last words of workers are of different moments: a worker that said step 87 a second ago
-is at 100 by now, where it makes 13 steps a second. So the foremost worker is taken back, by its
-rate, to the moment of an earlier word: where it was then is known, and how far the other one has
-come since is not. What is said is the least that a worker is behind.
+Pure. Workers last reported at different moments: a worker that reported step 87 a second ago is at
+100 by now if it makes 13 steps a second. So the foremost worker's position is moved back, by its
+rate, to the moment of the earlier report: its position then is known, but not how far the other
+worker has come since. The result is the least that a worker is behind.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from rdzv.structs import struct
 
 SILENT_MS = 10_000
-"""A worker that has been silent for so much longer than another, ..."""
+"""A worker that has been silent this much longer than another, ..."""
 SILENT_STEPS = 3
-"""... and for more than so many of its steps, is not taken to have gone on."""
+"""... and for more than this many of its steps, is not assumed to have continued."""
 ROUNDING_STEPS = 1
-"""Workers that take each step together are seen up to so many steps apart."""
+"""Workers that take each step together may be seen up to this many steps apart."""
 UNSTEADY = 0.25
-"""A rate is that of a minute; that of the moment may be so much lower or higher."""
+"""Rates are averages over a minute; the momentary one may be lower or higher by this share."""
 
 
 @struct(frozen=True)
 class Word:
-    """What a worker has said last."""
+    """A worker's last report."""
 
     step: int
     age_ms: int
     rate: float | None
-    """Steps a second; None: not known."""
+    """Steps per second; None: not known."""
 
 
 def lags(words: Sequence[Word]) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ def _silent(word: Word, newest_ms: int) -> bool:
 
 
 def _present_step(word: Word, newest_ms: int) -> float:
-    """Guess how far a worker was when the newest word was said."""
+    """Estimate a worker's step at the time of the newest report."""
     return word.step + _steps(word, word.age_ms - newest_ms)
 
 
@@ -67,13 +67,13 @@ def _steps(word: Word, for_ms: int) -> float:
 
 
 def _lag(word: Word, foremost: Word) -> int:
-    """Compare two workers at the moment of the earlier of their words.
+    """Compare two workers at the moment of the earlier of their reports.
 
-    Where that is the foremost's, the other one was no further then than it says now.
+    If that is the foremost worker's, the other was no further then than it reports now.
     """
     before_ms = max(word.age_ms - foremost.age_ms, 0)
     if before_ms and foremost.rate is None:
-        # How far the foremost was then is not known.
+        # The foremost worker's step at that time is not known.
         return 0
     taken_back = _steps(foremost, before_ms)
     lag = foremost.step - taken_back - word.step

@@ -1,16 +1,16 @@
 """Which nodes get no more submitted jobs for a while, because workers fail there again and again.
 
-A *strike* is a round that ended by the fault of one node: the root cause was a worker of it, or its
-processes survived SIGKILL. So many strikes within a window, and the node is quarantined. Which of
-two is broken, the node or the job, nobody can know from failures alone; so that a user's bug does
-not empty a cluster,
+A *strike* is a round that ended by the fault of one node: the root cause was one of its workers, or
+its processes survived SIGKILL. Enough strikes within a window, and the node is quarantined.
+Failures alone do not show whether the node or the job is broken. To keep a user's bug from emptying
+a cluster,
 
-* one run has at most one node quarantined: if it goes on failing elsewhere, it is the job's fault;
-* only so many nodes are quarantined at a time, and never the only one;
-* a failed connection is no strike: it was the other end that went away;
-* only daemons are judged. Whoever starts rdzvrun on a node chooses that node, and asks nobody.
+* one run gets at most one node quarantined: if it keeps failing elsewhere, it is the job's fault;
+* only a limited number of nodes is quarantined at a time, and never the only one;
+* a failed connection is no strike: the other end went away;
+* only daemons are judged. Users who start rdzvrun on a node choose that node themselves.
 
-Pure: what is held is a value, stored by whoever holds it; `judge` returns the next one.
+Pure: the record is a value, stored by its owner; `judge` returns the next one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rdzv.core.words import duration, listed
 from rdzv.structs import replace, struct
 
 MAX_STRIKES = 1_000
-"""How many strikes of all nodes are remembered; the oldest are forgotten first."""
+"""Number of strikes remembered over all nodes; the oldest are forgotten first."""
 MAX_BLAMED = 1_000
-"""How many runs are remembered that had a node quarantined, likewise."""
+"""Number of runs remembered for having got a node quarantined, likewise."""
 REASON_CHARS = 200
-"""What is kept of the words of a failure: a line of a terminal or two."""
+"""Length to which a failure's text is cut: a line or two of a terminal."""
 
 
 @struct(frozen=True)
@@ -37,12 +37,12 @@ class QuarantineTuning:
     """When a node is quarantined, and for how long; the same for all nodes of one server."""
 
     failures: int = 3
-    """So many strikes within the window are enough; 0: no node is ever quarantined."""
+    """This many strikes within the window are enough; 0: no node is ever quarantined."""
     window_ms: int = 3_600_000
     ttl_ms: int = 12 * 3_600_000
     """How long a node is quarantined, unless an operator lifts it."""
     max_nodes: int = 0
-    """How many are quarantined at a time; 0: a quarter of the daemons that are known."""
+    """How many are quarantined at a time; 0: a quarter of the known daemons."""
 
 
 @struct(frozen=True)
@@ -59,7 +59,7 @@ class Strike:
 
 @struct(frozen=True)
 class Quarantined:
-    """A node that nothing is placed on until then, and why."""
+    """Until when nothing is placed on a node, and why."""
 
     at_ms: int
     until_ms: int
@@ -68,7 +68,7 @@ class Quarantined:
 
 @struct(frozen=True)
 class Record:
-    """All that is remembered; it is stored as it is."""
+    """Everything that is remembered; it is stored unchanged."""
 
     strikes: tuple[Strike, ...] = ()
     """Oldest first."""
@@ -84,7 +84,7 @@ class Record:
 
 @struct(frozen=True)
 class Verdict:
-    """What follows from a strike."""
+    """The result of a strike."""
 
     record: Record
     event: NodeQuarantined | NodeNotQuarantined | None = None
@@ -92,7 +92,7 @@ class Verdict:
 
 
 def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Strike, ...]:
-    """Name the nodes by whose fault a round has ended, as far as these events tell."""
+    """Return a strike for each node that these events show to be at fault for a round's end."""
     found: dict[tuple[str, int], Strike] = {}
     for event in events:
         match event:
@@ -116,16 +116,16 @@ def judge(
     daemons: Collection[str],
     now_ms: int,
 ) -> Verdict:
-    """Take note of a strike, and say whether its node is quarantined for it.
+    """Record a strike, and decide whether its node is quarantined for it.
 
-    A strike that is known already changes nothing, so it may be told again after a commit that
-    failed. `daemons` are the nodes known now whose agent is a daemon.
+    A known strike changes nothing, so it may be repeated after a failed commit. `daemons` are the
+    nodes known now whose agent is a daemon.
     """
     node_id = strike.node_id
     if not tuning.failures or node_id not in daemons or _known(record, strike):
         return Verdict(record)
     if node_id in record.quarantined(now_ms):
-        # What still runs there says nothing new.
+        # Jobs that still run there prove nothing new.
         return Verdict(record)
     kept = _pruned(record, tuning, now_ms)
     kept = replace(kept, strikes=(*kept.strikes, strike)[-MAX_STRIKES:])
@@ -147,7 +147,7 @@ def judge(
 
 
 def lift(record: Record, node_id: str) -> Record:
-    """Let a node be used again; what it did before does not count any more."""
+    """Let a node be used again; its earlier strikes no longer count."""
     return replace(
         record,
         strikes=tuple(strike for strike in record.strikes if strike.node_id != node_id),
@@ -163,7 +163,7 @@ def _refusal(
     daemons: Collection[str],
     now_ms: int,
 ) -> str:
-    """Say why a node is not quarantined that was at fault often enough; nothing if it is."""
+    """Explain why a node at fault often enough is not quarantined; empty if it is."""
     blamed = {run for run, _ in record.blamed}
     if sum(1 for one in mine if one.run not in blamed) < tuning.failures:
         return (
@@ -185,7 +185,7 @@ def _known(record: Record, strike: Strike) -> bool:
 
 
 def _pruned(record: Record, tuning: QuarantineTuning, now_ms: int) -> Record:
-    """Forget what does not count any more."""
+    """Forget entries that no longer count."""
     since_ms = now_ms - tuning.window_ms
     return Record(
         tuple(strike for strike in record.strikes if strike.at_ms > since_ms),

@@ -1,4 +1,4 @@
-"""Who sits where once a round completes: GROUP_RANK, RANK and ROLE_RANK."""
+"""Seats and ranks of a completed round: GROUP_RANK, RANK and ROLE_RANK."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def assign_seats(
 
     Survivors of the round before keep their GROUP_RANK. Lost seats, in GROUP_RANK order, each
     take the best spare: same local world size, then same topology label, then longest waiting,
-    then node id. Seats that stay unfilled close up; what room is left goes to those who waited
-    longest. Where there are more survivors than seats, the highest GROUP_RANKs go.
+    then node id. Unfilled seats close up; remaining room goes to the nodes that waited longest.
+    If there are more survivors than seats, the highest GROUP_RANKs go.
 
     Without a round before, nodes are ordered by topology label, then node id. The result depends
     on nothing else: two servers given the same round agree.
@@ -62,7 +62,7 @@ def _best_spare(spares: Mapping[str, Waiting], lost: Participant) -> str:
 
 
 def _growth(spares: Mapping[str, Waiting], room: int) -> list[str]:
-    """Choose the longest waiting for the room that is left; order them by place, then name."""
+    """Choose the longest waiting nodes for the remaining room; order them by place, then name."""
     chosen = sorted(spares, key=lambda n: (spares[n].since_ms, n))[:room]
     return sorted(chosen, key=lambda n: (spares[n].offer.topology, n))
 

@@ -14,7 +14,7 @@ from rdzv.structs import replace
 
 
 def refuse_unreachable(state: State, command: Join) -> None:
-    """Refuse a node that only its own machine can reach beside one that is elsewhere."""
+    """Refuse a node reachable only from its own machine when another node is elsewhere."""
     offer, local_to = command.offer, state.loopback_machine
     if local_to == offer.machine:
         return
@@ -30,7 +30,7 @@ def refuse_unreachable(state: State, command: Join) -> None:
 
 
 def note_reach(work: Draft, offer: Offer) -> None:
-    """Note which machine everyone must be on from now on: that of a loopback address, or any."""
+    """Note the machine that every node must be on from now on: a loopback address's, or any."""
     local_to = work.state.loopback_machine
     if local_to == offer.machine:
         return
@@ -57,7 +57,7 @@ def _unreachable(node_id: str, offer: Offer, other: str) -> InvalidRequestError:
 
 
 def only_local(offer: Offer) -> bool:
-    """Whether only the machine that offers this address can reach it."""
+    """Whether this address is reachable only from the machine that offers it."""
     return _is_loopback(offer.address) and not offer.host_name
 
 

@@ -1,4 +1,4 @@
-"""A server that knows less than its nodes: a restart, or a round that it has no memory of."""
+"""How a server that knows less than its nodes rebuilds its state, e.g. after a restart."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from rdzv.structs import replace
 
 
 def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
-    """Rebuild a job after a load: whoever held a seat still holds it, and is waited for.
+    """Rebuild a job after a load: nodes that held a seat still hold it, and are waited for.
 
-    Who waited without a seat is forgotten; such nodes say so again when they reconnect.
+    Nodes that waited without a seat are forgotten; they join again when they reconnect.
     """
     state = State(membership, tuning)
     if membership.ended is not None or not membership.run:
@@ -66,7 +66,7 @@ def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
 
 
 def resume(work: Draft, command: Resume) -> Ignored | None:
-    """Hand a seat to the incarnation that speaks for its workers now."""
+    """Hand a seat to the incarnation that now represents its workers."""
     before = work.state
     if command.recovery is not None:
         adopt(work, command, command.recovery)
@@ -85,7 +85,7 @@ def resume(work: Draft, command: Resume) -> Ignored | None:
 
 
 def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
-    """Take over a round that is not known here, or replace a placeholder in it."""
+    """Adopt a round that is not known here, or replace a placeholder in it."""
     node_id, incarnation = command.node_id, command.incarnation
     if not adoptable(work.state, command.run, report.round):
         return
@@ -120,7 +120,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
 
 
 def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
-    """Go on with a run that its nodes know. Who waits for a first round waits for its next one."""
+    """Continue a run that its nodes know. Nodes waiting for a first round wait for its next one."""
     run = command.run
     old, reason = work.membership, "its nodes told of it; this server had no memory of it"
     unstarted = work.open and old.round is None and old.settings == settings
@@ -133,7 +133,7 @@ def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
 
 
 def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
-    """Go on with a round, in place of an older one. The node that reports it has no seat yet."""
+    """Continue a round that replaces an older one. The reporting node has no seat yet."""
     until_ms = work.now_ms + work.state.tuning.takeover_grace_ms
     others = [p.node_id for p in round_.participants if is_placeholder(p.node_id)]
     superseded = {**work.state.superseded, **dict(_superseded(work.state, work.now_ms))}
@@ -151,7 +151,7 @@ def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
             next_round=max(membership.next_round, round_.number + 1),
             restarts=restarts_known(membership, round_.restarts, tally, work.now_ms),
             spent=spent_known(membership, tally),
-            # What is outside the bounds was scaled by an operator; how far is not known.
+            # A round outside the bounds was scaled by an operator; how far is not known.
             scaled=membership.scaled if bounds == membership.bounds else bounds,
         )
     )
@@ -166,14 +166,14 @@ def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
 
 
 def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
-    """Name who may run workers of the present round, and until when, if a later one is adopted."""
+    """Name nodes that may run workers of the present round when a later one is adopted."""
     round_ = state.membership.round
     if round_ is None:
         return
     for node_id, seat in state.seats.items():
         away = state.away.get(node_id)
-        # Of who is away only those that this server has told of the round: others may be of an old
-        # copy of the store, and in the later round themselves, or gone for long.
+        # Of the away nodes, only those that this server has notified of the round: others may come
+        # from an old copy of the store, and be in the later round themselves, or long gone.
         unheard = away is not None and seat.since_ms != round_.at_ms
         if not (unheard or seat.succeeded or is_placeholder(node_id)):
             hears_ms = max(now_ms, away.until_ms) if away else now_ms
@@ -182,9 +182,9 @@ def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
 
 
 def release_unreported_seats(work: Draft) -> bool:
-    """Give up a place in an adopted round that no node reports in time.
+    """Give up a place in an adopted round that no node has reported in time.
 
-    Not while reports still come in: those of a large job take their time.
+    Places are kept while reports still come in: those of a large job take time.
     """
     due = unreported_seat_due(work.state)
     if due is None or work.now_ms < due[1]:
@@ -197,7 +197,7 @@ def release_unreported_seats(work: Draft) -> bool:
 def unreported_seat_due(state: State) -> tuple[str, int] | None:
     """Name a placeholder, and when it is given up; None if none is left.
 
-    All are waited for equally long, so this looks at one: a large job has as many steps as seats.
+    All have the same deadline, so this checks only one: a large job has as many steps as seats.
     """
     round_ = state.membership.round
     if round_ is None or not round_.adopted:

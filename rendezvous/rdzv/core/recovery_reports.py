@@ -4,7 +4,7 @@ A server may know less than its nodes: its memory is gone, or was restored from 
 participant of a round sends a *recovery report*. The first report makes the round, with a
 *placeholder* on every other seat; each further report replaces the placeholder of its place. A
 placeholder holds its seat like a node that is away, until it is replaced or `takeover_grace` is
-over. So all rules about seats hold for it: no worker starts beside a node that has not reported.
+over. So all rules about seats apply to it: no worker starts beside a node that has not reported.
 
 The highest round wins, for it was complete only when those before it had ended.
 """
@@ -33,10 +33,10 @@ from rdzv.structs import replace
 
 
 def adoptable(state: State, run: str, number: int) -> bool:
-    """Say whether a report of this round has something that this server does not know.
+    """Whether a report of this round contains something that this server does not know.
 
-    A run that is not known beside an open one whose nodes are there is not adopted: a job has one
-    run at a time.
+    An unknown run is not adopted beside an open one whose nodes are present: a job has one run at
+    a time.
     """
     membership = state.membership
     if not membership.run:
@@ -54,7 +54,7 @@ def adoptable(state: State, run: str, number: int) -> bool:
 
 
 def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) -> Round | None:
-    """Return the round of which this is the first report; None if no such round can be."""
+    """Return the round made from its first report; None if no such round is possible."""
     participant = _participant(command, report)
     whole = range(report.group_world_size)
     participants = _filled(whole, range(report.world_size), report.group_rank, participant)
@@ -97,10 +97,10 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
 
 
 def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
-    """Return the places that a report of these RANKs changes: its own, if the guess was right.
+    """Return the places that a report of these RANKs changes: only its own, if the guess was right.
 
-    Where nodes bring different numbers of workers it may be wrong; then also all placeholders
-    around it.
+    If nodes bring different numbers of workers the guess may be wrong; then all placeholders
+    around it change, too.
     """
     first, end = place, place + 1
     if _ranks(seats[place]) != ranks:
@@ -124,7 +124,7 @@ def _filled(
 
 
 def _placeholders(places: range, ranks: range) -> tuple[Participant, ...] | None:
-    """Divide RANKs among places as evenly as can be; None if there are too few, or too many."""
+    """Divide RANKs among places as evenly as possible; None if there are too few, or too many."""
     if len(ranks) < len(places) or (ranks and not places):
         return None
     placeholders: list[Participant] = []
@@ -154,7 +154,7 @@ def _participant(command: Join | Resume, report: RecoveryReport) -> Participant:
 
 
 def same_participants(before: Round, after: Round) -> bool:
-    """Whether a round has the participants that it had, except for replaced placeholders."""
+    """Whether a round has the same participants as before, except for replaced placeholders."""
     if before.participants == after.participants:
         return True
     if not before.adopted or len(before.participants) != len(after.participants):
@@ -165,7 +165,7 @@ def same_participants(before: Round, after: Round) -> bool:
 def placeholders_replaced(before: Round, after: Round) -> tuple[Participant, ...] | None:
     """Return the nodes that replaced placeholders; None if other participants changed, too.
 
-    New placeholders with other RANKs are not among them.
+    New placeholders with other RANKs are not included.
     """
     if not before.adopted or len(before.participants) != len(after.participants):
         return None
@@ -176,14 +176,14 @@ def placeholders_replaced(before: Round, after: Round) -> tuple[Participant, ...
 
 
 def _exchanged(before: Round, after: Round) -> list[tuple[Participant, Participant]]:
-    """Pair the participants that differ, of rounds of one size: a report changes one of many."""
+    """Pair the differing participants of two rounds of one size: a report changes one of many."""
     old, new = before.participants, after.participants
     places = compress(range(len(old)), map(is_not, old, new))
     return [(old[place], new[place]) for place in places]
 
 
 def tally_of(membership: Membership, now_ms: int) -> Tally | None:
-    """Return the tally that nodes keep for a server that knows less; None if nothing is spent."""
+    """Return the tally that nodes keep for a server without it; None if nothing is spent."""
     window_ms = membership.settings.restart_window_ms
     if membership.spent == Spent() and not (window_ms and membership.restarts):
         return None
@@ -193,7 +193,7 @@ def tally_of(membership: Membership, now_ms: int) -> Tally | None:
 
 
 def spent_known(membership: Membership, tally: Tally | None) -> Spent:
-    """Return the budgets spent by a run: as known here, and as nodes of a newer round report."""
+    """Return the spent budgets of a run: as known here, and as a newer round's nodes report."""
     known = membership.spent
     if tally is None:
         return known
@@ -213,14 +213,14 @@ def restarts_known(
 ) -> tuple[int, ...]:
     """Return when restarts were spent, as many as the report counts.
 
-    Restarts that are not known, and whose time the report does not have, count as spent now:
-    the budget left may be thought smaller than it is, but never greater.
+    Unknown restarts whose time is not in the report count as spent now: the remaining budget may be
+    underestimated, but never overestimated.
     """
     missing = max(restarts - len(membership.restarts), 0)
     if tally is None or not missing:
         return membership.restarts + (now_ms,) * missing
     told = tuple(now_ms - age_ms for age_ms in tally.restart_ages_ms)[-missing:]
-    # Those before were forgotten when the tally was taken, unless that had no place for them.
+    # Earlier ones were forgotten when the tally was taken, unless it had no room for them.
     forgotten_ms = now_ms - membership.settings.restart_window_ms
     before_ms = told[0] if len(told) == MAX_RESTART_AGES else forgotten_ms
     return membership.restarts + (before_ms,) * (missing - len(told)) + told

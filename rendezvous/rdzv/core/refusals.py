@@ -67,7 +67,7 @@ def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> 
 
 
 def refuse_resume(before: State, state: State, command: Resume) -> None:
-    """Refuse a node that says its workers run, for the first of these reasons that applies.
+    """Refuse a node that reports running workers, for the first of these reasons that applies.
 
     `before` and `state` are as in `refuse_join`.
 
@@ -89,7 +89,7 @@ def refuse_resume(before: State, state: State, command: Resume) -> None:
 
 
 def refuse_operator(state: State, command: Stop | Restart | Scale, now_ms: int) -> None:
-    """Refuse what an operator asks of a run other than the one that was looked at.
+    """Refuse an operator's command for a run other than the one that was looked at.
 
     Raises:
         RendezvousClosedError: the run has ended, or is being stopped (unless to stop it).
@@ -139,7 +139,7 @@ def refuse_submission(state: State, command: Submit) -> None:
 
 
 def replaces_run(state: State, command: Join) -> bool:
-    """Whether a launch with other settings ends the open run, in which nobody else is left."""
+    """Whether a launch with other settings ends the open run, in which no other node is left."""
     if command.settings == state.membership.settings or not state.run_is_open:
         return False
     if command.run or state.membership.submission:
@@ -149,12 +149,12 @@ def replaces_run(state: State, command: Join) -> bool:
 
 
 def _refuse_stranger(state: State, command: Join | Resume) -> None:
-    """Keep strangers out of a run: whoever takes part in it knows its secret, if it has one."""
+    """Keep strangers out of a run: its participants know its secret, if it has one."""
     membership = state.membership
     if membership.secret == command.secret or not state.run_is_open:
         return
     if any(earlier.run == command.run for earlier in membership.earlier):
-        # It is to hear how that run has ended; of this one it hears nothing.
+        # It learns how that run ended, but nothing about this one.
         return
     if not membership.secret:
         difference = "it gives a job secret, and the job was begun without one"

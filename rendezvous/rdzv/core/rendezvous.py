@@ -131,7 +131,7 @@ def _apply(work: Draft, command: Command) -> Ignored | None:
 
 @struct(frozen=True)
 class CommandRule:
-    """How one command is handled: ignored unless all conditions hold, else this is its effect.
+    """How one command is handled: ignored unless all conditions hold, else its effect is applied.
 
     An effect may refuse the command, by an error, or return why it ignores it.
     """
@@ -167,7 +167,7 @@ COMMAND_RULES: Mapping[type, CommandRule] = {
     GiveUp: CommandRule(give_up_job, _OF_SUBMISSION),
     Tick: CommandRule(lambda work, command: None),
 }
-"""The protocol: docs/protocol.md shows what it comes to, command by command."""
+"""The protocol: docs/protocol.md shows its outcomes, command by command."""
 
 STATE_RULES: tuple[Callable[[Draft], bool], ...] = (
     release_away_seats,
@@ -186,7 +186,7 @@ STATE_RULES: tuple[Callable[[Draft], bool], ...] = (
 
 
 def _wake_at_ms(state: State, now_ms: int) -> int | None:
-    """When a state rule may next apply without a command."""
+    """Return when a state rule may next apply without a command."""
     membership = state.membership
     if not membership.run or membership.ended is not None:
         return None

@@ -1,4 +1,4 @@
-"""Which of many failures was the first, when the others followed from it."""
+"""Find the first of many failures, from which the others followed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CONNECTION_ERRORS = (
 
 
 def is_connection_error(failure: Failure) -> bool:
-    """Say whether a worker failed because another one was no longer there."""
+    """Whether a worker failed because another one was gone."""
     text = f"{failure.message}\n{failure.traceback}".lower()
     return any(mark in text for mark in _CONNECTION_ERRORS)
 
@@ -40,9 +40,9 @@ def is_connection_error(failure: Failure) -> bool:
 def root_cause(failures: Iterable[Failure], window_ms: int) -> tuple[Failure, ...]:
     """Order the failures within `window_ms` of the earliest, the root cause first.
 
-    A failure with a traceback that is no connection error wins; then come those that say nothing
+    A failure with a traceback that is no connection error wins; then come those without information
     (killed by a signal, or no error file), then connection errors, which follow from another
-    failure; within each, the earliest.
+    failure; within each class, the earliest.
     """
     by_time = sorted(failures, key=lambda f: (f.at_ms, f.node_id, f.local_rank))
     if not by_time:
@@ -59,7 +59,7 @@ def _tier(failure: Failure) -> int:
 
 
 def keep_earliest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Keep one failure a worker, the earliest `MAX_FAILURES` of all."""
+    """Keep one failure per worker, and the earliest `MAX_FAILURES` of all."""
     by_worker: dict[tuple[str, int], Failure] = {}
     for failure in failures:
         by_worker.setdefault((failure.node_id, failure.local_rank), failure)
@@ -67,12 +67,12 @@ def keep_earliest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 
 def describe_failure(failure: Failure) -> str:
-    """Say in one line which worker failed, and how."""
+    """Describe in one line which worker failed, and how."""
     how = f": exit code {failure.exit_code}"
     if failure.signal is not None:
         how = f": signal {failure.signal}"
     elif failure.exit_code is None:
-        # It has hung, or nobody saw how it ended: the message says all there is.
+        # It has hung, or how it ended was not observed: the message has all the information.
         how = "" if failure.message else ": how it ended is not known"
     text = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}{how}"
     return f"{text}: {failure.message}" if failure.message else text

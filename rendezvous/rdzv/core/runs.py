@@ -21,22 +21,22 @@ from rdzv.core.words import listed
 from rdzv.structs import replace
 
 MAX_EARLIER_RUNS = 16
-"""How many earlier runs a job remembers the end of."""
+"""Number of earlier runs whose end a job remembers."""
 REPLACED = "everyone was gone, and it was launched anew with other settings"
-"""Why a run ended in which nobody was left, when nodes came that could not join it."""
+"""Reason for the end of an empty run, when nodes came that could not join it."""
 
 
 def vacant(rdzv_id: str, tuning: Tuning) -> State:
-    """Return the state of a job that nobody has joined yet. It is never stored."""
+    """Return the state of a job that no node has joined yet. It is never stored."""
     nobody = Membership(rdzv_id, run="", run_number=0, settings=Settings(1, 1), began_at_ms=0)
     return State(nobody, tuning)
 
 
 def ended_run(state: State, run: str) -> Ended | None:
-    """Return how the run of this uid ended, if whoever carries it must hear that it did.
+    """Return how the run with this uid ended, if nodes that carry it must learn that it did.
 
-    A run that is not known beside one that is present was superseded; None for the present run,
-    for a fresh node (empty `run`), and where no run is known to compare with.
+    An unknown run beside a present one was superseded; None for the present run, for a fresh node
+    (empty `run`), and if no run is known to compare with.
     """
     membership = state.membership
     if not run or not membership.run:
@@ -51,7 +51,7 @@ def ended_run(state: State, run: str) -> Ended | None:
 
 
 def begin_run(work: Draft, command: Join) -> None:
-    """Begin the run that a join asks for."""
+    """Begin the run that a join requests."""
     old = work.membership
     run = command.run or command.new_run
     membership = next_run(old, run, command.settings, work.now_ms, command.owner)
@@ -70,7 +70,7 @@ def begin_run(work: Draft, command: Join) -> None:
 
 
 def next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner: str) -> Membership:
-    """Return the run after another. The job stays its owner's, whoever begins this run."""
+    """Return the run that follows another. The job keeps its owner, whoever begins this run."""
     ended = (EndedRun(old.run, old.ended),) if old.ended else ()
     return Membership(
         rdzv_id=old.rdzv_id,
@@ -85,9 +85,9 @@ def next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner: 
 
 
 def succeed_run(work: Draft) -> bool:
-    """The job has succeeded when every participant has, whether it is still there or not.
+    """Close the run as succeeded once every participant has succeeded, present or not.
 
-    That one of them was given up, and the round ended by that, changes nothing: it was done.
+    This holds even if one of them was given up and that ended the round: its work was done.
     """
     if not work.open or not _all_done(work.state):
         return False
@@ -105,10 +105,10 @@ def _all_done(state: State) -> bool:
 
 
 def close_when_stopped(work: Draft) -> bool:
-    """Close a run that an operator ends, once no worker of it is left that is known of.
+    """Close a run that an operator ends, once no known worker of it is left.
 
-    Those of a dead agent run until their runner ends them. Of a node that is cut off nothing is
-    known, and it is not waited for longer than for those.
+    Workers of a dead agent run until their runner ends them. Nothing is known about a node that is
+    cut off; it is not waited for any longer than those.
     """
     if not work.open or not work.membership.stopping or work.state.seats:
         return False
@@ -122,7 +122,7 @@ def close_when_stopped(work: Draft) -> bool:
 
 
 def close_when_all_left(work: Draft) -> bool:
-    """When the last node has left of its own accord, the run is over, unless it was submitted."""
+    """End a run, unless it was submitted, once the last node has left of its own accord."""
     cause = work.state.last_leave
     if not work.open or cause is None or work.state.anybody or work.membership.stopping:
         return False
@@ -149,7 +149,7 @@ def close(
     failures: tuple[Failure, ...] = (),
     no_progress: bool = False,
 ) -> None:
-    """Close the run: it forms no more rounds, and nobody is in it any more."""
+    """Close the run: it forms no more rounds, and has no nodes any more."""
     ended = Ended(result, reason, work.now_ms, retry_sensible, failures, no_progress)
     work.state = State(replace(work.membership, ended=ended), work.state.tuning)
     work.events.append(RunEnded(work.membership.run, ended))

@@ -1,8 +1,8 @@
-"""What workers are doing: their stacks, and where those differ.
+"""The stacks of workers, and where they differ.
 
 A job that hangs has as many stacks as workers, and nearly all of them are alike: they wait for one
-that is elsewhere. So workers are put together by their innermost frames, from where the
-interpreter is to the first line of the user's own code, and told in one line:
+that is elsewhere. So workers are grouped by their innermost frames, from the interpreter's current
+position to the first line of the user's own code, and summarised in one line:
 
     RANK 0,2-3 in all_reduce at train.py:41; RANK 1 in load at data.py:7
 """
@@ -19,7 +19,7 @@ STOPPED, TRACED, UNINTERRUPTIBLE, ZOMBIE = "T", "t", "D", "Z"
 """States of a process, as in /proc, in which it does nothing by itself."""
 
 MAX_GROUPS_TOLD = 8
-"""How many groups one sentence tells."""
+"""Maximum number of groups that one sentence lists."""
 
 _ODD_STATES = {
     STOPPED: "stopped by a signal",
@@ -29,7 +29,7 @@ _ODD_STATES = {
 }
 
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/(python|pypy)[0-9.]+/|^<(?!string>)")
-"""Files that are not the user's own: installed packages, the standard library, what is frozen."""
+"""Files that are not the user's own: installed packages, standard library, frozen modules."""
 
 _COLLECTIVE = re.compile(r"(^|/)torch/(distributed|nn/parallel)/")
 
@@ -44,7 +44,7 @@ class Frame:
 
     @property
     def own(self) -> bool:
-        """Whether it is of the user's own code, as far as its file tells."""
+        """Whether it belongs to the user's own code, judging by its file."""
         return _LIBRARY.search(self.file) is None
 
 
@@ -54,14 +54,14 @@ class Thread:
 
     name: str
     main: bool
-    """The one that Python began with."""
+    """Whether it is Python's main thread."""
     frames: tuple[Frame, ...]
     """Innermost first."""
 
 
 @struct(frozen=True)
 class WorkerStack:
-    """What one worker was doing at one moment."""
+    """The stack of one worker at one moment."""
 
     rank: int
     local_rank: int
@@ -69,11 +69,11 @@ class WorkerStack:
     state: str = ""
     """As in /proc/PID/stat; empty if it could not be read."""
     threads: tuple[Thread, ...] = ()
-    """None where Python's frames could not be read."""
+    """Empty if Python's frames could not be read."""
     note: str = ""
-    """Why something is not there, and what would help."""
+    """Why something is missing, and what would help."""
     kernel: tuple[str, ...] = ()
-    """Where it sleeps in the kernel, as far as may be known: innermost first."""
+    """Where it sleeps in the kernel, as far as permissions show it: innermost first."""
     node_id: str = ""
 
     @property
@@ -92,25 +92,25 @@ class WorkerStack:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it is inside a collective, and so may wait for a worker that is not."""
+        """Whether it is inside a collective, and so may be waiting for a worker that is not."""
         return any(_COLLECTIVE.search(frame.file) for frame in self.place)
 
 
 @struct(frozen=True)
 class Group:
-    """Workers that are at the same place."""
+    """Workers at the same place."""
 
     ranks: tuple[int, ...]
     where: str
     """`in all_reduce at train.py:41`"""
     state: str = ""
-    """The state that keeps them from doing anything, if one does."""
+    """The state that keeps them from running, if any."""
     waits_for_others: bool = False
 
 
 @struct(frozen=True)
 class SilentNode:
-    """A node that has not said what its workers do."""
+    """A node that has not reported its workers' stacks."""
 
     node_id: str
     rank_first: int
@@ -120,7 +120,7 @@ class SilentNode:
 
 @struct(frozen=True)
 class Report:
-    """What the workers of one round were doing at one moment."""
+    """The stacks of one round's workers at one moment."""
 
     rdzv_id: str
     run: str
@@ -133,12 +133,12 @@ class Report:
     stacks: tuple[WorkerStack, ...] = ()
     """By RANK: at least one of each group."""
     left_out: int = 0
-    """Workers that are in a group, and not in `stacks`."""
+    """Workers that are in a group but not in `stacks`."""
     silent: tuple[SilentNode, ...] = ()
 
     @property
     def summary(self) -> str:
-        """Where the workers differ, in one line."""
+        """A line that says where the workers differ."""
         return summarise(self.groups, self.silent)
 
 
@@ -146,14 +146,14 @@ Key = tuple[str, tuple[tuple[str, str, int], ...], tuple[str, ...]]
 
 
 def key_of(stack: WorkerStack) -> Key:
-    """Return what workers of one group have in common."""
+    """Return the key that all workers of one group share."""
     state = stack.state if stack.state in _ODD_STATES else ""
     place = tuple((frame.name, _short(frame.file), frame.line) for frame in stack.place)
     return state, place, () if place else stack.kernel[:1]
 
 
 def where(stack: WorkerStack) -> str:
-    """Say where a worker is.
+    """Describe where a worker is.
 
     >>> main = Thread("MainThread", True, (Frame("load", "/home/ada/data.py", 7),))
     >>> where(WorkerStack(1, 1, 99, "S", (main,))), where(WorkerStack(1, 1, 99, "T", (main,)))
@@ -175,7 +175,7 @@ def where(stack: WorkerStack) -> str:
 def groups(ranks: Mapping[Key, Sequence[int]], one_of: Mapping[Key, WorkerStack]) -> list[Group]:
     """Return the groups, the largest first; of one size, the one with the lowest RANK.
 
-    `one_of` has a worker of each.
+    `one_of` has one worker of each group.
     """
     found = [
         Group(
@@ -190,7 +190,7 @@ def groups(ranks: Mapping[Key, Sequence[int]], one_of: Mapping[Key, WorkerStack]
 
 
 def grouped(stacks: Iterable[WorkerStack]) -> list[Group]:
-    """Put workers together by where they are."""
+    """Group workers by where they are."""
     ranks: dict[Key, list[int]] = {}
     one_of: dict[Key, WorkerStack] = {}
     for stack in stacks:
@@ -201,13 +201,13 @@ def grouped(stacks: Iterable[WorkerStack]) -> list[Group]:
 
 
 def odd_one_out(found: Sequence[Group]) -> int | None:
-    """Return the RANK that the others wait for, if the stacks tell.
+    """Return the RANK that the others wait for, if the stacks show it.
 
     In this order:
 
-    1. the only one that cannot do anything: stopped, held by a debugger, in D state, dead;
-    2. the only one that is in no collective, where all others are in one;
-    3. the only one that is by itself, where others are at least two together.
+    1. the only one that cannot run: stopped, held by a debugger, in D state, dead;
+    2. the only one outside any collective, if all others are in one;
+    3. the only one in a group by itself, if the others are in groups of at least two.
     """
     held = [rank for group in found if group.state for rank in group.ranks]
     if held:
@@ -220,7 +220,7 @@ def odd_one_out(found: Sequence[Group]) -> int | None:
 
 
 def summarise(found: Sequence[Group], silent: Sequence[SilentNode] = ()) -> str:
-    """Say in one line where workers differ, and of whom nothing is known."""
+    """Describe in one line where workers differ, and which nodes have not reported."""
     parts = [f"RANK {ranks_text(group.ranks)} {group.where}" for group in found[:MAX_GROUPS_TOLD]]
     if more := found[MAX_GROUPS_TOLD:]:
         workers = sum(len(group.ranks) for group in more)
@@ -231,7 +231,7 @@ def summarise(found: Sequence[Group], silent: Sequence[SilentNode] = ()) -> str:
 
 
 def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
-    """Write RANKs shorter than one by one; of very many ranges, the first.
+    """Write RANKs as ranges; of very many ranges, only the first.
 
     >>> ranks_text([3, 0, 2, 4, 8]), ranks_text(range(0, 80, 2), most=3)
     ('0,2-4,8', '0,2,4 and 37 more')
@@ -248,7 +248,7 @@ def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
 
 
 def as_traceback(stack: WorkerStack) -> str:
-    """Write a worker's main thread as Python writes a traceback: the innermost call last."""
+    """Format a worker's main thread like a Python traceback: the innermost call last."""
     lines = ["Stack of the main thread (most recent call last):"] if stack.frames else []
     lines += [
         f'  File "{frame.file}", line {frame.line or "?"}, in {frame.name}'
@@ -259,7 +259,7 @@ def as_traceback(stack: WorkerStack) -> str:
 
 
 def _short(file: str) -> str:
-    """Return the end of a path: nodes may have the same file in different folders."""
+    """Return the end of a path: the same file may be in different folders on different nodes."""
     return "/".join(file.rsplit("/", 3)[-3:])
 
 

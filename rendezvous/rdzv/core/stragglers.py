@@ -1,6 +1,6 @@
 """Which workers are much slower than the others of their group, for a while.
 
-Pure: from how fast each worker is now, and which were slow before, to which straggle.
+Pure: computes the stragglers from each worker's current speed and the earlier slow workers.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from statistics import median_low
 from rdzv.structs import struct
 
 SLOW = 2.0
-"""A worker is slow that takes more than so many times the median of its group for a step, ..."""
+"""A worker is slow if a step takes it more than this many times the median of its group, ..."""
 CAUGHT_UP = 1.5
-"""... and one that straggles has caught up when it takes less than this, so that it does not come
-and go at one and the same pace."""
+"""... and a straggler has caught up once it takes less than this, so that a steady pace does not
+make it flap."""
 
 
 @struct(frozen=True)
 class Sample:
-    """How fast one worker is now."""
+    """The current speed of one worker."""
 
     rank: int
     role: str
     """Workers of one role are compared with each other."""
     step_s: float
-    """Seconds for a step."""
+    """Seconds per step."""
 
 
 @struct(frozen=True)
@@ -36,23 +36,23 @@ class Straggler:
     rank: int
     step_s: float
     median_s: float
-    """What the worker in the middle of its group takes; of two, the faster one."""
+    """Step time of the middle worker of its group; of two, the faster one."""
     since_ms: int
-    """Since when it is slow."""
+    """Since when it has been slow."""
 
 
 @struct(frozen=True)
 class Pace:
-    """What is known of the workers of one round."""
+    """The known paces of one round's workers."""
 
     slow_since_ms: Mapping[int, int] = field(default_factory=dict)
-    """By RANK: who is slow, straggling yet or not."""
+    """By RANK: since when a worker has been slow, straggling yet or not."""
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
     """By RANK."""
 
 
 def follow(pace: Pace, samples: Iterable[Sample], now_ms: int, after_ms: int) -> Pace:
-    """Return what is known after these samples; of whom there is none is not slow any more.
+    """Return the pace after these samples; a worker without a sample is not slow any more.
 
     A worker straggles once it has been slow at every look for `after_ms`.
     """

@@ -1,7 +1,7 @@
-"""What becomes of a submission: who is chosen, who is not any more, and who cannot.
+"""The nodes of a submission: chosen, withdrawn, and unable to run it.
 
-A submitted run is like every other to its rendezvous, but for three things: the server chooses its
-nodes (`placement`), it waits in a queue while it has none, and it never ends because nodes are
+A submitted run is like any other to its rendezvous, except that the server chooses its nodes
+(`placement`), that it waits in a queue while it has none, and that it never ends because nodes are
 missing: it goes back to the queue.
 """
 
@@ -13,16 +13,16 @@ from rdzv.core.model import Declined, State, Submission
 from rdzv.structs import replace
 
 MAX_DECLINED = 16
-"""After so many nodes that could not run a job, it is the job that is wrong."""
+"""If this many nodes could not run a job, the job itself is at fault."""
 
 
 def place(submission: Submission, node_ids: Iterable[str]) -> Submission:
-    """Choose nodes, after those that were chosen before."""
+    """Choose nodes, in addition to those chosen before."""
     return replace(submission, placed=tuple(dict.fromkeys((*submission.placed, *node_ids))))
 
 
 def withdraw(submission: Submission, node_ids: Iterable[str]) -> Submission:
-    """Take back that nodes were chosen."""
+    """Withdraw the choice of nodes."""
     gone = frozenset(node_ids)
     kept = tuple(node_id for node_id in submission.placed if node_id not in gone)
     return submission if kept == submission.placed else replace(submission, placed=kept)
@@ -41,7 +41,7 @@ def awaited(state: State) -> tuple[str, ...]:
 
 
 def withdrawable(state: State, node_ids: Iterable[str]) -> tuple[str, ...]:
-    """Name those of the nodes that are chosen, or wait, and have no seat to give up first."""
+    """Name the given nodes that are chosen or wait, and have no seat to give up first."""
     return tuple(
         node_id
         for node_id in node_ids

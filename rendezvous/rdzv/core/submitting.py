@@ -1,4 +1,4 @@
-"""Runs whose nodes the server chooses: what becomes of a submission and its placements."""
+"""Runs whose nodes the server chooses: effects of commands on submissions and placements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def submit(work: Draft, command: Submit) -> Ignored | None:
 def choose_nodes(work: Draft, command: Place) -> Ignored | None:
     """Add nodes to those chosen for a submitted run."""
     submission = _submission(work)
-    # One may have been barred since it was chosen.
+    # A node may have been barred since it was chosen.
     chosen = [n for n in command.node_ids if n not in work.state.barred]
     work.store_submission(place(submission, chosen))
     added = work.state.placed[len(submission.placed) :]
@@ -48,14 +48,14 @@ def choose_nodes(work: Draft, command: Place) -> Ignored | None:
 
 
 def take_back(work: Draft, command: Withdraw) -> Ignored | None:
-    """Take back nodes chosen for a submitted run, except those that have a seat."""
+    """Withdraw nodes chosen for a submitted run, except those that have a seat."""
     node_ids = withdrawable(work.state, command.node_ids)
     withdraw_nodes(work, node_ids, command.reason)
     return None if node_ids else _not_withdrawn(work, command.node_ids)
 
 
 def decline_job(work: Draft, command: Decline) -> Ignored | None:
-    """Let go of a chosen node that cannot run the job, for this run or, if it passes, for now."""
+    """Release a chosen node that cannot run the job: for this run or, if that passes, for now."""
     submission, node_id = _submission(work), command.node_id
     if node_id not in submission.placed or node_id in work.state.seats:
         return _not_withdrawn(work, (node_id,))
@@ -80,7 +80,7 @@ def give_up_job(work: Draft, command: GiveUp) -> None:
 
 
 def bar_nodes(work: Draft, command: Bar) -> Ignored | None:
-    """Note which nodes no submitted job may keep; `withdraw_barred` lets go of them."""
+    """Note which nodes no submitted job may keep; `withdraw_barred` releases them."""
     barred = dict(command.barred)
     if barred == work.state.barred:
         return Ignored.KNOWN
@@ -95,7 +95,7 @@ def _submission(work: Draft) -> Submission:
 
 
 def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
-    """Take back placements; who waits is in the job no more."""
+    """Withdraw placements; waiting nodes are removed from the job."""
     submission = work.membership.submission
     if submission is None or not node_ids:
         return
@@ -107,7 +107,7 @@ def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
 
 
 def withdraw_barred(work: Draft) -> bool:
-    """A submitted job lets go of a barred node as soon as no worker of it is left there."""
+    """Release barred nodes from a submitted job as soon as none of its workers is left there."""
     state = work.state
     if not state.barred or state.membership.submission is None or not work.open:
         return False

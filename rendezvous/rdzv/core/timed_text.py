@@ -1,7 +1,7 @@
-"""Texts in which time goes on: what is left shrinks, what is past grows.
+"""Texts whose durations advance: time left shrinks, time past grows.
 
-A reason says `n7 was lost 12 s ago; gives up in 9 min 48 s`. It carries its times beside its words,
-so that whoever shows it a while later need not look for them there: anybody may be quoted in it.
+A reason says `n7 was lost 12 s ago; gives up in 9 min 48 s`. It carries its times separately, so
+that code that shows it later need not parse them from the text, which may quote anything.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from rdzv.core.words import duration
 from rdzv.structs import struct
 
 LAST_CALL = "last call"
-"""What a job waits for whose first round has enough nodes, and room for more."""
+"""The wait of a job whose first round has enough nodes, and room for more."""
 
 
 @struct(frozen=True)
 class TimeInText:
-    """A duration in a text: `length` characters from `at` on."""
+    """A duration in a text: `length` characters starting at `at`."""
 
     at: int
     length: int
     ms: int
     grows: bool
-    """It says how long ago something was; otherwise how much of a time is left."""
+    """Whether it is the time since something happened; otherwise it is time left."""
     waits_for: str | None = None
-    """The time that is left, in a word or two; None where nothing is decided by its end."""
+    """Short name of the wait; None if nothing is decided by its end."""
 
 
 class TimedText(str):
@@ -41,16 +41,16 @@ class TimedText(str):
         return made
 
     def __add__(self, other: str) -> TimedText:
-        """Put a text behind this one."""
+        """Append a text."""
         return _joined(self, other)
 
     def __radd__(self, other: str) -> TimedText:
-        """Put a text before this one."""
+        """Prepend a text."""
         return _joined(other, self)
 
 
 def left(ms: int, waits_for: str | None = None) -> TimedText:
-    """Say how much time is left.
+    """Write how much time is left.
 
     >>> ("gives up in " + left(588_000)).times
     (TimeInText(at=12, length=10, ms=588000, grows=False, waits_for=None),)
@@ -59,7 +59,7 @@ def left(ms: int, waits_for: str | None = None) -> TimedText:
 
 
 def past(ms: int) -> TimedText:
-    """Say how much time has passed."""
+    """Write how much time has passed."""
     return _timed(max(ms, 0), grows=True, waits_for=None)
 
 
@@ -84,7 +84,7 @@ def later(text: str, times: Iterable[TimeInText], more_ms: int) -> TimedText:
 
 
 def without_times(text: str, times: Iterable[TimeInText]) -> str:
-    """Return a text without the durations that go on: it is the same while nothing else changes.
+    """Return a text without its advancing durations: it stays equal while nothing else changes.
 
     >>> text = "gives up in " + left(588_000) + ", 2 s after n7"
     >>> without_times(text, text.times)
@@ -97,7 +97,7 @@ def without_times(text: str, times: Iterable[TimeInText]) -> str:
 
 
 def _fitting(text: str, times: Iterable[TimeInText]) -> Iterator[TimeInText]:
-    """Yield the times that are in a text, one after the other; another server may send others."""
+    """Yield the times that fit a text, in order; another server may send ones that do not."""
     end = 0
     for time in times:
         if end <= time.at <= time.at + time.length <= len(text):
@@ -115,7 +115,7 @@ def _joined(first: str, second: str) -> TimedText:
     if isinstance(second, TimedText):
         by = len(first)
         times += tuple(
-            # Not `replace`: each of thousands of nodes is told such a text.
+            # Not `replace`: each of thousands of nodes gets such a text.
             TimeInText(time.at + by, time.length, time.ms, time.grows, time.waits_for)
             for time in second.times
         )

@@ -1,4 +1,4 @@
-"""Times of a job that was stored by a clock which was ahead of the present one."""
+"""Times of a job stored by a clock that was ahead of the present one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _Dated = TypeVar("_Dated", Departure, Failure, RoundEnd, Submission, Round)
 
 
 def not_after(membership: Membership, now_ms: int) -> Membership:
-    """Have nothing of a run that has not ended lie in the future: it counts as of now.
+    """Set future times of a run that has not ended to now.
 
     The clock was stepped back, or was ahead when this was stored. Otherwise ages would stand still,
     and no restart would be forgotten, until the clock has caught up. A membership whose times are
-    all past is returned as it is.
+    all past is returned unchanged.
     """
     if membership.ended is not None:
         return membership

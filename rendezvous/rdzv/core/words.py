@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 
 LISTED = 8
-"""How many names one sentence lists."""
+"""Number of names that one sentence lists."""
 
 
 def listed(names: Iterable[object]) -> str:
@@ -15,14 +15,14 @@ def listed(names: Iterable[object]) -> str:
     >>> listed(["n1", "n2"]), listed(f"n{i}" for i in range(10))
     ('n1, n2', 'n0, n1, n2, n3, n4, n5, n6, n7 and 2 more')
     """
-    # Of ten thousand nodes each hears such a sentence: only what is said is looked at.
+    # Each of ten thousand nodes may get such a sentence: only the listed names are read.
     held = names if isinstance(names, Collection) else tuple(names)
     more = f" and {len(held) - LISTED} more" if len(held) > LISTED else ""
     return ", ".join(str(name) for name in islice(held, LISTED)) + more
 
 
 def counted(number: int, noun: str) -> str:
-    """Say how many there are of something.
+    """Write a number with its noun.
 
     >>> counted(0, "node"), counted(1, "node"), counted(2, "more node")
     ('0 nodes', '1 node', '2 more nodes')
@@ -31,7 +31,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration(ms: int) -> str:
-    """Say how long something takes, or has taken; what is over takes no time.
+    """Write how long something takes, or has taken; a negative duration counts as zero.
 
     >>> [duration(ms) for ms in (-5, 240, 1_500, 59_000, 125_000, 7_260_000, 180_000_000)]
     ['0.0 s', '0.2 s', '1.5 s', '59 s', '2 min 5 s', '2 h 1 min', '2 d 2 h']
