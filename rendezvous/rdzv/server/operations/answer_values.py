@@ -1,6 +1,6 @@
-"""The server's own values as those that everyone is answered with, over gRPC and HTTP alike.
+"""Converts the server's own values to the answers that gRPC and HTTP share.
 
-What is not known is None there, whatever stands for it here.
+An unknown value is None in an answer, however it is represented here.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _budgets(budgets: BudgetsView | None) -> answers.Budgets | None:
 
 
 def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
-    """Show a job as one line; `hangs` says who hangs, or is empty."""
+    """Show a job as one line; `hangs` names the workers that hang, or is empty."""
     return answers.JobSummary(
         rdzv_id=view.rdzv_id,
         run=view.run or None,
@@ -219,7 +219,7 @@ def server(view: ServerView) -> answers.Server:
 
 
 def token(token: Token, now_ms: int) -> answers.Token:
-    """Show what may be known of a token."""
+    """Show a token, without its secret."""
     expires_ms, used_ms = token.expires_ms, token.used_ms
     return answers.Token(
         id=token.id,
@@ -245,7 +245,7 @@ def log_lines(lines: LogLines) -> answers.LogLines:
 
 
 def stack_report(report: Report, now_ms: int) -> answers.StackReport:
-    """Show what the workers of a round were doing."""
+    """Show the stacks of a round's workers."""
     return answers.StackReport(
         rdzv_id=report.rdzv_id,
         run=report.run,

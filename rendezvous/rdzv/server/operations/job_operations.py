@@ -42,12 +42,12 @@ class JobOperations:
         self._watchers = watchers
 
     async def submit_job(self, rdzv_id: str, command: Submit, caller: Caller = ANYBODY) -> JobView:
-        """Begin a run whose nodes are chosen here, and show the job as it then is.
+        """Begin a run whose nodes the server selects, and show the job as it then is.
 
         Raises:
-            DeniedError: the job is somebody else's.
+            DeniedError: the job has another owner.
             JobExistsError: a run of it has not ended.
-            InvalidRequestError: no node that is known could ever take it.
+            InvalidRequestError: no known node could ever run it.
 
         """
 
@@ -67,7 +67,7 @@ class JobOperations:
 
         Raises:
             UnknownJobError: no node has ever joined it.
-            RendezvousClosedError: the run that is meant has ended.
+            RendezvousClosedError: the given run has ended.
 
         """
         await self._views.state(rdzv_id)

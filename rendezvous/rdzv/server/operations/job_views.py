@@ -54,7 +54,7 @@ class JobViews:
 
         Raises:
             UnknownJobError: no node has ever joined it.
-            RendezvousConnectionError: its first join waits for the store, or that is away.
+            RendezvousConnectionError: its first join waits for the store, or the store is away.
 
         """
         state = await self._jobs.look(rdzv_id)
@@ -68,22 +68,22 @@ class JobViews:
         return state
 
     def of(self, state: State) -> JobView:
-        """Show the job that is in this state."""
+        """Show the job that has this state."""
         rdzv_id, scheduling = state.membership.rdzv_id, self._scheduling
         wait, drains = scheduling.placer.wait(rdzv_id), scheduling.drains.all()
         shown = view(state, self._clock.now_ms(), wait, drains)
-        # What is shown is what is stored: that more has happened has to be said first.
+        # The view is of the stored state: steps in doubt must be resolved first.
         if state.membership.ended is None or self._store_state.waiting(rdzv_id):
             trouble = self._store_state.trouble_of(rdzv_id)
             shown = replace(shown, reason=f"{trouble}; " + shown.reason) if trouble else shown
         return shown
 
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
-        """Show one job, at once and then whenever it has changed. A slow reader misses some.
+        """Show one job, at once and then after each change. A slow reader misses some.
 
         Raises:
             UnknownJobError: no node has ever joined it.
-            LimitExceededError: too many are watching.
+            LimitExceededError: too many watchers.
             RendezvousConnectionError: this server no longer serves.
 
         """
@@ -107,30 +107,30 @@ class JobViews:
         return tuple([view async for view in self.each()])
 
     async def each(self) -> AsyncGenerator[JobView, None]:
-        """Show every job that can be read, one after the other."""
+        """Show every job that can be read, one by one."""
         async with contextlib.aclosing(self._jobs.each()) as states:
             async for state in states:
-                # Otherwise it was forgotten since.
+                # Otherwise it was forgotten meanwhile.
                 if state.membership.run:
                     yield self.of(state)
 
     def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
-        """Show how far the workers of a job's present round are, by RANK."""
+        """Show the progress of the workers in a job's present round, by RANK."""
         state = self._jobs.peek(rdzv_id)
         return (
             self._diagnosis.progress.shown(state, self._clock.now_ms()) if state is not None else ()
         )
 
     def stragglers(self, rdzv_id: str) -> tuple[Straggler, ...]:
-        """Name the workers of a job's present round that straggle, by RANK."""
+        """Return the stragglers in a job's present round, by RANK."""
         return self._diagnosis.stragglers.shown(rdzv_id)
 
     def hangs(self, rdzv_id: str) -> str:
-        """Say which workers hang in a job now; empty: none."""
+        """Return which workers of a job hang now, for people; empty: none."""
         return self._diagnosis.hangs.shown(rdzv_id)
 
     def noted(self, rdzv_id: str) -> int:
-        """Return a number that grows with what history tells of a job beside its steps."""
+        """Return a number that grows with every event of a job that did not come from a step."""
         return self._history.noted(rdzv_id)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:

@@ -35,15 +35,15 @@ class NodeOperations:
         self._watchers = watchers
 
     async def cordon(self, node_id: str, reason: str) -> NodeSummary:
-        """Place nothing more on a node."""
+        """Stop placing jobs on a node."""
         await self._scheduling.cordons.cordon(node_id, reason)
         self._watchers.nodes_changed()
         return self._views.summary(node_id)
 
     async def uncordon(self, node_id: str) -> NodeSummary:
-        """Let a node be placed on again: its cordon, drain and quarantine are lifted.
+        """Allow jobs on a node again: its cordon, drain and quarantine are lifted.
 
-        One that is connected runs its checks anew.
+        A connected node runs its checks again.
         """
         if not await self._scheduling.quarantine.lift(node_id):
             self._scheduling.cordons.check_known(node_id)
@@ -55,10 +55,10 @@ class NodeOperations:
     async def drain(
         self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False
     ) -> NodeSummary:
-        """Have a node leave all its jobs by the deadline, and place nothing more on it.
+        """Make a node leave all its jobs by the deadline, and place nothing more on it.
 
         Raises:
-            TooFewNodesError: with `keep_min`, a job of it would be left with too few nodes.
+            TooFewNodesError: with `keep_min`, one of its jobs would be left with too few nodes.
 
         """
         short = self._scheduling.placer.short_without if keep_min else None
@@ -67,7 +67,7 @@ class NodeOperations:
         return self._views.summary(node_id)
 
     async def undrain(self, node_id: str) -> NodeSummary:
-        """Lift a drain, and a cordon, of a node."""
+        """Lift a node's drain, and its cordon."""
         self._scheduling.cordons.check_known(node_id)
         await self._scheduling.drains.lift(node_id)
         self._show_drain(node_id)

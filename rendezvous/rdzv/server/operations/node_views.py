@@ -1,4 +1,4 @@
-"""Nodes as operators see them: one line each, and the room that they have together."""
+"""Nodes as operators see them: one line each, and their total capacity."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NodeViews:
         self._quarantine = scheduling.quarantine
 
     def room(self) -> Room:
-        """Count what the nodes have for submitted jobs, and what is left of it."""
+        """Count the resources of nodes for submitted jobs, and how many are free."""
         gpus, places = ({"free": 0, "taken": 0, "unusable": 0} for _ in range(2))
         hosts = self._hosts.all(self._jobs.states)
         for host in hosts:
@@ -53,7 +53,7 @@ class NodeViews:
         return Room(gpus, places, barred, self._count_drains(hosts))
 
     def _count_drains(self, hosts: Iterable[Host]) -> dict[str, int]:
-        """Count the nodes that leave all their jobs, by whether something is left on them."""
+        """Count the nodes that leave all their jobs, by whether anything is left on them."""
         found = {"draining": 0, "drained": 0}
         if drains := self._drains.all():
             busy = {host.node_id for host in hosts if host.taken}
@@ -63,12 +63,12 @@ class NodeViews:
         return found
 
     def summaries(self, node_ids: Collection[str] = ()) -> list[NodeSummary]:
-        """Show every node that is connected, away, cordoned or quarantined; of these, if any."""
+        """Show every node that is connected, away, cordoned or quarantined; or only those named."""
         known = {*self._records(), *self._cordons.by_node, *self._quarantine.nodes}
         return self._show(sorted(known.intersection(node_ids) if node_ids else known))
 
     def summary(self, node_id: str) -> NodeSummary:
-        """Show one node, also one that is not known any more."""
+        """Show one node, even one that is no longer known."""
         (summary,) = self._show([node_id])
         return summary
 
@@ -129,7 +129,7 @@ class NodeViews:
 
 
 def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:
-    """Name the nodes that are in a job, or were chosen for it."""
+    """Yield the nodes that are in a job, or were selected for it."""
     rdzv_id = state.membership.rdzv_id
     ended = state.membership.round is not None and not state.membership.round.live
     for node_id in state.seats:
@@ -144,7 +144,7 @@ def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:
 
 
 def _with_gpus(jobs: Iterable[NodeJob], host: Host) -> list[NodeJob]:
-    """Add how many GPUs each job has, and the jobs of which only something is left."""
+    """Add each job's number of GPUs, and the jobs that have ended but left something behind."""
     gpus = {rdzv_id: number for (rdzv_id, _), number in host.taken.items()}
     shown = [replace(job, gpus=gpus.get(job.rdzv_id, 0)) for job in jobs]
     names = {job.rdzv_id for job in shown}

@@ -25,12 +25,12 @@ class WorkerViews:
         self._watchers = watchers
 
     async def read_logs(self, rdzv_id: str, wanted: LogsWanted) -> AsyncGenerator[LogLines, None]:
-        """Yield what a job's workers have written, as it comes from their nodes.
+        """Yield what a job's workers have written, as their nodes send it.
 
         Raises:
             UnknownJobError: no node has ever joined it.
             InvalidRequestError: it has had no such round, or no such RANK.
-            RendezvousClosedError: the run that is meant is not the last.
+            RendezvousClosedError: the given run is not the last.
             LimitExceededError: too many readers.
             RendezvousConnectionError: this server no longer serves.
 
@@ -46,13 +46,13 @@ class WorkerViews:
             reader.close()
 
     async def stacks(self, rdzv_id: str, run: str, number: int | None, why: str) -> Report:
-        """Show what the workers of a round do, or did when it hung; see `Control.TakeStacks`.
+        """Show the stacks of a round's workers, now or when it hung; see `Control.TakeStacks`.
 
         Raises:
             UnknownJobError: no node has ever joined it.
-            RendezvousClosedError: the run that is meant is not the last.
-            InvalidRequestError: no round is live, and none of that round were kept.
-            LimitExceededError: too many are being taken.
+            RendezvousClosedError: the given run is not the last.
+            InvalidRequestError: no round is live, and no stacks of that round were kept.
+            LimitExceededError: too many collections are running.
             RendezvousConnectionError: the store is away, or this server no longer serves.
 
         """
@@ -71,7 +71,7 @@ class WorkerViews:
         return found
 
     async def kept_stacks(self, rdzv_id: str, number: int | None) -> Report:
-        """Show what the workers of a round did when it hung; asks no node, and takes none.
+        """Show the stacks kept of a round that hung; asks no node, and collects none.
 
         Raises:
             UnknownJobError: no node has ever joined it.
@@ -93,7 +93,7 @@ class WorkerViews:
     async def _kept_stacks(
         self, state: State, number: int | None
     ) -> tuple[Report | None, Collection[int]]:
-        """Return those of a round, or the latest, and of which rounds there are any."""
+        """Return the stacks of a round, or the latest, and the rounds that have any."""
         rdzv_id, run = state.membership.rdzv_id, state.membership.run
         kept = await self._stack_archive.rounds(rdzv_id, run)
         wanted = number if number is not None else max(kept, default=None)

@@ -1,1 +1,1 @@
-"""This server among others that share a store: who leads, and what is done without serving."""
+"""This server among others that share a store: leader election, and work done without serving."""

@@ -1,4 +1,4 @@
-"""rdzvd's work on its store without serving: check and restore."""
+"""rdzvd's work on its store while not serving: check and restore."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from rdzv.stores.sqlite_tables import Survey
 from rdzv.structs import struct
 
 ELECTION_TIMEOUT_S = 15.0
-"""How long a restore waits to lead: longer than a leader that has died is kept by default."""
+"""How long a restore waits to lead: longer than the default lease of a dead leader."""
 
 
 @struct(frozen=True)
 class Found:
-    """The result of a check: the contents, and what is wrong with them, for people."""
+    """The result of a check: the contents, and the problems found, for people."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
 
 
 async def check(config: Config) -> Found:
-    """Look at the store that a configuration means, and change nothing.
+    """Check the store of a configuration, without changing anything.
 
     Raises:
-        RendezvousError: it cannot be looked at, or holds no data that this rdzvd can read.
+        RendezvousError: it cannot be opened, or holds no data that this rdzvd can read.
 
     """
     lines = [f"configuration: in order; listen on {config.listen}, store {config.store}"]
@@ -55,7 +55,7 @@ async def check(config: Config) -> Found:
         try:
             await _check_data(config, lines, problems)
         except StoreRefusedError as error:
-            # SQLite takes notes to read, and without room says no more than "disk I/O error".
+            # SQLite writes files even to read; without space it reports only "disk I/O error".
             if not problems:
                 raise
             lines.append(f"store: {config.data_dir} cannot be looked at: {error}")
@@ -103,11 +103,11 @@ def _described(survey: Survey) -> Iterator[str]:
 
 
 def _without_room(directory: Path) -> Iterator[str]:
-    """Say that nothing can be stored in a data directory, if so."""
+    """Yield the problem that a data directory has no free space, if so."""
     try:
         try_room(directory)
     except (FileNotFoundError, PermissionError):
-        # The directory is yet to be made, or somebody else looks: nothing is known.
+        # The directory does not exist yet, or another account runs the check: nothing is known.
         return
     except OSError as error:
         yield f"{directory} cannot be written to: {error.strerror or error}; nothing can be stored"
@@ -130,7 +130,7 @@ async def _check_jobs(store: Store, config: Config, lines: list[str], problems: 
 
 
 def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str]:
-    """Name the guarantees that a stored job breaks by itself."""
+    """Yield the guarantees that a stored job breaks by itself."""
     if membership.rdzv_id != rdzv_id:
         yield f"calls itself {membership.rdzv_id}"
     now_ms = round(time.time() * 1000)
@@ -156,7 +156,7 @@ async def restore(config: Config, file: Path) -> str:
         )
     try:
         with file.open("rb") as opened:
-            # Before the store is opened, which would make one.
+            # Before the store is opened, which would create it.
             backup.verify(opened, str(file))
             opened.seek(0)
             async with _to_write(config) as store:
@@ -205,7 +205,7 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
 
 
 async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
-    """Wait to lead; a leader that has died is waited for, one that lives is not."""
+    """Wait to lead: for the lease of a dead leader to end, but not for a live leader."""
     try:
         async with asyncio.timeout(ELECTION_TIMEOUT_S):
             return await election.campaign()

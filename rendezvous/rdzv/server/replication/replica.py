@@ -1,8 +1,8 @@
 """This rdzvd among those that share a store: whether it leads, and its driver while it does.
 
 Alone on a store it always leads. Of several on one etcd, one does; the others *stand by*: they name
-the leader, and refuse all else with its address. A leader that cannot prove itself any more closes
-its streams at once, before another can lead, and stands by again.
+the leader, and refuse everything else with its address. A leader that can no longer prove its
+leadership closes its streams at once, before another can lead, and stands by again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("rdzv.replica")
 
 
 class Replica:
-    """The services get the driver from here. It stands by until it is made to lead."""
+    """Gives the driver to the services. It stands by until it is made to lead."""
 
     def __init__(self, clock: Clock, store: str, version: str) -> None:
         self._clock = clock
@@ -40,7 +40,7 @@ class Replica:
         self._exposed = ""
         self._since_ms = clock.now_ms()
         self._changed = asyncio.Event()
-        """Set and replaced whenever the leader changes or is gone."""
+        """Set and replaced whenever the leader changes or is lost."""
         self._tell: Callable[[bool], None] = lambda leads: None
 
     @property
@@ -48,7 +48,7 @@ class Replica:
         """The driver, while this server leads.
 
         Raises:
-            NotLeaderError: it does not; names the one that does, if there is one.
+            NotLeaderError: it does not lead; the error names the leader, if there is one.
 
         """
         if self._driver is None or not self.proven:
@@ -56,9 +56,9 @@ class Replica:
         return self._driver
 
     async def settled_driver(self, timeout_s: float) -> Driver:
-        """Return the driver; without a leader, wait that long for one.
+        """Return the driver; while no server leads, wait up to `timeout_s` for one.
 
-        So nodes that have lost a leader hear of the next at once, and need not ask again and again.
+        So nodes that have lost a leader learn of the next at once, and need not ask repeatedly.
 
         Raises:
             NotLeaderError: this server does not lead.
@@ -72,13 +72,13 @@ class Replica:
 
     @property
     def proven(self) -> bool:
-        """Whether this server leads beyond doubt at this moment."""
+        """Whether this server certainly leads at this moment."""
         leads = self._driver is not None
         return leads and (self._election is None or self._election.proven)
 
     @property
     def trouble(self) -> str:
-        """Why nothing new is decided here at present; empty if it is."""
+        """Why nothing new is decided here now; empty if decisions are made."""
         if self._driver is None or not self.proven:
             return str(self._not_leader())
         return self._driver.trouble
@@ -140,21 +140,21 @@ class Replica:
     # ---------------------------------------------------------------- leading
 
     def serve_as(self, address: str, tell: Callable[[bool], None], exposed: str = "") -> None:
-        """Note this server's address, and the callbacks for when it leads and when not.
+        """Set this server's address, and the callback for gaining and losing leadership.
 
-        `exposed` is why everyone who reaches it may do everything, if so.
+        `exposed` is the reason that every client may do everything; empty: not every client may.
         """
         self._address, self._tell, self._exposed = address, tell, exposed
         tell(self._driver is not None)
 
     def lead(self, driver: Driver) -> None:
-        """Lead, with this driver, from now on."""
+        """Lead with this driver from now on."""
         self._driver, self._since_ms = driver, self._clock.now_ms()
         self._tell(True)
         self._note_change()
 
     def stand_by(self, error: RendezvousError) -> None:
-        """Lead no more: every stream ends with this error, and nothing new is decided."""
+        """Stop leading: every stream ends with this error, and nothing new is decided."""
         driver, self._driver = self._driver, None
         if driver is not None:
             self._since_ms = self._clock.now_ms()
@@ -162,7 +162,7 @@ class Replica:
             driver.close_streams(error)
 
     async def wait_alone(self, timeout_s: float) -> None:
-        """If this server leads, wait until every node has gone, or for so long."""
+        """If this server leads, wait until every node has gone, for at most `timeout_s`."""
         if self._driver is not None:
             await self._driver.streams.wait_empty(timeout_s)
 

@@ -38,14 +38,14 @@ Obeyed = Stop | Restart | Scale
 Wish = TypeVar("Wish", pb.StopJobRequest, pb.RestartJobRequest, pb.ScaleJobRequest)
 
 CHUNK_BYTES = 256 * 1024
-"""The size of one message of a backup; far below the largest message that gRPC lets pass."""
+"""The size of one message of a backup; far below gRPC's message limit."""
 
 
 class ControlService(pb_grpc.ControlServicer):
-    """Answers operators. A job that is only watched gives way to one of its name, but in lists.
+    """Answers operators. A job that is only watched yields to one of its name, except in lists.
 
-    A call that raises one of the errors of `rdzv.errors` ends with its status; the interceptor sees
-    to that.
+    A call that raises an error of `rdzv.errors` ends with that error's status; the interceptor
+    does that.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class ControlService(pb_grpc.ControlServicer):
     async def RestartJob(  # noqa: N802
         self, request: pb.RestartJobRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """End a round, and have another form."""
+        """End a round, so that another forms."""
         return await self._obey(request, inbound_operators.restart_of)
 
     async def ScaleJob(  # noqa: N802
         self, request: pb.ScaleJobRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """Give a run other bounds."""
+        """Change the bounds of a run."""
         return await self._obey(request, inbound_operators.scale_of)
 
     async def SubmitJob(  # noqa: N802
         self, request: pb.SubmitJobRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """Begin a run whose nodes the server chooses."""
+        """Begin a run whose nodes the server selects."""
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
         command = inbound_operators.submit_of(request, self._limits)
         caller = callers.present.get()
@@ -130,7 +130,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def CordonNode(  # noqa: N802
         self, request: pb.CordonNodeRequest, context: AnyContext
     ) -> pb.Node:
-        """Place nothing more on a node."""
+        """Stop placing jobs on a node."""
         node_id, reason = inbound_operators.cordon_of(request, self._limits)
         reason = signed(reason, callers.present.get())
         before = self._use(node_id)
@@ -141,7 +141,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def UncordonNode(  # noqa: N802
         self, request: pb.UncordonNodeRequest, context: AnyContext
     ) -> pb.Node:
-        """Let a node be placed on again."""
+        """Allow jobs on a node again."""
         node_id = bounds.node_id_of(request.node_id, self._limits)
         before = self._use(node_id)
         found = await self._replica.driver.nodes.uncordon(node_id)
@@ -151,7 +151,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def DrainNode(  # noqa: N802
         self, request: pb.DrainNodeRequest, context: AnyContext
     ) -> pb.Node:
-        """Empty a node."""
+        """Drain a node."""
         driver = self._replica.driver
         node_id, deadline_ms, reason = inbound_operators.drain_of(request, self._limits)
         reason = signed(reason, callers.present.get())
@@ -194,7 +194,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ReadLogs(  # noqa: N802
         self, request: pb.ReadLogsRequest, context: AnyContext
     ) -> AsyncIterator[pb.LogLines]:
-        """Send what workers have written, as fast as it is taken."""
+        """Send the output of workers, as fast as the caller reads it."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             wanted = inbound_operators.logs_wanted_of(request, self._limits)
@@ -207,7 +207,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def TakeStacks(  # noqa: N802
         self, request: pb.TakeStacksRequest, context: AnyContext
     ) -> pb.StackReport:
-        """Show what the workers of a round do, or did when it hung."""
+        """Show the stacks of a round's workers, now or when it hung."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             run, number = inbound_operators.stacks_wanted_of(request, self._limits)
@@ -223,7 +223,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def Backup(  # noqa: N802
         self, request: pb.BackupRequest, context: AnyContext
     ) -> AsyncIterator[pb.BackupChunk]:
-        """Send all that the store holds, piece by piece, as fast as it is taken."""
+        """Send the contents of the store, chunk by chunk, as fast as the caller reads them."""
         driver = self._replica.driver
         async for data in in_chunks(driver.store.backup(driver.leadership)):
             yield pb.BackupChunk(data=data)
@@ -231,7 +231,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListServers(  # noqa: N802
         self, request: pb.ListServersRequest, context: AnyContext
     ) -> pb.ListServersResponse:
-        """Show every rdzvd that shares this one's store; also one that stands by answers."""
+        """Show every rdzvd that shares this one's store; a server that stands by answers, too."""
         servers = await self._replica.servers()
         shown = map(answer_values.server, servers)
         return pb.ListServersResponse(servers=map(outbound.server, shown))
@@ -258,7 +258,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def RevokeTokens(  # noqa: N802
         self, request: pb.RevokeTokensRequest, context: AnyContext
     ) -> pb.ListTokensResponse:
-        """Revoke a token, or all of one name."""
+        """Revoke a token, or all tokens of one name."""
         revoked = await self._replica.driver.tokens.revoke(request.id_or_name)
         note_change(listed(f"token {token.id}" for token in revoked), "revoked")
         return self._tokens(revoked)
@@ -277,14 +277,14 @@ class ControlService(pb_grpc.ControlServicer):
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
 
     async def _doing(self, rdzv_id: str, *, scales: bool = False) -> str:
-        """Say what a job does, or with `scales` which bounds it has, before a call changes it."""
+        """Describe a job's state, or with `scales` its bounds, before a call changes it."""
         state = await self._replica.driver.jobs.look(rdzv_id)
         if not state.membership.run:
             return "unknown"
         return _nnodes(*state.membership.bounds) if scales else job_state(state)
 
     def _use(self, node_id: str) -> str:
-        """Say whether jobs are placed on a node, before a call changes it."""
+        """Describe whether jobs are placed on a node, before a call changes that."""
         return next(map(_use_of, self._replica.driver.node_views.summaries([node_id])), "unknown")
 
     def _status(self, view: JobView) -> pb.JobStatus:
@@ -313,7 +313,7 @@ def _without_agents(rdzv_id: str) -> InvalidRequestError:
 
 
 async def in_chunks(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Put short lines together, and divide long ones: a chunk is no more than one message."""
+    """Join short lines, and split long ones: a chunk is at most one message."""
     waiting = bytearray()
     async for line in lines:
         waiting += line

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rdzv.service")
 
 OTHER_FILES = 512
-"""Open files that are kept back from connections: the store's, the HTTP port's, and some more."""
+"""Open files reserved for uses other than gRPC connections: the store, the HTTP port, and more."""
 
 SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
 
@@ -57,8 +57,8 @@ async def serving(
 ) -> AsyncIterator[Listen]:
     """Serve until the body ends; yield the address, with the port that was given for port 0.
 
-    At the end every stream is told to connect again, and open calls get a moment to end.
-    Without `reflection` callers cannot list the calls.
+    At the end every stream is told to reconnect, and open calls get a moment to end.
+    Without `reflection`, callers cannot list the services.
 
     Raises:
         InvalidRequestError: the address cannot be listened on.
@@ -119,7 +119,7 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
 
 
 def connections_at_once(limits: Limits) -> int:
-    """Return the limit of connections that leaves files for the store and all else."""
+    """Return the connection limit that leaves enough files for the store and the rest."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.connections
@@ -155,7 +155,7 @@ def _enable_reflection(server: grpc.aio.Server) -> None:
 async def _telling_health(
     replica: Replica, servicer: health.aio.HealthServicer, address: str, exposed: str
 ) -> AsyncIterator[None]:
-    """Let the health service say whether nodes are served here; a server that stands by lives."""
+    """Report health: nodes are served only while this server leads; it is always alive."""
     changed = asyncio.Event()
     leading = False
 
@@ -182,7 +182,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: bool) -> int:
-    """Bind an address; `asks`: clients must show a certificate."""
+    """Bind an address; with `asks`, clients must show a certificate."""
     try:
         if tls is None:
             return server.add_insecure_port(str(listen))
@@ -192,7 +192,7 @@ def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: boo
 
 
 def _why_not(listen: Listen) -> str:
-    """Return why an address cannot be listened on, which gRPC does not say."""
+    """Return the reason why an address cannot be listened on, which gRPC does not report."""
     advice = "give another address with --listen"
     try:
         infos = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 NO_TEXT = "Invalid encoding on"
-"""Begins what it logs, with a traceback, of metadata that are no text: the value is quoted in full,
-which may be a token that came damaged. Who sends that is refused, and that is logged."""
+"""The start of gRPC's log line about metadata that is not text. It has a traceback, and quotes the
+value, which may be a damaged token. The sender is refused, and the refusal is logged."""
 
 
 def quiet_grpc() -> None:
-    """Keep gRPC from quoting metadata of callers in the log."""
+    """Keep gRPC from quoting callers' metadata in the log."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_quotes_nobody)
 
 

@@ -1,6 +1,6 @@
 """gRPC's server, which survives a call with any path.
 
-HTTP/2 lets paths through that are not UTF-8, and gRPC reads the path before the caller is known.
+HTTP/2 allows paths that are not UTF-8, and gRPC reads the path before the caller is known.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from grpc.aio import _server
 def grpc_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Server:
-    """Return a server, to which services are added by methods that are registered.
+    """Return a server, to which services are added by registering methods.
 
-    All that protoc generates are. Every other call is answered UNIMPLEMENTED, by whatever name.
+    All methods that protoc generates are registered. Any other call is answered UNIMPLEMENTED.
     """
     server: Any = _Server(interceptors, options)
     return server  # type: ignore[no-any-return]
@@ -38,9 +38,9 @@ class _Server(_server.Server):
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
     """The server, whose loop survives a path that is not UTF-8.
 
-    The loop of gRPC decodes the path of a call to what is not registered, and an error there shuts
-    the whole server down: one frame would end it, at 1.85.1. 1.78.0 has another loop, which bears
-    it and knows nothing of the method below.
+    gRPC's loop decodes the path of a call to an unregistered method, and an error there shuts the
+    whole server down: with 1.85.1, one frame would end it. The loop of 1.78.0 is different: it
+    tolerates such a path, and does not use the method below.
     """
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
@@ -49,9 +49,9 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         return asyncio.get_running_loop().create_task(self._refuse_the_unknown())
 
     async def _refuse_the_unknown(self) -> NoReturn:
-        """Answer calls of methods that are not registered, without reading their path.
+        """Answer calls of unregistered methods, without reading their path.
 
-        It ends as the server does, by an error that the loop of gRPC knows.
+        Ends when the server does, by an exception that gRPC's loop expects.
         """
         loop = asyncio.get_running_loop()
         answering: set[asyncio.Task[None]] = set()
@@ -64,7 +64,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 
 
 class _NoMethods:
-    """Handlers as gRPC looks them up: there are none."""
+    """gRPC's table of handlers; it is empty."""
 
     def resolve_handler(self, _: object) -> None:
         """Return None, so that gRPC answers UNIMPLEMENTED."""

@@ -1,6 +1,6 @@
-"""What is asked of jobs, over gRPC and HTTP alike.
+"""Queries about jobs, over gRPC and HTTP alike.
 
-A job that is only watched (torchrun's own, at `--c10d`) gives way to one of its name, but in lists.
+A job that is only watched (torchrun's own, at `--c10d`) yields to one of its name, except in lists.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Answers:
         try:
             return await self.replica.driver.views.status(bounds.rdzv_id_of(asked, self.limits))
         except (UnknownJobError, InvalidRequestError):
-            # Not before: a name that is invalid here may be valid for torchrun's own rendezvous.
+            # Not earlier: a name that is invalid here may be valid for torchrun's own rendezvous.
             if (watched := self.watched(asked)) is None:
                 raise
             return watched
@@ -64,7 +64,7 @@ class Answers:
 
     @property
     def watches(self) -> bool:
-        """Whether jobs may be there that are only watched."""
+        """Whether there may be jobs that are only watched."""
         return self._facade is not None
 
     def all_watched(self) -> tuple[JobView, ...]:
@@ -72,7 +72,7 @@ class Answers:
         return self._facade.views() if self._facade is not None else ()
 
     async def check_known(self, asked: str) -> None:
-        """Raise what `view` does, and show nothing."""
+        """Raise the errors of `view`, without showing the job."""
         try:
             await self.replica.driver.views.state(bounds.rdzv_id_of(asked, self.limits))
         except (UnknownJobError, InvalidRequestError):
@@ -80,7 +80,7 @@ class Answers:
                 raise
 
     def status_of(self, view: JobView) -> answers.JobStatus:
-        """Show a job of which the server has this view."""
+        """Show a job, given its view."""
         views = self.replica.driver.views
         progress, stragglers = views.progress(view.rdzv_id), views.stragglers(view.rdzv_id)
         return answer_values.job_status(view, self.clock.now_ms(), progress, stragglers)
@@ -90,7 +90,7 @@ class Answers:
         return answer_values.job_summary(view, self.replica.driver.views.hangs(view.rdzv_id))
 
     async def views(self) -> AsyncGenerator[JobView, None]:
-        """Show every job, one after the other; now and then other tasks run."""
+        """Show every job, one by one; other tasks run in between."""
         async with aclosing(self.replica.driver.views.each()) as found:
             number = 0
             async for view in found:
@@ -102,7 +102,7 @@ class Answers:
             yield watched
 
     async def history(self, asked: str, limit: int) -> tuple[Record, ...]:
-        """Return a job's newest events, oldest first; of one that is only watched, none."""
+        """Return a job's newest events, oldest first; none for a job that is only watched."""
         try:
             return await self.replica.driver.views.history(
                 bounds.rdzv_id_of(asked, self.limits), limit
@@ -113,7 +113,7 @@ class Answers:
             return ()
 
     def why_no_logs(self, asked: str, error: RendezvousError) -> RendezvousError:
-        """Return the error for logs of an unknown job: a job that is only watched has none here."""
+        """Return the error for an unknown job's logs: a job that is only watched has none here."""
         if self.watched(asked) is None:
             return error
         return InvalidRequestError(

@@ -1,10 +1,10 @@
-"""A rate limit: a burst at once, and a number each second after it."""
+"""A rate limit: a burst at once, then a number per second."""
 
 from __future__ import annotations
 
 
 class RateLimit:
-    """The allowance that one caller has left.
+    """The rate limit of one caller.
 
     >>> allowed = RateLimit(burst=2, per_second=10)
     >>> [allowed.take(now_ms) for now_ms in (0, 0, 0, 99, 100, 100)]
@@ -12,14 +12,14 @@ class RateLimit:
     """
 
     def __init__(self, burst: int, per_second: int) -> None:
-        """Begin with the whole burst."""
+        """Start with the whole burst available."""
         self._most_ms = burst * 1000 / per_second
         self._each_ms = 1000 / per_second
         self._left_ms = self._most_ms
         self._at_ms: int | None = None
 
     def take(self, now_ms: int) -> bool:
-        """Take one, if there is one left."""
+        """Take one unit; return whether one was available."""
         if self._at_ms is not None:
             self._left_ms = min(self._left_ms + now_ms - self._at_ms, self._most_ms)
         self._at_ms = now_ms

@@ -1,7 +1,7 @@
 """The Rendezvous service: the stream of each node, for all its jobs.
 
-What goes wrong about one job of a node is told to it in the stream, which stays open. An error that
-ends the stream is raised, and leaves as its status; see `role_interceptor`.
+An error about one job of a node is sent to the node in its stream, which stays open. An error that
+ends the stream is raised, and becomes the status of the call; see `role_interceptor`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         self._config = config
         self._version = VERSION
 
-    # The generated stub knows handlers that yield; this one reads and writes at once.
+    # The generated stub expects handlers that yield; this one reads and writes concurrently.
     async def Attach(  # type: ignore[override]  # noqa: N802
         self, request_iterator: object, context: Context
     ) -> None:
@@ -82,7 +82,7 @@ class Conversation:
         self._early: dict[str, Progress] = {}
         """By rdzv_id: progress that the node has sent before its beliefs were handled."""
         self._early_hung: dict[str, Hung] = {}
-        """Likewise: its workers that hang."""
+        """Likewise: the node's workers that hang."""
         self._warned = False
         self._allowance = RateLimit(self._limits.commands_at_once, self._limits.commands_per_second)
 
@@ -92,14 +92,14 @@ class Conversation:
         hello = inbound_nodes.hello_of(message, self._limits)
         stream = self._driver.connections.attach(hello, callers.present.get())
         try:
-            # Now, for a first write that is cut short would not know that it has sent them, and
-            # the status that follows would fail to send them again: the node would hear nothing.
+            # Explicitly: if the first write is cut short, gRPC does not know that it has sent them,
+            # and the final status fails to send them again: the node would get no status.
             await context.send_initial_metadata(())
             end = await self._serve(stream, message.beliefs, context)
         except grpc.aio.BaseError:
             end = None
         finally:
-            # Also when the node has died: this call is cancelled then.
+            # Also if the node has died: this call is cancelled then.
             self._driver.connections.detach(stream)
         if end is not None:
             log.info("the stream of %s is closed: %s", stream.node_id, end)
@@ -134,14 +134,14 @@ class Conversation:
         return end
 
     async def _read(self, stream: Stream, inbox: Inbox, context: Context) -> None:
-        """Read the node's messages; its lease is renewed at once, even while the store is away."""
+        """Read the node's messages; renew its lease at once, even while the store is away."""
         try:
             while (message := await _receive(context)) is not None:
                 self._driver.connections.heard(stream)
                 self._take(message, stream, inbox)
         except InvalidRequestError as error:
             stream.close(error)
-        # The end of a stream is no leave: see the contract. Earlier messages are handled first.
+        # A stream that ends is not a leave: see the contract. Earlier messages are handled first.
         await inbox.put(None)
 
     def _take(self, message: pb.NodeMessage, stream: Stream, inbox: Inbox) -> None:
@@ -185,7 +185,7 @@ class Conversation:
     def _take_progress(self, message: pb.Progress, stream: Stream) -> None:
         """Note progress at once: it must not wait in the inbox while the store is away.
 
-        It is for people: what is wrong with it is no reason to refuse the node anything.
+        It is for people: an invalid report is no reason to refuse the node anything else.
         """
         try:
             said = inbound_nodes.progress_of(message, self._limits)
@@ -241,7 +241,7 @@ class Conversation:
             )
 
     async def _obey(self, stream: Stream, beliefs: Iterable[pb.Belief], inbox: Inbox) -> None:
-        """Handle the node's messages in order, beginning with what it believes."""
+        """Handle the node's messages in order, starting with its beliefs."""
         named = [inbound_nodes.job_named_in(message) for message in beliefs]
         await self._driver.recovery.greet(stream, self._beliefs(stream, beliefs), named)
         self._release_progress(stream)
@@ -259,14 +259,14 @@ class Conversation:
             try:
                 yield inbound_nodes.belief_of(message, speaker, self._limits)
             except InvalidRequestError as error:
-                # One bad job must not keep the others of this node from being heard.
+                # One bad job must not block messages about this node's other jobs.
                 stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     async def _write(self, stream: Stream, context: Context) -> None:
         while True:
             told = await stream.next()
             if not self._replica.proven:
-                # Another server may lead by now, and have sent something else.
+                # Another server may lead by now, and have sent another state.
                 stream.close(RendezvousConnectionError("this server cannot prove that it leads"))
                 return
             message = outbound.server_message(
@@ -280,10 +280,10 @@ class Conversation:
 
 
 async def _receive(context: Context) -> pb.NodeMessage | None:
-    """Return the next message of a node; None if its stream has ended, in whatever way.
+    """Return the next message of a node; None if its stream has ended, for whatever reason.
 
     Raises:
-        InvalidRequestError: what came is no message.
+        InvalidRequestError: the bytes are not a message.
 
     """
     try:

@@ -1,4 +1,4 @@
-"""The gate before gRPC's calls; and how a call ends with an error of the table."""
+"""The gate in front of gRPC's calls, and the mapping of errors to statuses."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ FIRST_MESSAGE_S = 1.0
 """How long a refused stream may take to send its first message."""
 
 _IN_DOUBT = (None, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""How a call ends whose outcome is unknown."""
+"""Statuses for calls whose outcome is unknown."""
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
-    """Has the gate check every call of gRPC."""
+    """Checks every gRPC call with the gate."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -52,7 +52,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[AnyHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> AnyHandler | None:
-        """Return a handler that serves only those who may call it."""
+        """Return a handler that serves only callers with a role for it."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -90,7 +90,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 except RendezvousError as error:
                     await end_call(context, error)
                 except DecodeError as error:
-                    # Of gRPC's own service, reflection.
+                    # Of gRPC's own reflection service.
                     await end_call(context, _unreadable(method, str(error)))
 
         return serve
@@ -124,7 +124,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             await end_call(context, error)
 
     async def _enter(self, method: str, request: Any, context: Any) -> Caller:
-        """Let a caller in, or end the call."""
+        """Admit a caller, or end the call."""
         caller, verb = callers.NOBODY, verb_of(method)
         try:
             if method not in roles.CALLS:
@@ -162,7 +162,7 @@ def _unreadable(method: str, why: str) -> InvalidRequestError:
 
 
 def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Have malformed requests refused; gRPC would log a traceback for each, as a bug of ours."""
+    """Refuse malformed requests; gRPC would log a traceback for each, like a bug of this server."""
 
     def read(data: bytes) -> Any:
         try:
@@ -174,10 +174,10 @@ def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
-    """End a stream of which no message was read yet; does not return.
+    """End a stream before any of its messages was read; does not return.
 
-    Its first message is waited for, and ignored: a client of gRPC whose message is sent as the
-    refusal arrives is told of an INTERNAL error, and never of the refusal.
+    The first message is awaited, and ignored: a gRPC client whose message is sent as the refusal
+    arrives gets an INTERNAL error instead of the refusal.
     """
     with suppress(TimeoutError, DecodeError, grpc.aio.BaseError):
         async with asyncio.timeout(FIRST_MESSAGE_S):
