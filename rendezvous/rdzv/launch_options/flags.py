@@ -1,8 +1,8 @@
-"""rdzvrun's command line, word for word: torchrun's flags, their defaults, and ours beside them.
+"""rdzvrun's command line: torchrun's flags, their defaults, and ours beside them.
 
 Every flag of torchrun is here, in both spellings (dashes, underscores), and with torchrun's default
 from the environment: PET_<NAME> stands for --<name>. `rdzvctl submit` takes the same flags.
-`job_options` and the agent's `options` give the words their meaning.
+`job_options` and the agent's `options` interpret them.
 
 Source: `torch/distributed/run.py` (`get_args_parser`) and `torch/distributed/argparse_util.py` of
 torch 2.13.
@@ -86,7 +86,7 @@ OWN = frozenset(
         "--warm",
     }
 )
-"""Flags that torchrun lacks: they never change the meaning of an abbreviation of torchrun's."""
+"""Flags that torchrun lacks: they never change the meaning of torchrun's abbreviations."""
 
 
 def parse(
@@ -94,7 +94,7 @@ def parse(
 ) -> argparse.Namespace:
     """Read a command line; PET_* of `environ` are the defaults.
 
-    `legacy` is the command line of torch.distributed.launch: torchrun's, and --use-env.
+    `legacy` selects the command line of torch.distributed.launch: torchrun's, and --use-env.
 
     Raises:
         SystemExit: usage (2), --help and --version (0).
@@ -109,17 +109,17 @@ def parse(
 
 @struct(frozen=True)
 class Given:
-    """A flag as it was given: its words, the first written out, and their actions."""
+    """A flag as given: its words, the first spelled out in full, and their actions."""
 
     actions: tuple[argparse.Action, ...]
-    """One; or several short flags in one word, of which only the last may have a value."""
+    """One action; or several short flags in one word, of which only the last may have a value."""
     words: tuple[str, ...]
 
 
 def split(
     argv: Sequence[str], options: Mapping[str, argparse.Action], whole: Set[str] = OWN
 ) -> tuple[list[Given], list[str]]:
-    """Divide the flags from the words after them, and write out abbreviated flags.
+    """Split the flags from the words after them, and expand abbreviated flags.
 
     An abbreviation means what it means to torchrun's argparse: the one flag of torchrun that begins
     with it. Flags that torchrun lacks, `whole`, are never abbreviated. The words after the flags
@@ -151,13 +151,13 @@ def split(
 
 
 def expand(argv: Sequence[str], options: Mapping[str, argparse.Action]) -> list[str]:
-    """Write out abbreviated flags; see `split`."""
+    """Expand abbreviated flags; see `split`."""
     given, rest = split(argv, options)
     return [*(word for one in given for word in one.words), *rest]
 
 
 def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[str]) -> str:
-    """Return the full flag of an abbreviation; argparse refuses a word that is none."""
+    """Return the full flag of an abbreviation; any other word is left for argparse to refuse."""
     if name in options:
         return name
     meant = {
@@ -193,7 +193,7 @@ def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows each option with dashes only; underscores are accepted, too."""
+    """Shows each option only with dashes; underscores are accepted, too."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown = copy.copy(action)
@@ -211,7 +211,7 @@ def add(
     option: Option,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> argparse.Action:
-    """Add a flag in both spellings; the environment may have its default."""
+    """Add a flag in both spellings; the environment may hold its default."""
     names, settings = option
     both = dict.fromkeys((*names, *(_underscored(name) for name in names)))
     action = parser.add_argument(*both, **settings)
@@ -220,7 +220,7 @@ def add(
     if text is None or action.dest in _WITHOUT_ENVIRONMENT:
         return action
     if action.nargs != 0:
-        # A text: argparse reads it like the option's value.
+        # A text: argparse parses it like the option's value.
         action.default = text
     elif text.isdecimal():
         action.default = bool(int(text))
@@ -260,7 +260,7 @@ def _parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentPar
 _WITHOUT_ENVIRONMENT = frozenset(
     {
         *("numa_binding", "logs_specs", "help", "version", "use_env"),
-        # RDZV_* says these, for rdzvctl and the plug-in as well.
+        # RDZV_* sets these, for rdzvctl and the plug-in as well.
         *("tls_ca", "tls_cert", "tls_key", "token_file"),
     }
 )
@@ -596,7 +596,7 @@ def _torchrun_only() -> list[Option]:
 
 
 def _legacy() -> list[Option]:
-    """List the options of torch.distributed.launch beside torchrun's."""
+    """List the options that torch.distributed.launch has besides torchrun's."""
     return [
         _option(
             "--use-env",

@@ -1,4 +1,4 @@
-"""The options of a command line that are about the job: read, or refused with a remedy.
+"""The options of a command line that concern the job: read, or refused with a remedy.
 
 Nothing here depends on the machine, so `rdzvctl submit` and rdzvrun refuse the same words in the
 same way: the machine that reads a command line may not be the node that launches it.
@@ -18,19 +18,19 @@ from rdzv.errors import InvalidRequestError, short
 from rdzv.launch_options.flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS
 
 MAX_COUNT = 1_000_000
-"""Above every limit of a server, which refuses with its own; a message holds no larger number."""
+"""Above every limit of a server, which enforces its own; no message holds a larger number."""
 MAX_CONF_S = 30 * 86_400
 MAX_SHUTDOWN_S = 86_400
 BACKOFF_MS, BACKOFF_MAX_MS = 1_000, 60_000
-"""The first and the longest wait between restarts in a row, by default."""
+"""The default first and longest wait between consecutive restarts."""
 MAX_FENCE_S = 3_600
-"""Above every lease; the server refuses what is above its own."""
+"""Above every lease; the server refuses values above its own."""
 
 MIN_HANG_S = 1
 MAX_HANG_S = 86_400
 
 COUNTED_BY_NODE = ("auto", "cpu", "gpu", "xpu")
-"""The words that --nproc-per-node takes in place of a number; each node counts for itself."""
+"""The words that --nproc-per-node accepts instead of a number; each node counts for itself."""
 
 NAME_CHARS = 128
 """The longest name of a job or a node, as on the server."""
@@ -56,14 +56,14 @@ _NAMES = ("rdzv_id", "node_id", "role", "topology", "local_addr", "master_addr")
 
 
 def check_words(args: argparse.Namespace) -> None:
-    """Refuse flags that exclude each other, and names that no message can carry.
+    """Refuse flags that exclude each other, and names that a message cannot hold.
 
     Raises:
-        InvalidRequestError: there is one.
+        InvalidRequestError: the command line has one of these.
 
     """
     if args.rdzv_id == "":
-        # Most likely from a variable that is not set: a random name would be wrong.
+        # Most likely from an unset variable: a random name would be wrong.
         raise InvalidRequestError("--rdzv-id is empty; give the job's name, or leave it out")
     for option in _NAMES:
         check_printable(f"--{option.replace('_', '-')}", getattr(args, option) or "")
@@ -88,7 +88,7 @@ def check_words(args: argparse.Namespace) -> None:
 
 
 def _check_length(option: str, name: str) -> None:
-    """Refuse a name that no server accepts, before it is in every line of the log."""
+    """Refuse a name that no server accepts, before it appears in every log line."""
     if len(name) > NAME_CHARS:
         raise InvalidRequestError(
             f"{option}={short(name)} has {len(name)} characters; give at most {NAME_CHARS}"
@@ -96,7 +96,7 @@ def _check_length(option: str, name: str) -> None:
 
 
 def check_printable(option: str, value: str) -> None:
-    """Refuse characters that no message can carry, and codes for a terminal."""
+    """Refuse characters that a message cannot hold, and terminal control codes."""
     if not value.isprintable():
         raise InvalidRequestError(
             f"{option}={short(value)!r} has characters that cannot be printed; leave them out"
@@ -107,7 +107,7 @@ def read_settings(args: argparse.Namespace, conf: Mapping[str, str]) -> Settings
     """Read the settings that all nodes of the job agree on.
 
     Raises:
-        InvalidRequestError: a value is not valid; the message has it, the reason, and a remedy.
+        InvalidRequestError: a value is not valid; the message names it, the reason, and a remedy.
 
     """
     min_nodes, max_nodes = parse_nnodes(args.nnodes)
@@ -141,7 +141,7 @@ def _restart_backoff_ms(args: argparse.Namespace, conf: Mapping[str, str]) -> tu
 
 
 def _flag_or_key(key: str, flag: str | None, conf: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return an option that is a flag or a key of --rdzv-conf: as it was given, and its text."""
+    """Return an option that is a flag or a key of --rdzv-conf: its form as given, and its value."""
     name = f"--{key.replace('_', '-')}"
     if flag is None:
         return f"--rdzv-conf: {key}={conf.get(key)}", conf.get(key)
@@ -196,7 +196,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def parse_nproc(text: str) -> int:
-    """Read a number of workers; 0 for a word that tells each node what to count.
+    """Read a number of workers; 0 for a word that makes each node count its own.
 
     >>> parse_nproc("8"), parse_nproc("gpu")
     (8, 0)
@@ -213,7 +213,7 @@ def parse_nproc(text: str) -> int:
 
 
 def parse_conf(text: str) -> dict[str, str]:
-    """Read K=V,K=V, whatever the keys are.
+    """Parse K=V,K=V with any keys.
 
     >>> parse_conf("join_timeout = 5, reuse=false,")
     {'join_timeout': '5', 'reuse': 'false'}
@@ -228,13 +228,13 @@ def parse_conf(text: str) -> dict[str, str]:
 
 
 def unknown_keys(conf: Mapping[str, str]) -> list[str]:
-    """Return the keys that neither rdzvrun nor a back-end of torchrun knows."""
+    """Return the keys known neither to rdzvrun nor to a back-end of torchrun."""
     known = {*CONF_KEYS, *CONF_ALIASES, *TORCH_CONF_KEYS}
     return [key for key in conf if key not in known]
 
 
 def conf_ms(conf: Mapping[str, str], key: str, default_s: float, least_ms: int = 0) -> int:
-    """Read a number of seconds of --rdzv-conf, as milliseconds."""
+    """Read a number of seconds from --rdzv-conf, as milliseconds."""
     text = conf.get(key, str(default_s))
     return _seconds_ms(f"--rdzv-conf: {key}={text}", text, least_ms)
 
@@ -259,7 +259,7 @@ def _seconds_ms(given: str, text: str, least_ms: int) -> int:
 
 
 def conf_bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
-    """Read true or false of --rdzv-conf."""
+    """Read true or false from --rdzv-conf."""
     text = conf.get(key, str(default)).lower()
     if text not in ("true", "false", "1", "0"):
         raise InvalidRequestError(f"--rdzv-conf: {key}={text} is not true or false")
@@ -292,7 +292,7 @@ def at_least(option: str, value: int, least: int) -> int:
 
 
 def _count(given: str, digits: str) -> int:
-    """Read a number from any count of decimal digits."""
+    """Read a number of any length in decimal digits."""
     too_long = len(digits.lstrip("0")) > len(str(MAX_COUNT))
     if too_long or int(digits) > MAX_COUNT:
         raise InvalidRequestError(f"{given} is too large; give at most {MAX_COUNT}")
@@ -311,7 +311,7 @@ def shutdown_timeout_ms(given: str, text: str) -> int:
 
 
 def fence_after_ms(seconds: float | None) -> int:
-    """Read the time without proof of being heard after which workers are killed; 0: never."""
+    """Read how long workers run on without proof of contact to the server; 0: no limit."""
     if seconds is None:
         return 0
     if not 1 <= seconds <= MAX_FENCE_S:
@@ -345,7 +345,7 @@ def hang_timeout(text: str | None) -> HangTimeout | None:
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
-    """Read names of signals with commas between them.
+    """Read names of signals, separated by commas.
 
     >>> parse_signals("SIGTERM,SIGUSR1")
     (<Signals.SIGTERM: 15>, <Signals.SIGUSR1: 10>)
@@ -378,7 +378,7 @@ def parse_notice_signal(text: str) -> signal.Signals | None:
 
 
 def parse_streams(option: str, text: str, local_world_size: int) -> dict[int, int]:
-    """Read one of 0 to 3 for all workers, or a map by LOCAL_RANK.
+    """Read a number from 0 to 3 for all workers, or a map by LOCAL_RANK.
 
     >>> parse_streams("--tee", "3", 2), parse_streams("--tee", "0:1,11:2", 12)
     ({0: 3, 1: 3}, {0: 1, 11: 2})

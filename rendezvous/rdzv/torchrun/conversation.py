@@ -1,10 +1,10 @@
 """One handler's messages to the server, from its first join to its final message.
 
-It has no reference to the handler. So a handler that is dropped without `shutdown` is collected,
-and its node leaves then (`abandon`). What torch's agent holds and calls, the round's store,
-refers to this as well.
+It has no reference to the handler. So a handler dropped without `shutdown` is collected, and its
+node then leaves (`abandon`). The round's store, which torch's agent holds and calls, refers to
+this as well.
 
-Everything may be called from any thread; `news` guards it all.
+Everything may be called from any thread; `news` guards all state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rdzv.v1 import rdzv_pb2 as pb
 log = logging.getLogger("rdzv.torchrun")
 
 HANG_UP_TIMEOUT_S = 5.0
-"""How long the server may take to hear the final message of this node."""
+"""How long to wait for the server to receive this node's final message."""
 
 
 class Talk:
-    """A node's part in a job, the stream on which it is told, and the socket that it offers."""
+    """A node's part in a job, its stream to the server, and the socket that it offers."""
 
     def __init__(self, part: Part, store_socket: addresses.StoreSocket) -> None:
         self.part = part
@@ -38,19 +38,19 @@ class Talk:
         self.stream: NodeStream | None = None
         self.hung_up = False
         self.signalled: signal.Signals | None = None
-        """The first signal that came to end this torchrun."""
+        """The first signal received that ends this torchrun."""
         self._stop_watching: Callable[[], None] = lambda: None
         self._pid = os.getpid()
 
     def begin(self, stream: NodeStream) -> None:
-        """Open the stream, and leave when a signal or the end of the process comes."""
+        """Open the stream; leave on a signal or when the process ends."""
         self.stream = stream
         stream.open()
         self._stop_watching = watch_signals(self.on_signal)
         atexit.register(self.at_exit)
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message; without a stream the next Hello says it."""
+        """Send a message; without a stream the next Hello carries it."""
         if self.stream is not None:
             self.stream.say(message)
 
@@ -60,7 +60,7 @@ class Talk:
         return bool(self.part.over) or self.part.ended or self.signalled is not None
 
     def why_over(self, line: pb.RoundCompleted) -> str:
-        """Say why a round is over for this node; empty while it is not."""
+        """Return why a round is over for this node; empty while it is not."""
         with self.news:
             part = self.part
             if part.closed is not None:
@@ -90,7 +90,7 @@ class Talk:
             self.news.notify_all()
 
     def end(self, cause: pb.Leave.Cause.ValueType, reason: str) -> None:
-        """Leave without workers, and hang up once the server has heard it."""
+        """Leave without workers, and close the stream once the server has received it."""
         with self.news:
             self.leave(cause, reason, workers_gone=True)
         self.hang_up()
@@ -102,21 +102,21 @@ class Talk:
     def abandon(self) -> None:
         """Leave without waiting: the handler is gone, and no worker here is left."""
         if os.getpid() != self._pid:
-            # A fork has no part in what its parent says.
+            # A fork must not act on its parent's messages.
             return
         with self.news:
             self.leave(pb.Leave.SIGNAL, "its handler was dropped", workers_gone=True)
         self.hang_up(wait=False)
 
     def leave(self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool) -> None:
-        """Say that this node leaves, if it is in the job; to be called with `news` held."""
+        """Send that this node leaves, if it is in the job; call it with `news` held."""
         if self.part.phase is not Phase.APART and not self.part.ended and not self.hung_up:
             self.say(self.part.say_leave(cause, reason, workers_gone=workers_gone))
 
     def hang_up(self, *, wait: bool = True) -> None:
-        """End the stream once the server has heard everything; only the first call has an effect.
+        """End the stream once the server has received everything; later calls have no effect.
 
-        Not to be called with `news` held, if it is to wait.
+        With `wait`, do not call it with `news` held.
         """
         with self.news:
             if self.stream is None or self.hung_up:

@@ -1,10 +1,10 @@
 """The rendezvous handler that torch's agent talks to.
 
-torch calls it from one thread, its main one. What the server says comes in a second one, and a
-signal is noticed in a third; one lock guards what they share (`talk`).
+torch calls it from one thread, its main one. Messages of the server arrive in a second one, and a
+signal is noticed in a third; one lock guards what they share (`conversation`).
 
 One process may have many handlers, one after another or at once: a notebook calls
-`elastic_launch(...)()` again and again. Each is a node of its own, and leaves when its launch is
+`elastic_launch(...)()` repeatedly. Each is a node of its own, and leaves when its launch is
 over, however it ends.
 """
 
@@ -52,7 +52,7 @@ STOP_TIMEOUT_MS = 30_000
 """How long torch's agent lets workers take between SIGTERM and SIGKILL when it restarts them; it
 does not honour --shutdown-timeout there (`LocalElasticAgent._stop_workers`)."""
 EXPLAIN_TIMEOUT_S = 10.0
-"""How long a store that fails is given to be explained by the server: its host was lost."""
+"""How long to wait for the server to explain a failed store: its host was lost."""
 
 
 class RdzvHandler(RendezvousHandler):
@@ -74,21 +74,21 @@ class RdzvHandler(RendezvousHandler):
         self._part, self._news = part, self._talk.news
         self._joined_at_s = 0.0
         self._has_closed = False
-        # A launch that is interrupted calls nothing more; at exit the talk ends itself.
+        # An interrupted launch makes no further call; at exit the conversation ends itself.
         weakref.finalize(self, self._talk.abandon).atexit = False
 
     # ------------------------------------------------------------------ what torch asks
 
     def get_backend(self) -> str:
-        """Return the name that torchrun knows this by."""
+        """Return the name of this backend in torchrun."""
         return BACKEND
 
     def get_run_id(self) -> str:
         """Return the name of the job.
 
-        A launch that a signal ends does not call `shutdown`. But it asks for this once more, for
+        A launch that a signal ends does not call `shutdown`. But it calls this once more, for
         torch's own event, when the workers are gone (`launch_agent`, `get_event_failed`): then this
-        node leaves, so that nobody waits for it, and the process may launch again.
+        node leaves, so that no other node waits for it, and the process may launch again.
         """
         error = sys.exc_info()[1]
         if isinstance(error, SignalException) and agent_has_run():
@@ -99,7 +99,7 @@ class RdzvHandler(RendezvousHandler):
     def use_agent_store(self) -> bool:
         """Whether the workers meet in the agents' store.
 
-        They may, for each round has a store of its own: no key of an earlier attempt is in it.
+        They may, because each round has its own store: it has no keys of earlier attempts.
         torch's agent reads this after every `next_rendezvous` (`_start_workers`).
         """
         return shares_store()
@@ -107,7 +107,7 @@ class RdzvHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join, wait for the round to be complete, and meet its other nodes.
 
-        To be called while no workers are left on this node. A spare waits here until there is a
+        Call it only while no workers are left on this node. A spare waits here until there is a
         seat or the job has ended.
 
         Raises:
@@ -116,10 +116,10 @@ class RdzvHandler(RendezvousHandler):
             RendezvousConnectionError: no server could be reached for join_timeout, or the other
                 nodes not at all.
             RendezvousError: the server refuses this node; the message says why.
-            SignalException: a signal has come to end this torchrun, and torch's agent has missed
-                it: Python drops what a signal handler raises in a callback of its own, as after
-                each fork (`os.register_at_fork`).
-            SystemExit: the job has succeeded without this node. torch's own word for that,
+            SignalException: a signal arrived that ends this torchrun, and torch's agent missed
+                it: Python drops exceptions that a signal handler raises inside some callbacks,
+                as after each fork (`os.register_at_fork`).
+            SystemExit: the job has succeeded without this node. torch's own exception for that,
                 `RendezvousGracefulExitError`, makes torchrun die of an AttributeError
                 (`launch_agent` asks the missing result whether it is a failure).
 
@@ -129,29 +129,29 @@ class RdzvHandler(RendezvousHandler):
             line = self._wait_for_round()
             info = self._meet(line)
             if info is not None:
-                # As for rdzvrun's workers; torch's agent hands on its own environment.
+                # As for rdzvrun's workers; torch's agent passes on its own environment.
                 os.environ["RDZV_ROUND"] = str(line.round)
                 return info
 
     def num_nodes_waiting(self) -> int:
-        """Say whether the workers are to be restarted: not 0 once their round is over."""
+        """Return non-zero once the round is over and the workers must be restarted."""
         with self._news:
             return int(self._talk.round_is_over)
 
     def is_closed(self) -> bool:
-        """Say whether the job forms no more rounds, as far as this node has heard."""
+        """Return whether the job forms no more rounds, as far as this node knows."""
         with self._news:
             return self._part.ended or self._has_closed
 
     def set_closed(self) -> None:
-        """End the job's present run, as `rdzvctl stop` does: its nodes are told, and stop.
+        """End the job's present run, as `rdzvctl stop` does: its nodes are notified, and stop.
 
-        A node that has not joined may do so, too. If the job has no run, no message is sent; this
-        node will not begin one.
+        A node that has not joined may call this too. If the job has no run, no message is sent;
+        this node will not begin one.
 
         Raises:
             RendezvousConnectionError: no server could be reached.
-            RendezvousError: the server refuses it; the message says why.
+                RendezvousError: the server refuses it; the message has the reason.
 
         """
         self._has_closed = True
@@ -170,13 +170,13 @@ class RdzvHandler(RendezvousHandler):
             raise RendezvousError(str(error)) from error
 
     def shutdown(self) -> bool:
-        """Tell the server how this node's part in the job has ended, and hang up.
+        """Report to the server how this node's part in the job ended, and close the stream.
 
-        To be called while no workers are left. If there is an exception on its way
-        (`launch_agent` calls this in its `finally`), it says what to tell; if there is none, the
-        workers have succeeded, and the other nodes' success is waited for, since it may be this
-        process that serves their store. An exception that a caller further up is handling counts
-        as one on its way: a failure must not be taken for a success.
+        Call it only while no workers are left. An exception being raised (`launch_agent` calls this
+        in its `finally`) decides what is reported. Without one, the workers have succeeded, and
+        this waits for the success of the other nodes, since this process may serve their store. An
+        exception that a caller further up is handling counts too: a failure must not be taken for a
+        success.
         """
         error = sys.exc_info()[1]
         if self._talk.stream is None or self._talk.hung_up:
@@ -192,7 +192,7 @@ class RdzvHandler(RendezvousHandler):
     # ------------------------------------------------------------------ joining
 
     def _join(self) -> None:
-        """Say that this node has no workers, and wants some."""
+        """Report that this node has no workers, and ask for a place in the next round."""
         with self._news:
             if self._talk.hung_up or self._has_closed:
                 did = "left" if self._talk.hung_up else "closed"
@@ -209,7 +209,7 @@ class RdzvHandler(RendezvousHandler):
             protocol_version=PROTOCOL_VERSION,
             node_id=self._options.node_id,
             instance=uuid.uuid4().hex,
-            # torch's agent does not adopt workers: when it goes, they are as good as gone.
+            # torch's agent does not adopt workers: when it exits, they are as good as gone.
             kind=pb.AGENT_KIND_FOREGROUND,
             address=self._offer.address,
             pid=os.getpid(),
@@ -255,12 +255,12 @@ class RdzvHandler(RendezvousHandler):
         raise kind(f"{rdzv_id} {result}: {closed.reason}")
 
     def _raise_if_apart(self) -> None:
-        """Give up when there was no server for join_timeout since this node has joined."""
+        """Give up after join_timeout without a server since this node joined."""
         stream, timeout_s = self._talk.stream, self._join_timeout_s
         assert stream is not None
         if stream.apart_since_s is None:
             return
-        # Without a server its workers have run on; only now it waits for one.
+        # Without a server its workers kept running; it waits for one only from now on.
         since_s = max(stream.apart_since_s, self._joined_at_s)
         if time.monotonic() - since_s >= timeout_s:
             raise RendezvousConnectionError(
@@ -274,7 +274,7 @@ class RdzvHandler(RendezvousHandler):
     # ------------------------------------------------------------------ meeting
 
     def _meet(self, line: pb.RoundCompleted) -> RendezvousInfo | None:
-        """Meet the other nodes in the round's store; None if the round is over before."""
+        """Meet the other nodes in the round's store; None if the round ends first."""
         talk = self._talk
         listening = talk.store_socket.take()
         if line.group_rank != 0 and listening is not None:
@@ -298,7 +298,7 @@ class RdzvHandler(RendezvousHandler):
     def _explain_failure(self, line: pb.RoundCompleted, work: Future[RendezvousInfo]) -> None:
         """Wait for the server to end a round whose nodes could not meet.
 
-        GROUP_RANK 0 asks it to. The others expect to hear that GROUP_RANK 0 was lost.
+        GROUP_RANK 0 asks it to. The others expect a message that GROUP_RANK 0 was lost.
         """
         error = work.exception() if work.done() else None
         why = f"{type(error).__name__}: {_first_line(error)}" if error else "not all nodes came"
@@ -359,7 +359,7 @@ def _local_address(server: Endpoint) -> str:
 
 
 def _own_name() -> str:
-    """Return this machine's name if it leads to more than loopback, else nothing."""
+    """Return this machine's name if it resolves to more than loopback, else an empty text."""
     name = socket.gethostname()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -372,7 +372,7 @@ def _own_name() -> str:
 
 
 def _why_leave(error: BaseException | None) -> tuple[pb.Leave.Cause.ValueType, str]:
-    """Say why this node leaves, by what torch's launcher is failing with."""
+    """Return why this node leaves, from the exception that torch's launcher fails with."""
     match error:
         case None:
             return pb.Leave.SIGNAL, "its workers have succeeded"
@@ -401,7 +401,7 @@ def _worker_failures(error: ChildFailedError) -> list[pb.WorkerFailure]:
 def _worker_failure(rank: int, failure: ProcessFailure) -> pb.WorkerFailure:
     """Turn torch's record of a failure into a message.
 
-    Its `message` is a sentence, or what `@record` has written down
+    Its `message` is a sentence, or the data written by `@record`
     (`torch/distributed/elastic/multiprocessing/errors`).
     """
     message, traceback = failure.message, ""

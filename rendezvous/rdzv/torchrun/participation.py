@@ -1,7 +1,7 @@
-"""One node's part in one job: what it says to the server, and what it has heard.
+"""One node's part in one job: the messages it sends and receives.
 
-Without threads, clocks and torch: whoever holds a `Part` guards it, carries its messages, and
-acts on what it has come to.
+Without threads, clocks and torch: the owner of a `Part` guards it, sends its messages, and
+acts on its state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger("rdzv.torchrun")
 
 
 class Phase(Enum):
-    """How far this node is."""
+    """How far this node has come."""
 
     APART = "it has not joined yet, or has left"
     JOINING = "it has no workers, and wants a place in the next round"
@@ -50,7 +50,7 @@ class Part:
         self.rdzv_id = rdzv_id
         self.phase = Phase.APART
         self.line: pb.RoundCompleted | None = None
-        """This node's line of the last round that it had a place in."""
+        """This node's assignment in the last round that it had a place in."""
         self.over = ""
         """Why the round of `line` is over; empty while it is not."""
         self.closed: pb.Closed | None = None
@@ -65,7 +65,7 @@ class Part:
 
     @property
     def ended(self) -> bool:
-        """Whether the server has said the last word: there is no next round for this node."""
+        """Whether the server's answer is final: there is no next round for this node."""
         return self.closed is not None or self.refused is not None
 
     # ------------------------------------------------------------------ what is said
@@ -77,14 +77,14 @@ class Part:
         return pb.NodeMessage(join=self._join())
 
     def say_succeeded(self) -> pb.NodeMessage:
-        """Say that the workers of the round have all exited 0."""
+        """Report that the workers of the round have all exited 0."""
         self.phase = Phase.SUCCEEDED
         line = self._line
         succeeded = pb.Succeeded(rdzv_id=self.rdzv_id, run=self._run, round=line.round)
         return pb.NodeMessage(succeeded=succeeded)
 
     def say_failed(self, failures: Sequence[pb.WorkerFailure]) -> pb.NodeMessage:
-        """Say which workers of the round have failed."""
+        """Report which workers of the round have failed."""
         line = self._line
         failed = pb.Failed(rdzv_id=self.rdzv_id, run=self._run, round=line.round, failures=failures)
         return pb.NodeMessage(failed=failed)
@@ -92,7 +92,7 @@ class Part:
     def say_leave(
         self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool
     ) -> pb.NodeMessage:
-        """Leave the job; to be said again when no workers are left."""
+        """Leave the job; call it again when no workers are left."""
         left_round = self.line.round if self.line is not None and workers_gone else None
         leave = pb.Leave(
             rdzv_id=self.rdzv_id,
@@ -102,20 +102,20 @@ class Part:
             left_round=left_round,
         )
         if self._leave is not None:
-            # The first reason is the one that counts.
+            # The first reason counts.
             leave.cause, leave.reason = self._leave.cause, self._leave.reason
         self.phase, self._leave = Phase.LEAVING, leave
         return pb.NodeMessage(leave=leave)
 
     def say_store_failed(self, reason: str) -> pb.NodeMessage:
-        """Say that the store of the round, on this node, cannot be used."""
+        """Report that the round's store, on this node, is unusable."""
         failed = pb.StoreHostFailed(
             rdzv_id=self.rdzv_id, run=self._run, round=self._line.round, reason=reason
         )
         return pb.NodeMessage(store_host_failed=failed)
 
     def beliefs(self) -> list[pb.Belief]:
-        """Say all that this node believes, for a stream that opens."""
+        """Return the full state of this node, for a stream that opens."""
         if self.phase not in _BELIEFS or self.ended:
             return []
         belief = pb.Belief(phase=_BELIEFS[self.phase], join=self._join())
@@ -145,7 +145,7 @@ class Part:
     # ------------------------------------------------------------------ what is heard
 
     def hear(self, message: pb.ServerMessage) -> None:
-        """Take note of what the server says."""
+        """Handle a message of the server."""
         match message.WhichOneof("body"):
             case "joined":
                 self._run = message.joined.run
@@ -162,7 +162,7 @@ class Part:
                 log.info("%s: %s", self.rdzv_id, self._reason)
 
     def _hear_line(self, line: pb.RoundCompleted) -> None:
-        """Take a place in a round, unless it is one that this node has left."""
+        """Take a place in a round, unless this node has already left that round."""
         if self.phase is not Phase.JOINING or (self.line and line.round <= self.line.round):
             return
         self.phase, self.line, self.over = Phase.RUNNING, line, ""

@@ -66,18 +66,18 @@ class Options:
     topology: str = ""
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
-    """The job secret, which every participant shows; empty: none."""
+    """The job secret, which every participant presents; empty: none."""
     close_timeout_s: float = 30.0
-    """How long the end of a job is waited for by a node whose workers have succeeded."""
+    """How long a node whose workers have succeeded waits for the end of the job."""
     read_timeout_s: float = 60.0
     """How long the nodes of a round may take to meet in its store."""
 
 
 def read_options(params: RendezvousParameters) -> Options:
-    """Read what torchrun hands to a rendezvous backend.
+    """Read the parameters that torchrun passes to a rendezvous backend.
 
     Raises:
-        ValueError: a value makes no sense; the message names it, why, and a remedy.
+        ValueError: a value is not valid; the message names it, the reason, and a remedy.
 
     """
     conf = {key: str(value) for key, value in params.config.items() if value is not None}
@@ -116,13 +116,13 @@ def read_options(params: RendezvousParameters) -> Options:
 
 
 def _own_name() -> str:
-    """Name a node of this process, unlike every other that it has had."""
+    """Return a node name that this process has not used before."""
     number = next(_handlers)
     return f"{socket.gethostname()}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
 
 
 def agent_has_run() -> bool:
-    """Whether the launch that this is called from has its agent's `run` behind it."""
+    """Return whether the `run` of the calling launch's agent has returned."""
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
     from torch.distributed.launcher.api import launch_agent
 
@@ -136,10 +136,10 @@ def agent_has_run() -> bool:
 
 
 def launch_config() -> Any | None:
-    """Return the `LaunchConfig` of the launch that this is called from; None if there is none.
+    """Return the `LaunchConfig` of the calling launch; None if there is none.
 
-    torch hands a backend no number of workers (`RendezvousParameters`), but the server is to show
-    them. Ranks do not hang on it: torch's agents assign those among themselves.
+    torch does not pass a backend the number of workers (`RendezvousParameters`), but the server
+    should show it. Ranks do not depend on it: torch's agents assign them among themselves.
     """
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
@@ -152,7 +152,7 @@ def launch_config() -> Any | None:
 
 def _warn_of_unknown(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
-        # `timeout` is always there, as a number: `LaunchConfig.__post_init__` puts it in.
+        # `timeout` is always there, as a number: `LaunchConfig.__post_init__` adds it.
         if key not in KNOWN_KEYS and not (key == "timeout" and isinstance(value, int)):
             known = ", ".join(KNOWN_KEYS)
             log.warning("--rdzv-conf: unknown key %s is ignored; known: %s", key, known)
@@ -171,7 +171,7 @@ def _endpoints(text: str) -> tuple[Endpoint, ...]:
 
 
 def _secret() -> str:
-    """Read the secret of the job, which the environment alone says."""
+    """Read the job secret, which only the environment can hold."""
     try:
         return read_secret(os.environ)
     except InvalidRequestError as error:
@@ -179,7 +179,7 @@ def _secret() -> str:
 
 
 def _credentials(conf: Mapping[str, str]) -> Credentials:
-    """Read what this node trusts and shows, which the environment may say as well."""
+    """Read this node's credentials, which may also come from the environment."""
     keys = {"ca": "tls_ca", "cert": "tls_cert", "key": "tls_key", "token_file": "token_file"}
     given = {name: Path(conf[key]) for name, key in keys.items() if key in conf}
     try:

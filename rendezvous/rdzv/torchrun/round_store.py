@@ -1,14 +1,14 @@
 """The c10d store of a round: where torch's agents, and the workers, of all its nodes meet.
 
-The traps that shape this, seen with torch 2.13:
+Pitfalls that shape this, seen with torch 2.13:
 
 * `master_listen_fd` takes over a socket that was listening before. So the port can be announced
-  first, and a client that was quicker than the server is served once that is there.
-* Such a client does not keep to its own timeout while nobody accepts, and cannot be woken. So a
+  first, and a client that connects before the server is up is served later.
+* Such a client ignores its own timeout while nothing accepts, and cannot be woken. So a
   store is opened in a thread that may be left behind.
 * In `_assign_worker_ranks` (`torch/distributed/elastic/agent/server/api.py`) torch's agents wait
-  for one another in the store, and an agent that waits in vain dies. So `meet` returns when all
-  of them are there; while they are not, nobody is lost by giving up.
+  for one another in the store, and an agent whose wait times out dies. So `meet` returns when all
+  of them are there; until then, giving up costs no node.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 from rdzv.v1 import rdzv_pb2 as pb
 
 EXIT_BARRIER = "torchelastic/agent/terminal_state"
-"""`_TERMINAL_STATE_SYNC_ID` of `torch/distributed/elastic/agent/server/api.py`: who adds to a key
-of this prefix has workers that all exited 0, and waits for the other nodes."""
+"""`_TERMINAL_STATE_SYNC_ID` of `torch/distributed/elastic/agent/server/api.py`: an agent adds to a
+key with this prefix when all its workers have exited 0, and then waits for the other nodes."""
 
 _ATTENTION_S = 0.2
 """How often a waiter in the exit barrier checks whether the round is over."""
 
 
 def shares_store() -> bool:
-    """Say whether workers are clients of the agents' store, by torchrun's own switch."""
+    """Return whether workers are clients of the agents' store, by torchrun's own switch."""
     return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 class AgentStore(PrefixStore):
     """The round's store as torch's agent sees it.
 
-    Its keys do not meet those of the workers. It notices when the agent enters the exit barrier,
-    and does not let it wait there for nodes that will not come: `why_over` says when that is so.
+    Its keys are separate from those of the workers. It notices when the agent enters the exit
+    barrier, and ends the wait there if the round is over, as `why_over` reports.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class AgentStore(PrefixStore):
         return int(super().add(key, amount))
 
     def get(self, key: str) -> bytes:
-        """Return a value once it is there; see the base class, and `wait`."""
+        """Return a value once it exists; see the base class, and `wait`."""
         self.wait([key])
         return bytes(super().get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return several values once all are there; see the base class, and `wait`."""
+        """Return several values once all exist; see the base class, and `wait`."""
         self.wait(keys)
         return list(super().multi_get(keys))
 
@@ -102,8 +102,8 @@ def meet(
 ) -> RendezvousInfo:
     """Open the store of a round and wait until all its nodes are there.
 
-    GROUP_RANK 0 brings the socket that it has offered, and serves the store as long as what is
-    returned is in use.
+    GROUP_RANK 0 passes the socket that it has offered, and serves the store as long as the result
+    is in use.
     """
     timeout = timedelta(seconds=timeout_s)
     store = _open(line, listening, timeout)
@@ -130,8 +130,8 @@ def _open(line: pb.RoundCompleted, listening: socket.socket | None, timeout: tim
         line.master_port,
         is_master=True,
         wait_for_workers=False,
-        # It shares one server between all stores of a process that have the same port. With it, a
-        # second one by mistake would be silent.
+        # With it, all stores of a process on the same port share one server. A second store, opened
+        # by mistake, would go unnoticed.
         multi_tenant=False,
         master_listen_fd=listening.detach(),
         timeout=timeout,
@@ -147,7 +147,7 @@ def _roll_call(store: Store, nodes: int, timeout: timedelta) -> None:
 def in_thread(
     work: Callable[[], RendezvousInfo], done: Callable[[], None]
 ) -> Future[RendezvousInfo]:
-    """Do in a thread what may never come to an end; call `done` if it does."""
+    """Run work that may never end in a thread; call `done` if it ends."""
     future: Future[RendezvousInfo] = Future()
 
     def do() -> None:

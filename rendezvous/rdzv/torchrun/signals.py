@@ -1,6 +1,6 @@
-"""Notice at once the signals that make torchrun end.
+"""Detect at once the signals that end torchrun.
 
-torch's signal handler only raises an exception in the main thread, and nobody else hears of it
+torch's signal handler only raises an exception in the main thread, and nothing else is notified
 before the workers have been stopped (`torch/distributed/launcher/api.py`, `launch_agent`;
 `torch/distributed/elastic/agent/server/api.py`, `run`). But Python writes the number of every
 signal that has a handler to its wakeup descriptor, and a thread can read that.
@@ -17,12 +17,12 @@ _END = 0
 """Ends a watch; no signal has this number."""
 
 _LEFT_WITHIN_S = 1.0
-"""How long a watch that was told to end may take for that."""
+"""How long a watch may take to end when asked to."""
 
 _left: dict[int, tuple[int, threading.Thread]] = {}
-"""Pipes that Python still writes signals to though their watch has ended, by their write ends: the
-read end, and the thread that read it. A watch that ends outside the main thread leaves its pipe,
-since the main thread alone can change that. Without a reader there would be complaints."""
+"""Pipes that Python still writes signals to although their watch has ended, by their write ends:
+the read end, and the thread that read it. A watch that ends outside the main thread leaves its
+pipe, since only the main thread can change that. Without a reader Python would print warnings."""
 
 _watched: set[int] = set()
 """The write ends of all pipes that Python may write signals to."""
@@ -39,10 +39,10 @@ os.register_at_fork(after_in_child=_in_a_fork)
 
 
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], None]:
-    """Call a function, in a thread of its own, for each signal that makes torchrun end.
+    """Call a function, in a separate thread, for each signal that ends torchrun.
 
     Returns the function that ends the watch. Outside the main thread, and where the wakeup
-    descriptor is in use already, nothing is watched.
+    descriptor is already in use, nothing is watched.
     """
     if not _in_main_thread():
         return lambda: None
@@ -77,7 +77,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
             return
         present = signal.set_wakeup_fd(-1)
         if present != write_end:
-            # Somebody else has taken it over.
+            # Another user has taken it over.
             signal.set_wakeup_fd(present)
         _watched.remove(write_end)
         os.write(write_end, bytes([_END]))
@@ -86,16 +86,16 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
     try:
         thread.start()
     except BaseException:
-        # Ctrl-C came meanwhile; the thread may run, and must be ended here.
+        # Ctrl-C came meanwhile; the thread may be running, and must be ended here.
         stop()
         raise
     return stop
 
 
 def _close_left(write_end: int) -> None:
-    """Close a pipe whose watch was told to end, once its thread reads from it no more.
+    """Close a pipe whose watch was asked to end, once its thread no longer reads from it.
 
-    Not before: the thread that tells it may be about to write to the pipe.
+    Not earlier: the thread that asks may be about to write to the pipe.
     """
     read_end, thread = _left.pop(write_end)
     _watched.remove(write_end)
@@ -110,7 +110,7 @@ def _in_main_thread() -> bool:
 
 
 def _awaited() -> set[int]:
-    """Return what --signals-to-handle names; `launch_agent` leaves it in the environment."""
+    """Return the signals in --signals-to-handle, which `launch_agent` leaves in the environment."""
     names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     known = signal.Signals.__members__
     return {known[name.strip()] for name in names.split(",") if name.strip() in known}

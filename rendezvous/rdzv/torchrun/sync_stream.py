@@ -1,8 +1,8 @@
 """A node's stream to the server, for a program that is not asynchronous.
 
-One thread keeps it open and opens it again. What is said goes through `say`; what is heard goes
-to a function, in that thread. Each stream begins with a Hello that says all that the node
-believes, so a message that was lost with the stream before is not missed.
+One thread keeps it open and reopens it. Messages are sent through `say`; received messages are
+passed to a function, in that thread. Each stream begins with a Hello that has the full state of
+the node, so a message that was lost with the previous stream is not missed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _Outbox = queue.SimpleQueue[pb.NodeMessage | None]
 class NodeStream:
     """Keeps one stream to one of the servers open until it is closed.
 
-    `lock` guards what `beliefs` says and what `hear` changes: both are called with it held, and so
-    is `say` to be, so that nothing is said twice or not at all when a stream opens. A waiter on
-    `lock` wakes up when a message arrives and when the stream is lost.
+    `lock` guards the state that `beliefs` reads and `hear` changes: both are called with it held,
+    and `say` must be too, so that each message is sent exactly once when a stream opens. A waiter
+    on `lock` wakes up when a message arrives and when the stream is lost.
     """
 
     def __init__(
@@ -59,31 +59,31 @@ class NodeStream:
         self._beliefs = beliefs
         self._hear = hear
         self.apart_since_s: float | None = time.monotonic()
-        """Since when there is no server to talk to; None while there is."""
+        """Since when no server is connected; None while one is."""
         self.trouble = "no attempt was made"
-        """Why there is none."""
+        """Why no server is connected."""
         self._outbox: _Outbox | None = None
         self._call: grpc.Call | None = None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
         self._told_lost = False
         self._closing = threading.Event()
         self._cut: threading.Timer | None = None
-        """Ends a stream that does not end by itself once it was closed."""
+        """Cancels a closed stream that does not end by itself."""
         self._thread = threading.Thread(target=self._run, name="rdzv-stream", daemon=True)
 
     def open(self) -> None:
-        """Begin to connect."""
+        """Start connecting."""
         self._thread.start()
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message if a stream is open; otherwise the next Hello says it."""
+        """Send a message if a stream is open; otherwise the next Hello carries it."""
         if self._outbox is not None:
             self._outbox.put(message)
 
     def close(self, within_s: float, *, wait: bool = True) -> None:
-        """End the stream once the server has heard all that was said, or the time is over.
+        """End the stream once the server has received all messages, or after `within_s`.
 
-        Not to be called with the lock held, if it is to wait for that.
+        With `wait`, do not call it with the lock held.
         """
         with self._lock:
             self._closing.set()
@@ -91,9 +91,9 @@ class NodeStream:
                 self._outbox.put(None)
             if self._call is not None:
                 self._cut = _timer(within_s, self._call)
-        # Ctrl-C may have come before the thread was started; it does not start any more then.
+        # Ctrl-C may have come before the thread was started; then it no longer starts.
         if wait and self._thread.is_alive():
-            # The cut ends it in time; a little more is for the thread itself.
+            # The timer cancels the stream in time; the rest is for the thread itself.
             self._thread.join(within_s + 1)
 
     # ------------------------------------------------------------------ the thread
@@ -110,7 +110,7 @@ class NodeStream:
             self._closing.wait(wait_s)
 
     def _note_lost(self, trouble: str, *, again: bool) -> None:
-        """Take note that there is no stream; `again`: the attempt made at once has failed too."""
+        """Note that no stream is open; `again`: the immediate second attempt failed too."""
         if again and not self._told_lost:
             self._told_lost = True
             log.warning("%s; trying again until a server answers, running workers go on", trouble)
@@ -123,13 +123,13 @@ class NodeStream:
     # ------------------------------------------------------------------ one stream
 
     def _converse(self, endpoint: Endpoint) -> RendezvousError:
-        """Hold one stream from its Hello to its end; return why it ended."""
+        """Run one stream from its Hello to its end; return why it ended."""
         outbox: _Outbox = queue.SimpleQueue()
         try:
             metadata = self._credentials.metadata(endpoint)
             opened = self._credentials.channel(endpoint, STREAM_OPTIONS)
         except InvalidRequestError as error:
-            # It may just be about to be renewed.
+            # It may be about to be renewed.
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {error}")
         with opened as channel:
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
@@ -137,7 +137,8 @@ class NodeStream:
             try:
                 with self._lock:
                     if self._closing.is_set():
-                        # Nobody would end this stream: there was none when `close` looked for it.
+                        # Nothing would end this stream: it did not exist when `close` looked for
+                        # it.
                         return RendezvousConnectionError("it was closed before it was open")
                     # Later messages follow this Hello; the state before is in it.
                     self._hello.ClearField("beliefs")
@@ -157,7 +158,7 @@ class NodeStream:
                 call.cancel()
 
     def _outgoing(self, outbox: _Outbox) -> Iterator[pb.NodeMessage]:
-        """Send what is said, and a heartbeat whenever nothing was for an interval."""
+        """Yield the messages to send, and a heartbeat after each interval without one."""
         while True:
             try:
                 message = outbox.get(timeout=self._heartbeat_interval_s)
@@ -170,7 +171,7 @@ class NodeStream:
     def _listen(
         self, call: Iterator[pb.ServerMessage], endpoint: Endpoint, watchdog: threading.Timer
     ) -> str:
-        """Hear everything that the server says; return why it stopped."""
+        """Receive the server's messages until the stream ends; return why it ended."""
         for message in call:
             watchdog.cancel()
             if message.leadership < self._hello.leadership:
@@ -198,7 +199,7 @@ class NodeStream:
             log.warning("connected to the server at %s again", endpoint)
         with self._lock:
             self.apart_since_s = None
-            # The sender still waits for the interval that held before; this ends its wait.
+            # The sender still waits for the old interval; this ends its wait.
             self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
 
     def _take_interval(self, heartbeat_interval_ms: int) -> None:
@@ -210,7 +211,7 @@ class NodeStream:
             self._lock.notify_all()
 
     def _judge(self, endpoint: Endpoint, call: grpc.Call) -> RendezvousError:
-        """Tell a refusal, which is final, from a failure, after which it tries again."""
+        """Distinguish a refusal, which is final, from a failure, after which it tries again."""
         if not self._attempts.welcome and call.code() is grpc.StatusCode.CANCELLED:
             return RendezvousConnectionError(
                 f"no answer of {endpoint} within {WELCOME_TIMEOUT_S:g} s"
@@ -241,6 +242,6 @@ def _timer(after_s: float, call: grpc.Call) -> threading.Timer:
 
 
 def _no_logs(request: int) -> pb.NodeMessage:
-    """Say that torchrun's logs are not sent from here: its agent alone knows where they are."""
+    """Answer that torchrun's logs are not available here: only its agent knows where they are."""
     error = "its workers are torchrun's, which sends no logs; read them there, in its --log-dir"
     return pb.NodeMessage(log_piece=pb.LogPiece(request=request, last=True, error=error))
