@@ -1,4 +1,4 @@
-"""Cordons, as they are stored: the nodes that nothing is placed on, and those that are drained."""
+"""Cordons and drains of nodes, as they are stored."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from rdzv.server.engine.store_access import StoreAccess
 log = logging.getLogger("rdzv.placer")
 
 CORDONS = "cordons"
-"""The document that remembers which nodes nothing is placed on, and which are to be empty."""
+"""The key-value record of the nodes that are cordoned or drained."""
 
 
 class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Nothing more is placed on a node, for this reason; with a deadline, it is drained."""
+    """A node's cordon, with its reason; with a deadline, the node is drained."""
 
     reason: str
     at_ms: int
     due_ms: int | None = None
-    """When workers that are still there are ended; None: they may run on."""
+    """When the node's remaining workers are ended; None: they may run on."""
 
     @property
     def drain(self) -> Drain | None:
-        """The drain that the node is told of; None: it is only cordoned."""
+        """The drain as announced to the node; None: it is only cordoned."""
         if self.due_ms is None:
             return None
         return Drain(self.reason, self.due_ms, max(self.at_ms, 2))
@@ -42,7 +42,7 @@ def _read_cordons(data: bytes) -> dict[str, Cordon]:
 
 
 class Cordons:
-    """The cordons and drains of one server's nodes: operators make them, the store keeps them."""
+    """The cordons and drains of one server's nodes: made by operators, kept in the store."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Cordons:
     ) -> None:
         """`lock` is held while cordons change, so that nothing is placed meanwhile.
 
-        `on_change` hears the former cordons after every attempt to store others.
+        `on_change` receives the former cordons after every attempt to store new ones.
         """
         self._clock = clock
         self._lock = lock
@@ -63,11 +63,11 @@ class Cordons:
         self._document = Document(store, CORDONS, _read_cordons)
 
     async def load(self) -> None:
-        """Learn what is stored.
+        """Read the stored cordons.
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored cannot be read.
+            RendezvousStateError: the stored cordons cannot be read.
 
         """
         await self._document.load()
@@ -85,7 +85,7 @@ class Cordons:
         """Refuse a node that is neither known nor cordoned.
 
         Raises:
-            UnknownNodeError: it is not.
+            UnknownNodeError: it is neither.
 
         """
         if node_id not in self._records() and node_id not in self.by_node:
@@ -94,7 +94,7 @@ class Cordons:
             )
 
     async def cordon(self, node_id: str, reason: str) -> None:
-        """Place nothing more on a node.
+        """Stop placing jobs on a node.
 
         Raises:
             UnknownNodeError: no such node is known.
@@ -114,7 +114,7 @@ class Cordons:
         log.warning("node %s is cordoned: %s", node_id, reason or "no reason was given")
 
     async def lift(self, node_id: str) -> Cordon | None:
-        """Let a node be placed on again; return the cordon that was lifted, if there was one.
+        """Allow jobs on a node again; return the cordon that was lifted, if there was one.
 
         Raises:
             RendezvousError: it was not stored; retry.
@@ -125,7 +125,7 @@ class Cordons:
         return known
 
     async def store(self, change: Callable[[dict[str, Cordon]], dict[str, Cordon]]) -> None:
-        """Store what is changed, before anything follows from it.
+        """Store a change of cordons, before it takes effect.
 
         Raises:
             RendezvousError: it was not stored; retry.
@@ -137,5 +137,5 @@ class Cordons:
             try:
                 await self._document.swap(changed, msgspec.json.encode(changed))
             finally:
-                # After a failure, of the cordons that were read anew.
+                # After a failure, those are the cordons that were read again.
                 self._on_change(before)

@@ -1,8 +1,8 @@
-"""Drains: nodes that leave all their jobs by a deadline, by an operator's order or their own wish.
+"""Drains: nodes that leave all their jobs by a deadline, as ordered or on their own initiative.
 
-A drain that an operator asks for is stored with the cordons, and told to its node
-(`Drains.tell_changes`), which does the rest. A node's own wish (it is preempted, or its agent ends)
-is in memory alone: the node says it again in every hello.
+An operator's drain is stored with the cordons and announced to its node (`Drains.tell_changes`),
+which does the rest. A node's own drain (it is preempted, or its agent ends) is only in memory: the
+node repeats it in every hello.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class Drains:
         cordons: Cordons,
         send: Callable[[str, Announcement], object],
     ) -> None:
-        """`send` tells a node that it is drained, or no longer."""
+        """`send` announces to a node that it is drained, or no longer."""
         self._engine = engine
         self._clock = clock
         self._cordons = cordons
         self._send = send
         self._wishes: dict[str, Drain] = {}
-        """By node_id: the drain of a node that is about to leave, as it has said itself."""
+        """By node_id: the drain of a node that has announced that it will leave."""
 
     def of(self, node_id: str) -> Drain | None:
-        """Return why a node leaves all its jobs, by the earlier deadline; None: it stays."""
+        """Return a node's drain, with the earlier deadline; None: it stays."""
         cordon = self._cordons.of(node_id)
         both = [cordon and cordon.drain, self._wishes.get(node_id)]
         return min((one for one in both if one), key=lambda drain: drain.due_ms, default=None)
 
     def wishes(self, node_id: str) -> bool:
-        """Whether a node has said itself that it is about to leave."""
+        """Whether a node itself has announced that it will leave."""
         return node_id in self._wishes
 
     def all(self) -> dict[str, Drain]:
-        """Return the nodes that leave all their jobs, or have left them for that."""
+        """Return the nodes that leave, or have left, all their jobs, with their drains."""
         found = {node_id: self.of(node_id) for node_id in (*self._cordons.by_node, *self._wishes)}
         return {node_id: drain for node_id, drain in found.items() if drain is not None}
 
@@ -62,13 +62,13 @@ class Drains:
     async def drain(
         self, node_id: str, deadline_ms: int, reason: str, short: Callable[[str], str] | None = None
     ) -> None:
-        """Have a node leave all its jobs by the deadline, and place nothing more on it.
+        """Make a node leave all its jobs by the deadline, and place nothing more on it.
 
-        `short` says which jobs would be left with too few nodes, if that is to be refused.
+        `short` names the jobs that would be left with too few nodes, if that is to be refused.
 
         Raises:
             UnknownNodeError: no such node is known.
-            TooFewNodesError: a job of it would be left with too few nodes.
+            TooFewNodesError: one of its jobs would be left with too few nodes.
             RendezvousError: it was not stored; retry.
 
         """
@@ -77,7 +77,7 @@ class Drains:
         cordon = Cordon(reason, now_ms, now_ms + deadline_ms)
 
         def drained(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
-            # Under the lock, so that nothing is placed, nor another node drained, in between.
+            # Under the lock, so that no job is placed and no other node drained in between.
             if short is not None and (why := short(node_id)):
                 raise TooFewNodesError(why)
             return {**cordons, node_id: cordon}
@@ -88,7 +88,7 @@ class Drains:
         self._record(NodeDrained(node_id, drain_words(reason), deadline_ms))
 
     async def lift(self, node_id: str) -> None:
-        """Lift a drain, and a cordon, of a node.
+        """Lift a node's drain, and its cordon.
 
         Raises:
             RendezvousError: it was not stored; retry.
@@ -101,7 +101,7 @@ class Drains:
         log.warning("node %s is not cordoned any more", node_id)
 
     def tell_changes(self, before: Mapping[str, Cordon]) -> None:
-        """Tell the nodes that are drained now and were not before, or the other way about."""
+        """Announce to each node concerned that its drain has begun or ended."""
         now = self._cordons.by_node
         for node_id in {*before, *now}:
             old, new = before.get(node_id), now.get(node_id)
@@ -117,7 +117,7 @@ class Drains:
     # ---------------------------------------------------------------- by the node
 
     def owed(self, hello: Hello) -> Announcement | None:
-        """Return what a node that comes back must hear of its drain; None: nothing."""
+        """Return what to send a returning node about its drain; None: nothing."""
         cordon = self._cordons.of(hello.node_id)
         if cordon is not None and cordon.drain is not None:
             return self._told(cordon.drain)
@@ -125,13 +125,13 @@ class Drains:
         return UndrainNode() if lifted else None
 
     def note_hello(self, hello: Hello) -> None:
-        """Note whether a node that comes back is about to leave."""
+        """Note whether a returning node is about to leave."""
         self._wishes.pop(hello.node_id, None)
         if hello.draining is not None and hello.draining.own:
             self._note_wish(hello.node_id, hello.draining)
 
     def note_draining(self, node_id: str, draining: Draining) -> None:
-        """Note that a node is about to leave all its jobs by its own wish."""
+        """Note that a node is about to leave all its jobs on its own initiative."""
         self._note_wish(node_id, draining)
         log.warning("node %s is about to leave: %s", node_id, draining.reason)
         self._record(NodeDrained(node_id, draining.reason, draining.left_ms))
@@ -140,16 +140,16 @@ class Drains:
         self._wishes[node_id] = Drain(draining.reason, self._clock.now_ms() + draining.left_ms)
 
     def note_lost(self, node_id: str) -> None:
-        """Forget the wish of a node that was given up."""
+        """Forget the own drain of a node that was given up."""
         self._wishes.pop(node_id, None)
 
     def _record(self, event: NodeDrained | NodeUndrained) -> None:
-        """Write it into the history of every job that the node takes part in."""
+        """Record the event in the history of every job that the node takes part in."""
         for state in self._engine.jobs.states:
             if state.membership.ended is None and takes_part(state, event.node_id):
                 self._engine.history.note(state.membership.rdzv_id, (event,))
 
 
 def takes_part(state: State, node_id: str) -> bool:
-    """Whether a node is in a job, or was chosen for it."""
+    """Whether a node is in a job, or was selected for it."""
     return state.present(node_id) or node_id in state.placed

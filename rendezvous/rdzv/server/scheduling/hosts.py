@@ -1,4 +1,4 @@
-"""Nodes as placement sees them: what they have, what is taken, and why one is unusable."""
+"""Nodes as placement sees them: their resources, the taken share, and why one is unusable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Hosts:
         self._quarantine = quarantine
 
     def all(self, states: Iterable[State]) -> list[Host]:
-        """Show all nodes that take submitted jobs, given the jobs in these states."""
+        """Return all nodes that take submitted jobs, given the jobs in these states."""
         taken = self._taken(states)
         hosts, quarantined = [], self._quarantine.nodes
         for node_id, record in self._records().items():
@@ -40,7 +40,7 @@ class Hosts:
                 continue
             held = {(h.rdzv_id, h.run): h.gpus for h in known.holdings}
             has = taken.get(node_id, {}) | held
-            # What may last for hours keeps no other node from jobs that could use it.
+            # A state that may last for hours must not keep other nodes from jobs that need them.
             unfit = node_id in quarantined or bool(known.failing)
             cordoned = node_id in self._cordons.by_node or self._drains.wishes(node_id) or unfit
             hosts.append(Host(node_id, known.resources, has, self._unusable(record), cordoned))
@@ -61,7 +61,7 @@ class Hosts:
         return taken
 
     def _unusable(self, record: nodes.NodeRecord) -> str:
-        """Return why nothing is placed on a node now; empty: it can be used."""
+        """Return why nothing is placed on a node now; empty: it is usable."""
         if (drain := self._drains.of(record.node_id)) is not None:
             what = "drained" if drain.by_operator else "about to leave"
             return what + (f" ({drain.reason})" if drain.reason else "")

@@ -1,4 +1,4 @@
-"""What nodes have said of themselves: resources, health, and the jobs that they still hold."""
+"""What nodes have reported about themselves: resources, health, and the jobs they still hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("rdzv.placer")
 
 @struct(frozen=True)
 class KnownNode:
-    """What a node has said of itself."""
+    """A node's reports about itself."""
 
     version: str
     resources: Resources | None
@@ -27,12 +27,12 @@ class KnownNode:
 
     @property
     def unhealthy(self) -> str:
-        """What is wrong with it by its own checks; empty: nothing."""
+        """The node's own checks that fail, for people; empty: none."""
         return "; ".join(map(str, self.failing))
 
 
 class KnownNodes:
-    """The nodes of one server by what they have said, until they are lost."""
+    """The nodes of one server with their reports, until they are lost."""
 
     def __init__(self, clock: Clock, on_change: Callable[[], None]) -> None:
         self._clock = clock
@@ -43,16 +43,16 @@ class KnownNodes:
         return len(self._known)
 
     def of(self, node_id: str) -> KnownNode | None:
-        """Return what a node has said; None if it has said nothing."""
+        """Return a node's reports; None if there are none."""
         return self._known.get(node_id)
 
     @property
     def daemons(self) -> list[str]:
-        """The nodes known now that take submitted jobs."""
+        """The known nodes that take submitted jobs."""
         return [node_id for node_id, known in self._known.items() if known.resources is not None]
 
     def resources(self, node_id: str) -> Resources | None:
-        """Return what a node has for submitted jobs; None if it takes none."""
+        """Return a node's resources for submitted jobs; None if it takes none."""
         known = self._known.get(node_id)
         return known.resources if known is not None else None
 
@@ -64,7 +64,7 @@ class KnownNodes:
         return held
 
     def note_hello(self, hello: Hello) -> None:
-        """Note what a node has and holds."""
+        """Note a node's resources and holdings."""
         former = self._known.get(hello.node_id)
         self._known[hello.node_id] = KnownNode(
             hello.version,
@@ -91,12 +91,12 @@ class KnownNodes:
         self._on_change()
 
     def note_holdings(self, node_id: str, holdings: tuple[Holding, ...]) -> None:
-        """Note what a node holds now."""
+        """Note a node's present holdings."""
         if (known := self._known.get(node_id)) is not None and known.holdings != holdings:
             self._known[node_id] = replace(known, holdings=holdings)
             self._on_change()
 
     def note_lost(self, node_id: str) -> None:
-        """Forget a node that was given up; when it comes back it says again what it holds."""
+        """Forget a node that was given up; when it returns, it reports its holdings again."""
         self._known.pop(node_id, None)
         self._on_change()

@@ -1,9 +1,9 @@
-"""Places submitted jobs: feeds `core/placement` with what is known, and does what it plans.
+"""Places submitted jobs: passes the known state to `core/placement`, and carries out its plan.
 
-What is known of a node for this is what it says itself (`known_nodes`), whether it is connected,
-and what operators have said of it (`cordons`, `drains`). Each placement is a command to the
-rendezvous of its job, decided, stored and announced like every other; so a server that takes over
-goes on from what is stored, and nothing is kept here that would be missed.
+Placement knows of a node what it reports itself (`known_nodes`), whether it is connected, and what
+operators have ordered for it (`cordons`, `drains`). Each placement is a command to the rendezvous
+of its job, decided, stored and announced like every other; so a server that takes over continues
+from the stored state, and this module keeps nothing that would be missed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("rdzv.placer")
 
 
 class Placer:
-    """Places the submitted jobs of one server. Woken by all that may let a job be placed."""
+    """Places one server's submitted jobs. Any change that may let a job be placed wakes it."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Placer:
     ) -> None:
         """`lock` is held while jobs are placed, so that no node is cordoned meanwhile.
 
-        `settle_ms`: how long after a start nodes may still be on their way back.
+        `settle_ms`: how long after a start nodes may still be reconnecting.
         """
         self._engine = engine
         self._jobs = engine.jobs
@@ -69,36 +69,36 @@ class Placer:
         self._retry_ms = retry_ms
         self._settle_ms = settle_ms
         self.settled_at_ms = 0
-        """Until when nodes may still be on their way back to this server."""
+        """Until when nodes may still be reconnecting to this server."""
         self.stopped = False
-        """Whether nothing is placed any more."""
+        """Whether placing has ended."""
         self._timer = Timer(clock, self._look)
         self._waits: Mapping[str, Wait] = {}
 
     def start(self) -> None:
-        """Begin to place."""
+        """Start placing."""
         self.settled_at_ms = self._clock.now_ms() + self._settle_ms
         self._timer.arm_by(self._clock.now_ms())
 
     def stop(self) -> None:
-        """Place nothing any more."""
+        """Stop placing."""
         self.stopped = True
         self._timer.cancel()
 
     def wake(self) -> None:
-        """Place before long, once for all changes that may let a job be placed."""
+        """Place soon, once for all changes that come together."""
         if not self.stopped and (self._known or self._waits):
             self._timer.arm_by(self._clock.now_ms() + self._quiet_ms)
 
     def wait(self, rdzv_id: str) -> Wait | None:
-        """Return what a job waits for; None if it waits for no node."""
+        """Return what a job waits for; None if it does not wait for nodes."""
         return self._waits.get(rdzv_id)
 
     def _look(self, due_ms: int) -> None:
         self._tasks.start(self.place())
 
     async def place(self) -> None:
-        """Decide which job gets which nodes now, and have it stored and announced."""
+        """Decide which job gets which nodes now; have that stored and announced."""
         async with self._lock:
             await self._bar()
             done: list[tuple[str, Command]] = []
@@ -116,7 +116,7 @@ class Placer:
                 done = commands
 
     async def _bar(self) -> None:
-        """Let every job know which nodes it may not keep, before any of them gets others."""
+        """Tell every job which nodes it may not keep, before any job gets others."""
         bar = self._quarantine.bar
         barred = dict(bar.barred)
         for state in self._jobs.states:
@@ -130,7 +130,7 @@ class Placer:
                 self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
 
     async def _resolved(self) -> bool:
-        """Find out what became of every commit in doubt: nodes may have been given by it."""
+        """Resolve every commit in doubt: it may have given nodes to a job."""
         for rdzv_id in self._jobs.doubtful:
             try:
                 async with self._jobs.claim(rdzv_id):
@@ -158,7 +158,7 @@ class Placer:
         return [*_withdrawn_from(going, states), *_commands(decided, runs, lost)]
 
     def _arm(self, states: Iterable[State], now_ms: int) -> None:
-        """Come back when the server has settled, and when running jobs may grow."""
+        """Set the timer for when the server has settled, and for when running jobs may grow."""
         due = [grows_at_ms(state) for state in states if state.membership.ended is None]
         later = [at_ms for at_ms in (self.settled_at_ms, *due) if at_ms is not None]
         later = [at_ms for at_ms in later if now_ms < at_ms]
@@ -166,7 +166,7 @@ class Placer:
             self._timer.arm_by(min(later))
 
     def _vanished(self, states: Iterable[State]) -> dict[str, tuple[str, ...]]:
-        """Name nodes that were chosen, have not joined, and are no longer known."""
+        """Return by job the nodes that were selected, have not joined, and are no longer known."""
         records = self._records()
         vanished = {
             state.membership.rdzv_id: tuple(n for n in awaited(state) if n not in records)
@@ -180,10 +180,10 @@ class Placer:
     def check_placeable(self, spec: JobSpec) -> None:
         """Refuse a job that no known node could ever take.
 
-        Not while nodes may still be on their way back to a server that has just started.
+        Passes while nodes may still be reconnecting to a server that has just started.
 
         Raises:
-            InvalidRequestError: it names what the nearest node lacks.
+            InvalidRequestError: no node could; the error names what the nearest one lacks.
 
         """
         if self._clock.now_ms() < self.settled_at_ms:
@@ -196,7 +196,7 @@ class Placer:
             )
 
     def short_without(self, node_id: str) -> str:
-        """Say which jobs of a node would have too few nodes without it; empty: none would."""
+        """Name the jobs that would have too few nodes without this one; empty: none would."""
         states = [
             state
             for state in self._jobs.states
@@ -206,7 +206,7 @@ class Placer:
         return "; ".join(why for state in states if (why := self._short(state, going)))
 
     def _short(self, state: State, going: set[str]) -> str:
-        """Say that a job would have too few nodes without these; empty: it would not."""
+        """Describe that a job would have too few nodes without these; empty: it would not."""
         membership = state.membership
         here = {*state.seats, *state.waiting} - going - state.away.keys()
         lacks = membership.min_nodes - len(here)
@@ -221,7 +221,7 @@ class Placer:
         return f"{have} that it needs, and {counted(free, 'other')} free for it"
 
     def _free_for(self, state: State, going: set[str]) -> int:
-        """Count the nodes that are on their way to a submitted job, or would be placed for it."""
+        """Count the nodes that are about to join a submitted job, or could be placed for it."""
         coming = [n for n in awaited(state) if n not in going]
         states = [s for s in self._jobs.states if s.membership.submission is not None]
         hosts = [
@@ -237,7 +237,7 @@ class Placer:
 def _withdrawn_from(
     going: Mapping[str, Drain], states: Iterable[State]
 ) -> list[tuple[str, Command]]:
-    """Take back placements on nodes that are about to leave, where they have not joined yet."""
+    """Withdraw placements on nodes that are about to leave, where they have not joined yet."""
     commands: list[tuple[str, Command]] = []
     for state in states if going else ():
         membership = state.membership
@@ -251,7 +251,7 @@ def _withdrawn_from(
 def _commands(
     decided: Plan, runs: Mapping[str, str], lost: Mapping[str, Collection[str]]
 ) -> list[tuple[str, Command]]:
-    """Write a plan as commands; those that free nodes come first, for other jobs wait."""
+    """Convert a plan to commands; those that free nodes come first, as other jobs wait for them."""
     commands: list[tuple[str, Command]] = []
     for rdzv_id, reason in decided.hopeless.items():
         commands.append((rdzv_id, GiveUp(runs[rdzv_id], reason)))

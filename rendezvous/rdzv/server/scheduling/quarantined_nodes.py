@@ -1,9 +1,9 @@
 """The quarantined nodes: `core/quarantine` decides, and the decision is stored here.
 
-A strike is judged when a step has been decided and before it is stored, under the lock of its job.
-So the job lets go of a node in the very step in which its round is settled, and no round is formed
-with a node that has just been quarantined. What is judged is stored first: a step that fails after
-that is taken again, and its strike is known by then.
+A strike is judged after a step is decided and before it is stored, under the lock of its job. So
+the job releases a node in the very step in which its round is settled, and no round forms with a
+node that has just been quarantined. The verdict is stored first: a step that fails after that is
+retried, and the strike is known by then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rdzv.view.sentences import sentence
 log = logging.getLogger("rdzv.quarantine")
 
 QUARANTINE = "quarantine"
-"""The document that remembers which nodes are quarantined, and what counts against others."""
+"""The key-value record of the quarantined nodes, and of strikes against others."""
 
 
 def _read(data: bytes) -> Record:
@@ -57,9 +57,9 @@ class Quarantine:
         daemons: Callable[[], Collection[str]],
         on_change: Callable[[], None],
     ) -> None:
-        """`daemons` names the nodes known now that take submitted jobs.
+        """`daemons` returns the known nodes that take submitted jobs.
 
-        `on_change` is called when a node is quarantined, or is not any more.
+        `on_change` is called when a node enters or leaves quarantine.
         """
         self._clock = clock
         self._tuning = tuning
@@ -70,11 +70,11 @@ class Quarantine:
         self._timer = Timer(clock, self._expire)
 
     async def load(self) -> None:
-        """Learn what is stored.
+        """Read the stored quarantine.
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored cannot be read.
+            RendezvousStateError: the stored quarantine cannot be read.
 
         """
         await self._document.load()
@@ -85,7 +85,7 @@ class Quarantine:
         return self._document.value
 
     def stop(self) -> None:
-        """Let no quarantine run out any more."""
+        """Stop the timer that ends quarantines."""
         self._timer.cancel()
 
     @property
@@ -95,7 +95,7 @@ class Quarantine:
 
     @property
     def bar(self) -> Bar:
-        """The command that tells a submitted job which nodes it may not keep."""
+        """The command that informs a submitted job which nodes it may not keep."""
         return Bar(
             tuple((name, f"quarantined: {held.reason}") for name, held in self.nodes.items())
         )
@@ -105,11 +105,11 @@ class Quarantine:
     ) -> tuple[Bar | None, tuple[Row, ...]]:
         """Judge the strikes in a step that is decided and not stored yet.
 
-        Return what the job has to be told first if it is to let go of a node now, and what is
-        written into its history.
+        Return the command that must come first if the job is to release a node now, and the rows
+        for its history.
 
         Raises:
-            RendezvousConnectionError: it could not be stored; the step is to be taken again.
+            RendezvousConnectionError: it could not be stored; the step is to be retried.
 
         """
         after, now_ms = transition.state.membership, self._clock.now_ms()
@@ -142,7 +142,7 @@ class Quarantine:
         return verdict
 
     async def lift(self, node_id: str) -> bool:
-        """Let a node be used again; return whether it was quarantined.
+        """Allow a node again; return whether it was quarantined.
 
         Raises:
             RendezvousError: it was not stored; retry.
@@ -159,15 +159,15 @@ class Quarantine:
         return held
 
     async def _write(self, record: Record) -> None:
-        """Store what is decided, before anything follows from it."""
+        """Store a decision, before it takes effect."""
         try:
             await self._document.swap(record, msgspec.json.encode(record))
         except RendezvousConnectionError:
-            # It was read anew.
+            # It was read again.
             self._changed()
             raise
         except RendezvousError as error:
-            # Training goes on all the same; what is remembered is only not written down.
+            # Training continues anyway; the record is only not stored.
             log.error("the document %s cannot be written: %s", QUARANTINE, error)
             self._document.value = record
 

@@ -1,4 +1,4 @@
-"""The parts of scheduling, put together: what nodes have and say, who may use them, placement."""
+"""The parts of scheduling, put together: nodes' resources and reports, restrictions, placement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rdzv.server.settings.config import Config
 
 
 class Scheduling:
-    """Placement, and all that it depends on."""
+    """Placement, and everything it depends on."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Scheduling:
         send: Callable[[str, Announcement], object],
         on_quarantine: Callable[[], None],
     ) -> None:
-        """`on_quarantine` is called when a node is quarantined, or no longer."""
+        """`on_quarantine` is called when a node enters or leaves quarantine."""
         lock = asyncio.Lock()
         self._on_quarantine = on_quarantine
         self.known_nodes = KnownNodes(clock, on_change=self._wake)
@@ -65,18 +65,18 @@ class Scheduling:
         )
 
     async def start(self) -> None:
-        """Learn which nodes are cordoned, and begin to place.
+        """Load cordons and quarantine, and start placing.
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored cannot be read.
+            RendezvousStateError: the stored values cannot be read.
 
         """
         await self.cordons.load()
         self.placer.start()
 
     def stop(self) -> None:
-        """Place nothing any more, and let no quarantine run out."""
+        """Stop placing, and stop the timer that ends quarantines."""
         self.placer.stop()
         self.quarantine.stop()
 
@@ -91,10 +91,10 @@ class Scheduling:
         self.drains.tell_changes(before)
         self.placer.wake()
 
-    # ---------------------------------------------------------------- what nodes say
+    # ---------------------------------------------------------------- reports of nodes
 
     def note_hello(self, hello: Hello) -> None:
-        """Note what a node has and holds, and whether it is about to leave."""
+        """Note a node's resources and holdings, and whether it is about to leave."""
         self.drains.note_hello(hello)
         self.known_nodes.note_hello(hello)
 
@@ -103,7 +103,7 @@ class Scheduling:
         self.known_nodes.note_health(node_id, failing)
 
     def note_holdings(self, node_id: str, holdings: tuple[Holding, ...]) -> None:
-        """Note what a node holds now."""
+        """Note a node's present holdings."""
         self.known_nodes.note_holdings(node_id, holdings)
 
     def note_draining(self, node_id: str, draining: Draining) -> None:

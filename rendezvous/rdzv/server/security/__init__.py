@@ -1,5 +1,5 @@
-"""Who calls, and what that caller may do: certificates, tokens, roles.
+"""Callers and their permissions: certificates, tokens, roles.
 
 In: a caller's certificate or token. Out: a caller with a role, or a refusal. `access` is the gate
-that each call passes, `roles` the table it reads.
+in front of each call, `roles` the table it reads.
 """

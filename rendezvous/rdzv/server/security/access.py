@@ -1,8 +1,8 @@
 """The gate: each call is checked here against the table of roles, before it is served.
 
-`Gate` finds out who calls, refuses what `roles` does not open to that caller, and records who has
-changed what: in the log, and in a history under a name that no job can have. gRPC's calls come to
-it through `rpc/role_interceptor`, HTTP's through `http/role_middleware`.
+`Gate` identifies the caller, refuses calls that `roles` does not permit, and records who changed
+what: in the log, and in a history under a name that no job can have. gRPC's calls reach it through
+`rpc/role_interceptor`, HTTP's through `http/role_middleware`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rdzv.stores.base import Record
 log = logging.getLogger("rdzv.access")
 
 AUDIT = "@rdzvd"
-"""The name under which changes by operators are stored. No job's name begins like it."""
+"""The name under which changes by operators are stored. No job's name can begin with `@`."""
 
 LOG_EVERY_MS = 1_000
-"""Refused calls are logged this often at most, so that nobody can fill a disk with them."""
+"""The shortest time between log lines about refused calls, so that callers cannot fill a disk."""
 
 
 @dataclass(slots=True)
 class Change:
-    """What the present call has changed, from what to what; empty while it has changed nothing."""
+    """The present call's change, from what to what; empty while it has changed nothing."""
 
     text: str = ""
 
@@ -54,7 +54,7 @@ def begin_change() -> Change:
 
 
 def note_change(before: str, after: str) -> None:
-    """Have the audit of the present call say what it has changed."""
+    """Add a change to the audit record of the present call."""
     text = f"from {before} to {after}" if before != after else f"{after} as before"
     _change.get(Change()).text = text
 
@@ -64,7 +64,7 @@ _VERBS = {"Attach": "open a stream", "ServerReflectionInfo": "ask which calls th
 
 
 def verb_of(method: str) -> str:
-    """Return a call's name as people say it.
+    """Return a call's name in plain words.
 
     >>> verb_of("/rdzv.v1.Control/DrainNode")
     'drain node'
@@ -74,7 +74,7 @@ def verb_of(method: str) -> str:
 
 
 class Leader(Protocol):
-    """The server that leads, as far as access depends on it."""
+    """The part of a leading server that access depends on."""
 
     tokens: Tokens
     jobs: Jobs
@@ -82,18 +82,18 @@ class Leader(Protocol):
 
 
 class Leadership(Protocol):
-    """Whether this server leads. Each of these raises `NotLeaderError` while it does not."""
+    """Whether this server leads. Its members raise `NotLeaderError` while it does not."""
 
     @property
     def driver(self) -> Leader:
-        """The leader, while this server is it."""
+        """The leader, while this server leads."""
 
     async def settled_driver(self, timeout_s: float) -> Leader:
-        """Return the leader; while no server leads, wait this long for one that does."""
+        """Return the leader; while no server leads, wait up to `timeout_s` for one."""
 
 
 class Gate:
-    """The gate of one server: each call passes it, by gRPC and by HTTP."""
+    """The gate of one server: it checks each call, by gRPC and by HTTP."""
 
     def __init__(
         self, leadership: Leadership, clock: Clock, config: Config, meter: Meter | None = None
@@ -106,11 +106,11 @@ class Gate:
         self._unlogged = 0
 
     async def caller(self, header: str | None, certified: Callable[[], Caller | None]) -> Caller:
-        """Return who calls, by its `authorization` header or else by its certificate.
+        """Return the caller, identified by its `authorization` header or else by its certificate.
 
         Raises:
-            UnauthenticatedError: it has shown neither, or nothing that is good here.
-            NotLeaderError: it has shown a token, and this server stands by, which knows none.
+            UnauthenticatedError: it has shown neither, or nothing that is valid here.
+            NotLeaderError: it has shown a token, and this server stands by and knows no tokens.
 
         """
         if not self._config.auth:
@@ -127,10 +127,10 @@ class Gate:
         )
 
     async def admit(self, caller: Caller, row: Row, what: str, rdzv_id: str | None) -> None:
-        """Refuse what the table does not open to a caller; `rdzv_id` is the job that is meant.
+        """Refuse a call that the table does not permit to the caller; `rdzv_id` names the job.
 
         Raises:
-            DeniedError: it may not do that, or not to this job.
+            DeniedError: it may not make this call, or not for this job.
 
         """
         roles.refuse_without_role(caller, row, what)
@@ -139,12 +139,12 @@ class Gate:
         try:
             named = bounds.rdzv_id_of(rdzv_id, self._config.limits)
         except InvalidRequestError:
-            # No job has this name, which the call itself answers.
+            # No job can have this name; the call itself answers that.
             return
         roles.refuse_others_job(caller, await self._leadership.driver.jobs.look(named), what)
 
     def note_refusal(self, who: str, code: str, reason: str) -> None:
-        """Count a refused call, and log it, unless one was just logged."""
+        """Count a refused call; log it too, unless one was logged a moment ago."""
         self._meter.call_refused(code)
         now_ms = self._clock.now_ms()
         if self._logged_ms is not None and now_ms - self._logged_ms < LOG_EVERY_MS:
@@ -170,10 +170,10 @@ class Gate:
         try:
             await self._leadership.driver.history.append((row,))
         except RendezvousError as error:
-            # This server no longer leads; the log has the line.
+            # This server no longer leads; only the log has the change.
             log.warning("not in the history, for %s: %s", error, text)
 
 
 def signed(reason: str, caller: Caller) -> str:
-    """Return a reason for people, with the name of the caller that gave it, if that is proven."""
+    """Return a reason for people, with the name of the caller who gave it, if that is proven."""
     return f"{reason} [{caller}]" if caller.name else reason

@@ -1,8 +1,8 @@
 """The caller of a request: proven by the client's certificate, or by a token.
 
 The name of a caller is its certificate's common name (CN), and its roles are the organizations (O)
-that are names of roles; or both are those of its token. A token says more than the certificate that
-it comes with: the machine's, say. Where nobody has to prove anything, everyone is `ANYBODY`.
+that are names of roles; or both come from its token. A token takes precedence over the certificate
+that comes with it, which may be the machine's. If callers need no proof, each is `ANYBODY`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rdzv.transport.certificates import read_certificate
 
 
 class Role(StrEnum):
-    """A role of a caller; `roles` lists what it opens, call by call."""
+    """A role of a caller; `roles` lists the calls that it permits."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -33,23 +33,23 @@ IMPLIED = {
     Role.NODE: frozenset({Role.NODE}),
     Role.ADMIN: frozenset(Role),
 }
-"""By role: what may be done with it. A node's key lies on a machine that runs users' code, and so
-opens nothing but the node's own stream."""
+"""By role: the roles it includes. A node's key lies on a machine that runs users' code, and so
+permits only the node's own stream."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
-"""Names appear in logs, in events, and as names of accounts."""
+"""Names appear in logs, in events, and as account names."""
 
 
 @struct(frozen=True)
 class Caller:
-    """One caller, with all that its roles imply."""
+    """One caller, with all roles that its own imply."""
 
     name: str
     roles: frozenset[Role]
     proof: str
     """The proof of its name: `certificate`, or `token` with the token's id."""
     token: str = ""
-    """The id of the token that it has shown."""
+    """The id of the token that the caller has shown."""
 
     def has(self, roles: Iterable[Role]) -> bool:
         """Whether it has one of these roles."""
@@ -62,7 +62,7 @@ class Caller:
 
     @property
     def shown(self) -> str:
-        """Its roles, for people, without those that another one implies."""
+        """Its roles, for people, without those that another of them implies."""
         own = [
             role
             for role in Role
@@ -76,20 +76,20 @@ class Caller:
 
 
 ANYBODY = Caller("", IMPLIED[Role.ADMIN], "anybody")
-"""Any caller of a server that asks for no proof."""
+"""Any caller of a server that requires no proof."""
 
 NOBODY = Caller("", frozenset(), "nobody")
-"""A caller without proof at a server that asks for one."""
+"""A caller without proof at a server that requires one."""
 
 present: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 """The caller of the call that the present task serves."""
 
 
 def name_of(text: str) -> str:
-    """Return the name of a caller.
+    """Check the name of a caller, and return it.
 
     Raises:
-        InvalidRequestError: nobody can have it.
+        InvalidRequestError: no caller can have this name.
 
     """
     if not _NAME.fullmatch(text):
@@ -100,7 +100,7 @@ def name_of(text: str) -> str:
 
 
 def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
-    """Return roles by their names, each once.
+    """Return the roles with these names, each once.
 
     Raises:
         InvalidRequestError: there is no such role, or none was given.
@@ -126,10 +126,10 @@ def implied(roles: Iterable[Role]) -> frozenset[Role]:
 
 @functools.lru_cache(maxsize=4096)
 def certified(pem: bytes) -> Caller:
-    """Return the caller that has this certificate, which TLS has verified.
+    """Return the caller with this certificate, which TLS has verified.
 
     Raises:
-        UnauthenticatedError: it names nobody.
+        UnauthenticatedError: it contains no name.
 
     """
     try:
@@ -143,7 +143,7 @@ def certified(pem: bytes) -> Caller:
             "letters, digits and . _ @ + -: the caller's name (`rdzvctl certs` makes such)"
         )
     known = {role.value: role for role in Role}
-    # Organizations that are no roles are an organization's own business.
+    # Organizations that are not names of roles have no meaning here.
     roles = [known[other] for other in certificate.organizations if other in known]
     return Caller(name, implied(roles), "certificate")
 
@@ -152,7 +152,7 @@ def bearer(header: str) -> str:
     """Return the token in an `authorization` header.
 
     Raises:
-        UnauthenticatedError: there is none in it.
+        UnauthenticatedError: it contains none.
 
     """
     kind, _, text = header.strip().partition(" ")

@@ -1,7 +1,7 @@
-"""How a TLS handshake is limited: a connection that has not completed it in time is closed.
+"""Limits TLS handshakes: a connection that has not completed its handshake in time is closed.
 
-`timings.handshake` counts for gRPC (TLS and the beginning of HTTP/2) and for HTTP with TLS alike.
-How many connections may be open at once is limited at each port, by `limits.connections` and
+`timings.handshake` applies to gRPC (TLS and the beginning of HTTP/2) and to HTTP with TLS alike.
+The number of open connections is limited at each port, by `limits.connections` and
 `limits.http_connections`.
 """
 
@@ -11,7 +11,7 @@ from rdzv.server.settings.config import Timings
 
 
 def grpc_option(timings: Timings) -> tuple[str, int]:
-    """Return the option of gRPC's server that limits a handshake."""
+    """Return the gRPC server option that limits the time of a handshake."""
     return ("grpc.server_handshake_timeout_ms", timings.handshake_ms)
 
 

@@ -1,6 +1,6 @@
 """The table of roles: one row for every call of the two services, and for every path of HTTP.
 
-`Gate` in `access` holds callers to it, for gRPC and HTTP alike. A call without a row is refused.
+`Gate` in `access` enforces it, for gRPC and HTTP alike. A call without a row is refused.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from rdzv.structs import struct
 
 
 class Whose(StrEnum):
-    """The jobs or nodes that a caller may use a call on, unless it is an admin."""
+    """Which jobs or nodes a caller may use a call on, unless it is an admin."""
 
     ANY = "any"
     OWN_JOB = "own job"
-    """A job that the caller has begun, or one that is not known yet."""
+    """A job that the caller has begun, or one that is not yet known."""
     OWN_NODE = "own node"
-    """The node of the caller's name; for `submit`, an rdzvrun of its own."""
+    """The node with the caller's name; for `submit`, an rdzvrun of the caller."""
 
 
 @struct(frozen=True)
 class Row:
-    """The roles of which any opens a call, and whose jobs or nodes it may be used on."""
+    """The roles, any of which permits a call, and the jobs or nodes it may be used on."""
 
     roles: frozenset[Role]
     whose: Whose = Whose.ANY
     changes: bool = False
-    """Whether it changes anything, and so is audited."""
+    """Whether the call changes anything, and so is audited."""
 
     @property
     def needed(self) -> str:
@@ -40,7 +40,7 @@ class Row:
 
 
 OPEN = None
-"""The row of calls that are open to every caller, also without proof."""
+"""The row of calls that need no role or proof."""
 
 _READ = Row(frozenset({Role.READ}))
 _LOOK_INSIDE = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB)
@@ -55,7 +55,7 @@ CALLS: dict[str, Row | None] = {
     "/rdzv.v1.Control/ListJobs": _READ,
     "/rdzv.v1.Control/ListEvents": _READ,
     "/rdzv.v1.Control/ForgetJob": _CHANGE_JOB,
-    # Output and stacks of workers belong to their user: data, paths, now and then a password.
+    # Output and stacks of workers belong to their user: they may contain data, paths, passwords.
     "/rdzv.v1.Control/ReadLogs": _LOOK_INSIDE,
     "/rdzv.v1.Control/TakeStacks": _LOOK_INSIDE,
     "/rdzv.v1.Control/ListServers": _READ,
@@ -73,7 +73,7 @@ CALLS: dict[str, Row | None] = {
     "/rdzv.v1.Control/ListTokens": _ADMIN,
     "/rdzv.v1.Control/RevokeTokens": _ADMIN_CHANGES,
     "/rdzv.v1.Control/ListAudit": _ADMIN,
-    # Probes of kubelets and load balancers have no way to prove anything.
+    # Probes of kubelets and load balancers cannot authenticate.
     "/grpc.health.v1.Health/Check": OPEN,
     "/grpc.health.v1.Health/Watch": OPEN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
@@ -85,7 +85,7 @@ PATHS: dict[str, Row | None] = {
     "/readyz": OPEN,
     "/metrics": _READ,
     "/sd": _READ,
-    # The page's files are the same for everybody; its data comes from /api.
+    # The page's files are the same for every caller; its data comes from /api.
     "/": OPEN,
     "/web/": OPEN,
     "/api/v1/jobs": _READ,
@@ -99,14 +99,14 @@ PATHS: dict[str, Row | None] = {
     "/api/v1/stream": _READ,
     "/api/v1/openapi.json": _READ,
 }
-"""By the path as it is routed; `/web/` stands for all files below it."""
+"""By the path of the route; `/web/` stands for all files below it."""
 
 
 def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
-    """Refuse a caller that has none of the roles that open a call.
+    """Refuse a caller that has none of the roles that permit a call.
 
     Raises:
-        DeniedError: it has not.
+        DeniedError: it has none of them.
 
     """
     if not caller.has(row.roles):
@@ -119,7 +119,7 @@ def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
 def refuse_others_job(caller: Caller, state: State, what: str) -> None:
     """Refuse a caller that is neither the owner of a job nor an admin.
 
-    A job that has ended and never belonged to anybody is free to be begun by anyone.
+    A job that has ended and never had an owner may be begun by any caller.
 
     Raises:
         DeniedError: it is neither.
@@ -140,8 +140,8 @@ def refuse_others_job(caller: Caller, state: State, what: str) -> None:
 def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
     """Refuse a node that the caller may not bring into a job.
 
-    A node's own agent goes where the server has placed it, and where only other nodes' agents are;
-    who may submit brings foreground nodes to jobs that are its own.
+    A node's own agent may join jobs that the server has placed on it, and jobs that only other
+    nodes' agents have joined; a submitter may bring foreground nodes to jobs of its own.
 
     Raises:
         DeniedError: it may not.
@@ -162,9 +162,9 @@ def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
 
 
 def owner_by(caller: Caller) -> str:
-    """Return the owner of a job that the caller begins; empty: nobody owns it.
+    """Return the owner of a job that the caller begins; empty: no owner.
 
-    What nodes begin by themselves is the work of whoever has configured them.
+    A job that nodes begin on their own has no owner.
     """
     return caller.name if Role.SUBMIT in caller.roles else ""
 
@@ -172,11 +172,11 @@ def owner_by(caller: Caller) -> str:
 def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str | None) -> None:
     """Refuse a hello for a node that is not the caller's own.
 
-    A node is its name, and each rdzvrun on it that name with a process id, as rdzvrun makes it.
-    `bound_to` is the name of the caller that speaks for this node_id already; None: nobody does.
+    A node is identified by its name, an rdzvrun on it by that name with a process id. `bound_to` is
+    the name of the caller that already speaks for this node_id; None: there is none.
 
     Raises:
-        DeniedError: it would.
+        DeniedError: the node is not the caller's own.
 
     """
     own = node_id == caller.name or (

@@ -1,8 +1,8 @@
-"""The server's certificate and key, and the CA of its clients: read anew whenever they change.
+"""The server's certificate and key, and the CA of its clients: reloaded whenever they change.
 
-The files are looked at when somebody connects, and at SIGHUP: whoever connects next meets the new
-ones, and open connections stay as they are. Files that cannot be used are not: those from before
-stay, and the log says why. TLS 1.3 is the only version: of HTTP by the context, of gRPC by
+The files are checked at each new connection, and at SIGHUP: the next client gets the new ones, and
+open connections stay as they are. Unusable files are ignored: the former ones stay in use, and the
+log has the reason. Only TLS 1.3 is allowed: for HTTP by the context, for gRPC by
 `rdzv.server.__main__`.
 """
 
@@ -44,7 +44,7 @@ class _Loaded:
 
 
 class Tls:
-    """The certificate that the server shows, and the one that it asks of clients.
+    """The certificate that the server shows, and the CA for those of clients.
 
     Used by the event loop and by gRPC's own threads.
     """
@@ -53,17 +53,17 @@ class Tls:
         """Read the files.
 
         Raises:
-            InvalidRequestError: they cannot be used; the message names file, reason and remedy.
+            InvalidRequestError: they are unusable; the message names file, reason and remedy.
 
         """
         self._files = files
         self._lock = threading.Lock()
         self._now = self._load()
         self._tried = self._now.stamp
-        """The files as they were when they were read last, whether they could be used or not."""
+        """The state of the files at their last read, whether they were usable or not."""
         self._warn()
         self.http = _context(files)
-        """The context of HTTP: each handshake uses the files as they are at that time."""
+        """The context of HTTP: each handshake uses the present files."""
         self.http.sni_callback = self._choose
         quiet_handshakes()
 
@@ -73,7 +73,7 @@ class Tls:
         return self._now.shown
 
     def expires(self) -> datetime:
-        """Return when the certificate expires that a new connection would be shown."""
+        """Return the expiry of the certificate that a new connection would be shown."""
         self.refresh()
         return self.shown.not_after
 
@@ -91,11 +91,11 @@ class Tls:
                 told = self._now
                 return told.grpc
 
-        # None is allowed: nothing has changed.
+        # None is allowed: it means no change.
         return grpc.dynamic_ssl_server_credentials(told.grpc, fetch, asks)  # type: ignore[arg-type]
 
     def refresh(self) -> None:
-        """Read the files anew if they have changed; unusable ones leave the former in use."""
+        """Reload the files if they have changed; if unusable, the former ones stay in use."""
         with self._lock:
             self._refresh()
 
@@ -118,7 +118,7 @@ class Tls:
     def _choose(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _: str | None, __: ssl.SSLContext
     ) -> None:
-        """Have one handshake of HTTP use the files as they are now."""
+        """Make one HTTP handshake use the present files."""
         self.refresh()
         connection.context = self._now.context
 
@@ -130,11 +130,11 @@ class Tls:
             try:
                 loaded = self._read(stamp)
             except OSError as error:
-                # The TLS library raises it, too: the files have changed since they were checked.
+                # The TLS library raises it, too, if the files have changed since they were checked.
                 raise InvalidRequestError(
                     f"{error.filename or self._files.cert} cannot be read: {error.strerror}"
                 ) from error
-            # Otherwise the files that were checked may not be those that were read.
+            # Otherwise the files that were checked might not be those that were read.
             if stamp_of(self._files.paths) == stamp:
                 return loaded
         raise InvalidRequestError(
@@ -153,7 +153,7 @@ class Tls:
 
     def _warn(self) -> None:
         key = self._now.key
-        # A key of another account's, as in a secret of Kubernetes, is read by way of its group.
+        # A key owned by another account, as in a Kubernetes secret, is read through its group.
         if key.st_mode & (0o077 if key.st_uid == os.geteuid() else 0o007):
             log.warning(
                 "TLS key %s can be read by others than its owner (mode %04o); chmod 600 it",
@@ -174,9 +174,10 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 @functools.cache
 def quiet_handshakes() -> None:
-    """Have Python write no traceback of a hello whose name is no text; the handshake fails anyway.
+    """Keep Python from printing a traceback when the name in a hello is not text.
 
-    With `sni_callback` it decodes the name itself, and nobody but this hook hears what came of it.
+    The handshake fails anyway. With `sni_callback` Python decodes the name itself, and reports an
+    error only to this hook.
     """
     former = sys.unraisablehook
 

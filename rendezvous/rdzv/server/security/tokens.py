@@ -1,8 +1,8 @@
 """Tokens, for callers without a certificate. A server keeps their hashes, and never the text.
 
-A token's text is `rdzv_ID_SECRET`. The id is no secret: tokens are listed and revoked by it. The
-secret has 256 random bits, so a plain hash of it cannot be turned round, and none can be guessed.
-Several tokens may be good for one name: make the new one, hand it out, revoke the old one.
+A token's text is `rdzv_ID_SECRET`. The id is not secret: tokens are listed and revoked by it. The
+secret has 256 random bits, so its plain hash cannot be inverted, and the secret cannot be guessed.
+One name may have several valid tokens: make the new one, distribute it, revoke the old one.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.tokens")
 
 TOKENS = "tokens"
-"""The document that has them."""
+"""The key-value record of all tokens."""
 
 USE_STORED_EVERY_MS = 60 * MINUTE_MS
-"""The precision of a token's last use as it is stored; no call waits for a commit."""
+"""The precision of a token's stored last use; no call waits for a commit."""
 
 EXPIRED_KEPT_MS = 30 * DAY_MS
-"""How long an expired token is listed, so that people see why it does not work any more."""
+"""How long an expired token is listed, so that people see why it no longer works."""
 
 _TEXT = re.compile(r"rdzv_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
@@ -78,17 +78,17 @@ def new_text() -> str:
 
 
 def _hash(text: str) -> str:
-    # HTTP may carry bytes that are no text; no token has such.
+    # HTTP headers may carry bytes that are not text; no token contains such bytes.
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
 def text_in(file: Path) -> str:
-    """Return the token in a file; if there is no such file, make it, with a new one.
+    """Return the token in a file; if there is no such file, create it with a new token.
 
-    Only who runs rdzvd can read it.
+    Only the account that runs rdzvd can read it.
 
     Raises:
-        InvalidRequestError: the file cannot be read or made, or has something else in it.
+        InvalidRequestError: the file cannot be read or created, or contains something else.
 
     """
     try:
@@ -116,7 +116,7 @@ def text_in(file: Path) -> str:
 
 
 class Tokens:
-    """The tokens of one server that leads."""
+    """The tokens of one leading server."""
 
     def __init__(
         self,
@@ -128,9 +128,9 @@ class Tokens:
         *,
         auth: bool,
     ) -> None:
-        """`most` may exist at once; `on_revoke` hears the ids of those that are revoked.
+        """At most `most` may exist; `on_revoke` receives the ids of revoked tokens.
 
-        `auth`: callers have to prove who they are.
+        `auth`: callers must authenticate.
         """
         self._clock = clock
         self._tasks = tasks
@@ -142,12 +142,12 @@ class Tokens:
         self._storing_use = False
 
     async def start(self, admin_token: Path | None) -> None:
-        """Learn what is stored; with `admin_token`, see to it that there is an admin's token.
+        """Read the stored tokens; with `admin_token`, make sure that an admin's token exists.
 
         Raises:
-            InvalidRequestError: there are tokens, and this server asks nobody for one.
+            InvalidRequestError: there are tokens, but this server requires no authentication.
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored cannot be read.
+            RendezvousStateError: the stored tokens cannot be read.
 
         """
         await self._document.load()
@@ -168,10 +168,10 @@ class Tokens:
         return tuple(sorted(self._tokens.values(), key=lambda token: token.created_ms))
 
     def caller(self, text: str) -> Caller:
-        """Return the caller that shows this token.
+        """Return the caller for a token's text.
 
         Raises:
-            UnauthenticatedError: it is none of ours, was revoked, or has expired.
+            UnauthenticatedError: it is unknown, was revoked, or has expired.
 
         """
         now_ms = self._clock.now_ms()
@@ -190,9 +190,9 @@ class Tokens:
         """Make a token, and return it with its text. `expires_in_ms` 0: it does not expire.
 
         Raises:
-            InvalidRequestError: nobody here has to show any, and so nobody should rely on it.
-            LimitExceededError: there are too many.
-            RendezvousError: it was not stored; to be asked for again.
+            InvalidRequestError: this server checks no tokens, so callers must not rely on one.
+            LimitExceededError: too many tokens.
+            RendezvousError: it was not stored; retry.
 
         """
         if not self._auth:
@@ -205,7 +205,7 @@ class Tokens:
         return token, text
 
     async def ensure_admin(self, file: Path) -> None:
-        """Make the file's token an admin's, unless there is another admin's token.
+        """Make the file's token an admin's, unless another admin's token exists.
 
         Raises:
             InvalidRequestError: the file cannot be used.
@@ -222,7 +222,7 @@ class Tokens:
         """Revoke a token by its id, or all of one name; return them.
 
         Raises:
-            UnknownTokenError: there is none.
+            UnknownTokenError: there is no such token.
             RendezvousError: they may not be revoked; retry.
 
         """
@@ -263,11 +263,11 @@ class Tokens:
             self._storing_use = False
 
     async def _write(self, tokens: dict[str, Token]) -> None:
-        """Store tokens, and only then use them. After a failure the stored ones are used."""
+        """Store tokens, and only then use them. After a failure the stored ones stay in use."""
         data = msgspec.json.encode(_Document(tokens=tuple(tokens.values())))
         known = self._tokens
         await self._document.swap(tokens, data)
-        # Only this server knows which were used meanwhile.
+        # Only this server knows which tokens were used meanwhile.
         self._document.value = {
             i: replace(token, used_ms=known[i].used_ms) if i in known else token
             for i, token in tokens.items()
@@ -275,10 +275,10 @@ class Tokens:
 
 
 def decode(data: bytes) -> tuple[Token, ...]:
-    """Read the document.
+    """Decode the stored tokens.
 
     Raises:
-        RendezvousStateError: it cannot be read.
+        RendezvousStateError: they cannot be read.
 
     """
     try:
@@ -294,15 +294,15 @@ def decode(data: bytes) -> tuple[Token, ...]:
 
 
 def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
-    """Return the caller that shows this text. No error quotes it: it may be nearly right.
+    """Return the caller for this text. No error quotes the text: it may be nearly right.
 
     Raises:
-        UnauthenticatedError: nobody does.
+        UnauthenticatedError: no valid token has this text.
 
     """
     found = _TEXT.fullmatch(text)
     token = tokens.get(found.group(1)) if found else None
-    # Always compared, and to the end: the time must not tell how much of it is right.
+    # Always compared completely: the time must not reveal how much of it is right.
     same = hmac.compare_digest(_hash(text), token.sha256 if token is not None else "")
     if token is None or not same:
         raise UnauthenticatedError(
