@@ -1,4 +1,4 @@
-"""The log lines about the stream to the server: each cause once, until there is a stream again."""
+"""The log lines about the stream to the server: each cause once, until a stream is open again."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rdzv.transport.endpoints import Endpoint
 log = logging.getLogger("rdzv.agent")
 
 CAUSES_MOST = 16
-"""The log names at most this number of causes for a missing stream, until there is one again."""
+"""The most causes of a missing stream that are logged until a stream is open again."""
 _FIGURES = re.compile(r"\d+(\.\d+)?")
 
 
 class ConnectionLog:
-    """Tells a user that there is no server, why, and that there is one again."""
+    """Logs for a user that there is no server, why, and that there is one again."""
 
     def __init__(self) -> None:
         self._causes: set[str] = set()
-        """Why there is no stream, as far as the log has it since the last one."""
+        """The causes logged since the last stream."""
         self._was_connected = False
 
     def lost(self, endpoint: Endpoint, reason: str, *, again: bool) -> None:
-        """Say that there is no stream; `again`: the attempt made at once has failed too.
+        """Log that there is no stream; `again` if the immediate retry has failed too.
 
-        Each cause is logged once, whatever its figures are: the next one may be another.
+        Each cause is logged once, whatever its figures are: the next one may differ.
         """
         cause = _FIGURES.sub("", reason)
         if again and cause not in self._causes and len(self._causes) < CAUSES_MOST:
@@ -35,7 +35,7 @@ class ConnectionLog:
             log.debug("no stream to %s: %s", endpoint, reason)
 
     def silent(self, endpoint: Endpoint, silent_s: float) -> None:
-        """Say that the server does not answer; it is waited for."""
+        """Log that the server does not answer, and that the agent waits for it."""
         reason = f"no answer from {endpoint} within {silent_s:g} s"
         # The same as when the attempt is given up later.
         if (cause := _FIGURES.sub("", reason)) not in self._causes:
@@ -47,7 +47,7 @@ class ConnectionLog:
             )
 
     def connected(self, endpoint: Endpoint) -> None:
-        """Say that there is a server, where it was said that there is none."""
+        """Log that there is a server again, if its absence was logged."""
         if self._causes:
             self._causes.clear()
             again = " again" if self._was_connected else ""

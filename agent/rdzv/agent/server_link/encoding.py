@@ -1,4 +1,4 @@
-"""Messages of the stream <-> values of the agent core. The agent's only sight of protobuf."""
+"""Messages of the stream <-> values of the agent core. Only here the agent handles protobuf."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _RESULTS = {
 def belief(
     state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool, secret: str = ""
 ) -> pb.Belief:
-    """Say all that this node believes about its job."""
+    """Encode everything that this node believes about its job."""
     # The join of a node without workers has them already.
     failures = () if state.phase is Phase.JOINING else state.failures
     believed = pb.Belief(
@@ -93,7 +93,7 @@ def join(
     refuse_reuse: bool,
     secret: str = "",
 ) -> pb.Join:
-    """Ask for a place, with what this node brings."""
+    """Encode a request for a place, with this node's offer."""
     fenced_ms = now_ms - (state.stopping_since_ms or now_ms) if say.fenced else 0
     return pb.Join(
         rdzv_id=state.job.rdzv_id,
@@ -144,7 +144,7 @@ def _round(rdzv_id: str, assignment: Assignment, now_ms: int) -> pb.RoundComplet
 
 
 def _failures(failures: Iterable[WorkerFailure], now_ms: int) -> list[pb.WorkerFailure]:
-    """Report the earliest failures; the server keeps no more, and a message has a bound."""
+    """Encode the earliest failures; the server keeps no more, and messages are bounded."""
     earliest = sorted(failures, key=lambda failure: failure.at_ms)[:MAX_FAILURES]
     return [
         pb.WorkerFailure(
@@ -162,7 +162,7 @@ def _failures(failures: Iterable[WorkerFailure], now_ms: int) -> list[pb.WorkerF
 
 
 def _text(text: str) -> str:
-    """Make text that can be sent: names of files may have bytes that are no characters."""
+    """Return text that can be sent: file names may have bytes that are not valid text."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -188,7 +188,7 @@ Statement: TypeAlias = (
 
 
 def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
-    """Turn what the core says about its workers into a message."""
+    """Turn a statement of the core about its workers into a message."""
     match say:
         case commands.SayFailed():
             return pb.NodeMessage(
@@ -218,7 +218,7 @@ def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
 
 
 def progress(said: Report, rdzv_id: str) -> pb.NodeMessage:
-    """Say how far this node's workers are."""
+    """Encode the progress of this node's workers."""
     ranks = [
         pb.RankProgress(rank=one.rank, step=one.step, age_ms=one.age_ms, rate=one.rate)
         for one in said.ranks
@@ -229,7 +229,7 @@ def progress(said: Report, rdzv_id: str) -> pb.NodeMessage:
 
 
 def read_request(message: pb.ReadLog) -> ReadRequest:
-    """Read which logs the server wants."""
+    """Decode the server's request for logs."""
     return ReadRequest(
         number=message.request,
         rdzv_id=message.rdzv_id,
@@ -247,7 +247,7 @@ def read_request(message: pb.ReadLog) -> ReadRequest:
 
 
 def log_piece(piece: Piece) -> pb.NodeMessage:
-    """Send a piece of a log."""
+    """Encode a piece of a log."""
     return pb.NodeMessage(
         log_piece=pb.LogPiece(
             request=piece.request,
@@ -264,7 +264,7 @@ def log_piece(piece: Piece) -> pb.NodeMessage:
 
 
 def hung(report: HungReport, rdzv_id: str) -> pb.NodeMessage:
-    """Say which of this node's workers hang."""
+    """Encode a report of this node's hung workers."""
     workers = [
         pb.HungWorker(
             rank=one.rank,
@@ -281,7 +281,7 @@ def hung(report: HungReport, rdzv_id: str) -> pb.NodeMessage:
 
 
 def stacks_asked(message: pb.TakeStacks) -> StacksAsked:
-    """Read whose stacks the server wants."""
+    """Decode the server's request for stacks."""
     return StacksAsked(
         message.request, message.rdzv_id, message.run, message.round, message.timeout_ms
     )
@@ -290,7 +290,7 @@ def stacks_asked(message: pb.TakeStacks) -> StacksAsked:
 def stacks(
     request: int, workers: Iterable[WorkerStack], *, last: bool, error: str
 ) -> pb.NodeMessage:
-    """Say what workers are doing."""
+    """Encode workers' stacks."""
     return pb.NodeMessage(
         stacks=pb.Stacks(
             request=request, workers=map(_worker_stack, workers), last=last, error=_text(error)
@@ -321,7 +321,7 @@ def _worker_stack(stack: WorkerStack) -> pb.WorkerStack:
 
 
 def resources(has: Resources) -> pb.Resources:
-    """Say what this node has for submitted jobs."""
+    """Encode this node's resources for submitted jobs."""
     return pb.Resources(
         cpus=has.cpus,
         memory_bytes=has.memory_bytes,
@@ -336,28 +336,28 @@ def resources(has: Resources) -> pb.Resources:
 
 
 def holdings(held: Iterable[Holding]) -> pb.Holdings:
-    """Say of which submitted jobs something may be left."""
+    """Encode the submitted jobs that may still have processes here."""
     return pb.Holdings(
         holdings=[pb.Holding(rdzv_id=one.rdzv_id, run=one.run, gpus=one.gpus) for one in held]
     )
 
 
 def health(failing: Iterable[FailingCheck]) -> pb.Health:
-    """Say what is wrong with this node."""
+    """Encode the failing health checks of this node."""
     return pb.Health(
         failing=[pb.FailingCheck(name=_text(one.name), reason=_text(one.reason)) for one in failing]
     )
 
 
 def declined(rdzv_id: str, run: str, reason: str, *, passing: bool = False) -> pb.NodeMessage:
-    """Say that this node cannot take up a job; not now, if what is in the way may pass."""
+    """Encode that this node cannot take up a job; `passing` if the reason may pass."""
     return pb.NodeMessage(
         declined=pb.Declined(rdzv_id=rdzv_id, run=run, reason=_text(reason), passing=passing)
     )
 
 
 def draining(drain: NodeDrain) -> pb.Draining | None:
-    """Say whether this node is about to leave all its jobs; None: it is not."""
+    """Encode that this node is about to leave all its jobs; None if it is not."""
     if drain.present is None:
         return None
     said = pb.Draining(number=drain.told.number if drain.told is not None else 0)
@@ -368,7 +368,7 @@ def draining(drain: NodeDrain) -> pb.Draining | None:
 
 
 def gone(line: pb.RoundCompleted) -> pb.NodeMessage:
-    """Give back a seat in a round of a job that this node takes no part in any more."""
+    """Encode giving back the seat in a round of a job that this node no longer takes part in."""
     return pb.NodeMessage(
         leave=pb.Leave(
             rdzv_id=line.rdzv_id,
@@ -381,7 +381,7 @@ def gone(line: pb.RoundCompleted) -> pb.NodeMessage:
 
 
 def placed(message: pb.Placed) -> Placed:
-    """Read which job this node is to take up."""
+    """Decode a job that this node has to take up."""
     spec = message.spec
     return Placed(
         message.rdzv_id,

@@ -1,8 +1,8 @@
-"""Proofs that the server hears this node, for nodes whose workers are fenced.
+"""Proofs that the server receives this node's messages, for nodes whose workers are fenced.
 
-A Welcome says that the Hello was heard, a Heard that its heartbeat was. What is proven is the time
-when that was *sent*: the server counts the lease from then, or later. What the server says of its
-own accord proves nothing: it may have been on its way for long.
+A Welcome confirms the Hello, a Heard its heartbeat. Each proves the time when the confirmed message
+was *sent*: the server counts the lease from then, or later. Unsolicited messages of the server
+prove nothing: they may have been under way for long.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from rdzv.v1 import rdzv_pb2 as pb
 log = logging.getLogger("rdzv.agent")
 
 HEARTBEATS_PER_FENCE = 4
-"""Heartbeats of a node whose workers are fenced, in the time after which they are: one that stays
-without an answer until the next leaves time for a new stream before the fence."""
+"""Heartbeats per fence time, for a node whose workers are fenced: if one is unanswered when the
+next is due, there is time for a new stream before the fence."""
 UNANSWERED_MOST = 1_000
-"""The most heartbeats whose answer is waited for."""
+"""The most unanswered heartbeats that are remembered."""
 
 
 class FenceProofs:
-    """Remembers what the open stream has sent; an answer renews the fences of these jobs."""
+    """Remembers the messages sent on the open stream; an answer renews the fences of these jobs."""
 
     def __init__(self, jobs: Mapping[str, JobPort]) -> None:
         self._jobs = jobs
         self._hello_sent_ms = 0
         self._heartbeats = 0
         self._unanswered: deque[tuple[int, int]] = deque(maxlen=UNANSWERED_MOST)
-        """Heartbeats of the open stream by number, and when they were sent."""
+        """Heartbeats of the open stream: their numbers, and when they were sent."""
 
     def begin_stream(self) -> None:
-        """Wait for no answer of an earlier stream."""
+        """Drop answers that earlier streams were waiting for."""
         self._unanswered.clear()
 
     @property
     def shortest_fence_s(self) -> float:
-        """After how long the first workers of this node are fenced; 0 if none ever are."""
+        """The time after which the first workers of this node are fenced; 0 if none ever are."""
         fences_ms = [job.fence_after_ms for job in self._jobs.values() if job.fence_after_ms]
         return min(fences_ms, default=0) / 1000
 
     def note_sent(self, message: pb.NodeMessage) -> bool:
-        """Remember when this was sent, should an answer come; ask for one where it matters.
+        """Remember when a message was sent, in case it is answered; request an answer where needed.
 
-        Returns whether the server has left so much unanswered that another stream must be tried.
+        Returns whether too much is unanswered, so that another stream must be tried.
         """
         if message.HasField("hello"):
             self._hello_sent_ms = boottime_ms()
@@ -62,11 +62,11 @@ class FenceProofs:
         return False
 
     def note_welcomed(self) -> None:
-        """Take the answer to the Hello of this stream."""
+        """Process the answer to the Hello of this stream."""
         self._renew_fences(self._hello_sent_ms)
 
     def note_heard(self, number: int) -> None:
-        """Take an answer to a heartbeat of this stream; one that was never sent proves nothing."""
+        """Process an answer to a heartbeat of this stream; an unknown number proves nothing."""
         while self._unanswered and self._unanswered[0][0] <= number:
             known, sent_ms = self._unanswered.popleft()
             if known == number:

@@ -1,4 +1,4 @@
-"""Takes what the server says on the open stream to the jobs, placements and readers concerned."""
+"""Delivers the server's messages on the open stream to jobs, placements and log readers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Inbox:
         log_reading: LogReading,
         say: Callable[[pb.NodeMessage], None],
     ) -> None:
-        """Deliver to those that are there at the time; answer for what is not here with `say`.
+        """Deliver to the recipients present at the time; answer for absent ones with `say`.
 
-        A job that the server withdraws is not `declined` any more.
+        A job that the server withdraws is no longer `declined`.
         """
         self._jobs = jobs
         self._placements = placements
@@ -90,10 +90,10 @@ class Inbox:
             placements.withdrawn(told.rdzv_id, told.run, told.reason)
 
     def _deliver(self, message: pb.ServerMessage) -> None:
-        """Deliver what is said of a job to its driver."""
+        """Deliver a message about a job to its driver."""
         job = self._jobs.get(encoding.rdzv_id_of(message))
         if job is None and message.HasField("round_completed"):
-            # A driver that is gone has asked for the place, so it is given back here.
+            # A driver that is gone had asked for the place, so it is given back here.
             self._say(encoding.gone(message.round_completed))
         elif job is None:
             log.debug("heard of a job that is not here: %s", message)

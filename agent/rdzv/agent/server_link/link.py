@@ -1,8 +1,8 @@
-"""The node's one stream to the server: kept open, opened again, never given up by itself.
+"""The node's one stream to the server: kept open, reopened, and never given up by itself.
 
-One `ServerLink` serves all jobs of an agent. It knows nothing of jobs but their names: what is
-said comes from the drivers, what is heard goes to them. Each time a stream opens, a Hello says
-all that the node believes, so a message that was lost with the stream before is not missed.
+One `ServerLink` serves all jobs of an agent. It knows only the names of jobs: the drivers send and
+receive the messages. Each time a stream opens, a Hello contains everything that the node believes,
+so a message that was lost with the previous stream does no harm.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ log = logging.getLogger("rdzv.agent")
 WELCOME_TIMEOUT_S = 10.0
 """How long an open stream may stay without the server's Welcome."""
 WELCOME_TIMEOUT_MOST_S = 80.0
-"""It doubles up to this while servers do not answer in time: one that thousands come back to at
-once would only serve those who have given up on it. Pings tell of one that is gone."""
+"""It doubles up to this while servers do not answer in time: a server to which thousands of nodes
+return at once would only serve nodes that have given up on it. Pings detect a server that is
+gone."""
 SILENT_S = 5.0
-"""After how long without a Welcome it is said that the server does not answer; it is waited for."""
+"""The time without a Welcome after which the log says that the server does not answer."""
 RENEWAL_MS = 5_000
-"""How long the server waits for the stream that follows one which this node has ended."""
+"""How long the server waits for the next stream after this node has ended one."""
 DECLINED_KEPT = 64
 
 
@@ -76,11 +77,11 @@ class Identity:
     pid: int
     version: str
     incarnation: int = 0
-    """The incarnation that this instance was given before, if an earlier agent has begun it."""
+    """The incarnation of this instance, if an earlier agent has begun it."""
     leadership: int = 0
-    """The highest that was heard of, likewise."""
+    """The highest leadership that the earlier agent has seen."""
     lease_ms: int | None = None
-    """The lease that it had, likewise."""
+    """The lease that the earlier agent had."""
 
 
 class ServerLink:
@@ -106,18 +107,18 @@ class ServerLink:
         self._last_lease_ms = identity.lease_ms
         """The lease that the last stream gave, open or not; None: there was none."""
         self._declined: dict[tuple[str, str], str] = {}
-        """By rdzv_id and run, the jobs that this node cannot take up, and why. Said again when a
-        stream opens, for nothing else says it."""
+        """The jobs that this node cannot take up, by rdzv_id and run, and why. Sent again when a
+        stream opens, because the Hello does not contain it."""
         self._renewing = False
-        """Whether the stream was ended to say hello anew, and another follows at once."""
+        """Whether the stream was ended to send a new Hello, and another follows at once."""
         self._proofs = FenceProofs(self._jobs)
         self.outbox = Outbox(self._proofs, WELCOME_TIMEOUT_S)
         self._leadership = identity.leadership
         self._incarnation = identity.incarnation
         self.on_welcome: Callable[[int, int, int], None] = lambda *given: None
-        """Called with incarnation, leadership and lease, before anybody relies on them."""
+        """Called with incarnation, leadership and lease, before anything relies on them."""
         self.superseded: NodeSupersededError | None = None
-        """Why this instance speaks for its node no more, once `is_superseded`."""
+        """Why this instance no longer represents its node, once `is_superseded`."""
         self.is_superseded = asyncio.Event()
         self._log = ConnectionLog()
         self._closing = asyncio.Event()
@@ -134,7 +135,7 @@ class ServerLink:
         )
         self.meter = Meter()
         self.metrics_address = ""
-        """Where others read what it counts, as HOST:PORT; said in every Hello."""
+        """The address of the metrics page, as HOST:PORT; sent in every Hello."""
 
     @property
     def identity(self) -> Identity:
@@ -142,7 +143,7 @@ class ServerLink:
         return self._identity
 
     def certificate_expires(self) -> datetime | None:
-        """Say when the certificate expires that this node shows; None: it shows none."""
+        """Return when this node's client certificate expires; None if it has none."""
         return self._credentials.expires()
 
     @property
@@ -151,9 +152,9 @@ class ServerLink:
         return self._lease_ms
 
     def add(self, job: JobPort) -> None:
-        """Serve a job: its belief is in every Hello from now on; what it says now is its own."""
+        """Serve a job: every Hello contains its belief from now on; it sends the first one itself."""
         if self._last_lease_ms is not None and not self._check_fence(job, self._last_lease_ms):
-            # The server would refuse the whole node for it.
+            # The server would refuse the whole node because of it.
             return
         self._jobs[job.rdzv_id] = job
         if (notice := self.drain.event()) is not None:
@@ -161,18 +162,18 @@ class ServerLink:
         if self._lease_ms is not None:
             job.post(events.ServerConnected())
         if job.fence_after_ms:
-            # The server is to know of the fence, and this node when it was heard last.
+            # The server has to know the fence, and this node the time of its last proof.
             self.say_hello_again()
 
     def remove(self, job: JobPort) -> None:
-        """Serve a job no more."""
+        """Stop serving a job."""
         if self._jobs.get(job.rdzv_id) is job:
             del self._jobs[job.rdzv_id]
 
     def say_hello_again(self) -> None:
-        """Have the server hear what only a Hello says: open another stream at once.
+        """Open another stream at once, to send data that only a Hello contains.
 
-        No seat is lost by that: the server hears first that this node will be back.
+        This loses no seat: the server is told first that this node will be back.
         """
         if self.outbox.waiting is not None:
             self.say(pb.NodeMessage(away=pb.Away(deadline_ms=RENEWAL_MS)))
@@ -180,12 +181,12 @@ class ServerLink:
             self._renewing = True
             self.outbox.finish()
             self.outbox.forget()
-            # A server that is held up does not end the stream.
+            # An overloaded server does not end the stream.
             hang_up = self.outbox.hang_up
             asyncio.get_running_loop().call_later(RENEWAL_MS / 2000, hang_up)
 
     def drain_node(self, left_ms: int, reason: str) -> None:
-        """Have this node leave all its jobs within `left_ms`, and let the server know."""
+        """Make this node leave all its jobs within `left_ms`, and tell the server."""
         if self.drain.wish(left_ms, reason):
             self.say(pb.NodeMessage(draining=encoding.draining(self.drain)))
 
@@ -197,32 +198,32 @@ class ServerLink:
 
     @property
     def tolerated_ms(self) -> int:
-        """How long the server tolerates this node's silence: by its last word, else as usual."""
+        """How long the server tolerates silence from this node: its last lease, else the default."""
         return self._last_lease_ms or NodesTuning().lease_ms
 
     def say_away(self, deadline_ms: int) -> None:
-        """Say that this agent goes away on purpose, and another one is there by the deadline."""
+        """Announce that this agent leaves on purpose, and that another follows by the deadline."""
         self.say(pb.NodeMessage(away=pb.Away(deadline_ms=deadline_ms)))
 
     def say_holdings(self) -> None:
-        """Say of which submitted jobs something may be left on this node."""
+        """Report the submitted jobs that may still have processes on this node."""
         if self.placements is not None:
             self.say(pb.NodeMessage(holdings=encoding.holdings(self.placements.holdings())))
 
     def say_health(self) -> None:
-        """Say what is wrong with this node, or that nothing is any more."""
+        """Report the failing health checks of this node, or that none fails any more."""
         if self.placements is not None:
             self.say(pb.NodeMessage(health=encoding.health(self.placements.failing)))
 
     def decline_for_now(self, rdzv_id: str, run: str, reason: str) -> None:
-        """Say that this node cannot take up a job now; if that is lost, it is placed here again.
+        """Report that this node cannot take up a job now.
 
-        Then there is another occasion.
+        If the message is lost, the server places the job here again, and the report is repeated.
         """
         self.say(encoding.declined(rdzv_id, run, reason, passing=True))
 
     def decline(self, rdzv_id: str, run: str, reason: str) -> None:
-        """Say that this node cannot take up a job."""
+        """Report that this node cannot take up a job."""
         self._declined.pop((rdzv_id, run), None)
         self._declined[rdzv_id, run] = reason
         if len(self._declined) > DECLINED_KEPT:
@@ -230,18 +231,18 @@ class ServerLink:
         self.say(encoding.declined(rdzv_id, run, reason))
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message if a stream is open; otherwise the next Hello says it."""
+        """Send a message if a stream is open; otherwise the next Hello covers it."""
         self.outbox.say(message)
 
     async def _say_piece(self, piece: Piece) -> None:
         await self.say_after_all(encoding.log_piece(piece))
 
     async def say_after_all(self, message: pb.NodeMessage) -> None:
-        """Send something large once nothing else waits: whatever else is said goes first."""
+        """Send a large message once nothing else waits: all other messages go first."""
         await self.outbox.say_after_all(message)
 
     async def run(self) -> None:
-        """Keep a stream open until `close`; say so once when it is lost, and when it is back."""
+        """Keep a stream open until `close`; log once when it is lost, and when it is back."""
         while not self._closing.is_set():
             endpoint = self._attempts.present
             error = await self._converse(endpoint)
@@ -258,7 +259,7 @@ class ServerLink:
             await self._wait(wait_s)
 
     def close(self) -> None:
-        """End the stream once everything that was said has been sent."""
+        """End the stream once all messages have been sent."""
         self._closing.set()
         if not self.outbox.finish():
             self.outbox.hang_up()
@@ -278,7 +279,7 @@ class ServerLink:
         try:
             opened = self._credentials.aio_channel(endpoint, self._options)
         except InvalidRequestError as unusable:
-            # It may just be about to be renewed.
+            # The stream may be about to be renewed.
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {unusable}")
         async with opened as channel:
             stub = cast("rdzv_pb2_grpc.RendezvousAsyncStub", rdzv_pb2_grpc.RendezvousStub(channel))
@@ -287,7 +288,7 @@ class ServerLink:
                 error = await self._hold_stream(stub, endpoint)
                 if not self._renewing or self._closing.is_set():
                     return error
-                # On the same connection, so that the server misses this node for a moment only.
+                # On the same connection, so that the server misses this node only for a moment.
 
     async def _hold_stream(
         self, stub: rdzv_pb2_grpc.RendezvousAsyncStub, endpoint: Endpoint
@@ -324,7 +325,7 @@ class ServerLink:
             call.cancel()
 
     async def _first_answer(self, call: Call, endpoint: Endpoint) -> pb.ServerMessage | None:
-        """Return the server's first message; say, while it is waited for, that none comes."""
+        """Return the server's first message; log meanwhile if none comes."""
         silent = asyncio.get_running_loop().call_later(
             SILENT_S, self._log.silent, endpoint, SILENT_S
         )
@@ -336,7 +337,7 @@ class ServerLink:
     async def _listen(
         self, call: Call, endpoint: Endpoint, welcome: pb.ServerMessage | None
     ) -> str:
-        """Hear everything that the server says; return why it stopped."""
+        """Process all messages of the server; return why they stopped."""
         message = welcome
         while message is not None:
             if message.leadership < self._leadership:
@@ -347,7 +348,7 @@ class ServerLink:
             elif message.HasField("lease"):
                 self._take_lease(message.lease.lease_ms, message.lease.heartbeat_interval_ms)
                 for job in list(self._jobs.values()):
-                    job.post(events.Ticked())  # Whatever of it depends on the lease.
+                    job.post(events.Ticked())  # For anything in it that depends on the lease.
             elif message.HasField("heard"):
                 self._proofs.note_heard(message.heard.number)
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
@@ -365,7 +366,7 @@ class ServerLink:
         self._attempts.welcomed(asyncio.get_running_loop().time())
         self._welcome_timeout_s = WELCOME_TIMEOUT_S
         self._log.connected(endpoint)
-        # The sender still waits for the interval that held before; this ends its wait.
+        # The sender still waits for the former interval; this ends its wait.
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
         self._proofs.note_welcomed()
         for job in list(self._jobs.values()):
@@ -382,7 +383,7 @@ class ServerLink:
         self.outbox.heartbeat_interval_s = interval_s
 
     def _check_fence(self, job: JobPort, lease_ms: int) -> bool:
-        """Refuse a fence that comes too late for the lease, as a server does that knows of it."""
+        """Refuse a fence that comes too late for the lease, as a server does that knows it."""
         try:
             check_fence(job.fence_after_ms, lease_ms)
         except InvalidRequestError as error:
@@ -391,7 +392,7 @@ class ServerLink:
         return True
 
     def _judge(self, endpoint: Endpoint, error: grpc.aio.AioRpcError) -> RendezvousError:
-        """Tell a refusal, which is final, from a failure, after which it tries again."""
+        """Distinguish a final refusal from a failure, after which the link tries again."""
         trailing = error.trailing_metadata()
         failure = error_from_status(
             error.code(),
@@ -401,19 +402,19 @@ class ServerLink:
             WELCOME_TIMEOUT_S,
             self._credentials,
         )
-        # A node that was let in before may be again, with a token or certificate that is renewed.
+        # A node that was accepted before may be again, with a renewed token or certificate.
         stranger = isinstance(failure, UnauthenticatedError) and not self._incarnation
         if stranger or failure.code in FINAL_REFUSALS:
             for job in list(self._jobs.values()):
                 job.post(events.Refused(failure.code, str(failure)))
-        # One that was never welcomed may only have come before the end of the one before it.
+        # A stream that was never welcomed may only have preceded the end of the previous one.
         if isinstance(failure, NodeSupersededError) and self._incarnation:
             self.superseded = failure
             self.is_superseded.set()
         return failure
 
     def hello(self) -> pb.Hello:
-        """Return all that this node believes, as the next stream opens with it."""
+        """Return the Hello of the next stream: everything that this node believes."""
         beliefs = [belief for job in self._jobs.values() if (belief := job.belief()) is not None]
         placements = self.placements
         return pb.Hello(
@@ -459,6 +460,6 @@ async def _read(call: Call) -> pb.ServerMessage | None:
 
 
 def _this_task_is_cancelled() -> bool:
-    """Tell a cancelled task from a cancelled call, which look alike to a reader."""
+    """Distinguish a cancelled task from a cancelled call, which look alike to a reader."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -15,7 +15,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 log = logging.getLogger("rdzv.agent")
 
 OUTBOX_MESSAGES = 1_000
-"""Bound of what waits to be sent; a stream that is slower is opened anew."""
+"""The most messages that wait to be sent; a stream that is too slow is reopened."""
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]"
 
@@ -30,11 +30,11 @@ class Outbox:
         self._proofs = proofs
         self._waiting: asyncio.Queue[pb.NodeMessage | None] | None = None
         self._idle = asyncio.Event()
-        """Set whenever nothing waits to be sent."""
+        """Set whenever no message waits to be sent."""
 
     @property
     def waiting(self) -> int | None:
-        """How many messages wait to be sent; None: there is no stream."""
+        """The number of messages that wait to be sent; None: there is no stream."""
         return None if self._waiting is None else self._waiting.qsize()
 
     def begin(
@@ -42,20 +42,20 @@ class Outbox:
         attach: Callable[[AsyncIterator[pb.NodeMessage]], Call],
         hello: Callable[[], pb.Hello],
     ) -> Call:
-        """Open a stream by `attach`. What is said from here on follows its `hello`."""
+        """Open a stream by `attach`. Messages from here on follow its `hello`."""
         waiting: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
         call = attach(self._outgoing(waiting))
-        # The hello says all that came before.
+        # The hello covers all earlier messages.
         waiting.put_nowait(pb.NodeMessage(hello=hello()))
         self._waiting, self.hang_up = waiting, call.cancel
         return call
 
     def forget(self) -> None:
-        """Take no more messages for this stream."""
+        """Accept no more messages for this stream."""
         self._waiting = None
 
     def finish(self) -> bool:
-        """End the stream once everything was sent; return False where there is no room for that."""
+        """End the stream once everything was sent; return False if there is no room for that."""
         if self._waiting is not None:
             try:
                 self._waiting.put_nowait(None)
@@ -64,7 +64,7 @@ class Outbox:
         return True
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message if a stream is open; otherwise the next Hello says it."""
+        """Send a message if a stream is open; otherwise the next Hello covers it."""
         if self._waiting is None:
             return
         try:
@@ -75,7 +75,7 @@ class Outbox:
             self.hang_up()
 
     async def say_after_all(self, message: pb.NodeMessage) -> None:
-        """Send something large once nothing else waits: whatever else is said goes first."""
+        """Send a large message once nothing else waits: all other messages go first."""
         while self._waiting is not None and not self._waiting.empty():
             self._idle.clear()
             await self._idle.wait()
@@ -84,10 +84,9 @@ class Outbox:
     async def _outgoing(
         self, waiting: asyncio.Queue[pb.NodeMessage | None]
     ) -> AsyncIterator[pb.NodeMessage]:
-        """Send what is said, and a heartbeat whenever nothing was for an interval.
+        """Send the messages, and a heartbeat whenever an interval passes without one.
 
-        Where workers are fenced the heartbeats go out whatever else is said, for nothing else is
-        answered.
+        Where workers are fenced, heartbeats are sent in any case, because only they are answered.
         """
         loop = asyncio.get_running_loop()
         since_s = loop.time()
@@ -96,7 +95,7 @@ class Outbox:
             if waiting.empty():
                 self._idle.set()
             try:
-                # Not only while nothing else is said: pieces of a log may come without a pause.
+                # Not only while there are no messages: pieces of a log may follow without a pause.
                 if loop.time() >= due_s:
                     raise TimeoutError
                 async with asyncio.timeout_at(due_s):

@@ -1,4 +1,4 @@
-"""Submitted jobs as server and node speak of them: placed on this node, and held here."""
+"""Submitted jobs as exchanged with the server: placed on this node, and held here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Key = tuple[str, str]
 
 @struct(frozen=True)
 class Placed:
-    """A submitted job that the server has chosen this node for."""
+    """A submitted job that the server has placed on this node."""
 
     rdzv_id: str
     run: str
@@ -25,7 +25,7 @@ class Placed:
 
 @struct(frozen=True)
 class Holding:
-    """A submitted job of which something may still be left on this node."""
+    """A submitted job that may still have processes on this node."""
 
     rdzv_id: str
     run: str

@@ -16,23 +16,23 @@ class JobPort(Protocol):
 
     rdzv_id: str
     fence_after_ms: int
-    """After how long without proof that the server hears this node its workers are killed; 0: they
-    are not."""
+    """The time without proof that the server receives this node's messages, after which its workers
+    are killed; 0: they are not."""
 
     def renew_fence(self, heard_at_ms: int) -> None:
-        """Hear that the server has heard this node at that point of `boottime_ms`, or later."""
+        """Note that the server received a message of this node at that `boottime_ms` or later."""
 
     def belief(self) -> pb.Belief | None:
-        """Say all that is believed; None once the job has ended for this node."""
+        """Return this node's belief; None once the job has ended for this node."""
 
     def post(self, event: events.Event) -> None:
-        """Take note of an event."""
+        """Process an event."""
 
     def note(self, reason: str) -> None:
-        """Hear, in words, why there are no workers to run."""
+        """Log why there are no workers to run."""
 
     def take_stacks(self, asked: StacksAsked) -> None:
-        """Begin to say what the workers of a round are doing."""
+        """Start reporting the stacks of a round's workers."""
 
 
 class PlacementPort(Protocol):
@@ -43,20 +43,20 @@ class PlacementPort(Protocol):
         """The places and GPUs of this node for them."""
 
     def holdings(self) -> tuple[Holding, ...]:
-        """Name those of which something may be left on this node."""
+        """Return the jobs that may still have processes on this node."""
 
     def placed(self, placed: Placed) -> None:
-        """Hear that the server has chosen this node for a job; perhaps not for the first time."""
+        """Take up a job that the server has placed on this node; may be repeated."""
 
     def withdrawn(self, rdzv_id: str, run: str, reason: str) -> None:
-        """Hear that it takes that back."""
+        """Leave a job that the server has withdrawn."""
 
     @property
     def failing(self) -> tuple[FailingCheck, ...]:
         """The health checks that fail on this node."""
 
     def look_again(self) -> None:
-        """Hear that an operator wants to have that looked at now."""
+        """Run the health checks now, at an operator's request."""
 
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
-        """Hear that this node is about to leave all its jobs, or stays; before its jobs do."""
+        """Note, before the jobs do, that this node is about to leave all its jobs, or stays."""
