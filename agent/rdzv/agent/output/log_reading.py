@@ -1,11 +1,10 @@
 """Reads the workers' log files for readers that ask through the server.
 
-One task for each request, which reads the files of one round in turn, and with `follow` those of
-the next ones. What is sent is bounded by the request's *credit*, so a slow reader costs nothing
-here: the file is the buffer. The files of each job are read by a thread of their own, for one on a
-file server that hangs must not stop the agent, nor keep other jobs' files from being read. Their
-names are those that the workers were started with; nothing that comes from outside is ever part of
-one.
+Each request has a task, which reads the files of one round in turn, and with `follow` those of the
+next rounds. The request's *credit* limits what is sent, so a slow reader costs nothing here: the
+file is the buffer. Each job's files are read in a thread of their own, because a hanging file
+server must block neither the agent nor reading other jobs' files. The file names are those given to
+the workers at their start; a request never contributes to a name.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from rdzv.agent.system.side_thread import settle
 from rdzv.structs import struct
 
 MAX_REQUESTS = 64
-"""Requests that are answered at once; the server has a lower limit of its own."""
+"""The most concurrent requests; the server has a lower limit of its own."""
 PIECE_BYTES = 64 * 1024
 """The most data in one piece."""
 PIECE_COST = 256
-"""The credit that a piece costs beyond its data, so that many small ones are bounded, too.
+"""The credit that a piece costs beyond its data, which also limits the number of small pieces.
 `rdzv.server.diagnosis.log_relay` counts the same."""
 TAIL_BYTES = 64 * 1024 * 1024
-"""How far back a tail of lines is looked for."""
+"""How far back the start of a tail of lines is searched."""
 ERROR_CHARS = 1_000
 
 _P = ParamSpec("_P")
@@ -46,7 +45,7 @@ _R = TypeVar("_R")
 
 @struct(frozen=True)
 class ReadRequest:
-    """The part of a job's logs that is wanted; None: see `rdzv.proto`."""
+    """The requested part of a job's logs; for None see `rdzv.proto`."""
 
     number: int
     rdzv_id: str
@@ -60,7 +59,7 @@ class ReadRequest:
     tail_bytes: int = 0
     tail_lines: int = 0
     positions: Mapping[tuple[int, bool], int] = field(default_factory=dict)
-    """Where to go on in the files of `round`, by LOCAL_RANK and whether it is stderr."""
+    """Where to continue in the files of `round`, by LOCAL_RANK and whether it is stderr."""
 
 
 @struct(frozen=True)
@@ -88,19 +87,19 @@ class LogReading:
         """Send pieces with `say`, which waits until there is room for one."""
         self._say = say
         self.past: Callable[[str], Written | None] = lambda _: None
-        """Finds what a job has written that is not here any more; called in the thread."""
+        """Finds the output of a job that is no longer here; called in the thread."""
         self._written: dict[str, Written] = {}
         self._requests: dict[int, _Request] = {}
         self._watches: Watches | None = None
         self._readers: dict[str, _Reader] = {}
-        """By job: the files of one may be on a server that hangs."""
+        """The threads by job, because one job's files may be on a server that hangs."""
 
     def serve(self, rdzv_id: str, written: Written) -> None:
-        """Answer for a job from now on."""
+        """Answer requests for a job from now on."""
         self._written[rdzv_id] = written
 
     def forget(self, rdzv_id: str) -> None:
-        """Answer for a job as for one that is not here any more."""
+        """Treat a job as one that is no longer here."""
         self._written.pop(rdzv_id, None)
 
     def read(self, request: ReadRequest) -> None:
@@ -115,28 +114,28 @@ class LogReading:
         answer.task.add_done_callback(lambda _: self._close_idle())
 
     def grant(self, number: int, credit: int) -> None:
-        """Grant a request that much more credit."""
+        """Grant a request `credit` more credit."""
         if (request := self._requests.get(number)) is not None:
             request.grant(credit)
 
     def cancel(self, number: int) -> None:
-        """Answer a request no more; say nothing about it."""
+        """Stop answering a request, without a closing message."""
         if (request := self._requests.pop(number, None)) is not None:
             request.task.cancel()
 
     def cancel_all(self) -> None:
-        """Forget every request: the stream on which they came has ended."""
+        """Drop all requests, because the stream on which they came has ended."""
         for number in tuple(self._requests):
             self.cancel(number)
 
     async def finish(self, within_s: float) -> None:
-        """Send what is left of jobs that have ended, as far as it is taken in that time."""
+        """Send the rest of the logs of ended jobs, as far as readers take it in that time."""
         tasks = [request.task for request in self._requests.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
 
     def close(self) -> None:
-        """Answer nothing any more."""
+        """Stop answering all requests."""
         self.cancel_all()
         for reader in self._readers.values():
             reader.close()
@@ -153,7 +152,7 @@ class LogReading:
         return self._readers[rdzv_id]
 
     def _close_idle(self) -> None:
-        """End the threads for jobs without readers; one that hangs serves the next reader."""
+        """End the threads of jobs without readers; a hanging thread stays for the next reader."""
         read = {request.rdzv_id for request in self._requests.values()}
         for rdzv_id in self._readers.keys() - read:
             if not self._readers[rdzv_id].busy:
@@ -171,7 +170,7 @@ class _Request:
         say: Say,
         past: Callable[[str], Written | None],
     ) -> None:
-        """Answer from what is `written`; if a job is not here, or not in that round, ask `past`."""
+        """Answer from `written`; if the job is not here, or lacks that round, ask `past`."""
         self.refusal = ""
         self.task: asyncio.Task[None]
         self.rdzv_id = wanted.rdzv_id
@@ -183,7 +182,7 @@ class _Request:
         self._say = say
         self._credit = wanted.credit
         self._news = asyncio.Event()
-        """Set when there may be something to do: credit, a change of a file, or of the rounds."""
+        """Set when there may be work: new credit, or a change of a file or of the rounds."""
         self._told: set[str] = set()
 
     def begin(self, at_end: Callable[[], object]) -> None:
@@ -214,7 +213,7 @@ class _Request:
         await self._send(Piece(self._wanted.number, last=True, error=error[:ERROR_CHARS]))
 
     async def _look_back(self) -> str:
-        """Find an earlier run if that is what is wanted; return why nothing can be."""
+        """Find an earlier run if one is requested; return why none can be found."""
         wanted = self._wanted
         earlier = (
             not wanted.follow and wanted.round is not None and not self._written.at(wanted.round)
@@ -228,14 +227,14 @@ class _Request:
         return "" if self._here else f"this node takes no part in {wanted.rdzv_id}"
 
     async def _read_rounds(self) -> str:
-        """Read the round that is wanted, and with `follow` the later ones; return what failed."""
+        """Read the requested round, and with `follow` later ones; return why reading failed."""
         wanted, written = self._wanted, self._written
         first = wanted.round if wanted.round is not None else written.last
         if not wanted.follow:
             found = None if first is None else written.at(first)
             return "" if found is None else await self._read_round(found, first=True)
         number, begun = first or 0, False
-        # Even if there is nothing yet: the reader is to know that the node answers.
+        # Even if there is nothing yet, so that the reader knows that the node answers.
         await self._send(Piece(wanted.number, number))
         while True:
             found = written.next(number)
@@ -250,7 +249,7 @@ class _Request:
                 await self._pause()
 
     async def _read_round(self, found: WrittenRound, *, first: bool) -> str:
-        """Send what is wanted of a round; return why nothing at all can be."""
+        """Send the requested part of a round; return why nothing at all can be sent."""
         files, nowhere = self._files(found)
         if not files and not nowhere:
             return ""
@@ -269,7 +268,7 @@ class _Request:
         return ""
 
     def _files(self, found: WrittenRound) -> tuple[list[_File], list[str]]:
-        """Return the files that are wanted of a round, and why others are not there."""
+        """Return the requested files of a round, and the reasons why others are missing."""
         wanted = self._wanted
         files: list[_File] = []
         without: dict[tuple[bool, Path | None], list[int]] = {}
@@ -292,11 +291,11 @@ class _Request:
     # ------------------------------------------------------------------ files
 
     async def _read_files(self, found: WrittenRound, files: Iterable[_File]) -> None:
-        """Send the files of a round to their end, which is there when the round is over."""
+        """Send the files of a round to their end, which is final once the round is over."""
         left = dict.fromkeys(files)
         ready = dict(left)
         while left:
-            # Before the look: what was written until then is seen by it.
+            # Before the read, which thus sees all earlier writes.
             final = not self._wanted.follow or self._written.is_over(found.number)
             if final:
                 ready = {file: None for file in (*ready, *left) if file in left}
@@ -331,11 +330,11 @@ class _Request:
                 ready[file] = None
 
     def _place(self, file: _File, first: bool) -> None:
-        """Find out where to begin in a file, and where to end if it is not followed."""
+        """Determine where to begin in a file, and where to end if it is not followed."""
         wanted = self._wanted
         if file.round == wanted.round:
             file.offset = wanted.positions.get((file.local_rank, file.stderr), 0)
-        with contextlib.suppress(OSError):  # The first look says why, or it is not there yet.
+        with contextlib.suppress(OSError):  # The first read reports why, or it is still missing.
             size = file.size()
             if not wanted.follow:
                 file.end = size
@@ -351,7 +350,7 @@ class _Request:
         self._news.clear()
 
     async def _room(self) -> int:
-        """Wait for credit; return how much data a piece may carry."""
+        """Wait for credit; return the most data that a piece may carry."""
         while self._credit <= PIECE_COST:
             await self._pause()
         return self._credit - PIECE_COST
@@ -375,7 +374,7 @@ class _Request:
         )
 
     async def _complain(self, found: WrittenRound, reason: str) -> None:
-        """Say once why something does not come; the rest does."""
+        """Report once why a part is missing; the rest is sent."""
         if reason not in self._told:
             self._told.add(reason)
             error = reason[:ERROR_CHARS]
@@ -383,7 +382,7 @@ class _Request:
 
 
 def _without_file(stderr: bool, path: Path | None, ranks: Iterable[int]) -> str:
-    """Say why there is no file, and what helps."""
+    """Explain why there is no file, and what helps."""
     who = f"RANK {', '.join(map(str, ranks))}: {'stderr' if stderr else 'stdout'}"
     if path is None:
         return (
@@ -401,11 +400,11 @@ def _without_file(stderr: bool, path: Path | None, ranks: Iterable[int]) -> str:
 
 @dataclass(eq=False, slots=True)
 class _File:
-    """The place in a file up to which it has been sent."""
+    """A file, and the position up to which it has been sent."""
 
     path: Path
     identity: Identity | None
-    """With whose rights it is opened."""
+    """The account with whose rights it is opened."""
     round: int
     local_rank: int
     rank: int
@@ -414,7 +413,7 @@ class _File:
     """Called when the file may have changed."""
     offset: int = 0
     end: int | None = None
-    """Nothing beyond this is wanted; None: all that is yet to come."""
+    """The position at which to end; None: follow the file."""
     watch: int | None = None
     woken: bool = False
 
@@ -427,7 +426,7 @@ class _File:
             return os.fstat(fd).st_size
 
     def read(self, limit: int) -> bytes:
-        """Return what comes next; nothing at the end. One that has become shorter begins anew."""
+        """Return the next data, empty at the end. A truncated file is read from its start."""
         with _Opened(self.path, self.identity) as fd:
             if self.end is not None:
                 limit = min(limit, max(self.end - self.offset, 0))
@@ -440,9 +439,10 @@ class _File:
 
 
 class _Opened:
-    """A file that is open for reading: a regular one, and not one that another name leads to.
+    """A file that is open for reading: a regular one, and not reached by a link.
 
-    Its folders are the workers' own, who may put a link in their place: so the rights are theirs.
+    Its folders belong to the workers' account, which may replace them with links, so they are
+    accessed with the rights of that account.
     """
 
     def __init__(self, path: Path, identity: Identity | None) -> None:
@@ -461,7 +461,7 @@ class _Opened:
 def tail(
     path: Path, size: int, tail_bytes: int, tail_lines: int, identity: Identity | None = None
 ) -> int:
-    """Return where the last `lines` or `size` bytes of a file begin, whichever is less; 0: all."""
+    """Return where the last `lines` or `size` bytes of a file begin, whichever is less."""
     start = max(size - tail_bytes, 0) if tail_bytes else 0
     if not tail_lines:
         return start
@@ -491,7 +491,7 @@ class _Reader:
         self.watches = watches
         self.busy = False
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # A daemon: one that hangs in a read must not keep the agent from exiting.
+        # A daemon thread: one that hangs in a read must not keep the agent from exiting.
         threading.Thread(target=self._run, name="log reader", daemon=True).start()
 
     async def run(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -1,4 +1,4 @@
-"""--logs-specs: a class of the user's own says where the workers of each round write.
+"""--logs-specs: a user-defined class decides where the workers of each round write.
 
 torch calls it a LogsSpecs (`torch/distributed/elastic/multiprocessing/api.py`). It lives in a
 process with the job's interpreter for as long as the job does, and is asked once a round.
@@ -18,30 +18,30 @@ from rdzv.agent.system.side_process import Message, SideProcess
 from rdzv.errors import InvalidRequestError
 
 REIFY_TIMEOUT_S = 60.0
-"""How long it may take to say where a round's workers write."""
+"""How long it may take to return the output paths of a round's workers."""
 
 CLOSE_TIMEOUT_S = 2.0
 
 Environs = Mapping[int, Mapping[str, str]]
-"""By LOCAL_RANK: what the agent gives to the workers beyond its own environment."""
+"""By LOCAL_RANK: the variables that the agent adds for the workers to its own environment."""
 
 
 class LogsSpecs:
-    """The agent's hold on the user's LogsSpecs."""
+    """The agent's handle on the user's LogsSpecs."""
 
     def __init__(self, local_world_size: int) -> None:
-        """Wait for `open`."""
+        """Do nothing until `open`."""
         self._local_world_size = local_world_size
         self._side: SideProcess | None = None
         self._round: int | None = None
-        """The round that was asked about; None: no answer is waited for."""
+        """The round of the pending request; None: no answer is expected."""
         self._answer: asyncio.Future[RoundOutput] | None = None
 
     async def open(self, launch: Launch) -> None:
-        """Have the class loaded and made.
+        """Load and instantiate the class.
 
         Raises:
-            InvalidRequestError: there is no such entry point, or its class cannot be made.
+            InvalidRequestError: there is no such entry point, or its class cannot be instantiated.
         """
         output = launch.output
         options = {
@@ -67,10 +67,10 @@ class LogsSpecs:
         await self._side.ready(option)
 
     async def reify(self, round_: int, environs: Environs) -> RoundOutput:
-        """Ask where a round's workers write. Asking again forgets what was asked before.
+        """Return the output paths of a round's workers. Another call drops a pending request.
 
         Raises:
-            OSError: it cannot be said.
+            OSError: the class gives no usable answer.
 
         """
         answer: asyncio.Future[RoundOutput] = asyncio.get_running_loop().create_future()
@@ -85,7 +85,7 @@ class LogsSpecs:
             raise OSError(f"--logs-specs: {reason}") from None
 
     async def close(self) -> None:
-        """End it; what was asked is not answered any more."""
+        """End the process; a pending request stays unanswered."""
         self._round = None
         if self._side is not None:
             side, self._side = self._side, None
@@ -103,7 +103,7 @@ class LogsSpecs:
             try:
                 output = _round_output(message, self._local_world_size)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
-                # The class is the user's, and so is its process.
+                # The class is the user's code, and so is everything in its process.
                 self._fail(f"its answer makes no sense: {error!r}")
                 return
             self._round = None
@@ -117,7 +117,7 @@ class LogsSpecs:
 
 
 def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int]:
-    """Tell one value for all workers, as -1, from one for each: torch's classes may care."""
+    """Encode one value for all workers as -1, else one for each: torch's classes may care."""
     values = set(by_rank.values())
     if len(values) == 1 and by_rank.keys() == set(range(local_world_size)):
         return {-1: values.pop()}
@@ -126,7 +126,7 @@ def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int
 
 def _round_output(told: Message, local_world_size: int) -> RoundOutput:
     workers = (_worker_output(told, str(n)) for n in range(local_world_size))
-    # A file that is not named is not kept.
+    # A file without a name is not kept.
     filtered = {
         Stream.OUT: Path(told["filtered_stdout"] or os.devnull),
         Stream.ERR: Path(told["filtered_stderr"] or os.devnull),

@@ -1,12 +1,12 @@
-"""Where a run's files are on this node: worker logs and error files, by round and LOCAL_RANK.
+"""A run's files on this node: worker logs and error files, by round and LOCAL_RANK.
 
 ::
 
     LOG_DIR/RDZV_ID-RUN/NODE_ID/round_3/0/{stdout.log,stderr.log,error.json}
     LOG_DIR/RDZV_ID-RUN/NODE_ID/attempt_1 -> round_3       (the latest round of restart 1)
 
-Nothing here is ever deleted by the agent. With LOG_DIR=/dev/null there are no files. A submitted
-job without a LOG_DIR of its own has them in the agent's state directory; see `run_folders`.
+The agent never deletes these files. With LOG_DIR=/dev/null there are none. The files of a submitted
+job without a LOG_DIR of its own are in the agent's state directory; see `run_folders`.
 """
 
 from __future__ import annotations
@@ -36,61 +36,61 @@ class WorkerFiles:
 
 @struct(frozen=True)
 class WorkerOutput:
-    """Where the output of one worker goes."""
+    """The output paths of one worker."""
 
     stdout: Path | None
-    """None: the agent's own."""
+    """Its log; None: the agent's own stdout."""
     stderr: Path | None
     error: Path
-    """Where it leaves word of its failure."""
+    """The file in which it reports its failure."""
     teed: Mapping[Stream, Path] = field(default_factory=dict)
     """The files whose lines are copied to the console."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """The part of its environment that depends on this."""
+    """The part of its environment that depends on these paths."""
 
 
 @struct(frozen=True)
 class RoundOutput:
-    """Where the output of a round's workers goes."""
+    """The output paths of one round's workers."""
 
     workers: tuple[WorkerOutput, ...]
     """By LOCAL_RANK."""
     filtered: Mapping[Stream, Path]
-    """The files for what --duplicate-stdout-filters and its like pick out."""
+    """The files for the lines that --duplicate-stdout-filters and the like select."""
 
 
 @struct(frozen=True)
 class WrittenRound:
-    """Where the workers of one round write."""
+    """The output locations of one round's workers."""
 
     number: int
     rank_first: int
     workers: tuple[WorkerOutput, ...]
     """By LOCAL_RANK."""
     identity: Identity | None = None
-    """The account with whose rights it is read; None: with those of this process."""
+    """The account with whose rights they are read; None: this process's own rights."""
 
 
 KEPT_ROUNDS = 256
-"""The latest rounds of a job whose logs can be asked for; older ones are on the disk only."""
+"""The number of latest rounds whose logs can be requested; older ones are only on disk."""
 
 
 class Written:
     """The output files of a job's workers on this node, round by round, for readers."""
 
     def __init__(self, identity: Identity | None = None) -> None:
-        """Know of nothing yet; the workers run as this account."""
+        """Begin without rounds; the workers run as this account."""
         self._identity = identity
         self._rounds: dict[int, WrittenRound] = {}
         self._live: int | None = None
         self.ended = False
-        """Whether no round will begin any more."""
+        """Whether no more rounds will begin."""
         self.listeners: set[Callable[[], None]] = set()
         """Called when a round begins or ends, and when the job ends."""
 
     @classmethod
     def before(cls, rounds: Iterable[WrittenRound]) -> Written:
-        """Return what was written by a job that has ended; of two rounds of a number, the last."""
+        """Return the output of an ended job; of two rounds with one number, the last counts."""
         written = cls()
         written._rounds = {round_.number: round_ for round_ in rounds}
         written.ended = True
@@ -102,16 +102,16 @@ class Written:
         return max(self._rounds, default=None)
 
     def at(self, number: int) -> WrittenRound | None:
-        """Return a round that this node took part in, if it is known still."""
+        """Return a round that this node took part in, if it is still known."""
         return self._rounds.get(number)
 
     def next(self, number: int) -> WrittenRound | None:
-        """Return the first round from this number on that this node takes or took part in."""
+        """Return this node's first round with this number or a higher one."""
         found = min((n for n in self._rounds if n >= number), default=None)
         return None if found is None else self._rounds[found]
 
     def is_over(self, number: int) -> bool:
-        """Whether nothing more is written in a round."""
+        """Whether a round's workers write no more."""
         return number != self._live
 
     def begin(self, assignment: Assignment, output: RoundOutput) -> None:
@@ -150,9 +150,9 @@ class RunLogs:
         run_dir: Path | None = None,
         identity: Identity | None = None,
     ) -> None:
-        """Use a folder of this run below `log_dir`, or `run_dir` itself if it is given.
+        """Use a folder of this run below `log_dir`, or `run_dir` itself if given.
 
-        They are made with the rights of the workers' account.
+        Folders are made with the rights of the workers' account.
         """
         self._identity = identity
         self._base = log_dir
@@ -174,7 +174,7 @@ class RunLogs:
         if self._base == NO_FILES:
             return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
         if self._base is None and self._run_dir is None:
-            # Not before there is something to keep: a node that never ran leaves nothing behind.
+            # Not before there is something to keep: a node without a round leaves nothing behind.
             self._base = Path(tempfile.mkdtemp(prefix="rdzv_"))
         run_dir = self._run_dir
         if run_dir is None:
@@ -195,7 +195,7 @@ class RunLogs:
 
 
 def usual_output(files: Sequence[WorkerFiles], output: Output) -> RoundOutput:
-    """Send the workers' streams to these files, as --redirects, --tee and the filter have it."""
+    """Send the workers' streams to these files, according to --redirects, --tee and the filter."""
     folder = files[0].stdout.parent.parent
     filtered = {
         Stream.OUT: folder / "filtered_stdout.log",
@@ -223,7 +223,7 @@ def _worker(local_rank: int, files: WorkerFiles, output: Output) -> WorkerOutput
 
 
 def _point(link: Path, target: str) -> None:
-    """Point a symlink at another target in one step, so that a reader never finds it missing."""
+    """Point a symlink at another target atomically, so that a reader never finds it missing."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()

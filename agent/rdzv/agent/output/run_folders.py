@@ -1,13 +1,13 @@
-"""The folders of submitted jobs on this node: what their workers wrote, until it is too old.
+"""The folders of submitted jobs on this node: their workers' output, until it is too old.
 
 ::
 
     STATE_DIR/runs/RDZV_ID/RUN/round_3/0/{stdout.log,stderr.log,error.json}
     STATE_DIR/runs/RDZV_ID/RUN/attempt_1 -> round_3
-    STATE_DIR/runs/RDZV_ID/RUN/rounds.jsonl    a line for each round: where its workers write
+    STATE_DIR/runs/RDZV_ID/RUN/rounds.jsonl    a line for each round: its output paths
 
-So logs can be read after a job's end, and after the agent's own. Names come from the server, and
-are spelled such that each is one folder below `runs`, whatever is in it.
+So logs can be read after the end of the job or the agent. Names come from the server, and are
+escaped so that each is one folder below `runs`, whatever characters it has.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ log = logging.getLogger("rdzv.agent")
 INDEX = "rounds.jsonl"
 _REMOVED = ".removed-"
 _MAX_INDEX_BYTES = 64 << 20
-"""An index that is longer was not written by an agent."""
+"""A larger index was not written by an agent."""
 
 
 def folder_name(name: str) -> str:
-    """Spell a name such that it is one folder.
+    """Escape a name so that it is a single folder.
 
     >>> folder_name("job-7"), folder_name("../etc"), folder_name("..")
     ('job-7', '%2E.%2Fetc', '%2E.')
@@ -50,13 +50,13 @@ class RunFolder:
     """The folder of one run on this node."""
 
     def __init__(self, path: Path, identity: Identity | None = None) -> None:
-        """Use a folder that is there, and belongs to an account."""
+        """Use an existing folder, which belongs to an account."""
         self.path = path
         self._identity = identity
         self._noted: int | None = None
 
     def note(self, written: Written) -> None:
-        """Write down where the workers of a round write, if it is a new one."""
+        """Record the output paths of a round's workers, if the round is new."""
         if written.last is None or written.last == self._noted:
             return
         found = written.at(written.last)
@@ -76,7 +76,7 @@ class RunFolder:
 
 
 class RunFolders:
-    """All folders of runs on this node. What reads or removes files may be called in a thread."""
+    """All run folders on this node. Methods that read or remove files may be called in a thread."""
 
     def __init__(self, state_dir: Path) -> None:
         """Use the folder `runs` of a state directory."""
@@ -85,16 +85,16 @@ class RunFolders:
         self._in_use: set[Path] = set()
 
     def folder(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
-        """Return the folder of a run that may not be there, nor answer."""
+        """Return the folder of a run, without checking that it exists."""
         return RunFolder(self._base / folder_name(rdzv_id) / folder_name(run), identity)
 
     def open(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
         """Make the folder of a run, which is in use until `release`.
 
-        With an identity it belongs to that account, and no other may look into it.
+        With an identity it belongs to that account, and no other account may read it.
 
         Raises:
-            OSError: it cannot be made, or is another account's.
+            OSError: it cannot be made, or belongs to another account.
 
         """
         path = self._base / folder_name(rdzv_id) / folder_name(run)
@@ -108,7 +108,7 @@ class RunFolders:
         return RunFolder(path, identity)
 
     def _make_for(self, path: Path, identity: Identity) -> None:
-        """Make a folder that belongs to an account, below folders of which it may list none."""
+        """Make a folder that belongs to an account, below folders that the account cannot list."""
         for folder in (self._base, path.parent):
             folder.chmod(0o711)
         try:
@@ -121,7 +121,7 @@ class RunFolders:
             raise PermissionError(None, f"it belongs to uid {owner}, and not {identity.uid}", path)
 
     def release(self, folder: RunFolder) -> None:
-        """Take note that nothing more is written there; one that is empty is removed."""
+        """Mark a folder as no longer in use; an empty one is removed."""
         with self._lock:
             self._in_use.discard(folder.path)
             for path in (folder.path, folder.path.parent):
@@ -131,16 +131,16 @@ class RunFolders:
                     return
 
     def written(self, rdzv_id: str) -> Written | None:
-        """Return what a job has written on this node, in all its runs; None if that is nothing."""
+        """Return a job's output on this node, from all its runs; None if there is none."""
         found = [_read_index(run) for run in _folders_of(self._base / folder_name(rdzv_id))]
         oldest_first = sorted(found, key=lambda index: index.changed_s)
         rounds = [round_ for index in oldest_first for round_ in index.rounds]
         return Written.before(rounds[-KEPT_ROUNDS:]) if rounds else None
 
     def sweep(self, keep_s: float, keep_bytes: int, now_s: float) -> list[Path]:
-        """Remove the folders that are older than `keep_s`, then the oldest above `keep_bytes`.
+        """Remove the folders that are older than `keep_s`, then the oldest beyond `keep_bytes`.
 
-        Those of runs that are here stay, though they count. Returns what was removed.
+        Folders in use stay, though they count. Returns the removed folders.
         """
         self._finish_removals()
         found = sorted(self._found(now_s), key=lambda run: run[1].changed_s)
@@ -156,14 +156,14 @@ class RunFolders:
     def _found(self, now_s: float) -> Iterator[tuple[Path, Measure]]:
         for job in _folders_of(self._base):
             for run in _folders_of(job):
-                with contextlib.suppress(FileNotFoundError):  # It was released just now.
+                with contextlib.suppress(FileNotFoundError):  # It was just released.
                     yield run, measure(run, now_s, identity_of_owner(run, with_groups=False))
 
     def _remove(self, path: Path) -> bool:
         gone = self._base / f"{_REMOVED}{uuid.uuid4().hex}"
         try:
             with self._lock:
-                # No job may begin to use it from here on.
+                # No job may start to use it from here on.
                 if path in self._in_use:
                     return False
                 path.rename(gone)
@@ -176,7 +176,7 @@ class RunFolders:
         return True
 
     def _finish_removals(self) -> None:
-        """Remove what an agent that ended meanwhile has begun to."""
+        """Complete the removals that an earlier agent has left unfinished."""
         for path in _folders_of(self._base, removed=True):
             _remove_tree(path)
 
@@ -219,7 +219,7 @@ class _Index:
 
 def _read_index(run: Path) -> _Index:
     try:
-        # The folder says whose it is: the one above it is this agent's own.
+        # The folder's owner is the account: the folder above is this agent's own.
         identity = identity_of_owner(run)
         with acting_as(identity):
             fd = open_untrusted(run / INDEX, os.O_RDONLY)
@@ -233,7 +233,7 @@ def _read_index(run: Path) -> _Index:
 
 
 def _read_line(line: bytes, identity: Identity | None) -> WrittenRound | None:
-    """Read a line; None for one that was cut short when the agent died, or is none of its own."""
+    """Read a line; None for one truncated by the agent's death, or not written by an agent."""
     try:
         found = json.loads(line)
         workers = tuple(

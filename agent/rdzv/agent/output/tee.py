@@ -1,9 +1,9 @@
-"""Copies what workers write into their log files to the console, line by line, with a prefix.
+"""Copies lines from the workers' log files to the console, with a prefix.
 
-Workers write straight into files, so none of them ever waits for the agent or dies with it; this
-follows the files, as `tail -f` does. **The file is the buffer**: of a line that is not complete, or
-that the console does not take, nothing is kept but its place in the file. So an unread console
-costs no memory and none of the event loop's time, and a line of any length is copied in one go.
+Workers write directly to files, so none of them ever waits for the agent or dies with it; this
+follows the files, as `tail -f` does. **The file is the buffer**: of a line that is incomplete, or
+that the console does not accept, only the position in the file is kept. So an unread console costs
+neither memory nor time of the event loop, and a line of any length is copied in one go.
 
 ::
 
@@ -13,16 +13,16 @@ costs no memory and none of the event loop's time, and a line of any length is c
                                   end of a file
 
 A watch fires once and is set again when a file has been read to its end: while a pump is busy or
-its console is blocked, workers may write as they please without waking a thread. A pump's thread
-may block in a write; the event loop never does.
+its console is blocked, writes of workers wake no thread. A pump's thread may block in a write; the
+event loop never does.
 
 The format is torchrun's (torch/distributed/elastic/multiprocessing/tail_log.py): the prefix, then
-the line; `\\n`, `\\r\\n` and `\\r` all end a line, so each step of a progress bar is one, and come
-out as `\\n`. On purpose, this differs:
+the line; `\\n`, `\\r\\n` and `\\r` all end a line, so each step of a progress bar is one, and are
+written as `\\n`. The deliberate differences:
 
-* A line is copied when it is complete. torchrun copies what there is every 0.1 s and puts a
+* A line is copied when it is complete. torchrun copies the available data every 0.1 s and puts a
   prefix before each piece.
-* A last line without an end gets one; torchrun puts whatever comes next into the same line.
+* A last line without a line end gets one; torchrun continues the same line with the next output.
 * Bytes are passed on as they are; torchrun decodes them and replaces those that are not UTF-8.
 """
 
@@ -50,7 +50,7 @@ __all__ = ["Route", "Stream", "Tee", "line_prefix", "parse_filters", "parse_rank
 log = logging.getLogger("rdzv.agent")
 
 MAX_ENDED_ROUNDS = 8
-"""The ended rounds whose output may still wait for a console that takes none."""
+"""The most ended rounds whose output may still wait for a blocked console."""
 
 _CHUNK = 1 << 16
 
@@ -64,21 +64,21 @@ class Stream(IntEnum):
     ERR = 2
 
 
-# ---------------------------------------------------------------------- what a user asks for
+# ---------------------------------------------------------------------- options
 
 
 @struct(frozen=True)
 class Route:
-    """Where one stream of one worker goes."""
+    """The destination of one stream of one worker."""
 
     file: Path | None
     """None: the agent's own stdout or stderr, directly."""
     followed: bool
-    """Its lines are to be copied to the console, and to the filtered log if there is one."""
+    """Whether its lines are copied to the console, and to the filtered log if there is one."""
 
 
 def route(file: Path, *, redirect: bool, tee: bool, shown: bool) -> Route:
-    """Decide where a stream goes that has a log file to go to.
+    """Decide the destination of a stream that has a log file.
 
     `shown` is whether --local-ranks-filter lets this worker's output on the console. The rules
     are those of `DefaultLogsSpecs.reify` in torch/distributed/elastic/multiprocessing/api.py.
@@ -94,10 +94,10 @@ def route(file: Path, *, redirect: bool, tee: bool, shown: bool) -> Route:
 
 
 def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> bytes:
-    """Return what goes before each line of a worker.
+    """Return the prefix of a worker's lines.
 
-    `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; what it has no value for stays as it is
-    (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+    `template` is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE; unknown variables in it are left as they
+    are (torch/distributed/elastic/agent/server/local_elastic_agent.py).
 
     >>> line_prefix(None, "default", rank=9, local_rank=1)
     b'[default1]:'
@@ -150,17 +150,17 @@ def parse_ranks(text: str) -> frozenset[int] | None:
 class Tee:
     """Copies worker output to two consoles, and lines that pass a filter into files.
 
-    For each round: `duplicate` where filters are asked for, `follow` every file before its worker
-    starts, `unfollow` when the workers are gone. At the end of all rounds: `drain`, then `close`.
-    Lines of one file come out complete, in order, none twice; where the files of several workers
-    meet, they take turns. Only `drain` waits for anything.
+    For each round, call `duplicate` if filters are requested, `follow` for every file before its
+    worker starts, and `unfollow` when the workers are gone. After all rounds, call `drain`, then
+    `close`. Lines of one file are copied complete, in order, and once; several workers' files take
+    turns. Only `drain` blocks.
 
-    A closed console ends the copying to it and nothing else. Make one where something is to be
-    followed: it holds an inotify instance, which are few for each user, and two threads.
+    A closed console ends only the copying to it. Create a `Tee` only where something is followed:
+    it holds two threads and an inotify instance, of which each user has few.
     """
 
     def __init__(self, out: int = 1, err: int = 2) -> None:
-        """Copy to these descriptors, in the running event loop; they stay the caller's."""
+        """Copy to these descriptors, in the running event loop; the caller keeps owning them."""
         self._watches = Watches(asyncio.get_running_loop())
         self._consoles = {
             Stream.OUT: _Pump(_own_console(out), "stdout", self._watches),
@@ -170,11 +170,11 @@ class Tee:
         self._finishing: list[_Pump] = []
 
     def duplicate(self, stream: Stream, path: Path, filters: Sequence[str]) -> None:
-        """Also copy into a file, made anew, the lines of a stream that contain any of `filters`.
+        """Also copy the lines of a stream that contain any of `filters` into a new file.
 
-        This is for the files that are followed until the next `unfollow`. torchrun calls them
-        `filtered_stdout.log` and `filtered_stderr.log` and has them beside the workers' folders;
-        they have the same prefixes as the console.
+        This applies to the files that are followed until the next `unfollow`. torchrun calls the
+        new files `filtered_stdout.log` and `filtered_stderr.log` and puts them beside the workers'
+        folders; their lines have the same prefixes as the console's.
 
         Raises:
             OSError: the file cannot be made.
@@ -185,18 +185,18 @@ class Tee:
         self._filters[stream] = pump, tuple(map(os.fsencode, filters))
 
     def follow(self, path: Path, prefix: bytes, stream: Stream) -> None:
-        """Copy the lines of a file, from its beginning on; it need not be there yet."""
+        """Copy the lines of a file, from its beginning on; it need not exist yet."""
         self._consoles[stream].follow(_Tail(path, prefix))
         if stream in self._filters:
             pump, needles = self._filters[stream]
             pump.follow(_Tail(path, prefix, needles))
 
     def unfollow(self) -> None:
-        """Copy every file to its end, which is where it is now, and forget it.
+        """Copy every file to its present end, and forget it.
 
-        That happens in the background, and for the last `MAX_ENDED_ROUNDS` rounds at most: the
-        older ones' output is dropped if the console has not taken it by then, and a warning says
-        so; it is in the files.
+        That happens in the background, and only for the last `MAX_ENDED_ROUNDS` rounds: older
+        output that the console has not accepted by then is dropped with a warning, but is in the
+        files.
         """
         for pump, _ in self._filters.values():
             pump.finish()
@@ -207,7 +207,7 @@ class Tee:
             pump.end_all()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Unfollow all files, and wait until they are copied; say whether they were in time."""
+        """Unfollow all files, and wait until they are copied; return whether they were in time."""
         self.unfollow()
         waits = [asyncio.wrap_future(pump.drained()) for pump in self._pumps()]
         _, late = await asyncio.wait(waits, timeout=timeout_s)
@@ -216,7 +216,7 @@ class Tee:
         return not late
 
     def close(self) -> None:
-        """Stop copying at once. What was not drained is in the files."""
+        """Stop copying at once. Output that was not drained is in the files."""
         for pump in (*self._pumps(), *(pump for pump, _ in self._filters.values())):
             pump.stop()
         self._watches.close()
@@ -226,7 +226,7 @@ class Tee:
 
 
 def _own_console(fd: int) -> int:
-    """Return a descriptor of our own; for a console that was closed from the start, a sink."""
+    """Return our own descriptor of a console, or /dev/null if it was closed from the start."""
     try:
         return os.dup(fd)
     except OSError:
@@ -237,9 +237,9 @@ def _own_console(fd: int) -> int:
 
 
 class _Tail:
-    """The place in a file up to which its lines have been copied.
+    """A file, and the position up to which its lines have been copied.
 
-    Between two looks the file is not held open, so any number of ended rounds may wait.
+    Between two reads the file is not held open, so any number of ended rounds may wait.
     """
 
     def __init__(self, path: Path, prefix: bytes, needles: tuple[bytes, ...] = ()) -> None:
@@ -247,14 +247,14 @@ class _Tail:
         self._prefix = prefix
         self._needles = needles
         self._line = 0  # Where the first line begins that has not been copied.
-        self._scanned = 0  # It has no end before here.
+        self._scanned = 0  # The line has no end before this position.
         self._after_cr = False
 
     def copy_some(self, write: _Write, *, final: bool) -> bool:
         """Copy the lines that the next chunk completes; return False at the file's end.
 
-        There, a `final` look also copies a last line that has no end. A file that is not there is
-        at its end; one that has become shorter begins anew.
+        At the end, a `final` call also copies a last line without a line end. A missing file is at
+        its end; a truncated one is copied from its start.
         """
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -277,7 +277,7 @@ class _Tail:
     def _copy_chunk(self, fd: int, chunk: bytes, write: _Write) -> None:
         lines = chunk.splitlines(keepends=True)  # Bytes are split at \n, \r\n and \r only.
         position = self._scanned
-        if self._after_cr and lines[0] == b"\n":  # The second half of a line's end.
+        if self._after_cr and lines[0] == b"\n":  # The second half of a line end.
             del lines[0]
             self._line = position = position + 1
         self._after_cr = chunk.endswith(b"\r")
@@ -291,7 +291,7 @@ class _Tail:
         self._line = self._scanned - len(rest)
 
     def _copy_carried(self, fd: int, end: int, write: _Write) -> None:
-        """Copy a line that earlier looks have seen the beginning of."""
+        """Copy a line whose beginning was read by earlier calls."""
         if end - self._line <= _CHUNK:
             self._copy_lines(_pieces(fd, self._line, end), write)
         elif self._wants(_pieces(fd, self._line, end)):
@@ -299,7 +299,7 @@ class _Tail:
                 write(piece)
 
     def _copy_lines(self, lines: Iterable[bytes], write: _Write) -> None:
-        """Write whole lines at once: up to PIPE_BUF, no other output gets in between."""
+        """Write whole lines at once: up to PIPE_BUF, no other output is interleaved."""
         batch = bytearray()
         for line in lines:
             text = line.rstrip(b"\r\n")
@@ -334,11 +334,11 @@ def _pieces(fd: int, start: int, end: int) -> Iterator[bytes]:
 
 
 class _AbortedError(Exception):
-    """There is no time left for the console to take what it was given."""
+    """The console did not accept its data in time."""
 
 
 class _ConsoleClosedError(Exception):
-    """The console takes nothing any more."""
+    """The console accepts no more data."""
 
 
 class _Sink:
@@ -353,7 +353,7 @@ class _Sink:
         self._poll.register(self._abort, POLLIN)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write it all, to a blocking or non-blocking descriptor: others share it and decide."""
+        """Write all data; the descriptor is shared, so others decide whether it blocks."""
         rest = memoryview(data)
         while rest:
             self._wait_for_room()
@@ -365,12 +365,12 @@ class _Sink:
                 raise _ConsoleClosedError(error.strerror) from error
 
     def _wait_for_room(self) -> None:
-        """Wait until a write of PIPE_BUF does not block, as far as one can know."""
+        """Wait until a write of PIPE_BUF will probably not block."""
         if any(fd == self._abort for fd, _ in self._poll.poll()):
             raise _AbortedError
 
     def abort(self) -> None:
-        """Make a write that waits, and every later one, fail."""
+        """Make a waiting write, and every later one, fail."""
         os.eventfd_write(self._abort, 1)
 
     def close(self) -> None:
@@ -386,9 +386,9 @@ class _Source:
     woken: Callable[[_Source], None]
     watch: int | None = None
     identity: None = None
-    """Where there is a console, the workers are no other account's."""
+    """Always None: where there is a console, the workers run as this process's account."""
     ends: int = 0
-    """How many rounds have ended since its own began: from 1 on, it grows no more."""
+    """The number of rounds that have ended since its own began: from 1 on, it no longer grows."""
 
     @property
     def path(self) -> Path:
@@ -421,7 +421,7 @@ class _Pump:
         self._watches = watches
         self._work = _Work()
         self._changed = threading.Condition()
-        # A daemon: one that hangs in a write to a terminal must not keep the agent from exiting.
+        # A daemon thread: a write that hangs in a terminal must not keep the agent from exiting.
         threading.Thread(target=self._run, name=f"tee {name}", daemon=True).start()
 
     # ------------------------------------------------------------------ from the event loop
@@ -439,10 +439,10 @@ class _Pump:
         self._wake(source)
 
     def end_all(self) -> None:
-        """Copy what has been written until now and forget the files; drop what waits too long."""
+        """Copy all output up to now and forget the files; drop output that waits too long."""
         with self._changed:
             if all(source.ends for source in self._work.sources):
-                return  # No round has ended since the last time.
+                return  # No round has ended since the last call.
             for source in list(self._work.sources):
                 source.ends += 1
                 if source.ends > MAX_ENDED_ROUNDS:
@@ -454,13 +454,13 @@ class _Pump:
             self._changed.notify()
 
     def finish(self) -> None:
-        """End when all files that are followed now have been copied."""
+        """End once all presently followed files have been copied."""
         with self._changed:
             self._work.finishing = True
             self._changed.notify()
 
     def stop(self) -> None:
-        """End now, also in the middle of a line."""
+        """End now, even in the middle of a line."""
         with self._changed:
             self._work.stopping = True
             if not self._work.over:
@@ -503,7 +503,7 @@ class _Pump:
             self._end()
 
     def _next(self) -> _Source | None:
-        """Wait for a source that may have something new; None when there is no more to do."""
+        """Wait for a source that may have new data; None when all work is done."""
         work = self._work
         with self._changed:
             while not (work.ready or work.stopping or (work.finishing and not work.sources)):
@@ -519,11 +519,11 @@ class _Pump:
         return source
 
     def _take_turn(self, source: _Source) -> None:
-        """Copy one chunk of a file; at its end, wait for a change or be done with it.
+        """Copy one chunk of a file; at its end, wait for a change or drop the file.
 
-        After the watch is set the file is read again: a write in between did not notify.
+        After the watch is set the file is read again: a write in between caused no notification.
         """
-        final = source.ends > 0  # Before the look: what was written until then is seen.
+        final = source.ends > 0  # Before the read, which thus sees all earlier writes.
         try:
             more = source.tail.copy_some(self._sink.write, final=final)
         except OSError as error:

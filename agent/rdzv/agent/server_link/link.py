@@ -152,7 +152,7 @@ class ServerLink:
         return self._lease_ms
 
     def add(self, job: JobPort) -> None:
-        """Serve a job: every Hello contains its belief from now on; it sends the first one itself."""
+        """Serve a job: later Hellos contain its belief; until then it reports for itself."""
         if self._last_lease_ms is not None and not self._check_fence(job, self._last_lease_ms):
             # The server would refuse the whole node because of it.
             return
@@ -198,7 +198,7 @@ class ServerLink:
 
     @property
     def tolerated_ms(self) -> int:
-        """How long the server tolerates silence from this node: its last lease, else the default."""
+        """How long the server tolerates this node's silence: the last lease, else the default."""
         return self._last_lease_ms or NodesTuning().lease_ms
 
     def say_away(self, deadline_ms: int) -> None:
