@@ -1,4 +1,4 @@
-"""rdzvctl: its commands, its errors as exit codes."""
+"""rdzvctl: its commands, and the exit codes of its errors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Exit codes:
 
 def main() -> None:
     """Run the command line of this process and exit."""
-    # gRPC's own log lines say on stderr, less clearly, what the error says.
+    # gRPC's own log lines on stderr repeat the error, less clearly.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
         # Characters that the locale cannot encode are escaped rather than ending the program.
@@ -73,12 +73,12 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; every error is one line on stderr.
 
-    A command returns what is to be printed; --help and the like print it, and return a code.
+    A command returns the text to print; --help and the like print it themselves, and return a code.
     """
     try:
         result = rdzvctl.main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
         if isinstance(result, str):
-            # Not in the command: click would take a closed pipe for a failure.
+            # Not in the command: click would treat a closed pipe as a failure.
             click.echo(result)
             sys.stdout.flush()
     except click.UsageError as error:
@@ -102,7 +102,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Let what is still buffered go nowhere, so that the interpreter's exit does not fail on it."""
+    """Discard buffered output, so that the interpreter's exit does not fail on it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

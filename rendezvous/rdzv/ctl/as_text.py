@@ -30,9 +30,9 @@ _MOST_FAILURES = 10
 _MOST_TRACEBACK_LINES = 60
 
 _STEADY_MS = 60_000
-"""A rate says nothing about a worker that has been silent for longer, and for several steps."""
+"""The rate of a worker that was silent for longer, and for several steps, is not shown."""
 _BEHIND_MS = 10_000
-"""A worker that has been silent for this much longer than others is shown by itself."""
+"""A worker that has been silent for this much longer than others is shown separately."""
 
 _UNKNOWN = "-"
 _ENDED = ("succeeded", "failed", "stopped")
@@ -61,13 +61,13 @@ EVENT_STYLES = {
 }
 
 _BY_CONCERN = ("lost", "away", "stopping", "waiting", "left", "spare", "succeeded", "seated")
-"""Node states, those that are looked for at night first."""
+"""Node states, the most urgent first."""
 
 
 def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
-    """Show one job: what it does and why, its nodes, its last failure.
+    """Show one job: its state and the reason, its nodes, its last failure.
 
-    Long lists and tracebacks are abbreviated, and say so, unless `everything` is asked for.
+    Long lists and tracebacks are abbreviated, with a note, unless `everything` is set.
     """
     lines = [headline(job, page)]
     lines += page.sentence(job.reason or "(the server gives no reason)")
@@ -82,7 +82,7 @@ def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
 
 
 def scaled(before: JobStatus, job: JobStatus) -> str:
-    """Say what an operator's bounds have made of a job's, and what follows for those there."""
+    """Describe how an operator changed a job's bounds, and the effect on its present nodes."""
     text = (
         f"{job.rdzv_id} has min_nodes {job.min_nodes} and max_nodes {job.max_nodes} now "
         f"(before: {before.min_nodes} and {before.max_nodes})"
@@ -101,12 +101,12 @@ def scaled(before: JobStatus, job: JobStatus) -> str:
 def jobs(
     server: str, summaries: Sequence[JobSummary], page: Page, store_away: str | None = None
 ) -> str:
-    """Show one line a job, and why nothing new is stored, if so."""
+    """Show one line per job, and why changes are not stored, if they are not."""
     away = page.sentence(store_away) if store_away else []
     if not summaries:
         return "\n".join([f"no jobs at {server}", *away])
     header = ("JOB", "BACKEND", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
-    # That all are the server's own goes without saying.
+    # The column is left out if all are the server's own.
     others = any(map(_only_watched, summaries))
     rows = [
         (
@@ -133,7 +133,7 @@ def _seated(job: JobSummary) -> str:
 
 
 def _only_watched(job: JobStatus | JobSummary) -> bool:
-    """Say whether another than the server forms the group, so that nothing can be done to it."""
+    """Return whether another backend forms the group, so that no command can change the job."""
     return job.backend != OWN_BACKEND
 
 
@@ -159,7 +159,7 @@ def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
 
 
 def servers(found: Sequence[Server], page: Page) -> str:
-    """Show one line a server."""
+    """Show one line per server."""
     if not found:
         return page.line(Cell("no server is known here", "dim"))
     rows = [
@@ -192,7 +192,7 @@ def servers(found: Sequence[Server], page: Page) -> str:
 
 
 def headline(job: JobStatus, page: Page) -> str:
-    """Say what a job does, and since when."""
+    """Describe a job's state, and since when."""
     age, at = duration(job.state_age_ms), page.ago(job.state_age_ms)
     since = f"{age} ago, at {at}" if job.state in _ENDED else f"for {age}, since {at}"
     mark = f"{job.backend}, read-only" if _only_watched(job) else ""
@@ -200,7 +200,7 @@ def headline(job: JobStatus, page: Page) -> str:
 
 
 def facts(job: JobStatus, page: Page) -> list[str]:
-    """Show what is to be known of a job in one line each."""
+    """Show the facts about a job, one line each."""
     found = (
         ("backend" if _only_watched(job) else "run", Cell(_run(job))),
         *((("owner", Cell(job.owner)),) if job.owner else ()),
@@ -229,13 +229,13 @@ def _round(job: JobStatus) -> str:
         return "none is complete yet"
     if job.last_end is None:
         return str(job.round)
-    # The reason of a job that stops quotes how the round ended.
+    # The reason of a stopping job quotes how the round ended.
     said = job.last_end in (job.reason or "")
     return f"{job.round}, ended" + ("" if said else f": {job.last_end}")
 
 
 def _of_round(value: str, job: JobStatus) -> str:
-    """Name the round of a value, unless it is the one that runs."""
+    """Add the round that a value belongs to, unless that round is running."""
     if job.state == "running" or value == _UNKNOWN or job.round is None:
         return value
     return f"{value} in round {job.round}"
@@ -243,7 +243,7 @@ def _of_round(value: str, job: JobStatus) -> str:
 
 def _node_counts(job: JobStatus) -> str:
     counts = Counter(node.state for node in job.nodes)
-    # Of a running job the seated ones come first; a state of a newer server comes last.
+    # In a running job the seated nodes come first; unknown states of a newer server come last.
     known = [state for state in reversed(_BY_CONCERN) if state in counts]
     states = known + [state for state in counts if state not in known]
     have = ", ".join(f"{counts[state]} {state}" for state in states) or "none"
@@ -266,7 +266,7 @@ def _restarts(job: JobStatus) -> Cell:
 
 
 def budgets(job: JobStatus) -> str:
-    """Say what a job has spent beside its restarts, as far as there is any, or a bound to it."""
+    """Describe the budgets spent besides restarts, where any was spent or has a limit."""
     has, said = job.budgets, []
     if has is None:
         return ""
@@ -282,7 +282,7 @@ def budgets(job: JobStatus) -> str:
 
 
 def _of(spent: int, most: int | None) -> str:
-    """Count what was spent; without a bound, by itself.
+    """Show the amount spent, with its limit if there is one.
 
     >>> _of(2, 3), _of(4, 3), _of(2, None)
     ('2 of 3', '3 of 3', '2')
@@ -298,7 +298,7 @@ def _master(job: JobStatus) -> str:
 
 
 def progress(job: JobStatus) -> str:
-    """Say how far the workers are: the slowest of them sets the pace."""
+    """Describe the workers' progress: the slowest of them sets the pace."""
     newest_ms = min(one.age_ms for one in job.progress)
     slowest = max(job.progress, key=lambda one: (one.behind, one.age_ms))
     rates = [rate for one in job.progress if (rate := _present_rate(one)) is not None]
@@ -316,7 +316,7 @@ def progress(job: JobStatus) -> str:
 
 
 def straggling(job: JobStatus) -> str:
-    """Name the workers that straggle, the slowest first."""
+    """Name the stragglers, the slowest first."""
     slowest = sorted(
         job.stragglers, key=lambda one: -one.step_s / one.median_s if one.median_s else -math.inf
     )
@@ -328,9 +328,9 @@ def straggling(job: JobStatus) -> str:
 
 
 def _steps(progress: Sequence[RankProgress], job: JobStatus) -> str:
-    """Say how far workers are at the moment of the job's foremost word.
+    """Describe the workers' steps at the moment of the job's foremost report.
 
-    One whose rate is not known is as far as it has said.
+    A worker whose rate is unknown counts with its last reported step.
     """
     most = max(one.step for one in job.progress)
     steps = [one.step if one.rate is None else most - one.behind for one in progress]
@@ -339,7 +339,7 @@ def _steps(progress: Sequence[RankProgress], job: JobStatus) -> str:
 
 
 def _present_rate(one: RankProgress) -> float | None:
-    """Return a worker's rate, unless it is not known or has come to nothing."""
+    """Return a worker's rate, unless it is unknown or out of date."""
     if one.rate is None:
         return None
     missed = one.rate * one.age_ms / 1000
@@ -350,7 +350,7 @@ def _present_rate(one: RankProgress) -> float | None:
 
 
 def submitted(job: JobStatus, server: str | None, page: Page, *, followed: bool = False) -> str:
-    """Say that a job was submitted, what it waits for and, unless it is, how to follow it."""
+    """Describe a submitted job: what it waits for and, unless `followed`, how to follow it."""
     lines = [page.line(Cell(job.rdzv_id, "bold"), Cell("is submitted"))]
     lines += page.sentence(job.reason or "(the server gives no reason)")
     if not followed:
@@ -361,7 +361,7 @@ def submitted(job: JobStatus, server: str | None, page: Page, *, followed: bool 
 
 
 def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec, page: Page) -> str:
-    """Show what would be submitted."""
+    """Show the job that would be submitted."""
     each = str(spec.local_world_size) if spec.local_world_size else "as many as each node counts"
     lines = [page.line(Cell(rdzv_id, "bold"), Cell("would be submitted; nothing was sent"))]
     found = [
@@ -384,7 +384,7 @@ def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec, page: Page) -> st
 
 
 def _submission(job: JobStatus, submission: Submission, page: Page) -> list[str]:
-    """Show how a job was submitted, and how far it is placed."""
+    """Show how a job was submitted, and its placement so far."""
     by = submission.submitted_by or _UNKNOWN
     if submission.submitter:
         by += f" [{submission.submitter}]"
@@ -411,9 +411,9 @@ def _submission(job: JobStatus, submission: Submission, page: Page) -> list[str]
 
 
 def awaited(job: JobStatus) -> list[str]:
-    """List the nodes that a submitted job is placed on, and that have not joined yet.
+    """List the nodes that a submitted job is placed on and that have not joined yet.
 
-    An ended job awaits no node: a placed node may have run, and left.
+    An ended job awaits no node: a placed node may have run and left.
     """
     if job.state in _ENDED:
         return []
@@ -432,7 +432,7 @@ def _wanted(
     gpus_per_node: int | None,
     account: str,
 ) -> list[tuple[str, str]]:
-    """Say what a submitted job runs and needs; what is as by default goes without saying."""
+    """Describe what a submitted job runs and needs; default values are left out."""
     found = [("runs", shlex.join(args)), ("in", chdir or "a folder of the node's choice")]
     if env_names:
         found.append(("environment", f"{', '.join(env_names)} (values are not shown)"))
@@ -458,14 +458,14 @@ def node_table(
     one_line: bool = False,
     hint: str = "; --all shows them",
 ) -> list[str]:
-    """Show which node sits where; of more than `most` nodes, those without a seat come first.
+    """Show the seat of each node; of more than `most` nodes, those without a seat come first.
 
     `hint` says how to see the others.
     """
     nodes = list(job.nodes)
     if most is not None and len(nodes) > most:
         nodes = sorted(nodes, key=_concern)[:most]
-    # One role for all is torchrun's default and says nothing.
+    # A single role for all nodes is torchrun's default, and not worth a column.
     roles = {node.role for node in job.nodes}
     header = (
         *("GROUP_RANK", "NODE", "STATE", "FOR", "RANK", "STEP"),
@@ -483,7 +483,7 @@ def node_table(
 
 
 def _concern(node: NodeStatus) -> int:
-    """Order nodes for an abbreviated table; a state of a newer server is of concern."""
+    """Rank nodes for an abbreviated table; an unknown state of a newer server ranks as urgent."""
     return _BY_CONCERN.index(node.state) if node.state in _BY_CONCERN else 0
 
 
@@ -512,17 +512,17 @@ def _ranks(node: NodeStatus) -> str:
 
 
 def _node_steps(node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProgress]) -> str:
-    """Say how far a node's workers are; what none of them says leaves no column."""
+    """Describe a node's steps; empty, which hides the column, if no worker reports any."""
     if node.rank_first is None or not by_rank:
         return ""
     ranks = range(node.rank_first, node.rank_first + (node.local_world_size or 1))
-    # Not the other way: a server may say any size.
+    # Not the other way round: a server may report any size.
     said = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
     return _steps(said, job) if said else _UNKNOWN
 
 
 def _node_reason(node: NodeStatus, job: JobStatus) -> str:
-    """Say why a node is not seated; what stands at the top already is not said once a node."""
+    """Return why a node is not seated; "as above" if the headline already gives the reason."""
     if node.reason and node.reason in (job.reason, job.last_end):
         return "as above"
     return node.reason or ""
@@ -532,7 +532,7 @@ def _node_reason(node: NodeStatus, job: JobStatus) -> str:
 
 
 def one_line_of(failure: LastFailure) -> str:
-    """Say which worker failed, how and when."""
+    """Describe which worker failed, how and when."""
     when = "" if failure.age_ms is None else f", {duration(failure.age_ms)} ago"
     cause = failure.root_cause
     message = f": {cause.message}" if cause.message else ""
@@ -562,7 +562,7 @@ def _who(failure: WorkerFailure) -> str:
 
 
 def _how(failure: WorkerFailure) -> str:
-    """Say how a worker ended.
+    """Describe how a worker ended.
 
     >>> _how(WorkerFailure("n1", None, 0, 0, None, None, 9, None, None))
     'signal 9 (SIGKILL)'

@@ -15,7 +15,7 @@ _LIFE_UNITS_MS = {"h": 3_600_000, "d": 86_400_000}
 
 
 def parse_life(text: str) -> int:
-    """Read how long a token is good, in milliseconds; the server has the last word.
+    """Read a token's lifetime as milliseconds; the server decides whether it is allowed.
 
     >>> parse_life("12h"), parse_life("30d")
     (43200000, 2592000000)
@@ -29,7 +29,7 @@ def parse_life(text: str) -> int:
 
 
 def tokens(found: Sequence[Token], page: Page) -> str:
-    """Show one line a token."""
+    """Show one line per token."""
     if not found:
         return "\n".join(page.sentence("there are no tokens; `rdzvctl tokens create` makes one"))
     rows = [
@@ -47,7 +47,7 @@ def tokens(found: Sequence[Token], page: Page) -> str:
 
 
 def _used(token: Token) -> Cell:
-    # It is not known more exactly, so nothing more exact is shown.
+    # The time is not known more precisely, so no more is shown.
     if token.used_age_ms is None:
         return Cell("never")
     within_the_hour = token.used_age_ms < 3_600_000
@@ -63,7 +63,7 @@ def _expires(token: Token) -> Cell:
 
 
 def made(token: Token) -> str:
-    """Say what was made, beside the text of the token, which alone is on stdout."""
+    """Describe the new token for stderr; only its text goes to stdout."""
     until = "does not expire"
     if token.expires_in_ms is not None:
         until = f"expires in {duration(token.expires_in_ms)}"
@@ -74,7 +74,7 @@ def made(token: Token) -> str:
 
 
 def revoked(found: Sequence[Token]) -> str:
-    """Say which tokens are good for nothing any more."""
+    """Report which tokens are no longer valid."""
     return "\n".join(f"token {token.id} of {token.name} is revoked" for token in found)
 
 

@@ -1,4 +1,4 @@
-"""`rdzvctl logs`: which part of the logs is asked for, and how it is printed."""
+"""`rdzvctl logs`: which part of the logs to read, and how to print it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_LINES = 2**32 - 1
 
 
 def parse_tail(text: str) -> tuple[int, int]:
-    """Read a number of lines, or one of bytes: the other is 0.
+    """Read a number of lines, or a number of bytes; the other is 0.
 
     >>> parse_tail("100"), parse_tail("64k")
     ((100, 0), (0, 65536))
@@ -53,7 +53,7 @@ def show(pieces: Iterable[LogLines], *, one_rank: bool, one_stream: bool) -> boo
                 absent = False
                 continue
             click.echo(harmless(f"rdzvctl: {note_of(piece)}"), err=True)
-            # A note on the whole job is good until something comes all the same.
+            # A note about the whole job may still be followed by output.
             absent = absent or not piece.node_id
             whole = whole and not piece.node_id
     finally:

@@ -1,4 +1,4 @@
-"""Nodes, for people: which take jobs, what is free there, and which are drained or cordoned."""
+"""Nodes, for people: which take jobs, their free resources, and which are drained or cordoned."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _STATE_STYLES = {
     **{"draining": "yellow", "drained": "yellow"},
 }
 _MOST_JOBS = 3
-"""How many jobs of a node are named in a line of the table."""
+"""How many of a node's jobs are named in one line of the table."""
 _LEAST_REASON = 16
 
 
 def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None = None) -> str:
-    """Show one line a node, by name, and why nothing new is stored, if so."""
+    """Show one line per node, by name, and why changes are not stored, if they are not."""
     away = page.sentence(store_away) if store_away else []
     if not found:
         return "\n".join([f"no nodes at {server}", *away])
-    # One word for one reason; where there are others, each says which it is.
+    # A single kind of reason becomes the header; otherwise each row names its own.
     unusable = "UNUSABLE" if any(n.quarantine or n.unhealthy for n in found) else "CORDONED"
     header = ("NODE", "STATE", "FOR", "PROGRAM", "GPUS_FREE", "CPUS", "MEMORY", "LABELS", "JOBS")
     rows = [
@@ -41,7 +41,7 @@ def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None
 
 
 def node(found: Node, page: Page) -> str:
-    """Show all that is known of one node."""
+    """Show everything known about one node."""
     since = f"for {duration(found.state_age_ms)}, since {page.ago(found.state_age_ms)}"
     marks = [found.drain] if found.drain else ["cordoned"] * found.cordoned
     marks += ["quarantined"] * bool(found.quarantine) + ["unhealthy"] * bool(found.unhealthy)
@@ -56,18 +56,18 @@ def node(found: Node, page: Page) -> str:
 
 
 def cordoned(found: Node) -> str:
-    """Say that nothing more is placed on a node, and what is still there."""
+    """Report that nothing more is placed on a node, and what is still there."""
     left = f"; it has {_jobs(found)}" if found.jobs else ""
     return f"{harmless(found.node_id)} is cordoned{harmless(left)}"
 
 
 def uncordoned(found: Node) -> str:
-    """Say that a node is uncordoned, and whether submitted jobs are placed on it again."""
+    """Report that a node is uncordoned, and whether submitted jobs are placed on it again."""
     return f"{harmless(found.node_id)} is uncordoned: {_takes_jobs(found)}"
 
 
 def drained(found: Node) -> str:
-    """Say that a node is being emptied, and what is still there."""
+    """Report that a node is being emptied, and what is still there."""
     name = harmless(found.node_id)
     if found.drain is None:
         return f"{name} is drained no more: the drain was lifted meanwhile"
@@ -78,7 +78,7 @@ def drained(found: Node) -> str:
 
 
 def undrained(found: Node) -> str:
-    """Say that the drain of a node is lifted, and whether submitted jobs are placed on it again."""
+    """Report that a node's drain is lifted, and whether submitted jobs are placed on it again."""
     name = harmless(found.node_id)
     if found.drain is not None:
         why = f": {harmless(found.drain_reason)}" if found.drain_reason else ""
@@ -87,7 +87,7 @@ def undrained(found: Node) -> str:
 
 
 def _takes_jobs(node: Node) -> str:
-    """Say whether submitted jobs are placed on a node; if not, what stands in the way."""
+    """Describe whether submitted jobs are placed on a node; if not, why not."""
     if node.drain is not None:
         why = _because(node.drain_reason)
         return f"it is about to leave by itself, so no submitted job is placed on it{why}"
@@ -108,7 +108,7 @@ def _because(reason: str | None) -> str:
 
 
 def _why_taken_out(node: Node) -> str:
-    """Say why nothing is placed on a node, and for how long its workers are still there."""
+    """Describe why nothing is placed on a node, and how long its workers remain."""
     if node.drain == "draining":
         left = duration(node.drain_left_ms or 0)
         why = f": {node.drain_reason}" if node.drain_reason else ""
@@ -183,7 +183,7 @@ def _row(node: Node) -> tuple[Cell, ...]:
 
 
 def _unusable(node: Node, header: str) -> str:
-    """Say why nothing is placed on a node, under this header."""
+    """Return why nothing is placed on a node, for a column with this header."""
     if header == "CORDONED":
         return _why_taken_out(node)
     whys = []
@@ -199,7 +199,7 @@ def _unusable(node: Node, header: str) -> str:
 
 
 def _jobs(node: Node) -> str:
-    """Name the jobs of a node; those that do not run yet, or are not gone yet, are marked."""
+    """Name a node's jobs; those that do not run yet, or are not gone yet, are marked."""
     named = [
         job.rdzv_id + (f" ({job.state})" if job.state in ("placed", "holding") else "")
         for job in node.jobs[:_MOST_JOBS]
@@ -209,13 +209,13 @@ def _jobs(node: Node) -> str:
 
 
 def _by_name(node: Node) -> list[tuple[int, str]]:
-    """Order n2 before n10."""
+    """Sort n2 before n10."""
     parts = re.split(r"([0-9]+)", node.node_id)
     return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _state(node: Node) -> Cell:
-    """Show the state of a node; of one that is connected, rather that it is being emptied."""
+    """Show the state of a node; a drain is shown instead of `connected`."""
     state = node.drain if node.drain is not None and node.state == "connected" else node.state
     return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
 
@@ -229,7 +229,7 @@ def _number(number: int | None) -> str:
 
 
 def _bytes(number: int | None) -> str:
-    """Write a size as people say it.
+    """Format a size for people.
 
     >>> _bytes(135 << 30), _bytes(1536 << 10), _bytes(None)
     ('135 GiB', '1.5 MiB', '-')

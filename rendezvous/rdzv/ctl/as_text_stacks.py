@@ -15,7 +15,7 @@ _MOST_SILENT = 16
 
 
 def text(report: StackReport, page: Page, *, raw: bool) -> str:
-    """Show one line a group, then the stack of one worker of each; `raw`: all of all workers."""
+    """Show one line per group, then one worker's stack of each; with `raw`, all stacks in full."""
     taken = f"taken {duration(report.age_ms)} ago, at {page.ago(report.age_ms)}"
     round_ = Cell(f"round {report.round}")
     lines = [page.line(Cell(report.rdzv_id, "bold"), round_, Cell(taken))]
@@ -46,7 +46,7 @@ def text(report: StackReport, page: Page, *, raw: bool) -> str:
 
 
 def _one_of_each(report: StackReport, groups_shown: int) -> Sequence[WorkerStack]:
-    """Return a worker of each group that is shown."""
+    """Return one worker of each shown group."""
     by_rank = {stack.rank: stack for stack in report.stacks}
     found = []
     for group in report.groups[:groups_shown]:

@@ -1,6 +1,6 @@
 """A job's story in sentences: its rounds, its first failure, the time it lost, its wait.
 
-All of it is said by its history and its status; nothing is guessed.
+All of it comes from its history and its status; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rdzv.view.history import read
 from rdzv.view.life import Round, Run, following, name_present, runs_of
 
 FIRST, LAST = 3, 5
-"""Rounds of a long story that are shown one by one; those between are summed up."""
+"""How many rounds of a long story are shown in full, first and last; the rest is summed up."""
 NODES_TOLD = 8
-"""Nodes whose reason for not being seated is shown."""
+"""How many nodes are shown with the reason for not being seated."""
 
 _ENDED = ("succeeded", "failed", "stopped")
 _STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped": "yellow"}
 
-# What the sentences about rounds say already, or what says nothing to somebody who asks why.
+# Already part of the sentences about rounds, or no help to someone who asks why.
 _QUIET = {
     *("NodeJoined", "NodeStopped", "NodeSucceeded", "NodeWentAway", "NodeCameBack", "NodeAdopted"),
     *("LastCallBegan", "NodesPlaced", "NodeLeaving"),
@@ -60,7 +60,7 @@ def _state(status: JobStatus) -> Cell:
 
 
 def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
-    """Show what happened, each fact after its time."""
+    """Show the history, each fact after its time."""
     told: list[tuple[int, str]] = []
     if len(runs) > 1 and run.number is not None and run.number > 1:
         before = next((r for r in reversed(runs) if r.run != run.run and r.result), None)
@@ -90,7 +90,7 @@ def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
 
 
 def _is_said(run: Run, event: Event) -> bool:
-    """Whether the end of a round, or of the run, says why a node is gone as the event does."""
+    """Return whether the end of a round, or of the run, already has the reason of this event."""
     gone = read(event.name, event.fields)
     if not isinstance(gone, NodeLost | NodeLeft) or (isinstance(gone, NodeLost) and gone.may_run):
         return False
@@ -99,7 +99,7 @@ def _is_said(run: Run, event: Event) -> bool:
 
 
 def _reasons(run: Run) -> Iterator[str]:
-    """Yield the reasons of the ends of rounds, and of the run, except those that quote a worker."""
+    """Yield the reasons for the ends of rounds and of the run, except those that quote a worker."""
     cause: str = ""
     for round_ in run.rounds:
         for cause, reason in (
@@ -113,7 +113,7 @@ def _reasons(run: Run) -> Iterator[str]:
 
 
 def _told(told: Sequence[tuple[int, str]], page: Page) -> list[str]:
-    """Put texts beside their times, which have a date where they are of another day."""
+    """Put texts beside their times; times on another day include the date."""
     clocks = [page.clock(at_ms) for at_ms, _ in told]
     width = max(map(len, clocks))
     return [
@@ -155,7 +155,7 @@ def _participants(round_: Round) -> str:
 
 
 def _end(run: Run, round_: Round) -> str:
-    """Say why a round ended, what its end was charged to, and how long there was no other."""
+    """Describe why a round ended, which cause was charged, and how long none followed."""
     assert round_.ended_ms is not None
     ran = "" if round_.adopted else f" after {duration(round_.ended_ms - round_.at_ms)}"
     text = f"Round {round_.number} ended{ran} ({round_.cause}): {_sentence(round_.reason)}"
@@ -190,7 +190,7 @@ def _times(number: int) -> str:
 
 
 def _sentence(text: str) -> str:
-    """End a text with a full stop, unless it ends with some mark already."""
+    """End a text with a full stop, unless it already ends with punctuation."""
     return text if not text or text[-1] in ".!?" else f"{text}."
 
 
@@ -198,7 +198,7 @@ def _sentence(text: str) -> str:
 
 
 def _first_failure(run: Run, page: Page) -> list[str]:
-    """Name the worker that failed first; among those of one moment the server decides."""
+    """Name the worker that failed first; the server decides among simultaneous failures."""
     at_ms, text = run.failures[0]
     weighed = [r for r in run.rounds if r.charge == "worker failure" and r.ended_ms is not None]
     if weighed and weighed[0].ended_ms is not None and at_ms >= weighed[0].at_ms:
@@ -219,7 +219,7 @@ def _costs(run: Run, now_ms: int) -> list[str]:
             continue
         after = following(run, round_)
         if after is None and run.ended_ms is not None:
-            # The last end is that of the run; nothing was waited for.
+            # The last end is that of the run; nothing waited after it.
             continue
         until_ms = now_ms if after is None else after.at_ms
         cause = round_.charge or round_.cause
@@ -240,7 +240,7 @@ def _costs(run: Run, now_ms: int) -> list[str]:
 
 
 def _now(status: JobStatus, page: Page) -> list[str]:
-    """Say what the job does now, and what it waits for."""
+    """Describe the job's present state, and what it waits for."""
     since = "" if status.state in _ENDED else f" (for {duration(status.state_age_ms)})"
     text = f"It {_does(status.state)}{since}"
     reason = (status.reason or "").removeprefix(f"{status.state}: ")
@@ -270,7 +270,7 @@ def _does(state: str) -> str:
 
 
 def _is_told(node: NodeStatus, status: JobStatus) -> bool:
-    """Whether a node's reason says more than the job's own."""
+    """Return whether a node's reason says more than the job's own."""
     if status.state in _ENDED or not node.reason or node.state == "seated":
         return False
     return node.reason not in (status.reason or "")

@@ -8,16 +8,16 @@ import yaml
 
 
 def document(text: str) -> str:
-    """Write a JSON document as YAML; texts of several lines are blocks.
+    """Convert a JSON document to YAML; multi-line texts become blocks.
 
-    It is pure ASCII, as the JSON is, so that nothing in it can harm a terminal.
+    The result is pure ASCII, like the JSON, so that nothing in it can harm a terminal.
     """
     written: str = yaml.dump(json.loads(text), Dumper=_Dumper, sort_keys=False, width=100)
     return written.rstrip("\n")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, where nothing in them has to be escaped."""
+    """Writes multi-line texts as blocks, unless something in them has to be escaped."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -1,8 +1,8 @@
-"""A small CA, and the certificates that it signs: for those who have none.
+"""A small CA, and the certificates that it signs: for users without a CA of their own.
 
 A folder holds all of it: `ca.crt`, which everyone trusts, `ca.key`, which stays here, and a pair of
 files for each holder. A holder's common name (CN) is the caller's name, and its organizations (O)
-are its roles. A server's certificate is of no use to a caller, nor a caller's to a server.
+are its roles. A server's certificate cannot be used by a caller, nor a caller's by a server.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 
 CLOCKS_APART = timedelta(minutes=5)
-"""How long before it was made a certificate is valid: other machines' clocks may be behind."""
+"""How far a certificate's start is backdated: other machines' clocks may be behind."""
 
 OF_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 """Names in every server's certificate, for clients on the same machine."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,63}")
-"""Names that a holder may have: they name files, and a common name has 64 letters at most."""
+"""Valid names of a holder: they name files, and a common name has at most 64 characters."""
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 _Key = ec.EllipticCurvePrivateKey
@@ -38,7 +38,7 @@ _Key = ec.EllipticCurvePrivateKey
 
 @struct(frozen=True)
 class Made:
-    """The two files of a holder."""
+    """The certificate and key files of a holder."""
 
     cert: Path
     key: Path
@@ -66,10 +66,10 @@ class Authority:
 
     @classmethod
     def make(cls, folder: Path, days: int, *, replace: bool) -> Authority:
-        """Make a CA.
+        """Create a CA.
 
         Raises:
-            InvalidRequestError: there is one, or the folder cannot be written.
+            InvalidRequestError: one exists already, or the folder cannot be written.
 
         """
         try:
@@ -118,7 +118,7 @@ class Authority:
         return cls(folder, key, certificate)
 
     def server(self, hosts: Sequence[str], days: int, *, replace: bool) -> Made:
-        """Make the pair of a server that is asked for by these names and addresses."""
+        """Create the pair of a server that is reached by these names and addresses."""
         names = tuple(dict.fromkeys((*hosts, *OF_THIS_MACHINE)))
         return self._make(
             "server",
@@ -132,7 +132,7 @@ class Authority:
     def caller(
         self, file: str, name: str, roles: Sequence[str], days: int, *, replace: bool
     ) -> Made:
-        """Make the pair of one that calls, with these roles."""
+        """Create the pair of a caller with these roles."""
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(
                 f"name {name!r} cannot be used: give up to 64 letters, digits and . _ @ -, the "
@@ -176,7 +176,7 @@ class Authority:
 
 
 def show(files: Sequence[Path]) -> list[Shown]:
-    """Read what certificates say.
+    """Read the facts in certificates.
 
     Raises:
         InvalidRequestError: one cannot be read.
@@ -224,10 +224,10 @@ def _kind(certificate: x509.Certificate) -> str:
 
 
 def parse_hosts(given: Sequence[str]) -> tuple[str, ...]:
-    """Read names and addresses, also several in one word with commas between them.
+    """Read names and addresses; one word may hold several, separated by commas.
 
     Raises:
-        InvalidRequestError: one cannot be used, or there is none.
+        InvalidRequestError: one is not valid, or there is none.
 
     """
     names = [part.strip() for word in given for part in word.split(",") if part.strip()]
@@ -293,7 +293,7 @@ def _files(folder: Path, name: str) -> Made:
 
 
 def _refuse_present(files: Made, *, replace: bool) -> None:
-    """Refuse before anything is written: a new key beside an old certificate is of no use."""
+    """Refuse before anything is written: a new key is of no use beside an old certificate."""
     for path in (files.cert, files.key):
         if not replace and path.exists():
             raise InvalidRequestError(f"{path} is there already; --force replaces it")

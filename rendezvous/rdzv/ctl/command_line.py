@@ -1,4 +1,4 @@
-"""Shared by the commands of rdzvctl: exit codes, options, the client that they name."""
+"""Shared by the commands of rdzvctl: exit codes, options, and opening the client."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ INTERRUPTED = 130
 
 
 def complain(message: str, exit_code: int) -> int:
-    """Write one line to stderr; return the exit code that goes with it."""
+    """Write one line to stderr; return `exit_code`."""
     from rdzv.view.log_lines import harmless
 
     click.echo(f"{PROGRAM}: {harmless(message)}", err=True)
@@ -55,7 +55,7 @@ def complain(message: str, exit_code: int) -> int:
 
 @struct(frozen=True)
 class Connection:
-    """Options given before the name of the command; None where not given."""
+    """The options given before the name of the command; None if absent."""
 
     server: str | None
     timeout_s: float | None
@@ -68,7 +68,7 @@ _R = TypeVar("_R")
 
 
 def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the options that are understood after the name of a command as well as before."""
+    """Add the options that are accepted both after and before the name of a command."""
     server = click.option(
         "--server",
         metavar="HOST:PORT",
@@ -94,16 +94,16 @@ _CREDENTIALS = {
         "The token that rdzvd is sent; else RDZV_TOKEN_FILE, or the token in RDZV_TOKEN.",
     ),
 }
-"""The options that say how to connect, by the fields of `Credentials`."""
+"""The connection options, by the fields of `Credentials`."""
 
 
 CREDENTIALS_KEY = "rdzv.credentials"
 
 
 def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the options of `Credentials`, whose values no command needs: `_credentials` finds them.
+    """Add the options of `Credentials`. No command needs their values: `_credentials` finds them.
 
-    What stands after the name of a command wins over what stands before it.
+    An option after the name of a command overrides one before it.
     """
 
     def keep(context: click.Context, option: click.Parameter, value: Path | None) -> None:
@@ -125,7 +125,7 @@ def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _credentials(context: click.Context) -> Credentials:
-    """Return what the command line and the environment say of how to connect."""
+    """Return the credentials from the command line and the environment."""
     from rdzv.transport.channels import Credentials
 
     return Credentials.parse(context.meta.get(CREDENTIALS_KEY, {}), os.environ)
@@ -163,7 +163,7 @@ COMPLETION_TIMEOUT_S = 1.0
 def complete_names(
     context: click.Context, _: click.Parameter, incomplete: str, *, kind: str
 ) -> list[str]:
-    """Complete a name by asking the server; one that does not answer completes nothing."""
+    """Complete a name by asking the server; without an answer there are no completions."""
     from rdzv.client import ControlClient, parse_endpoints
 
     named = context.params.get("server")
@@ -184,7 +184,7 @@ def complete_names(
 
 
 def as_asked(output: str, json: str) -> str:
-    """Return a document of `as_json` as it was asked for."""
+    """Return a document of `as_json` in the requested format."""
     if output == "json":
         return json
     from rdzv.ctl import as_yaml
@@ -194,9 +194,9 @@ def as_asked(output: str, json: str) -> str:
 
 @contextmanager
 def opened_client(server: str | None, timeout_s: float | None) -> Iterator[ControlClient]:
-    """Open a client to the server that the command line means; errors that leave name it.
+    """Open a client to the server that the command line names; errors raised inside name it too.
 
-    An endpoint or a timeout that makes no sense is an error of the command line.
+    An invalid endpoint or timeout is an error of the command line.
     """
     from rdzv.client import ControlClient, parse_endpoints
 
@@ -217,16 +217,16 @@ def opened_client(server: str | None, timeout_s: float | None) -> Iterator[Contr
 
 
 def _with_server(message: str, endpoint: str, named: str | None) -> str:
-    """Say which server was asked: at night, often not the one that was meant."""
+    """Add which server was asked: at night, often not the intended one."""
     if named is None:
         hint = f" ({endpoint} is the default; --server or RDZV_SERVER names another)"
-        # Where two clients are open, an error leaves both.
+        # If two clients are open, an error passes through both.
         return message if message.endswith(hint) else message + hint
     return message if endpoint in message else f"{message} (asked {endpoint})"
 
 
 def this_user() -> str:
-    """Name the user who asks, for the audit log."""
+    """Return the user's name, for the audit log."""
     import getpass
     import socket
 
@@ -238,5 +238,5 @@ def this_user() -> str:
 
 
 def by_whom(reason: str | None) -> str:
-    """Return the reason that is stored with a change: who asked for it, and why."""
+    """Return the reason stored with a change: who asked for it, and why."""
     return f"by {this_user()}" + (f": {reason}" if reason else "")

@@ -1,4 +1,4 @@
-"""`submit --follow`: what the workers of a run write, what the run waits for, and how it ended."""
+"""`submit --follow`: the output of a run's workers, what the run waits for, and how it ended."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rdzv.view.log_lines import harmless
 
 
 def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) -> int:
-    """Show what the workers of a run write until it has ended; return what `wait` would.
+    """Show the output of a run's workers until it has ended; return the exit code of `wait`.
 
-    What it waits for, and what happens to it, is said on stderr.
+    What the run waits for, and its events, are reported on stderr.
 
     Raises:
-        RendezvousError: the server cannot say any more how the run goes on.
+        RendezvousError: the server can no longer report on the run.
 
     """
     story = _Story(watcher, rdzv_id, run)
@@ -29,11 +29,11 @@ def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) 
     told.start()
     try:
         written = logs.logs(rdzv_id, follow=True, run=run)
-        # The story says what the job as a whole waits for.
+        # The story reports what the job as a whole waits for.
         written = (piece for piece in written if piece.node_id)
         show(written, one_rank=False, one_stream=False)
     except (InvalidRequestError, RendezvousClosedError):
-        # It has ended before anything was written, or another run has begun: the story says so.
+        # It ended without output, or another run has begun: the story reports which.
         pass
     except RendezvousError as error:
         _say(f"no more of what it writes can be shown: {error}")
@@ -43,18 +43,18 @@ def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) 
 
 
 class _Story:
-    """The events of one run, as the server pushes them."""
+    """The state changes of one run, as pushed by the server."""
 
     def __init__(self, client: ControlClient, rdzv_id: str, run: str) -> None:
         self._client = client
         self._rdzv_id = rdzv_id
         self._run = run
         self._told = ("", "")
-        """State and reason as last told, but for the times that go on in it."""
+        """The state and reason last reported, without the times that change in the reason."""
         self._end: JobStatus | RendezvousError | None = None
 
     def tell(self) -> None:
-        """Say on stderr whatever changes, until the run has ended."""
+        """Report every change on stderr until the run has ended."""
         with watching(self._client, self._rdzv_id) as news:
             while self._end is None:
                 found = news.get()
@@ -79,7 +79,7 @@ class _Story:
             self._told = news
 
     def end(self) -> int:
-        """Say how the run has ended; return its exit code."""
+        """Report how the run ended; return its exit code."""
         if isinstance(self._end, RendezvousError):
             raise self._end
         assert self._end is not None, "it has told all"

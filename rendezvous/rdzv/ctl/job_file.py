@@ -1,8 +1,8 @@
 """The file that `rdzvctl submit --file` reads: a job as TOML.
 
 A key is the long name of a flag, with underscores or dashes: `nnodes`, `nproc_per_node`,
-`max_restarts`, `priority`, ...; and `script`, `args`, `env`, `env_from`. Tables are written as
-such: `labels`, `env` and, if one likes, `rdzv_conf`. A key that means nothing is refused.
+`max_restarts`, `priority`, ...; and `script`, `args`, `env`, `env_from`. `labels` and `env` are
+tables, and `rdzv_conf` may be one. An unknown key is refused.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from rdzv.settings.toml_files import read_document
 from rdzv.structs import struct
 
 _OF_CALLER = frozenset({"file", "follow", "dry_run", "output", "server", "timeout", "help", "env"})
-"""Flags that say what the caller wants to see; and `env`, which is a table here."""
+"""Flags about what the caller wants to see; and `env`, which is a table here."""
 
 
 @struct(frozen=True)
 class JobFile:
-    """A job as its file describes it."""
+    """A job as described by its file."""
 
     given: tuple[Given, ...] = ()
     rest: tuple[str, ...] = ()
     """The script and its arguments."""
     env: Mapping[str, str] = field(default_factory=dict)
     env_from: tuple[str, ...] = ()
-    """Variables that have the caller's value."""
+    """Variables that keep the caller's value."""
 
 
 NOTHING = JobFile()
 
 
 def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]) -> JobFile:
-    """Read a job; `flags` are the known flags, `refused` those that it may not have.
+    """Read a job; `flags` are the known flags, `refused` those that it must not have.
 
-    A `chdir` that is relative begins in the folder of the file.
+    A relative `chdir` starts from the folder of the file.
 
     Raises:
-        InvalidRequestError: the file cannot be read, is no TOML, or a key or value makes no sense.
+        InvalidRequestError: the file cannot be read, is not TOML, or a key or value is not valid.
 
     """
     keys = _Keys(path, flags, refused)
@@ -106,7 +106,7 @@ class _Keys:
         return str(value)
 
     def _item(self, key: str, name: str, value: Any) -> str:
-        """Write a value of a table as it stands in a list with commas."""
+        """Format a value of a table as it appears in a list with commas."""
         if isinstance(value, bool):
             return str(value).lower()
         if not isinstance(value, str | int | float) or "," in f"{name}{value}":
@@ -128,7 +128,7 @@ class _Keys:
         return tuple(value)
 
     def _env(self, key: str, value: Any) -> dict[str, str]:
-        """Read the variables; no value is shown, also where it is refused."""
+        """Read the variables; values are never shown, even when refused."""
         if not isinstance(value, dict):
             raise self._bad(key, "is no table", 'write NAME = "VALUE" lines below [env]')
         for name, one in value.items():

@@ -1,6 +1,6 @@
 """The request of `rdzvctl submit`: a command line and a file, read and checked.
 
-Nothing is sent, and no server is asked, before all of it makes sense.
+Nothing is sent, and no server is asked, before all of it is valid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rdzv.structs import struct
 
 ENV_VARIABLES = 1_000
 ENV_BYTES = 128 * 1024
-"""Names and values together; the server takes no more."""
+"""The most bytes of names and values together; the server accepts no more."""
 ARGS_BYTES = 128 * 1024
 MAX_TIMEOUT_S = 86_400
 MAX_PRIORITY = 1_000_000
@@ -44,7 +44,7 @@ REFUSED = {
     "local_addr": "every node knows its own address; leave it out",
     "preemption_file": "every node knows its own, as [preemption] in agent.toml; leave it out",
 }
-"""Flags that a submitted job cannot have, by their dest: why not, and the remedy."""
+"""Flags that a submitted job cannot have, by their dest: the reason, and the remedy."""
 
 CREDENTIALS = {
     "tls_ca": "ca",
@@ -52,7 +52,7 @@ CREDENTIALS = {
     "tls_key": "key",
     "token_file": "token_file",
 }
-"""Flags that say how rdzvctl reaches the server, by their dest: the field of `Credentials`."""
+"""Flags about the connection to the server, by their dest: the field of `Credentials`."""
 
 _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
     CREDENTIALS,
@@ -63,14 +63,14 @@ _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
 
 @struct(frozen=True)
 class Caller:
-    """Where the command is given: what is taken from there if the line does not say it."""
+    """Where the command is run: the source of values that the command line leaves out."""
 
     directory: str
     environ: Mapping[str, str]
 
     @classmethod
     def here(cls) -> Caller:
-        """Return the caller of this process; the directory by the name that the caller uses."""
+        """Return the caller of this process; its directory is named as in the caller's shell."""
         return cls(_working_directory(os.environ.get("PWD", "")), os.environ)
 
 
@@ -80,7 +80,7 @@ class Request:
 
     rdzv_id: str
     run: str
-    """Made here, so that the same request may be sent twice."""
+    """Made here, so that the same request can be sent twice."""
     settings: Settings
     spec: JobSpec
     follow: bool
@@ -89,13 +89,13 @@ class Request:
     server: str | None
     timeout_s: float | None
     credentials: Mapping[str, Path]
-    """Fields of `Credentials` that the line names."""
+    """The fields of `Credentials` named in the command line."""
     notes: tuple[str, ...]
-    """Parts of the line, or of the caller's environment, that have no effect."""
+    """Parts of the command line, or of the caller's environment, that have no effect."""
 
 
 def wants_help(words: Sequence[str]) -> bool:
-    """Say whether the flags ask for help; what follows them belongs to the script."""
+    """Return whether the flags ask for help; words after them belong to the script."""
     given, _ = flags.split(words, flags.options(_parser()), _WHOLE)
     return any(action.dest == "help" for one in given for action in one.actions)
 
@@ -106,7 +106,7 @@ def help_text() -> str:
 
 
 def option_names() -> list[str]:
-    """List all flags that may be given, in the spelling that is shown, for completion."""
+    """List all accepted flags as they are shown, for completion."""
     return sorted(
         name
         for name, action in flags.options(_parser()).items()
@@ -115,10 +115,10 @@ def option_names() -> list[str]:
 
 
 def read(words: Sequence[str], caller: Caller) -> Request:
-    """Read the words after `rdzvctl submit`.
+    """Parse the words after `rdzvctl submit`.
 
     Raises:
-        InvalidRequestError: a value makes no sense; the message names it, why, and a remedy.
+        InvalidRequestError: a value is not valid; the message names it, the reason, and a remedy.
 
     """
     parser = _parser()
@@ -195,7 +195,7 @@ def _request(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses with an error of ours: one line, printed where all others are."""
+    """Raises our own error: one line, printed like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidRequestError(message)
@@ -229,7 +229,7 @@ def _parser() -> _Parser:
 
 
 def _of_rdzvrun() -> list[Option]:
-    """List rdzvrun's flags; those that no submitted job can have are known, but not shown."""
+    """List rdzvrun's flags; those that no submitted job can have are hidden but recognized."""
     hidden = {"help": argparse.SUPPRESS}
     return [
         (option[0], {**option[1], **(hidden if _dest(option) in REFUSED else {})})
@@ -321,10 +321,10 @@ def _dest(option: Option) -> str:
 
 
 _OWN = frozenset(map(_dest, (*_of_job(), *_of_command())))
-"""The dests of flags that rdzvrun has not."""
+"""The dests of flags that rdzvrun lacks."""
 
 _WHOLE = flags.OWN | {names[0] for names, _ in (*_of_job(), *_of_command())}
-"""Flags that are written whole, so that an abbreviation means what it means to torchrun."""
+"""Flags that cannot be abbreviated, so that an abbreviation means what it means to torchrun."""
 
 
 def _check_given(one: Given) -> None:
@@ -339,7 +339,7 @@ def _check_given(one: Given) -> None:
 
 
 def _last_value(given: Sequence[Given], dest: str) -> str | None:
-    """Return the value that was given last; a flag that lacks it is for argparse to refuse."""
+    """Return the last value given; if it is missing, argparse refuses the flag."""
     for one in reversed(given):
         if one.actions[-1].dest == dest:
             _, equals, value = one.words[0].partition("=")
@@ -357,7 +357,7 @@ def _words(given: Iterable[Given]) -> list[str]:
 def _check_for_nodes(
     args: argparse.Namespace, conf: Mapping[str, str], local_world_size: int
 ) -> None:
-    """Refuse what every node would refuse, which is the sooner known the better."""
+    """Refuse values that every node would refuse; better to learn of them early."""
     job_options.conf_bool(conf, "reuse", default=True)
     job_options.conf_ms(conf, "failure_stop_timeout", 5)
     job_options.conf_ms(conf, "server_timeout", 600)
@@ -373,7 +373,7 @@ def _check_for_nodes(
 
 
 def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[str, ...]:
-    """Return rdzvrun's arguments: all but the name, which is the job's, and what is not its own."""
+    """Return rdzvrun's arguments, without the job's name and flags that rdzvrun lacks."""
     words: list[str] = []
     for one in given:
         dest = one.actions[-1].dest
@@ -397,7 +397,7 @@ def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[
 def _environment(
     given: Iterable[str], file: job_file.JobFile, environ: Mapping[str, str]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the job's variables: those of the command line win over those of the file."""
+    """Return the job's variables: the command line overrides the file."""
     env = dict(file.env)
     for name in env:
         _check_variable(f"env.{name}", name)
@@ -406,7 +406,7 @@ def _environment(
     for text in given:
         name, equals, value = text.partition("=")
         if not name:
-            # No value is ever shown, so not this one either.
+            # No value is ever shown, so neither is this one.
             raise InvalidRequestError(
                 "--env: there is no name before the `=`; give NAME=VALUE, or NAME alone for the "
                 "caller's value"
@@ -449,7 +449,7 @@ def _check_variable(given: str, name: str) -> None:
 
 
 def _check_value(name: str, value: str) -> None:
-    """Refuse what no node can set; the value itself is not shown."""
+    """Refuse a value that no node can set; the value itself is not shown."""
     if name in WORKERS_OWN:
         raise InvalidRequestError(
             f"variable {name}: every worker is given its own in every round; leave it out"
@@ -538,16 +538,16 @@ def _name(rdzv_id: str) -> str:
 
 
 def _name_for(script: str, args: argparse.Namespace) -> str:
-    """Name a job after what it runs; four digits tell it from another of the same script."""
+    """Name a job after its script; four digits distinguish it from others of the same script."""
     stem = script.rpartition(".")[2] if args.module else PurePosixPath(script).stem
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip(".-")[:64] or "job"
     return f"{stem}-{secrets.token_hex(2)}"
 
 
 def _working_directory(said: str) -> str:
-    """Return where the caller is, by the shell's own name for it; empty if that is gone.
+    """Return the caller's directory by the shell's own name for it; empty if it is gone.
 
-    That name may lead through links, and be good on every node where what is behind them is not.
+    That name may contain links, and be valid on every node where the resolved path is not.
     """
     try:
         here = str(Path.cwd())
@@ -573,7 +573,7 @@ def _chdir(given: str | None, directory: str) -> str:
 
 
 def _notes(conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Say what has no effect."""
+    """List the options without effect."""
     notes = []
     if unknown := job_options.unknown_keys(conf):
         known = ", ".join(flags.CONF_KEYS)

@@ -1,7 +1,7 @@
 """Lines for a terminal or a pipe: widths, colours, and texts made harmless.
 
-Every text is taken as hostile: a traceback may hold what retitles a terminal, clears it or types
-into it. Whatever comes out of a `Page` has no control character but its own colours.
+Every text is treated as hostile: a traceback may hold codes that retitle a terminal, clear it or
+type into it. The output of a `Page` has no control characters but its own colours.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LABEL_WIDTH = 15
 _NARROWEST = 28
 """Free text that would be wrapped to less than this beside a row goes below the row."""
 _SHORTEST = 40
-"""Expendable columns make room for at least this much of a free text, by default."""
+"""Expendable columns are dropped to leave at least this much for free text, by default."""
 
 
 @struct(frozen=True)
 class Cell:
-    """A text and its style: the name of a colour, `bold`, `dim`, or nothing."""
+    """A text and its style: the name of a colour, `bold`, `dim`, or empty."""
 
     text: str
     style: str = ""
@@ -44,10 +44,10 @@ class Page:
     colour: bool
     now_s: float
     zone: tzinfo | None = None
-    """The zone of all times; None is that of the machine."""
+    """The time zone of all times; None for the machine's own."""
 
     def line(self, *cells: Cell) -> str:
-        """Put texts beside each other."""
+        """Join texts into one line."""
         return _GAP.join(self._paint(cell) for cell in cells if cell.text)
 
     def sentence(self, text: str) -> list[str]:
@@ -61,7 +61,7 @@ class Page:
         return self._wrapped(value, name, indent)
 
     def block(self, text: str, indent: int, last: int | None = None) -> list[str]:
-        """Indent a text of many lines, as it is; with `last`, only that many lines of its end."""
+        """Indent a text of several lines unchanged; with `last`, only its last `last` lines."""
         lines = text.splitlines()
         left_out = max(len(lines) - last, 0) if last is not None else 0
         note = Cell(f"... {left_out} lines before these are left out; --all shows them", "dim")
@@ -78,7 +78,7 @@ class Page:
         one_line: bool = False,
         least: int = _SHORTEST,
     ) -> list[str]:
-        """Align rows under a header; the last column is free text and takes the room that is left.
+        """Align rows under a header; the last column is free text and takes the remaining room.
 
         Columns without any text are left out, and so are `expendable` ones, in that order, until
         the rest fits. Free text is wrapped; with `one_line` it is cut, and has room for `least`.
@@ -101,26 +101,26 @@ class Page:
         ]
 
     def at(self, unix_ms: int) -> str:
-        """Write a point in time to the millisecond."""
+        """Format a point in time to the millisecond."""
         moment = self._moment(unix_ms / 1000)
         return f"{moment:%Y-%m-%d %H:%M:%S}.{unix_ms % 1000:03d}" if moment else "?"
 
     def clock(self, unix_ms: int) -> str:
-        """Write a point in time to the second: the time of day, with the date unless it is today's.
+        """Format a point in time to the second: the time of day, with the date unless it is today.
 
-        For a column in which most are of today.
+        For a column in which most times are of today.
         """
         return self.ago(round(self.now_s * 1000) - unix_ms)
 
     def ago(self, age_ms: int) -> str:
-        """Write the time of something this long ago; with the date, unless it is today's."""
+        """Format the time of something this long ago; with the date, unless it is today."""
         moment, now = self._moment(self.now_s - age_ms / 1000), self._moment(self.now_s)
         if moment is None or now is None:
             return "?"
         return f"{moment:%H:%M:%S}" if moment.date() == now.date() else f"{moment:%Y-%m-%d %H:%M}"
 
     def _moment(self, unix_s: float) -> datetime | None:
-        """Return a local time; None for a number that is none."""
+        """Return a local time; None for a number out of range."""
         try:
             return datetime.fromtimestamp(unix_s, self.zone)
         except (OverflowError, ValueError, OSError):
@@ -208,7 +208,7 @@ class _Column:
 
 
 def _width(text: str) -> int:
-    """Return how many places a text takes: two for each wide character, as in Chinese."""
+    """Return the number of columns a text takes: two for each wide character, as in Chinese."""
     shown = harmless(text)
     if shown.isascii():
         return len(shown)
@@ -216,6 +216,6 @@ def _width(text: str) -> int:
 
 
 def _cut(text: str, room: int) -> str:
-    """Shorten a text to its room, which shows."""
+    """Shorten a text to its room, with a mark where it was cut."""
     room = max(room, 2)
     return text if len(text) <= room else text[: room - 1] + "…"

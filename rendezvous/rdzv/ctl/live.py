@@ -1,7 +1,7 @@
-"""The screen of `status --watch`: what a job does, what it waits for, and how it came to that.
+"""The screen of `status --watch`: a job's state, what it waits for, and its recent history.
 
-A screen is a list of lines that fits into a terminal. It is made from the last status that the
-server has pushed, how long ago that was, and the job's history; nothing here asks anyone.
+A screen is a list of lines that fits into a terminal. It is made from the last status pushed by
+the server, the age of that status, and the job's history; nothing here sends requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rdzv.view.answers import Event, JobStatus
 FOOTER = "Ctrl-C ends this view, not the job"
 
 _LEAST_NODE_LINES = 4
-"""Lines that are always left for the table of nodes: its header, two nodes, the number left out."""
+"""Lines always kept for the table of nodes: its header, two nodes, and the number left out."""
 _MOST_HISTORY = 8
 _MOST_REASON = 4
 _LABEL_WIDTH = 13
@@ -31,25 +31,25 @@ _TURNS = (
     *("JobScaled", "JobQueued", "NodesPlaced", "NodesWithdrawn", "NodeDeclined", "LastCallBegan"),
     *("NodeDrained", "NodeUndrained"),
 )
-"""Events that say how rounds came and went; nodes and workers are in the table and the failure."""
+"""Events about the course of rounds; nodes and workers appear in the table and the failure."""
 
 _BEGINS = ("RoundCompleted", "RoundAdopted")
 _ENDS = ("RoundEnded", "RunEnded")
 
 _HERE = ("seated", "waiting", "stopping", "succeeded")
-"""States of nodes that count for the next round, or do their part in this one."""
+"""States of nodes that count for the next round, or take part in this one."""
 
 
 # ------------------------------------------------------------------------------------ time
 
 
 def _waited_for(status: JobStatus) -> TimeInText | None:
-    """Return the time that a job is given; None if nothing happens by itself."""
+    """Return the time limit that a job waits for; None if nothing happens by itself."""
     return next((time for time in status.reason_times if time.waits_for), None)
 
 
 def later(status: JobStatus, more_ms: int) -> JobStatus:
-    """Return a job with the ages that it has that much later, if nothing has changed."""
+    """Return a job with its ages advanced by `more_ms`, as if nothing had changed."""
     nodes = []
     for node in status.nodes:
         text = timed_text.later(node.reason or "", node.reason_times, more_ms)
@@ -78,7 +78,7 @@ def later(status: JobStatus, more_ms: int) -> JobStatus:
 
 
 def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | None) -> int | None:
-    """Return how long the wait of a job is in all, as far as it was seen; None if it does not wait.
+    """Return the total time of a job's wait, as far as observed; None if it does not wait.
 
     `before_ms` is what this returned for the status before.
     """
@@ -90,7 +90,7 @@ def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | 
 
 
 def _wait(status: JobStatus) -> object:
-    """Return what all statuses of one wait have in common."""
+    """Return the value that all statuses of one wait share."""
     time = _waited_for(status)
     return status.run, status.state, status.round, time.waits_for if time else None
 
@@ -109,8 +109,8 @@ def screen(
 ) -> list[str]:
     """Show a job on `height` lines: its reason, bars, nodes, and the latest events.
 
-    `whole_ms` is how long its present wait is in all. Lines that do not fit are left out, seated
-    nodes first. Without `blocks` bars are of ASCII.
+    `whole_ms` is the total time of its present wait. Lines that do not fit are left out, seated
+    nodes first. Without `blocks`, bars use ASCII.
     """
     width = page.width or 80
     bars = _Bars(page, min(_BAR, max(width - 40, 8)), blocks)
@@ -174,7 +174,7 @@ class _Bars:
         self.full, self.empty = ("█", "░") if blocks else ("#", ".")
 
     def of(self, part: float, whole: float) -> str:
-        """Return a bar that is full to this part; a part is never shown as empty or full."""
+        """Return a bar filled in proportion; a fraction is never shown as empty or full."""
         share = min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
         cells = math.ceil(share * self.width) if share < 0.5 else math.floor(share * self.width)
         return self.full * cells + self.empty * (self.width - cells)
@@ -185,7 +185,7 @@ class _Bars:
 
 
 def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
-    """Show how many nodes there are of how many, and how much of a wait is left."""
+    """Show the number of nodes out of the wanted number, and how much of a wait is left."""
     lines = []
     if job.min_nodes is not None and job.max_nodes is not None and job.state not in _ENDED:
         have = sum(1 for node in job.nodes if node.state in _HERE)
@@ -203,7 +203,7 @@ def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
 def _since_its_beginning(
     job: JobStatus, history: Sequence[Event], whole_ms: int | None, page: Page
 ) -> int | None:
-    """Return how long a last call is in all, also of what was before anyone looked."""
+    """Return the total time of a last call, including the part before the watch began."""
     time = _waited_for(job)
     if whole_ms is None or time is None or time.waits_for != LAST_CALL:
         return whole_ms
@@ -228,7 +228,7 @@ def timeline(
 ) -> list[str]:
     """Show the turns of the present run, oldest first; above them, when a round ran.
 
-    Of a round that has ended it says for how long it had run.
+    For an ended round it shows how long it ran.
     """
     events = [event for event in history if event.run in (job.run, None)]
     turns = [event for event in events if event.name in _TURNS]
@@ -248,10 +248,10 @@ def timeline(
 
 
 def _ran(share: Sequence[tuple[float, float]], bars: _Bars) -> list[str]:
-    """Draw a line from the beginning of what is known until now: full where a round ran."""
+    """Draw a line from the first known event until now: full where a round ran."""
     cells = [bars.empty] * bars.width
     for first, last in share:
-        # A gap is what one looks for, so a cell is full only if a round ran all the time.
+        # Gaps are what the reader looks for, so a cell is full only if a round ran all the time.
         for cell in range(math.ceil(first * bars.width), math.floor(last * bars.width)):
             cells[cell] = bars.full
     percent = 100 * sum(last - first for first, last in share)
@@ -260,7 +260,7 @@ def _ran(share: Sequence[tuple[float, float]], bars: _Bars) -> list[str]:
 
 
 def _share(events: Sequence[Event], page: Page) -> list[tuple[float, float]] | None:
-    """Return when a round ran, as parts of the time from the first event until now."""
+    """Return when a round ran, as fractions of the time from the first event until now."""
     first_ms, now_ms = events[0].unix_ms, page.now_s * 1000
     whole_ms = now_ms - first_ms
     if whole_ms <= 0:

@@ -1,4 +1,4 @@
-"""The file that `rdzvctl backup` writes: there as a whole, or not at all."""
+"""The file that `rdzvctl backup` writes: it exists as a whole, or not at all."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rdzv.errors import InvalidRequestError
 
 @contextmanager
 def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
-    """Yield a file that only its owner can read, and that has its name once the body has ended.
+    """Yield a file that only its owner can read, and that gets its name once the body has ended.
 
-    If the body fails nothing is left behind, and what was at `path` is as it was.
+    If the body fails nothing is left behind, and `path` is unchanged.
 
     Raises:
-        InvalidRequestError: it is there and not to be replaced, or cannot be written.
+        InvalidRequestError: it exists and must not be replaced, or cannot be written.
 
     """
     _check(path, replace)
     try:
-        # Beside it, so that the name is given at once; with mode 0600.
+        # Beside it, so that renaming takes effect at once; with mode 0600.
         number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -54,15 +54,15 @@ def _check(path: Path, replace: bool) -> None:
 
 
 def _name(written: str, path: Path) -> None:
-    """Give a file a second name that no other file has."""
+    """Give a file a name that no other file has yet."""
     try:
         os.link(written, path)
     except FileExistsError:
-        # Since it was looked for.
+        # It was created since the check.
         _check(path, replace=False)
         raise
     except OSError:
-        # There are no links on this file system.
+        # Links are not possible on this file system.
         Path(written).replace(path)
 
 

@@ -1,7 +1,7 @@
-"""rdzvctl drain: empties nodes, one or one after another, and says what it waits for.
+"""rdzvctl drain: empties nodes, one or several in turn, and reports what it waits for.
 
-The server decides and keeps the drains; this module only asks for them, and waits. Whatever ends
-this program, a node that it has drained stays drained, and leaves by its deadline.
+The server decides and keeps the drains; this module only requests them, and waits. However
+this program ends, a node that it has drained stays drained, and leaves by its deadline.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from rdzv.view.answers import JobStatus, Node
 from rdzv.view.log_lines import harmless
 
 LOOK_EVERY_S = 1.0
-"""How often it is looked whether a node is empty, or may be drained now."""
+"""How often to check whether a node is empty, or may be drained now."""
 MAX_DEADLINE_MS = 7 * 86_400_000
 _UNITS_MS = {"ms": 1, "s": 1_000, "": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)")
 
 NODE_VARIABLE = "RDZV_NODE"
-"""Where a command of --undrain-after finds which node it is about."""
+"""The variable that gives a command of --undrain-after its node."""
 
 EXIT_COMMAND_FAILED = 3
 
 
 def parse_deadline(text: str) -> int:
-    """Read how long workers have, in milliseconds.
+    """Read how long workers have, as milliseconds.
 
     >>> parse_deadline("5m"), parse_deadline("90"), parse_deadline("1.5h")
     (300000, 90000, 5400000)
@@ -67,10 +67,10 @@ def parse_label(text: str) -> tuple[str, str]:
 
 
 def wait_empty(client: ControlClient, node_id: str, say: Callable[[str], None]) -> Node | None:
-    """Wait until nothing of a job is left on a node; None if it is not known any more.
+    """Wait until a node has no jobs left; None if the node is no longer known.
 
-    A server that is away for a while is waited for. Whenever what is waited for is another, it is
-    said.
+    A server that is away for a while is waited for. `say` is called each time the awaited thing
+    changes.
 
     Raises:
         UnknownNodeError: the drain was lifted meanwhile.
@@ -107,12 +107,12 @@ class Rolling:
     deadline_ms: int
     reason: str
     command: str | None = None
-    """The command that is run for each empty node; if it succeeds, the drain of the node is
+    """The command to run for each empty node; if it succeeds, the drain of the node is
     lifted."""
 
 
 def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) -> int:
-    """Drain all nodes with a label one after another; return what to exit with.
+    """Drain all nodes with a label one after another; return the exit code.
 
     A node is drained only if each of its jobs keeps its min_nodes without it, and the next only
     when the jobs of the one before run again.
@@ -173,7 +173,7 @@ def _drain_when_it_may(
 
 
 def _insist(ask: Callable[[], object], say: Callable[[str], None]) -> None:
-    """Ask until the server answers."""
+    """Repeat a request until the server answers."""
     told = ""
     while True:
         try:
@@ -217,6 +217,6 @@ def _has(node: Node, name: str, value: str) -> bool:
 
 
 def _natural(node_id: str) -> list[tuple[int, str]]:
-    """Order n2 before n10."""
+    """Sort n2 before n10."""
     parts = re.split(r"([0-9]+)", node_id)
     return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]

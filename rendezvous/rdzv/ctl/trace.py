@@ -1,9 +1,9 @@
-"""A job's life as a Chrome trace, which ui.perfetto.dev and chrome://tracing show.
+"""A job's life as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-One process is one run. Its first track has the job itself: each round with its cause of end, and
-between them how long everyone took to stop, and the next to form. Every node has a track below,
-with a slice for each round that it took part in, and one for the time that it took to stop.
-Whatever happened at one moment is an instant on the track that it is about.
+One process is one run. Its first track shows the job itself: each round with the cause of its end,
+and between them the time to stop all workers and to form the next round. Every node has a track
+below, with a slice for each round that it took part in, and one for the time it took to stop.
+Every event is an instant on the track that it belongs to.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _JOB_TRACK = 0
 # Names of colours that both viewers know.
 _LIVE, _FORMING, _STOPPING, _FAILED = "good", "yellow", "grey", "bad"
 
-# These are slices, or what a slice begins and ends with.
+# Already shown as slices, or as the start or end of one.
 _NO_INSTANTS = {"NodeStopped"}
 
 
 def trace(status: JobStatus, history: Sequence[Event], now_ms: int) -> str:
-    """Return the trace as a JSON document; what goes on ends now. Times are Unix times."""
+    """Return the trace as a JSON document; open slices end now. Times are Unix times."""
     events = list(_events(status, history, now_ms))
     document = {
         "displayTimeUnit": "ms",
@@ -127,7 +127,7 @@ def _instants(
         track = tracks.get(node_of(event) or "", _JOB_TRACK)
         yield {
             **{"ph": "i", "cat": "rdzv", "name": event.name, "pid": process, "tid": track},
-            # Of a track alone, or a line across all tracks of the run.
+            # The scope of the instant: a track alone, or a line across all tracks of the run.
             **{"ts": event.unix_ms * 1000, "s": "p" if event.name in _ACROSS else "t"},
             "args": {"text": event.text},
         }

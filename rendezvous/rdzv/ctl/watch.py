@@ -1,6 +1,6 @@
 """Commands that follow a job: `status --watch` and `wait`.
 
-The server pushes every change. Between two of them only ages grow, which this side counts itself.
+The server pushes every change. Between two changes only ages grow, which this side counts itself.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
 """The exit codes of `wait`; in any other state the job has not ended."""
 EXIT_GOES_ON = 4
 EXIT_NO_PROGRESS = 93
-"""Of a job that failed for it did not move on; as of rdzvrun."""
+"""The exit code for a job that failed because it made no progress; the same as rdzvrun's."""
 
 REDRAW_S = 1.0
-"""How often ages are counted on a terminal."""
+"""How often ages are updated on a terminal."""
 
 LEAST_REDRAW_S = 0.1
 
 HISTORY_EVENTS = 500
-"""How far back the history on the screen goes: nodes that come and go are in it, too."""
+"""How many events the screen's history covers, including nodes that come and go."""
 
 _HOME, _CLEAR_BELOW, _CLEAR_LINE = "\x1b[H", "\x1b[J", "\x1b[K"
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
@@ -51,7 +51,7 @@ class _Seen:
     at_s: float
 
     def aged(self) -> JobStatus:
-        """Return the job with the ages that it has by now."""
+        """Return the job with its present ages."""
         return live.later(self.status, round((time.monotonic() - self.at_s) * 1000))
 
 
@@ -66,10 +66,10 @@ def _tries_again(error: RendezvousError) -> None:
 def watching(
     client: ControlClient, job: str, silent: Callable[[RendezvousError], None] = _tries_again
 ) -> Iterator[_News]:
-    """Take in what the server pushes in a thread, so that the screen need not wait for it.
+    """Receive the server's updates in a thread, so that the screen need not wait for them.
 
-    `silent` is told, in that thread, when no server answers any more; by default it says so on
-    stderr.
+    `silent` is called, in that thread, when no server answers any more; by default it prints that
+    on stderr.
     """
     news: _News = SimpleQueue()
 
@@ -88,7 +88,7 @@ def watching(
 
 
 def _next(news: _News, within_s: float | None) -> _Seen | None:
-    """Return what is newest; None if nothing came in time."""
+    """Return the newest update; None if nothing arrived in time."""
     try:
         found = news.get(timeout=within_s)
         while not news.empty():
@@ -109,9 +109,9 @@ def _newest(news: _News) -> _Seen:
 def show(
     client: ControlClient, other: ControlClient, job: str, output: str, *, everything: bool
 ) -> None:
-    """Show a job until it has ended: on a terminal in place, else one after the other.
+    """Show a job until it has ended: on a terminal in place, else as successive statuses.
 
-    `other` is a client of the same server, for what is asked beside the stream.
+    `other` is a client of the same server, for requests beside the stream.
     """
     smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     terminal = smart and output == "text"
@@ -171,7 +171,7 @@ def _live(client: ControlClient, job: str, news: _News) -> _Seen:
 
 
 class _History:
-    """The events of a job, asked for again whenever it has changed."""
+    """The events of a job, requested again whenever it has changed."""
 
     def __init__(self, client: ControlClient, job: str) -> None:
         self.events: tuple[Event, ...] = ()
@@ -182,7 +182,7 @@ class _History:
         threading.Thread(target=self._keep, daemon=True).start()
 
     def want(self, status: JobStatus) -> None:
-        """Ask anew in the background if this is another turn than the last."""
+        """Fetch the events again in the background if the job has changed since the last fetch."""
         placed = status.submission.placed if status.submission else ()
         turn = (status.run, status.round, status.state, status.last_end, placed)
         if turn != self._turn:
@@ -192,14 +192,14 @@ class _History:
     def _keep(self) -> None:
         while True:
             self._turned.get()
-            # The last state stays on the screen while the server does not answer.
+            # The last history stays on the screen while the server does not answer.
             with contextlib.suppress(RendezvousError, ValueError):
                 self.events = self._client.events(self._job, HISTORY_EVENTS)
 
 
 @contextmanager
 def _own_screen() -> Iterator[None]:
-    """Draw on a screen of its own, without a cursor or wrapped lines; then all is as it was."""
+    """Use a separate screen, without a cursor or wrapped lines; then restore the terminal."""
     sys.stdout.write(_ENTER)
     try:
         yield
@@ -209,7 +209,7 @@ def _own_screen() -> Iterator[None]:
 
 
 def _draw(lines: Sequence[str]) -> None:
-    # In one piece, over what is there: a screen that is cleared first would flicker.
+    # In one piece, over the present text: clearing the screen first would make it flicker.
     text = "\r\n".join(f"{line}{_CLEAR_LINE}" for line in lines)
     sys.stdout.write(f"{_HOME}{text}{_CLEAR_BELOW}")
     sys.stdout.flush()
@@ -224,7 +224,7 @@ def _has_blocks() -> bool:
 
 
 def exit_code(status: JobStatus) -> int | None:
-    """Say what a program that waits for a job exits with; None while it goes on."""
+    """Return the exit code for a program that waits for a job; None while the job continues."""
     return EXIT_NO_PROGRESS if status.no_progress else EXIT_CODES.get(status.state)
 
 

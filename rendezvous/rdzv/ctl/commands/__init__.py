@@ -1,1 +1,1 @@
-"""The commands of rdzvctl, one file a subject: options, one call of the client, what is shown."""
+"""The commands of rdzvctl, one file per subject: options, one client call, and the output."""

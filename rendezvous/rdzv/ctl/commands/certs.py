@@ -1,4 +1,4 @@
-"""`rdzvctl certs`: a small CA and certificates, for those who have none. It asks no server."""
+"""`rdzvctl certs`: a small CA and certificates, for users without a CA. It asks no server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rdzv.ctl.authority import Made
 
 ROLES = ("read", "submit", "admin")
-"""Roles of a client; `rdzvctl certs node` makes those of nodes."""
+"""Roles of a client; `rdzvctl certs node` creates those of nodes."""
 
 MOST_DAYS = 36_500
 

@@ -1,4 +1,4 @@
-"""Commands on what has happened to a job: its events, its story, its trace."""
+"""Commands on a job's history: its events, its story, its trace."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def trace_command(job: str, path: Path, server: str | None, timeout_s: float | N
 
 
 def _history(client: ControlClient, job: str) -> tuple[Event, ...]:
-    """Return all that is kept of a job's history; the newest, where the server gives no more."""
+    """Return all of a job's kept history, or the newest part if the server returns no more."""
     try:
         return client.events(job, _HISTORY_ROWS)
     except (InvalidRequestError, LimitExceededError):

@@ -1,4 +1,4 @@
-"""Commands on one job or all of them: what they do, wait for them, stop, restart, scale, forget."""
+"""Commands on one job or all jobs: status, list, wait, stop, restart, scale, forget."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def status_command(
     from rdzv.view import as_json
 
     with opened_client(server, timeout_s) as client:
-        # A watch waits for a server that went away; one that was never there is told at once.
+        # A watch waits for a server that went away; one that was never there is reported at once.
         found = client.status(job)
         if watched:
             from rdzv.ctl.watch import show

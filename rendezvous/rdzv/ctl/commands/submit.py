@@ -1,4 +1,4 @@
-"""`rdzvctl submit`: hands a job to the server, which runs it on nodes that are free."""
+"""`rdzvctl submit`: passes a job to the server, which runs it on free nodes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class _Submit(click.Command):
-    """A command with rdzvrun's flags, which are read as rdzvrun reads them."""
+    """A command with rdzvrun's flags, which are parsed as rdzvrun parses them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Leave all words to the command."""
+        """Pass all words to the command unparsed."""
         ctx.params = {"words": tuple(args)}
         return args
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete flags by their names, and all else as files."""
+        """Complete flags by their names, and everything else as files."""
         from click.shell_completion import CompletionItem
 
         from rdzv.ctl.job_request import option_names

@@ -1,4 +1,4 @@
-"""Commands on a job's workers: what they have written, and where in their code they are."""
+"""Commands on a job's workers: their output, and where in their code they are."""
 
 from __future__ import annotations
 
