@@ -1,4 +1,4 @@
-"""Opening and ending the streams of nodes, and what follows when a node is away or lost."""
+"""Opens and closes the streams of nodes, and handles nodes that are away or lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Connections:
         self._targets = targets
         self._watchers = watchers
         self._callers: dict[str, str] = {}
-        """By node_id, of nodes that are known: the name of the caller that speaks for them."""
+        """By node_id, of known nodes: the name of the caller that speaks for the node."""
         self._numbers = itertools.count(1)
 
     def attach(self, hello: Hello, caller: Caller = ANYBODY) -> Stream:
@@ -61,7 +61,7 @@ class Connections:
         Raises:
             DeniedError: the caller may not speak for this node.
             NodeSupersededError: another instance speaks for this node_id.
-            RendezvousConnectionError: to be tried again: here, or at the server that took over.
+            RendezvousConnectionError: retry, here or at the server that took over.
             LimitExceededError: too many nodes.
             InvalidRequestError: the node would fence itself too late for its lease.
 
@@ -131,21 +131,21 @@ class Connections:
             self._diagnosis.note_gone(stream.node_id)
         if not self._streams.closed:
             self._watch.listened_until_ms()
-            # What came and went while this server stood still was an attempt to reach it.
+            # Connections made and lost while this server stood still were attempts to reach it.
             unheard = self._clock.now_ms() < self._watch.settled_ms
             self._leases.step(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
     def heard(self, stream: Stream) -> None:
-        """Note that a node has sent something."""
+        """Renew the lease of a node that has sent something."""
         self._meter.received()
         self._leases.hear(stream.node_id)
 
     def plan_away(self, stream: Stream, deadline_ms: int) -> None:
-        """Note that an agent goes away on purpose and is back within `deadline_ms`."""
+        """Note that an agent leaves on purpose and will be back within `deadline_ms`."""
         self._leases.step(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
 
     def note_event(self, event: nodes.NodesEvent) -> None:
-        """Act on an event of the nodes core: jobs, placement and streams hear of it."""
+        """Handle an event of the nodes core: pass it on to jobs, placement and streams."""
         match event:
             case nodes.NodeConnected():
                 self._streams.close(event.node_id, event.stale_stream, "a newer one is open")

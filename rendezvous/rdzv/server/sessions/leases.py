@@ -1,9 +1,9 @@
 """Nodes and their leases: the nodes core with its timers.
 
-The core steps in memory and waits for nothing, so it needs no lock. A lease that runs out is
-noticed here (`Leases.expire`), and the node is lost by the core's decision. A *pause* of the server
-itself renews every lease, and no deadline counts before the messages that came in meanwhile are
-read (`LoopWatch`).
+The core steps in memory and never waits, so it needs no lock. An expired lease is noticed here
+(`Leases.expire`), and the core decides that the node is lost. A *pause* of the server itself renews
+every lease, and no deadline counts until the messages that came in meanwhile are read
+(`LoopWatch`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Leases:
         self._hear_timer = Timer(clock, lambda _: self._feed_heard())
 
     def start(self, leadership: int) -> None:
-        """Begin under this number of the server's take-over."""
+        """Start with this leadership number."""
         self._nodes = replace(self._nodes, leadership=leadership)
 
     def stop(self) -> None:
-        """Let no lease run out any more."""
+        """Stop all timers of leases."""
         self._timer.cancel()
         self._hear_timer.cancel()
 
     @property
     def leadership(self) -> int:
-        """The number of this server's take-over; every message carries it."""
+        """This server's leadership number; every message carries it."""
         return self._nodes.leadership
 
     @property
@@ -60,15 +60,15 @@ class Leases:
 
     @property
     def lease_ms(self) -> int:
-        """The lease of a node that connects now."""
+        """The lease that a node gets if it connects now."""
         return self._nodes.tuning.lease_for(len(self._nodes.records))
 
     def heartbeat_interval_ms(self, lease_ms: int) -> int:
-        """Return how often a node with this lease is to send heartbeats."""
+        """Return the interval at which a node with this lease sends heartbeats."""
         return self._nodes.tuning.interval_for(lease_ms)
 
     def hear(self, node_id: str) -> None:
-        """Renew the lease of a node that has sent something, together with those of others."""
+        """Renew the lease of a node that has sent something, in one batch with others."""
         self._heard.add(node_id)
         self._hear_timer.arm_by(self._clock.now_ms() + self._hear_every_ms)
 
@@ -81,7 +81,7 @@ class Leases:
             self._on_event(event)
 
     def expire(self, due_ms: int) -> None:
-        """Give up the nodes whose leases have run out; after a pause, only once all is read."""
+        """Give up nodes with expired leases; after a pause, only once all messages are read."""
         if self._watch.late(due_ms):
             self._timer.arm_by(self._watch.settled_ms)
             return

@@ -1,6 +1,6 @@
-"""Commands of nodes to their jobs: a join, a failure, a leave. They are obeyed or refused here.
+"""Commands of nodes to their jobs: joins, failures, leaves. They are carried out or refused here.
 
-While the store is away a node's command waits here, in order: streams stay open, nothing new is
+While the store is away, a node's commands wait here, in order: streams stay open, nothing new is
 decided, and workers run on.
 """
 
@@ -34,7 +34,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class NodeCommands:
-    """Submits the commands of nodes, and tells the nodes what was refused."""
+    """Submits the commands of nodes, and sends refusals to the nodes."""
 
     def __init__(
         self, engine: Engine, presence: Presence, clock: Clock, limits: Limits, timings: Timings
@@ -47,7 +47,7 @@ class NodeCommands:
         self._timings = timings
 
     async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
-        """Run what a node asks for; a refusal is told to it, never raised."""
+        """Submit a node's command; a refusal is sent to the node, never raised."""
         try:
             self._check_room_for(stream.node_id, rdzv_id, command)
             await self.insist(stream, rdzv_id, command)
@@ -56,7 +56,7 @@ class NodeCommands:
             await self.refuse(stream, belief, error)
 
     def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
-        """Refuse a node one more job than it may be in: all of them have to fit into a hello."""
+        """Refuse a node that is in as many jobs as it may be: all have to fit into one hello."""
         held, most = self._presence.jobs_of(node_id), self._limits.beliefs
         if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
             raise LimitExceededError(
@@ -65,12 +65,12 @@ class NodeCommands:
             )
 
     async def latest(self, stream: Stream, rdzv_id: str) -> State:
-        """Return the state of a job as it is now: later steps may have been stored with our own."""
+        """Return the present state of a job: later steps may have been stored with our own."""
         state = await self.insist(stream, rdzv_id, Tick())
         return self._jobs.peek(rdzv_id) or state
 
     async def insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
-        """Submit a command until it is decided: while the store is away, it waits here.
+        """Submit a command until it is decided; while the store is away, wait.
 
         Raises:
             RendezvousError: it was refused.
@@ -105,10 +105,10 @@ class NodeCommands:
             log.error("job %s could not be told about %s: %s", rdzv_id, stream.node_id, error)
 
     async def refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
-        """Tell a node that it was refused; if that is because its run is over, tell it how.
+        """Send a node a refusal; if the reason is that its run is over, send how it ended.
 
-        A node that is told of an error of this server ends its stream, and says everything again.
-        One that has other jobs goes on with them instead: the error is about one job.
+        A node that receives an error of this server ends its stream and repeats all. One that has
+        other jobs continues with those instead: the error is about one job only.
         """
         try:
             await self._refuse_as_it_is(stream, belief, error)
@@ -133,14 +133,14 @@ class NodeCommands:
             if ended := ended_run(state, belief.run):
                 stream.send(Closed(belief.rdzv_id, belief.run, ended))
                 return
-            # It was adopted since, or what had ended it was not stored.
+            # It was adopted since, or its end was not stored.
             text = f"run {belief.run} is not over after all; say hello again with what you believe"
             error = UnknownNodeError(text)
         stream.send(Refused(belief.rdzv_id, error.code, str(error)))
 
 
 def log_unknown(stream: Stream, belief: Belief) -> None:
-    """Log that a node runs a job that is not known here, and is left alone."""
+    """Log that a node runs a job that is unknown here, and is left alone."""
     log.warning(
         "%s runs round %s of run %s of %s, which this server does not know; it is left alone",
         stream.node_id,

@@ -1,8 +1,7 @@
-"""Which nodes are in which jobs, and bringing the jobs up to date about them.
+"""Tracks which nodes are in which jobs, and updates the jobs about them.
 
-Each job hears that one of its nodes is away, back or lost. The command that says so is worked out
-again under the job's lock (`Presence._mark_command`), so neither a late delivery nor a repeated one
-can do harm.
+Each job learns when one of its nodes is away, back or lost. The command for that is computed again
+under the job's lock (`Presence._mark_command`), so neither late nor repeated delivery does harm.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rdzv.server.sessions.streams import Streams
 log = logging.getLogger("rdzv.driver")
 
 MARKED_AT_ONCE = 16
-"""The number of nodes that a job hears of at once, with one commit: in a job of ten thousand, a
+"""The number of nodes marked in a job together, with one commit: in a job of ten thousand nodes, a
 loss takes 30 ms."""
 
 
@@ -53,27 +52,27 @@ class Presence:
         self._tasks = tasks
         self._retry_ms = retry_ms
         self._jobs_of: dict[str, set[str]] = {}
-        """By node_id: at least the jobs in which the node is present."""
+        """By node_id: a superset of the jobs in which the node is present."""
         self._to_mark: dict[str, dict[str, str]] = {}
-        """By rdzv_id, of jobs that are being brought up to date: the nodes that are still to come,
-        and why each was given up, if it was."""
+        """By rdzv_id, of jobs that are being updated: the nodes still to be marked, and why each
+        was given up, if it was."""
 
     @property
     def node_ids(self) -> Set[str]:
-        """The nodes that are in any job."""
+        """The nodes that are in at least one job."""
         return self._jobs_of.keys()
 
     def jobs_of(self, node_id: str) -> Set[str]:
-        """Return at least the jobs in which a node is present."""
+        """Return a superset of the jobs in which a node is present."""
         return self._jobs_of.get(node_id, frozenset())
 
     def add(self, job: Job, node_id: str) -> None:
-        """Remember that a node is in a job."""
+        """Record that a node is in a job."""
         job.node_ids.add(node_id)
         self._jobs_of.setdefault(node_id, set()).add(job.rdzv_id)
 
     def _remove(self, job: Job, node_id: str) -> None:
-        """Forget a node that is no longer in a job."""
+        """Record that a node is no longer in a job."""
         job.node_ids.discard(node_id)
         if stream := self._streams.of(node_id):
             stream.forget(job.rdzv_id)
@@ -83,7 +82,7 @@ class Presence:
                 del self._jobs_of[node_id]
 
     def note_step(self, job: Job, news: News) -> None:
-        """Note the nodes that a step has brought into a job."""
+        """Record the nodes that have joined a job in a step."""
         if isinstance(news.command, Join | Resume):
             self._note_present(job, news.command)
         for event in news.events:
@@ -92,7 +91,7 @@ class Presence:
                     self.add(job, node_id)
 
     def note_end(self, job: Job, news: News) -> None:
-        """Note the nodes that are no longer in a job whose run has ended in this step."""
+        """Remove the nodes that are no longer in a job whose run has ended in this step."""
         if any(isinstance(event, RunEnded) for event in news.events):
             for node_id in tuple(job.node_ids):
                 if not (news.after.present(node_id) or may_run_on(news.after, node_id)):
@@ -102,15 +101,15 @@ class Presence:
         self.add(job, command.node_id)
         stream = self._streams.of(command.node_id)
         if stream is None or stream.incarnation != command.incarnation:
-            # Its stream ended while this was decided, and nobody else will say so.
+            # Its stream ended while this was decided, and nothing else will report that.
             self.mark_soon(command.node_id, [job.rdzv_id])
 
-    # ---------------------------------------------------------------- jobs hear of their nodes
+    # ---------------------------------------------------------------- updating jobs
 
     def mark_soon(
         self, node_id: str, rdzv_ids: Iterable[str] | None = None, reason: str = ""
     ) -> None:
-        """Bring jobs up to date about a node: those named, or all in which it may be."""
+        """Update jobs about a node: those named, or all in which it may be."""
         if rdzv_ids is None:
             rdzv_ids = tuple(self.jobs_of(node_id))
         for rdzv_id in rdzv_ids:
@@ -119,15 +118,15 @@ class Presence:
                 self._to_mark[rdzv_id] = {node_id: reason}
                 self._tasks.start(self._mark_all(rdzv_id))
             else:
-                # A node that is still to come is looked at as it is then: once is enough.
+                # A node still to be marked is looked up at that time: once is enough.
                 to_mark[node_id] = reason or to_mark.get(node_id, "")
 
     async def _mark_all(self, rdzv_id: str) -> None:
-        """Bring a job up to date about all nodes of which there is news, until there is none."""
+        """Update a job about its nodes until no node is left to mark."""
         to_mark = self._to_mark[rdzv_id]
         try:
             while to_mark and not self._streams.closed:
-                # Others have their turn in between, however many there are.
+                # Other tasks run in between, however many nodes there are.
                 await asyncio.sleep(0)
                 marked = {
                     n: to_mark.pop(n) for n in tuple(itertools.islice(to_mark, MARKED_AT_ONCE))
@@ -140,9 +139,9 @@ class Presence:
             del self._to_mark[rdzv_id]
 
     async def _mark(self, rdzv_id: str, marked: Mapping[str, str]) -> bool:
-        """Bring a job up to date about nodes, with the reason; False if that is to be tried again.
+        """Update a job about nodes, with the reasons; return False if that must be retried.
 
-        Nodes that are lost at once cost one commit.
+        Nodes that are lost together cost one commit.
         """
         names = listed(marked)
         try:
@@ -160,7 +159,7 @@ class Presence:
         return True
 
     def _mark_command(self, job: Job, node_id: str, reason: str, state: State) -> Command | None:
-        """Return what a job in this state must hear of a node now, whatever has led to it."""
+        """Return the command that updates a job in this state about a node, if one is needed."""
         held = state.incarnation(node_id)
         record = self._leases.records.get(node_id)
         if held is None and node_id in state.placed:
@@ -178,13 +177,13 @@ class Presence:
         if record.stream is not None:
             return MarkBack(node_id, held) if away is not None else None
         if away is not None and away.firm and record.firm:
-            # How much longer it is waited for is for the nodes core alone to say.
+            # Only the nodes core decides how much longer the node is waited for.
             return None
         outlives = record.kind is nodes.AgentKind.DAEMON and not record.fence_after_ms
         return MarkAway(node_id, held, record.until_ms, record.firm, may_run=outlives)
 
     def _mark_former(self, record: nodes.NodeRecord, held: int) -> Command | None:
-        """Give up a former instance, once the one that replaced it has said what it believes."""
+        """Give up a former instance, once its successor has sent its beliefs."""
         stream = self._streams.of(record.node_id)
         if stream is not None and stream.greeted and stream.number == record.stream:
             reason = "a new instance of the node took its place"

@@ -1,8 +1,8 @@
-"""What is stored and what nodes believe, brought together: after a start and after a reconnect.
+"""Reconciles the stored state with what nodes believe, after a start and after a reconnect.
 
-A job that is loaded waits for the nodes that hold its seats (`on_load`). A node that says hello
-tells what it believes about each of its jobs; the job learns from that what it does not know, and
-the node hears what it has missed (`greet`).
+A job that is loaded waits for the nodes that hold its seats (`on_load`). In its hello a node sends
+what it believes about each of its jobs; the job takes from that what it does not know, and the node
+is sent what it has missed (`greet`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class Recovery:
-    """Brings the jobs and nodes of one server together again."""
+    """Reconciles the jobs and nodes of one server."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Recovery:
         self._commands = commands
         self._scheduling = scheduling
 
-    # ---------------------------------------------------------------- a job that was loaded
+    # ---------------------------------------------------------------- loading a job
 
     def on_load(self, job: Job) -> None:
-        """After a load: wait for the nodes that hold seats, and tell those that are connected."""
+        """Wait for the nodes with seats in a loaded job, and update those that are connected."""
         former, now_ms = tuple(job.node_ids), self._clock.now_ms()
         round_ = job.state.membership.round
         for participant in round_.participants if round_ else ():
@@ -71,17 +71,17 @@ class Recovery:
             self._presence.mark_soon(node_id, [job.rdzv_id])
         for node_id in (*job.state.placed, *unheard(job.state)):
             self._presence.add(job, node_id)
-        # Which nodes it may not keep is not stored with it, and holds from its first step on.
+        # The nodes it may not keep are not stored with it, and are known from its first step on.
         job.loaded = replace(job.state, barred=dict(self._scheduling.quarantine.bar.barred))
         for node_id in former:
             if stream := self._streams.of(node_id):
                 self._tell_anew(job.state, stream, now_ms)
 
     def _tell_anew(self, state: State, stream: Stream, now_ms: int) -> None:
-        """Tell a connected node how things are with a job that was loaded anew."""
+        """Send a connected node the state of a job that was loaded again."""
         membership = state.membership
         if membership.ended is None and state.incarnation(stream.node_id) != stream.incarnation:
-            # Which nodes waited is not stored, nor which took over a seat: the node itself knows.
+            # Neither waiting nodes nor takeovers of seats are stored: the node itself knows.
             stream.greeted = False
             text = "the server has read this job anew; say hello again with what you believe"
             stream.send(Refused(membership.rdzv_id, UnknownNodeError.code, text))
@@ -90,15 +90,15 @@ class Recovery:
         for message in announcements.owed(state, stream.node_id, belief, now_ms):
             stream.send(message)
 
-    # ---------------------------------------------------------------- a node that says hello
+    # ---------------------------------------------------------------- hello of a node
 
     async def greet(
         self, stream: Stream, beliefs: Iterable[Belief], unread: Collection[str] = ()
     ) -> None:
-        """Hear what a node believes about its jobs, and tell it what it has missed.
+        """Handle what a node believes about its jobs, and send it what it has missed.
 
-        Where the node is present as a former instance that nobody spoke for, that one is lost.
-        `unread` are jobs of which it believes something that could not be read.
+        If the node is present as a former instance that no stream spoke for, that instance is lost.
+        `unread` are jobs whose beliefs could not be read.
         """
         believed = set(unread)
         for said in beliefs:
@@ -111,13 +111,13 @@ class Recovery:
         self._presence.mark_soon(stream.node_id)
 
     async def _hear_belief(self, stream: Stream, belief: Belief) -> Belief:
-        """Hear what a node believes about one job; return that by the run that it has joined so."""
+        """Handle a node's belief about one job; return it with the run that the node has joined."""
         node_id, incarnation = stream.node_id, stream.incarnation
         joined = False
         try:
             state = await self._commands.latest(stream, belief.rdzv_id)
             if not belief.has_workers and may_run_on(state, node_id):
-                # Before it joins: the next run may wait for nothing else.
+                # Before it joins: the next run may be waiting only for this.
                 state = await self._commands.insist(stream, belief.rdzv_id, MarkHeard(node_id))
             if (
                 ended_run(state, belief.run) is None
@@ -130,10 +130,10 @@ class Recovery:
         except RendezvousError as error:
             await self._commands.refuse(stream, belief, error)
             return belief
-        # A step of someone else may have been published since ours.
+        # Another caller's step may have been published since ours.
         state = self._jobs.peek(belief.rdzv_id) or state
         if joined and state.incarnation(node_id) == incarnation:
-            # Another run may have been adopted in the place of its own: it has been told so.
+            # Another run may have been adopted instead of its own: it has been sent that.
             belief = replace(belief, run=state.membership.run)
         if announcements.unknown(state, belief):
             log_unknown(stream, belief)
@@ -143,18 +143,18 @@ class Recovery:
         return belief
 
     def _is_of_another_run(self, belief: Belief) -> bool:
-        """Whether a node says nothing of the present run of a job, in which it may have a place.
+        """Whether a node's belief is about a run other than its job's present one.
 
-        That is so where a restored store has brought back a run that it had left long ago.
+        That happens when a restored store brings back a run that the node had left long ago.
         """
         state = self._jobs.peek(belief.rdzv_id)
         present = state.membership.run if state is not None else ""
         return bool(present and belief.run) and belief.run != present
 
     async def _note_left(self, stream: Stream, believed: Collection[str]) -> None:
-        """Take a node out of the jobs that it comes back without.
+        """Remove a node from the jobs that it has returned without.
 
-        They ended for it while no stream was open, and nobody has heard it say so.
+        They ended for it while no stream was open, so it could not report that.
         """
         node_id = stream.node_id
         for rdzv_id in sorted(self._presence.jobs_of(node_id) - set(believed)):
@@ -167,9 +167,9 @@ class Recovery:
                 await self._commands.insist_or_log(stream, rdzv_id, lost)
 
     async def _tell_placements(self, stream: Stream) -> None:
-        """Tell a node that comes back which submitted jobs it is to take up, or to let go of."""
+        """Announce to a returning node which submitted jobs it must take up or let go of."""
         node_id, held = stream.node_id, self._scheduling.known_nodes.held(stream.node_id)
-        # Not all its jobs, each of which its belief has stepped: nodes come back by thousands.
+        # Only jobs with placements: beliefs cover the others, and nodes return by the thousands.
         placed = [
             rdzv_id
             for rdzv_id in self._presence.jobs_of(node_id)
@@ -182,7 +182,7 @@ class Recovery:
                 log.warning("%s is not told of its placement in %s: %s", node_id, rdzv_id, error)
                 continue
             if state.incarnation(node_id) not in (None, stream.incarnation):
-                # A former instance is about to be lost, and its placement goes with it.
+                # A former instance is about to be lost, together with its placement.
                 continue
             for message in announcements.owed_of_placement(state, node_id, held.get(rdzv_id, ())):
                 stream.send(message)

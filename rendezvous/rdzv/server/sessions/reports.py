@@ -1,7 +1,7 @@
 """Reports of nodes that change no job by themselves: progress, hangs, health, holdings, drains.
 
-Logs and stacks that somebody has asked for arrive here as well. A report that comes late, on a
-stream that a newer one has replaced, is void.
+Requested logs and stacks arrive here as well. A late report, on a stream that was replaced by a
+newer one, is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rdzv.server.sessions.streams import Stream, Streams
 
 
 class Reports:
-    """Takes in the reports of one server's nodes."""
+    """Handles the reports of one server's nodes."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Reports:
         self._watchers = watchers
 
     def note_progress(self, stream: Stream, said: Progress) -> None:
-        """Note how far the workers of a node are, if they are of the present round.
+        """Note the progress of a node's workers, if it is about the present round.
 
         Raises:
-            InvalidRequestError: it speaks of a worker that is not its own.
+            InvalidRequestError: it names a worker that the node does not have.
 
         """
         state = self._jobs.peek(said.rdzv_id)
@@ -66,12 +66,12 @@ class Reports:
         self._watchers.job_progressed(said.rdzv_id)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:
-        """Investigate that workers of a node hang, or do so no longer; see `Hangs.note`."""
+        """Pass on that workers of a node hang, or no longer do; see `Hangs.note`."""
         if self._streams.is_current(stream):
             self._diagnosis.hangs.note(stream.node_id, stream.incarnation, said)
 
     def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
-        """Note what is wrong with a node by its own checks."""
+        """Note which of its own checks a node fails."""
         if self._streams.is_current(stream):
             self._scheduling.note_health(stream.node_id, failing)
 
@@ -83,9 +83,9 @@ class Reports:
                 self._watchers.job_changed(rdzv_id)
 
     async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
-        """Note of which submitted jobs something may be left on a node, after all it said before.
+        """Note which submitted jobs may have left something on a node, in the order of its reports.
 
-        A job that it has let go of goes on without it: what it said of that may be lost.
+        A job that the node has let go of continues without it: its last report on it may be lost.
         """
         if not self._streams.is_current(stream):
             return
@@ -98,7 +98,7 @@ class Reports:
             self._watchers.nodes_changed()
 
     async def _note_let_go(self, stream: Stream, rdzv_id: str, run: str) -> None:
-        """Take a node out of a job of which nothing is left on it."""
+        """Remove a node from a job that has left nothing on it."""
         node_id, reason = stream.node_id, "nothing of the job is left on it"
         state = self._jobs.peek(rdzv_id)
         if state is None or state.membership.run != run or state.membership.ended is not None:
@@ -111,11 +111,11 @@ class Reports:
             await self._commands.insist_or_log(stream, rdzv_id, withdrawn)
 
     def take_log(self, stream: Stream, piece: LogPiece) -> None:
-        """Pass on a piece of a log to its reader."""
+        """Pass a piece of a log to its reader."""
         if self._streams.is_current(stream):
             self._diagnosis.logs.take(stream.node_id, piece)
 
     def take_stacks_in(self, stream: Stream, said: Stacks) -> None:
-        """Pass on what workers are doing to whoever has asked."""
+        """Pass stacks of workers to the collection that awaits them."""
         if self._streams.is_current(stream):
             self._diagnosis.stacks.take_in(stream.node_id, said)

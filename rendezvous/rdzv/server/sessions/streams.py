@@ -1,4 +1,4 @@
-"""The open streams of nodes: each a bounded outbox and an end. Nodes are told everything here."""
+"""The open streams of nodes, each with a bounded outbox; all messages to nodes pass here."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from rdzv.server.security.callers import ANYBODY, Caller
 
 
 class Stream:
-    """Takes messages without ever blocking; a reader that is too slow loses its stream.
+    """Queues messages without ever blocking; a reader that is too slow loses its stream.
 
-    Nothing else suffers from a slow reader: the node reconnects, and hears what it is owed.
+    A slow reader affects nothing else: the node reconnects, and is sent what it has missed.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Stream:
         self.incarnation = incarnation
         self.instance = instance
         self.caller = caller
-        """The caller that opened it, and answers for what the node says."""
+        """The caller that opened it, which is responsible for the node's messages."""
         self._on_send = on_send
         self.greeted = False
-        """Whether the node has said all that it believes."""
+        """Whether all of the node's beliefs were handled."""
         self._outbox: asyncio.Queue[Announcement] = asyncio.Queue(limit)
         self._last: dict[str, Announcement] = {}
         self._ended: asyncio.Future[RendezvousError | None] = (
@@ -62,13 +62,13 @@ class Stream:
 
     @property
     def open(self) -> bool:
-        """Whether anything that is sent may still arrive."""
+        """Whether messages may still arrive."""
         return not self._ended.done()
 
     def send(self, told: Announcement, *, again: bool = False) -> None:
         """Queue a message; after the stream's end, do nothing.
 
-        What only repeats the last message about a job is left out, unless it is said `again`.
+        A mere repetition of the last message about a job is left out, except with `again`.
         """
         if not self.open or (self._repeats(told) and not again):
             return
@@ -84,9 +84,9 @@ class Stream:
             )
 
     def _repeats(self, told: Announcement) -> bool:
-        """Whether this says how things are with a job, just as the last such message did."""
+        """Whether this is the same state of a job as in the last such message."""
         if isinstance(told, Joined | Closed | Refused):
-            # What was said of a round before its node knew the run was not taken in.
+            # The node dropped messages about a round from before it knew the run.
             self.forget(told.rdzv_id)
         if not isinstance(told, Assignment | RoundOver | Waiting):
             return False
@@ -95,7 +95,7 @@ class Stream:
         return repeated
 
     def forget(self, rdzv_id: str) -> None:
-        """Forget what was said last about a job that the node is in no more."""
+        """Forget the last message about a job that the node is no longer in."""
         self._last.pop(rdzv_id, None)
 
     async def next(self) -> Announcement:
@@ -103,7 +103,7 @@ class Stream:
         return await self._outbox.get()
 
     def close(self, error: RendezvousError | None = None) -> None:
-        """End the stream, with the error that the node is to hear; only the first end counts."""
+        """End the stream, with an error for the node; only the first end counts."""
         if self.open:
             self._ended.set_result(error)
 
@@ -121,7 +121,7 @@ class Streams:
         self._empty = asyncio.Event()
         self._empty.set()
         self.closed = False
-        """Whether all streams were closed, and no other may open."""
+        """Whether all streams were closed, and none may open any more."""
 
     @property
     def open(self) -> Mapping[str, Stream]:
@@ -129,7 +129,7 @@ class Streams:
         return self._open
 
     def add(self, stream: Stream) -> None:
-        """Have a stream speak for its node, in place of an older one."""
+        """Make a stream the one that speaks for its node, replacing an older one."""
         self._open[stream.node_id] = stream
         self._empty.clear()
 
@@ -156,7 +156,7 @@ class Streams:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
 
-    # ---------------------------------------------------------------- telling nodes
+    # ---------------------------------------------------------------- sending to nodes
 
     def send(self, node_id: str, message: Announcement) -> bool:
         """Send a message to a node; return whether it has a stream."""
@@ -166,7 +166,7 @@ class Streams:
         return stream is not None
 
     def announce(self, news: News) -> None:
-        """Tell all nodes concerned what a step has led to. Waits for nothing."""
+        """Send a step's announcements to all nodes concerned. Does not wait."""
         now_ms = self._clock.now_ms()
         if isinstance(news.command, Join):
             self._announce_join(news.before, news.after, news.command, now_ms)
@@ -202,7 +202,7 @@ class Streams:
                 stream.close(UnauthenticatedError("the token that opened this stream was revoked"))
 
     def close_all(self, error: RendezvousError) -> None:
-        """Close every stream with this error; that moves no node and no job."""
+        """Close every stream with this error; no node or job changes state."""
         self.closed = True
         for stream in self._open.values():
             stream.close(error)

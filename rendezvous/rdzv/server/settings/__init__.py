@@ -1,1 +1,1 @@
-"""Every limit and timing of rdzvd, and rdzvd.toml, which sets them."""
+"""All limits and timings of rdzvd, and rdzvd.toml, which sets them."""

@@ -1,7 +1,7 @@
-"""Names, numbers and texts from outside, held to their limits. It knows no message.
+"""Bounds checks for names, numbers and texts from outside. Independent of protobuf.
 
-Every refusal names the value, the reason and the remedy. Text for people (a reason, a traceback) is
-cut instead where it is too long: a node's report must not be lost for its length.
+Every refusal names the value, the reason and the remedy. Text for people (a reason, a traceback)
+that is too long is cut instead: its length must not cost a node its report.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def spelled(what: str, text: str, alphabet: re.Pattern[str], chars: int, allowed
 
 
 def name(what: str, text: str, limits: Limits) -> str:
-    """Check a name that people give, and that becomes the name of a folder."""
+    """Check a name that people choose, and that becomes the name of a folder."""
     allowed = "letters, digits and . _ : @ -, beginning with a letter, a digit or _"
     return spelled(what, text, _NAME, limits.name_chars, allowed)
 
@@ -53,14 +53,14 @@ def node_id_of(text: str, limits: Limits) -> str:
 
 
 def uid(what: str, text: str, limits: Limits, *, needed: bool = True) -> str:
-    """Check an id that a program made; where it is not `needed`, it may be empty."""
+    """Check an id that a program made; it may be empty if it is not `needed`."""
     if not text and not needed:
         return ""
     return spelled(what, text, _UID, limits.uid_chars, "letters, digits, _ and -")
 
 
 def address(what: str, text: str, limits: Limits, *, needed: bool = True) -> str:
-    """Check a host name or IP address; where it is not `needed`, it may be empty."""
+    """Check a host name or IP address; it may be empty if it is not `needed`."""
     if not text and not needed:
         return ""
     return spelled(what, text, _ADDRESS, limits.address_chars, "a host name or an IP address")
@@ -78,7 +78,7 @@ def label(what: str, text: str, limits: Limits) -> str:
 
 
 def within(what: str, value: int, lowest: int, highest: int) -> int:
-    """Check a number; one of milliseconds is shown as people give it, in seconds."""
+    """Check a number; milliseconds are shown in seconds, as people write them."""
     if lowest <= value <= highest:
         return value
     if not what.endswith("_ms"):
@@ -88,7 +88,7 @@ def within(what: str, value: int, lowest: int, highest: int) -> int:
 
 
 def one_of(what: str, value: int, known: Mapping[int, T]) -> T:
-    """Return what a number of the protocol stands for."""
+    """Return the meaning of a number of the protocol."""
     if value not in known:
         allowed = ", ".join(str(number) for number in known)
         raise refusal(what, value, "is not known to this server", f"give one of {allowed}")
@@ -96,12 +96,12 @@ def one_of(what: str, value: int, known: Mapping[int, T]) -> T:
 
 
 def sentence(text: str, limits: Limits) -> str:
-    """Cut what people read to one line of bounded length."""
+    """Cut text for people to one line of bounded length."""
     line = "".join(char if char.isprintable() else " " for char in text).strip()
     return line if len(line) <= limits.reason_chars else line[: limits.reason_chars - 3] + "..."
 
 
 def traceback(text: str, limits: Limits) -> str:
-    """Keep the end of a traceback, which says what went wrong."""
+    """Cut a traceback to its end, which has the cause."""
     cut = len(text) - limits.traceback_chars
     return text if cut <= 0 else "..." + text[cut + 3 :]

@@ -30,7 +30,7 @@ PROTOCOL_VERSION = protocol.VERSION
 def oldest_protocol_version(ours: int) -> int:
     """Return the oldest protocol that a server of `ours` accepts.
 
-    One back, so that servers may be upgraded before agents.
+    It is the one before, so that servers may be upgraded before agents.
     """
     return max(ours - 1, 1)
 
@@ -38,13 +38,13 @@ def oldest_protocol_version(ours: int) -> int:
 OLDEST_PROTOCOL_VERSION = oldest_protocol_version(PROTOCOL_VERSION)
 
 OTLP_ENVIRONMENT = "env"
-"""In place of a collector's address: OTEL_EXPORTER_OTLP_ENDPOINT has it."""
+"""Instead of a collector's address: take it from OTEL_EXPORTER_OTLP_ENDPOINT."""
 
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
 
 
-# The fields that settings set have their reasons and bounds in `server_settings`.
+# For fields that settings set, `server_settings` has reasons and bounds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Limits:
     name_chars: int = 128
     """rdzv_id and node_id: long enough for a pod's full name; they become names of folders."""
     uid_chars: int = 64
-    """instance and run: random ids, a UUID has 36."""
+    """instance and run: random ids; a UUID has 36 characters."""
     address_chars: int = 255
     """The longest DNS name."""
     label_chars: int = 255
@@ -102,7 +102,7 @@ class Limits:
     env_variables: int = 1_000
     """The variables of that environment."""
     labels: int = 64
-    """Labels of a node, and those that a job asks for."""
+    """Labels of a node, and labels that a job requires."""
     gpus: int = 1_024
     """GPUs of a node: machines have 8 or 16."""
     capacity: int = 1_024
@@ -110,13 +110,13 @@ class Limits:
     priority: int = 1_000_000
     """The distance of a priority from 0."""
     failing_checks: int = 16
-    """Failing checks that one node reports; one is enough to place no job there."""
+    """Failing checks that one node reports; one is enough to keep jobs off it."""
     failures: int = 64
     """Failed workers in one report; the earliest are kept, as in the core."""
     pids: int = 64
-    """Stuck processes in one report; others are dropped, for one is reason enough."""
+    """Stuck processes in one report; the rest are dropped, as one is reason enough."""
     restarts: int = 1_000_000
-    """max_restarts: more than can be spent."""
+    """max_restarts: more than any job can spend."""
 
     # Bounds on what is kept for callers.
     commands_at_once: int = 2_048
@@ -124,7 +124,7 @@ class Limits:
     calls_per_connection: int = 1_024
     """Calls at once on one connection; more wait until others have ended."""
     metadata_bytes: int = 8 * 1024
-    """Metadata of one call: a token and a trace need far less."""
+    """Metadata of one call: a token and a trace context need far less."""
     log_window_least: int = 4 * 1024
     """`log_window` where many nodes share `log_buffer`."""
     log_positions: int = 65_536
@@ -132,7 +132,7 @@ class Limits:
     log_piece_bytes: int = 64 * 1024
     """The size of one piece of a log."""
     stack_takings: int = 8
-    """Rounds whose stacks are being taken at once; each may have `stack_bytes` in memory."""
+    """Rounds whose stacks are being collected at once; each may use `stack_bytes` of memory."""
     stack_bytes: int = 384 * 1024
     """Stacks that are kept of one round: well below the limit of a key-value record."""
     stack_groups: int = 256
@@ -144,25 +144,25 @@ class Limits:
     stack_workers: int = 256
     """Workers in one message of a node: it sends them one by one."""
     history_default: int = 200
-    """Rows that ListEvents returns if the caller names no number."""
+    """Rows that ListEvents returns if the caller gives no number."""
     pending_rows: int = 256
     """Rows of history that wait for the next commit of their job before they get their own."""
     tokens: int = 2_000
-    """Tokens of callers; all of them are in one record."""
+    """Tokens of callers; all of them are in one key-value record."""
     stream_frames: int = 512
-    """Events that wait for a reader of the stream before it is dropped: a minute of a busy
+    """Events that wait for a reader of the stream before it is dropped: a minute's worth in a busy
     fleet."""
     stream_bytes: int = 8 * 1024 * 1024
-    """Bytes of them, for all readers: twice the first state of ten thousand jobs."""
+    """Their bytes, over all readers: twice the first state of ten thousand jobs."""
     http_log_bytes: int = 1024 * 1024
     """Logs in one answer, over all RANKs, unless they are followed."""
     http_log_lines: int = 10_000
-    """Lines of each file that one answer may be asked to show."""
+    """The most lines of each file that can be requested in one answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The driver's own times; those of the cores are in `Tuning` and `NodesTuning`."""
+    """The driver's own timings; those of the cores are in `Tuning` and `NodesTuning`."""
 
     # Settings.
     hello_timeout_ms: int = 10_000
@@ -177,7 +177,7 @@ class Timings:
     log_answer_ms: int = 10_000
     """Longer than a lease."""
     straggler_after_ms: int = 60_000
-    """A rate is that of the last minute."""
+    """A worker's rate is averaged over the last minute."""
     stop_grace_ms: int = 500
     ping_interval_ms: int = 20_000
     ping_timeout_ms: int = 20_000
@@ -194,37 +194,37 @@ class Timings:
     settle_ms: int = 1_000
     """After a pause of `deaf_after_ms`, pending messages are read before any deadline counts."""
     place_quiet_ms: int = 20
-    """How soon after a change submitted jobs are placed: changes that come together are one."""
+    """The delay between a change and placement: changes that come together are handled as one."""
     stacks_answer_ms: int = 10_000
-    """How long nodes that are asked for stacks may take: py-spy needs some 20 ms a worker."""
+    """How long nodes have to answer a request for stacks: py-spy needs some 20 ms per worker."""
     hang_gather_ms: int = 2_000
-    """How long the other nodes of a round have to report that their workers hang, too: they check
-    within a second of each other."""
+    """How long other nodes of a round have to report hanging workers, too: all check within one
+    second of each other."""
     min_ping_interval_ms: int = 300
-    """Clients may ping this often, else gRPC ends them with "Too many pings"."""
+    """Clients may ping this often; otherwise gRPC ends them with "Too many pings"."""
     stream_beat_ms: int = 5_000
     """How often the HTTP API's stream sends something, so that a reader notices its end."""
     stream_rest_ms: int = 250
     """How long changes are gathered before readers of the stream see them."""
     stream_write_ms: int = 20_000
-    """How long such a reader may take nothing: a page that sleeps connects again by itself."""
+    """How long such a reader may accept no data: a sleeping page reconnects by itself."""
     log_answer_most_ms: int = 30_000
-    """How long one HTTP answer waits for logs in all; then it shows what has come."""
+    """How long one HTTP answer waits for logs in total; then it shows what has arrived."""
     traces_close_ms: int = 2_000
-    """How long a collector may take for the last traces when the server stops."""
+    """How long a collector has to accept the last traces when the server stops."""
 
 
 def alter(held: Limits | Timings, name: str, value: int) -> None:
     """Change one limit or timing of a running server, for all parts that hold it, on a reload.
 
-    It has an effect where the value is read when it is used: `server_settings` marks those.
+    It takes effect only where the value is read at each use: `server_settings` marks those.
     """
-    # They are frozen against any other change; the event loop is the one thread that reads them.
+    # They are frozen against all other changes; only the event loop's thread reads them.
     object.__setattr__(held, name, value)
 
 
 def check_otlp(text: str) -> None:
-    """Refuse a text that is not the address of a collector.
+    """Refuse text that is not the address of a collector.
 
     Raises:
         InvalidRequestError: it is neither a URL nor `env`.
@@ -249,7 +249,7 @@ _EXAMPLE = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 def default_data_dir() -> Path:
-    """Return the folder of the data if no setting names one.
+    """Return the data folder to use if no setting names one.
 
     systemd's `$STATE_DIRECTORY` if it is set, `/var/lib/rdzv` for root, else
     `$XDG_STATE_HOME/rdzv`, which is `~/.local/state/rdzv`.
@@ -264,14 +264,14 @@ def default_data_dir() -> Path:
 
 @struct(frozen=True)
 class TlsFiles:
-    """The files for connections by TLS; all in PEM."""
+    """The files for TLS connections, all in PEM."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
-    """The CA of the certificates of callers; None: they need none."""
+    """The CA of callers' certificates; None: callers need none."""
     http_requires: bool = True
-    """Whether, with a client CA, callers of HTTP need a certificate, too."""
+    """Whether, with a client CA, HTTP callers need a certificate, too."""
     token_listen: Listen | None = None
     """Where gRPC is served to callers without a certificate; None: nowhere."""
 
@@ -309,21 +309,21 @@ class Config:
     tls: TlsFiles | None = None
     """How connections are encrypted; None: they are not."""
     advertise: Listen | None = None
-    """Where nodes and operators reach this server, if not where it listens."""
+    """Where nodes and operators reach this server, if not at its listen address."""
     etcd: EtcdConfig | None = None
     """The etcd that several servers share; only with the store `etcd`."""
     http: Listen | None = None
-    """Where /healthz, /readyz, /metrics and /sd are answered; None: nowhere."""
+    """Where /healthz, /readyz, /metrics and /sd are served; None: nowhere."""
     auth: bool = False
     """Whether every caller must authenticate."""
     init_admin_token: Path | None = None
-    """The file of the first admin's token, while there is no other admin."""
+    """The file for the first admin's token, used while there is no other admin."""
     otlp: str | None = None
-    """Where rounds are sent as traces, by OTLP over HTTP, or `env`; None: nowhere."""
+    """Where rounds are sent as traces, by OTLP over HTTP; or `env`; None: nowhere."""
     c10d: Listen | None = None
     """Where torch's own store is served for torchrun's own rendezvous; None: nowhere."""
     c10d_python: str = sys.executable
-    """The interpreter that serves it; it needs torch."""
+    """The interpreter that runs it; it needs torch."""
     log_level: str = "info"
     log_format: str = "human"
     limits: Limits = field(default_factory=Limits)
@@ -336,7 +336,7 @@ class Config:
         """Refuse an unsafe configuration, and files that cannot be used.
 
         Raises:
-            InvalidRequestError: it is one of these; the message has the remedy.
+            InvalidRequestError: it is unsafe, or a file is unusable; the message has the remedy.
 
         """
         if not self.listen.loopback and not self.insecure and self.open:
@@ -374,7 +374,7 @@ class Config:
 
     @property
     def open(self) -> str:
-        """The reason that every caller may do everything; empty: not every caller may."""
+        """Why every caller may do everything; empty: not every caller may."""
         if self.tls is None and self.auth:
             return "nothing here is encrypted, so anyone on the way may take a token"
         if self.tls is None:

@@ -1,8 +1,8 @@
 """The configuration of one rdzvd: the `Config` that its settings make, and its reloads.
 
 The file and the command line take the same settings; the command line wins. A reload changes the
-`Limits` and `Timings` that every part of the server already holds (`config.alter`), so no part of
-the server knows of reloads.
+`Limits` and `Timings` that all parts of the server already hold (`config.alter`), so none of them
+knows of reloads.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DEFAULT_FILE = Path("/etc/rdzv/rdzvd.toml")
 
 
 def make_config(settings: RdzvdSettings) -> Config:
-    """Make the configuration that the server runs with, and check it as a whole.
+    """Build the configuration that the server runs with, and check it as a whole.
 
     Raises:
-        InvalidRequestError: a file that it names cannot be used, or settings do not go together.
+        InvalidRequestError: a file that it names is unusable, or settings contradict each other.
 
     """
     auth, tls = settings.auth, settings.tls
@@ -116,7 +116,7 @@ class Configuration:
 
     @property
     def source(self) -> str:
-        """Where it comes from, for people."""
+        """The source of the configuration, for people."""
         given = any(value is not None for value in self._given.values())
         parts = [str(self._file)] if self._file else []
         parts += ["the command line"] if given else []
@@ -130,7 +130,7 @@ class Configuration:
         file = self._file or _default_file()
         try:
             wanted = load(RdzvdSettings, file, self._given)
-            # Files that it names may be wrong, too.
+            # Files that it names may be unusable, too.
             make_config(wanted.settings)
             change = compare(self.loaded, wanted)
         except InvalidRequestError as error:

@@ -1,7 +1,7 @@
 """The settings of rdzvd: everything that rdzvd.toml may hold, with bounds, defaults and reasons.
 
-A setting that has `sets` is the value of those fields of a `Config`, and has their default. A
-reload applies only what is read when it is used.
+A setting with `sets` is the value of those fields of a `Config`, and has their default. A reload
+changes only values that are read at each use.
 """
 
 # The annotations are data, so they are not postponed.
@@ -35,7 +35,7 @@ PARTS: dict[str, Any] = {
 
 
 def _sets(*fields: str, reason: str, **more: Any) -> Meta:
-    """Describe a setting that is the value of fields: `part.field`."""
+    """Describe a setting that is the value of `Config` fields, named `part.field`."""
     defaults = {getattr(PARTS[part], name) for part, name in (f.split(".") for f in fields)}
     assert len(defaults) == 1, f"{fields} have several defaults"
     default = defaults.pop() / 1000 if fields[0].endswith("_ms") else defaults.pop()
@@ -313,7 +313,7 @@ class TimingSettings(Table, frozen=True):
 
 
 def _in_order(lower: str, upper: str) -> Rule:
-    """Demand that one setting is not above another."""
+    """Require that one setting is not above another."""
 
     def broken(settings: Table) -> str:
         known = settings_of(RdzvdSettings)
@@ -368,7 +368,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         _in_order("forming.store_backoff", "forming.store_backoff_longest"),
         _in_order("limits.nodes_per_job", "limits.nodes"),
         _in_order("limits.log_window", "limits.log_buffer"),
-        # No node of a job may still wait when the job is forgotten, or it would begin anew.
+        # A forgotten job must have no node that still waits, which would start it again.
         _in_order("limits.job_timeout", "retention.ended_for"),
         Rule(tuple(f"tls.{name}" for name in Tls.__struct_fields__), _tls_together),
     )
