@@ -1,4 +1,4 @@
-"""Events as rows of history, and as lines of the log; both are made of the same fields."""
+"""Events as rows of history and as log lines, both made of the same fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("rdzv.events")
 
 
 def records(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Record, ...]:
-    """Turn events into rows of history; `run` is that of events which do not name one."""
+    """Turn events into rows of history; `run` is used for events that do not name one."""
     return tuple(
         Record(
             unix_ms=now_ms,
@@ -64,7 +64,7 @@ def _level(event: Event) -> int:
 
 
 def configure_logging(level: str, log_format: str) -> None:
-    """Log to stderr, which is where services and people look; stdout is for the ready line."""
+    """Log to stderr, where services and people expect it; stdout is for the ready line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter_for(log_format))
     root = logging.getLogger()

@@ -1,7 +1,7 @@
-"""What /metrics tells of each job: what was counted of it, and how things are with it now.
+"""The /metrics of each job: its counters and its present state.
 
-It is written as text here, for there may be hundreds of thousands of such lines, and nodes wait
-for the event loop meanwhile. One job is a fraction of a millisecond.
+They are written as text here, because there may be hundreds of thousands of such lines, and nodes
+wait for the event loop meanwhile. One job takes a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rdzv.core.model import Cause, JobState, Membership, NodeState, State
 from rdzv.server.messages import RankProgress
 
 CHANGES = ("joined", "left", "lost", "replaced")
-"""How the membership of a job changes."""
+"""The kinds of change in a job's membership."""
 
 STOP, FORM = "stop", "form"
 """Phases of a recovery: until the last node has stopped; from then until the next round."""
@@ -28,7 +28,7 @@ STOP, FORM = "stop", "form"
 
 @dataclass(slots=True)
 class Sum:
-    """How often something took how long, all in all."""
+    """The number and total duration of one kind of event."""
 
     count: int = 0
     ms: int = 0
@@ -41,18 +41,18 @@ class Sum:
 
 @dataclass(slots=True)
 class JobTally:
-    """Counts of one run of a job since this server knows it."""
+    """Counters of one run of a job, since this server knows it."""
 
     since_ms: int
     ended_ms: int | None = None
     final: JobState | None = None
     """The state in which it ended; None: it has not ended."""
     running_ms: int = 0
-    """For how long rounds were live, but for the one that is."""
+    """How long rounds were live, without the one that is live now."""
     running_since_ms: int | None = None
     round_ended_ms: int | None = None
     settled_ms: int | None = None
-    """When everyone had stopped after the last round; None: that is not known."""
+    """When all nodes had stopped after the last round; None: unknown."""
     failures: int = 0
     restarts: int = 0
     completed: int = 0
@@ -63,7 +63,7 @@ class JobTally:
 
     @classmethod
     def of(cls, state: State, now_ms: int) -> JobTally:
-        """Begin to count a run that may have begun long ago."""
+        """Start counting a run that may have begun long ago."""
         tally = cls(now_ms)
         round_ = state.membership.round
         if round_ is not None and round_.end is not None:
@@ -72,7 +72,7 @@ class JobTally:
         return tally
 
     def follow(self, state: State, now_ms: int) -> None:
-        """Note whether a round is live now."""
+        """Update whether a round is live now."""
         live = job_state(state) is JobState.RUNNING
         if live and self.running_since_ms is None:
             self.running_since_ms = now_ms
@@ -81,12 +81,12 @@ class JobTally:
             self.running_since_ms = None
 
     def running_until(self, now_ms: int) -> int:
-        """Return for how many milliseconds rounds were live in all."""
+        """Return the total time in milliseconds during which rounds were live."""
         since_ms = now_ms if self.running_since_ms is None else self.running_since_ms
         return self.running_ms + max(now_ms - since_ms, 0)
 
     def elapsed_until(self, now_ms: int) -> int:
-        """Return for how many milliseconds this run was counted."""
+        """Return the time in milliseconds for which this run was counted."""
         return max((now_ms if self.ended_ms is None else self.ended_ms) - self.since_ms, 0)
 
 
@@ -94,7 +94,7 @@ class JobTally:
 
 
 def node_states(state: State) -> Tally[NodeState]:
-    """Count a job's nodes by state, as `status` shows them, without a word about any of them."""
+    """Count a job's nodes by state, as `status` shows them, without describing each."""
     membership, away = state.membership, state.away
     round_ = membership.round
     found: Tally[NodeState] = Tally()
@@ -127,9 +127,9 @@ def missing_nodes(state: State) -> int:
 
 
 def why_not_running(state: State) -> str:
-    """Say in one of a few words why no round is live; empty if one is, or the run has ended.
+    """Return in a few words why no round is live; empty if one is, or the run has ended.
 
-    The sentence that `explain` makes of the same state says more.
+    The sentence that `explain` derives from the same state has more detail.
     """
     match job_state(state):
         case JobState.QUEUED | JobState.STOPPING as present:
@@ -148,7 +148,7 @@ def why_not_running(state: State) -> str:
 
 
 def _flapping(state: State, now_ms: int) -> int:
-    """Count the nodes that were lost more than once lately."""
+    """Count the nodes that were lost more than once recently."""
     newest = {departure.node_id: departure.at_ms for departure in state.membership.departures}
     since_ms = now_ms - state.tuning.flap_window_ms
     return sum(1 for node_id in holds(state) if newest[node_id] > since_ms)
@@ -228,7 +228,7 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "Time after a round's end: until all have stopped, and from then to the next round.",
     ),
 }
-"""The metrics of each job: type and help. The label `rdzv_id` names the job."""
+"""The metrics of each job: type and help text. The label `rdzv_id` names the job."""
 
 
 class JobPage:
@@ -267,7 +267,7 @@ class JobPage:
             self._add_progress(job, progress)
 
     def _add_budgets(self, job: str, membership: Membership) -> None:
-        """Write what a job has spent beside restarts, and how much it may, if that is bounded."""
+        """Write what a job has spent of its budgets beside restarts, and their limits, if any."""
         spent, settings = membership.spent, membership.settings
         for name, value in (
             ("preemptions_spent", spent.preemptions),
@@ -281,11 +281,11 @@ class JobPage:
                 self._add(f"rdzv_job_{name}", job, value)
 
     def add_straggling(self, state: State, number: int) -> None:
-        """Write how many workers of a live job straggle."""
+        """Write the number of a live job's workers that straggle."""
         self._add("rdzv_job_straggling_ranks", _label("rdzv_id", state.membership.rdzv_id), number)
 
     def _add_progress(self, job: str, progress: Sequence[RankProgress]) -> None:
-        """Write extremes and middle of a job's workers: a series for each would know no bound."""
+        """Write extremes and median of a job's workers: a series per worker would be unbounded."""
         add = self._add
         steps = sorted(one.step for one in progress)
         ages = [one.age_ms for one in progress]
@@ -301,7 +301,7 @@ class JobPage:
             add("rdzv_job_max_steps_per_second", job, rates[-1])
 
     def add_ended(self, rdzv_id: str, tally: JobTally, now_ms: int) -> None:
-        """Write what was counted of a job that has ended."""
+        """Write the counters of a job that has ended."""
         assert tally.final is not None, "only an ended job has no present state"
         self._add_counted(_label("rdzv_id", rdzv_id), tally.final, tally, now_ms)
 
@@ -332,14 +332,14 @@ class JobPage:
         self._lines[name].append(f"{name}{{{labels}}} {value}\n")
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the text, one metric at a time, and keep none of it: to let go takes time, too."""
+        """Yield the text, one metric at a time, and drop each: freeing memory takes time, too."""
         for name, (kind, text) in JOB_METRICS.items():
             head = f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
             yield (head + "".join(self._lines.pop(name))).encode()
 
 
 def _label(name: str, value: str) -> str:
-    r"""Write a label with its value, whatever that contains.
+    r"""Write a label with its value, escaped as necessary.
 
     >>> print(_label("rdzv_id", 'a "b"\\c'))
     rdzv_id="a \"b\"\\c"

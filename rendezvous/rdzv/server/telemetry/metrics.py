@@ -1,11 +1,11 @@
 """The /metrics page of rdzvd; `docs/metrics.md` lists it.
 
-Counters and histograms are fed by the events that make log and history, so they cannot disagree.
-They count what this process has seen since it started, and so begin anew in the server that takes
-over; gauges are computed from the present state when they are asked for.
+Counters and histograms are fed by the events that make log and history, so they always agree. They
+count from the start of this process, and so start from zero in a server that takes over; gauges are
+computed from the present state at each scrape.
 
-The server's own metrics are prometheus-client's. Those of the jobs are `job_metrics`, a slice of
-jobs at a time.
+The server's own metrics use prometheus-client. Those of the jobs come from `job_metrics`, a slice
+of jobs at a time.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from rdzv.server.telemetry.job_metrics import (
 from rdzv.server.telemetry.metrics_hooks import Figures, Meter
 
 SLICE_JOBS = 50
-"""Jobs that are written before others get their turn: two or three milliseconds."""
+"""Jobs that are written before other tasks run: two or three milliseconds."""
 
 ENDED_JOBS = 1_000
-"""Jobs that have ended and are shown for a while."""
+"""The most ended jobs that are shown for a while."""
 
 FIRST, AGAIN = "first", "again"
 """Kinds of formation: of a run's first round, and of any later one."""
@@ -68,11 +68,11 @@ _COMMIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 _LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 SERVER, ROOM, JOBS, C10D, TLS = "server", "room", "jobs", "c10d", "tls"
-"""Metrics that are computed at each scrape; each part may fail by itself."""
+"""Parts of the metrics that are computed at each scrape; each may fail on its own."""
 
 
 class Metrics(Meter, Collector):
-    """Counts what happens in one server, over all its terms, and writes it for Prometheus."""
+    """Counts one server's events, over all its terms, and writes them for Prometheus."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class Metrics(Meter, Collector):
         c10d: Callable[[], Iterable[JobView]] | None = None,
         expires: Callable[[], datetime] | None = None,
     ) -> None:
-        """Take `look`, which returns the server's present figures; None while it does not lead.
+        """`look` returns the server's present figures; None while it does not lead.
 
-        `c10d` returns the jobs in torch's own store; None: this server serves none. `expires` says
-        when its certificate does; None: it has none.
+        `c10d` returns the jobs in torch's own store; None: this server serves none. `expires`
+        returns the expiry of its certificate; None: it has none.
         """
         self._look = look
         self._c10d = c10d
@@ -98,7 +98,7 @@ class Metrics(Meter, Collector):
         self._ended_ms = config.timings.ended_job_ms
         self._tallies: dict[str, JobTally] = {}
         self._ended: dict[str, JobTally] = {}
-        """Jobs that have ended, in the order in which they did."""
+        """Jobs that have ended, in the order of their ends."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._count_events(self._registry)
@@ -112,7 +112,7 @@ class Metrics(Meter, Collector):
         about.labels(version, platform.python_version(), config.store).set(1)
 
     def add_process(self) -> None:
-        """Tell of this process and its interpreter, too."""
+        """Include metrics of this process and its interpreter."""
         add_process(self._registry)
 
     def _count_events(self, registry: CollectorRegistry) -> None:
@@ -151,7 +151,7 @@ class Metrics(Meter, Collector):
             buckets=_SECONDS,
             registry=registry,
         )
-        # Each from zero on, for the first increase of a series that appears is not seen.
+        # Each starts at zero, because the first increase of a series that appears is not seen.
         for counter, values in (
             (self._runs_ended, Result),
             (self._rounds_ended, Cause),
@@ -204,10 +204,10 @@ class Metrics(Meter, Collector):
             "rdzv_messages_sent_total", "Messages put on the streams of nodes.", registry=registry
         )
 
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- events
 
     def loaded(self, state: State, now_ms: int) -> None:
-        """Note a job that was read from the store; what was counted of it stands."""
+        """Note a job that was loaded from the store; its earlier counts are kept."""
         membership = state.membership
         if not membership.run or membership.ended is not None:
             self._tallies.pop(membership.rdzv_id, None)
@@ -216,7 +216,7 @@ class Metrics(Meter, Collector):
         tally.follow(state, now_ms)
 
     def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
-        """Note a step of a job that is stored, with what happened in it."""
+        """Count a stored step of a job, with its events."""
         if not events:
             return
         rdzv_id = after.membership.rdzv_id
@@ -300,7 +300,7 @@ class Metrics(Meter, Collector):
         self._forget_ended(now_ms)
 
     def _forget_ended(self, now_ms: int) -> None:
-        """Forget those that ended long ago, and the oldest of too many."""
+        """Forget jobs that ended long ago, and the oldest if there are too many."""
         while self._ended:
             rdzv_id, oldest = next(iter(self._ended.items()))
             long_ago = oldest.ended_ms is None or now_ms - oldest.ended_ms >= self._ended_ms
@@ -309,51 +309,51 @@ class Metrics(Meter, Collector):
             del self._ended[rdzv_id]
 
     def forget_jobs(self) -> None:
-        """Note that this server leads no more, so that its jobs are another's."""
+        """Drop all jobs: this server no longer leads, so they belong to another."""
         self._tallies.clear()
         self._ended.clear()
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Time the commit in the body; one that raises is none."""
+        """Time the commit in the body; one that raises does not count."""
         began_s = self._now_s()
         yield
         self._commits.observe(self._now_s() - began_s)
 
     def store_failed(self, *, writes: bool) -> None:
-        """Note that the store could not be asked, or not be written to."""
+        """Count a call that the store did not answer, or a write that it did not take."""
         self._store_errors.labels("write" if writes else "read").inc()
 
     def call_refused(self, code: str) -> None:
-        """Note a call that its caller may not make, with the code of the refusal."""
+        """Count a call that its caller may not make, by the code of the refusal."""
         self._calls_refused.labels(code).inc()
 
     def loop_late(self, late_ms: int) -> None:
-        """Note by how much the event loop was late for a timer."""
+        """Record by how much the event loop was late for a timer."""
         self._lag.observe(max(late_ms, 0) / 1000)
 
     def stream_opened(self) -> None:
-        """Note that a node has opened a stream."""
+        """Count a node's new stream."""
         self._streams_opened.inc()
 
     def node_lost(self) -> None:
-        """Note that a node was given up, whatever jobs it is in."""
+        """Count a node that was given up, whatever jobs it is in."""
         self._nodes_lost.inc()
 
     def received(self) -> None:
-        """Note a message of a node."""
+        """Count a message from a node."""
         self._received.inc()
 
     def sent(self) -> None:
-        """Note a message to a node, put on its stream."""
+        """Count a message to a node, put on its stream."""
         self._sent.inc()
 
-    # ---------------------------------------------------------------- what is read
+    # ---------------------------------------------------------------- scrapes
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges of the server itself; prometheus-client asks for them.
+        """Yield the server's own gauges; prometheus-client calls this.
 
-        What fails leaves its own out, and says so by a metric.
+        A part that fails leaves out its gauges, and sets a metric that reports the failure.
         """
         asked: dict[str, Collect] = {SERVER: self._collect_server, ROOM: self._collect_room}
         if (views := self._c10d) is not None:
@@ -406,7 +406,7 @@ class Metrics(Meter, Collector):
         )
 
     def _collect_room(self) -> Iterator[Metric]:
-        """Yield what the nodes have for submitted jobs."""
+        """Yield the resources of nodes for submitted jobs."""
         figures = self._look()
         if figures is None:
             return
@@ -437,10 +437,10 @@ class Metrics(Meter, Collector):
         )
 
     async def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format. The event loop runs on meanwhile.
+        """Return all metrics in Prometheus' text format. Other tasks run meanwhile.
 
         Raises:
-            LimitExceededError: too many are reading.
+            LimitExceededError: too many scrapes at once.
 
         """
         if self._scrapes >= self._scrapes_limit:
@@ -454,7 +454,7 @@ class Metrics(Meter, Collector):
             with self._parts.computing(JOBS):
                 async for part in self._job_parts():
                     parts.append(part)
-            # After the jobs, for it tells whether these could be written.
+            # After the jobs, because it reports whether these could be written.
             return b"".join((prometheus_client.generate_latest(self._registry), *parts))
         finally:
             self._scrapes -= 1
@@ -482,7 +482,7 @@ class Metrics(Meter, Collector):
 
 
 def _known(states: Iterable[State]) -> Iterator[State]:
-    """Leave out jobs that no node has joined, and jobs that have ended."""
+    """Yield jobs that nodes have joined and that have not ended."""
     return (s for s in states if s.membership.run and s.membership.ended is None)
 
 

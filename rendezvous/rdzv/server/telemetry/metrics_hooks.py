@@ -21,13 +21,13 @@ class Room:
     """Resources of all nodes for submitted jobs, and their free share."""
 
     gpus: Mapping[str, int] = field(default_factory=dict)
-    """By what they are: free, taken, or unusable, on a node that nothing may be placed on now."""
+    """GPUs by state: free, taken, or unusable, on a node where nothing can be placed now."""
     places: Mapping[str, int] = field(default_factory=dict)
-    """Jobs that the nodes take at once, likewise."""
+    """Slots for jobs that nodes run at once, likewise."""
     nodes_barred: Mapping[str, int] = field(default_factory=dict)
-    """Nodes on which nothing is placed until somebody says otherwise, by what bars them."""
+    """Nodes on which nothing is placed until an operator lifts that, by what bars them."""
     drains: Mapping[str, int] = field(default_factory=dict)
-    """Nodes that leave all their jobs, by how far they are: draining, drained."""
+    """Nodes that leave all their jobs, by progress: draining, drained."""
 
 
 @struct(frozen=True)
@@ -45,57 +45,57 @@ class Figures:
     states: tuple[State, ...]
     """Every job in memory, which is every job that has not ended."""
     straggling: Callable[[State], int] = lambda state: 0
-    """How many workers of a job straggle."""
+    """The number of a job's workers that straggle."""
     progress: Callable[[State], Sequence[RankProgress]] = lambda state: ()
-    """How far the workers of a job are, as far as they have said."""
+    """The progress of a job's workers, as far as reported."""
     lease_ms: int = 0
-    """The lease of a node that connects now."""
+    """The lease that a node gets if it connects now."""
     silence_ms: int = 0
-    """How long nothing was heard of the node with a stream that is silent for longest."""
+    """The longest silence of any node with a stream."""
     room: Callable[[], Room] = Room
     """Resources of all nodes for submitted jobs; computing them looks at every job and every
     node."""
 
 
 class Meter:
-    """Is told what happens, by the same calls that write log and history. Waits for nothing."""
+    """Receives all events, by the same calls that write log and history. Never waits."""
 
     def loaded(self, state: State, now_ms: int) -> None:
-        """Note a job that was read from the store."""
+        """Note a job that was loaded from the store."""
 
     def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
-        """Note a step of a job that is stored, with what happened in it."""
+        """Note a stored step of a job, with its events."""
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Note rows of history, as the log has them."""
+        """Note rows of history, as they are logged."""
 
     def forget_jobs(self) -> None:
-        """Note that this server leads no more, so that its jobs are another's."""
+        """Note that this server no longer leads, so its jobs belong to another."""
 
     def committing(self) -> AbstractContextManager[None]:
-        """Time the commit in the body; one that raises is none."""
+        """Time the commit in the body; one that raises does not count."""
         return nullcontext()
 
     def store_failed(self, *, writes: bool) -> None:
-        """Note that the store could not be asked, or not be written to."""
+        """Note a call that the store did not answer, or a write that it did not take."""
 
     def loop_late(self, late_ms: int) -> None:
         """Note by how much the event loop was late for a timer."""
 
     def stream_opened(self) -> None:
-        """Note that a node has opened a stream."""
+        """Note a node's new stream."""
 
     def node_lost(self) -> None:
         """Note that a node was given up, whatever jobs it is in."""
 
     def received(self) -> None:
-        """Note a message of a node."""
+        """Note a message from a node."""
 
     def sent(self) -> None:
         """Note a message to a node, put on its stream."""
 
     def call_refused(self, code: str) -> None:
-        """Note a call that its caller may not make, with the code of the refusal."""
+        """Note a call that its caller may not make, by the code of the refusal."""
 
 
 class Meters(Meter):
@@ -106,7 +106,7 @@ class Meters(Meter):
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Let each time the commit."""
+        """Time the commit in each meter."""
         with ExitStack() as stack:
             for meter in self.meters:
                 stack.enter_context(meter.committing())

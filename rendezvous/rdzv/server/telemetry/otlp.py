@@ -1,7 +1,7 @@
-"""Sends spans to an OpenTelemetry collector, by OTLP over HTTP, from a thread of the SDK's own.
+"""Sends spans to an OpenTelemetry collector, by OTLP over HTTP, from the SDK's own thread.
 
-What the configuration does not say, OTEL_* says: headers, certificates, timeouts, sampling, limits,
-names of the resource. Needs the extra `rdzv[otel]`, and is loaded only where traces are sent.
+Options beyond the configuration come from OTEL_*: headers, certificates, timeouts, sampling,
+limits, resource names. Needs the extra `rdzv[otel]`, and is loaded only where traces are sent.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rdzv.server.telemetry.traces import TraceSpan
 log = logging.getLogger("rdzv.traces")
 
 _PATH = "/v1/traces"
-"""Where collectors take traces, below the address that they are named by."""
+"""The path for traces below a collector's address."""
 
 
 class _Names(IdGenerator):
-    """Gives the ids that the next span's names make, so that no two servers differ."""
+    """Generates ids from the next span's names, so that all servers generate the same."""
 
     def __init__(self) -> None:
         self.trace_id = self.span_id = 0
@@ -48,12 +48,12 @@ class _Names(IdGenerator):
 
 
 def trace_id_of(span: TraceSpan) -> int:
-    """Return the id of the trace of a span's run."""
+    """Return the trace id of a span's run."""
     return _digest(16, span.rdzv_id, span.run)
 
 
 def span_id_of(span: TraceSpan, key: str) -> int:
-    """Return the id of a span of the same trace."""
+    """Return the id of a span in the same trace."""
     return _digest(8, span.rdzv_id, span.run, key)
 
 
@@ -63,13 +63,13 @@ def _digest(size: int, *names: str) -> int:
 
 
 class OtlpSender:
-    """Queues spans, and has a thread send them; what is too many, or not taken, is dropped."""
+    """Queues spans, and sends them from a thread; drops those that are too many or not accepted."""
 
     def __init__(self, endpoint: str, version: str) -> None:
-        """Send to `endpoint`, or with `env` to where OTEL_EXPORTER_OTLP_ENDPOINT says.
+        """Send to `endpoint`, or with `env` to the address in OTEL_EXPORTER_OTLP_ENDPOINT.
 
         Raises:
-            InvalidRequestError: an OTEL_* variable makes no sense.
+            InvalidRequestError: an OTEL_* variable is invalid.
 
         """
         to = None if endpoint == OTLP_ENVIRONMENT else endpoint.rstrip("/")
@@ -92,7 +92,7 @@ class OtlpSender:
         self._tracer = self._provider.get_tracer("rdzv", version)
 
     def send(self, span: TraceSpan) -> None:
-        """Queue a span. Waits for nothing."""
+        """Queue a span. Does not wait."""
         self._names.take(span)
         made = self._tracer.start_span(
             span.name,
@@ -107,7 +107,7 @@ class OtlpSender:
         made.end(_ns(span.until_ms))
 
     def _below(self, span: TraceSpan, key: str) -> Context:
-        """Say which span it is a child of, and whether that is sampled; it is sent later."""
+        """Return the context of the parent span, which is sent later, and whether it is sampled."""
         trace_id = trace_id_of(span)
         decision = self._provider.sampler.should_sample(None, trace_id, span.name).decision
         sampled = decision is Decision.RECORD_AND_SAMPLE
@@ -123,11 +123,11 @@ class OtlpSender:
 
         def shut_down() -> None:
             self._provider.shutdown()
-            # The caller no longer waits if that has taken too long.
+            # The caller no longer waits if that took too long.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(done.set)
 
-        # Not in the executor, whose threads the interpreter waits for.
+        # Not in the executor, because the interpreter waits for its threads.
         threading.Thread(target=shut_down, name="otlp-close", daemon=True).start()
         try:
             async with asyncio.timeout(within_ms / 1000):

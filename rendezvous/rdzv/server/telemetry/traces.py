@@ -1,11 +1,11 @@
 """Rounds as traces: a run is a trace, each round a span, and the round's phases are its children.
 
-Made of the same rows that make log and history, by the same mapping as `rdzvctl trace`. A round is
-sent once everyone has stopped after it, and a run when it has ended.
+Spans are made of the same rows that make log and history, by the same mapping as `rdzvctl trace`. A
+round is sent once all nodes have stopped after it, and a run when it has ended.
 
-Nothing here holds up a step: rows are put into a bounded queue, and a task takes them out. What it
-keeps of a run is its last round. A run that this server has not seen from its beginning is read
-from history first; ids follow from the names, so what another has sent is of the same trace.
+Nothing here holds up a step: rows go into a bounded queue, from which a task takes them. Of a run
+it keeps only the last round. A run that this server has not seen from its beginning is first read
+from history; ids derive from names, so spans sent by another server belong to the same trace.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from rdzv.view.spans import Span, about, spans_of, went_wrong
 log = logging.getLogger("rdzv.traces")
 
 ROWS = 10_000
-"""Rows that may wait to be taken into their runs: more than the largest job makes in one round."""
+"""Rows that may wait to be processed: more than the largest job makes in one round."""
 
 PAST = 500
-"""Rows that are read of a run that others have seen begin."""
+"""Rows that are read of a run whose beginning another server has seen."""
 
 HAPPENINGS = 100
-"""Rows that one round shows, the first ones: the cause of an end comes first."""
+"""The most rows that one round shows, the first ones: the cause of an end comes first."""
 
 ENDED = 1_000
-"""Runs that are known to have been sent, so that late rows open none of them anew."""
+"""Runs that are known to have been sent, so that late rows do not open them again."""
 
 SLICE = 100
-"""Rows that are taken before others get their turn: less than a millisecond."""
+"""Rows that are processed before other tasks run: less than a millisecond."""
 
 SUMMED_UP = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
 """Events of each node in each round; the spans have the number of nodes instead."""
@@ -65,11 +65,11 @@ class TraceSpan:
     wrong: str = ""
     """Why it ended badly; empty if it did not."""
     happenings: tuple[tuple[int, str, str], ...] = ()
-    """When, the event's name, and its line."""
+    """For each: the time, the event's name, and its line."""
 
 
 Send = Callable[[TraceSpan], None]
-"""Takes a span at once, or drops it; it waits for nothing."""
+"""Takes a span at once, or drops it; never waits."""
 
 ReadHistory = Callable[[str, int], Awaitable[Sequence[Record]]]
 
@@ -80,19 +80,19 @@ class _Tale:
 
     run: Run
     sent: int = -1
-    """The number of the last round that was sent, by this server or by one before it."""
+    """The number of the last round that was sent, by this server or an earlier one."""
 
 
 class Traces(Meter):
-    """Makes spans of rows of history. Made by `tracing`."""
+    """Makes spans from rows of history. Made by `tracing`."""
 
     def __init__(self, history: ReadHistory, send: Send, most_rows: int = ROWS) -> None:
-        """Take the reader of a run's past, and the sender of spans."""
+        """`history` reads a run's past, `send` takes spans."""
         self._history = history
         self._send = send
         self._most_rows = most_rows
         self._rows: deque[Record | None] = deque()
-        """None: all that is known of runs is out of date from here on."""
+        """None marks that everything known about runs is out of date from there on."""
         self._news = asyncio.Event()
         self._dropped = 0
         self._tales: dict[str, _Tale] = {}
@@ -100,7 +100,7 @@ class Traces(Meter):
         self._ended: dict[tuple[str, str], None] = {}
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Take rows of history. Too many at once are dropped, which the log says."""
+        """Queue rows of history. Too many at once are dropped, and logged."""
         for row in rows:
             if not row.run or row.name in SUMMED_UP:
                 continue
@@ -117,25 +117,25 @@ class Traces(Meter):
 
     @property
     def known(self) -> dict[str, Run]:
-        """The run of each job that has not ended, with the facts that are kept of it."""
+        """The run of each job that has not ended, with the facts kept about it."""
         return {rdzv_id: tale.run for rdzv_id, tale in self._tales.items()}
 
     async def run(self) -> None:
-        """Make spans of rows as they come, until cancelled."""
+        """Make spans from rows as they come, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
             await self.drain()
 
     async def drain(self) -> None:
-        """Make spans of all rows that have come."""
+        """Make spans from all rows that have come."""
         number = 0
         while self._rows:
             row = self._rows.popleft()
             try:
                 await self._take(row)
             except Exception:
-                # A trace is not worth a server; the next row is another story.
+                # Traces must not bring down the server; the next row may succeed.
                 log.exception("a bug of rdzvd, please report it: no trace of %s", row)
             number += 1
             if number % SLICE == 0:
@@ -167,7 +167,7 @@ class Traces(Meter):
         except RendezvousError as error:
             log.warning("the trace of %s begins now: %s", row.rdzv_id, error)
             return tale
-        # Events after `row` are taken when their turn comes.
+        # Events after `row` are processed in their turn.
         past = past[: past.index(row)] if row in past else past
         if past:
             tale.run.began_ms = past[0].unix_ms
@@ -182,7 +182,7 @@ class Traces(Meter):
     def _tell(self, rdzv_id: str, tale: _Tale) -> None:
         run = tale.run
         spans = tuple(trace_spans(rdzv_id, run, tale.sent))
-        # Before they are sent: what fails is not to be tried again with each row that follows.
+        # Recorded before sending: a failure must not be retried with each row that follows.
         tale.sent = _last(run)
         _tidy(tale)
         if run.ended_ms is not None:
@@ -204,7 +204,7 @@ def _last(run: Run) -> int:
 
 
 def _tidy(tale: _Tale) -> None:
-    """Keep of a run only the facts that the next round's spans need."""
+    """Keep only the facts about a run that the spans of the next round need."""
     run = tale.run
     del run.rounds[:-1]
     run.happenings.clear()
@@ -229,7 +229,7 @@ def trace_spans(rdzv_id: str, run: Run, sent: int = -1) -> Iterator[TraceSpan]:
         return
     for span in spans:
         if span.round is None:
-            # Nodes have met, and the run has ended before there was a round.
+            # Nodes have met, but the run ended before its first round.
             key, name = "forming", "forming"
             yield TraceSpan(rdzv_id, run.run, key, "", name, span.since_ms, span.until_ms, {})
     yield TraceSpan(
@@ -283,7 +283,7 @@ def _round_spans(
 
 
 def _named(*groups: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """Name attributes as OpenTelemetry does; unknown ones are left out."""
+    """Rename attributes to OpenTelemetry's names; unknown ones are left out."""
     return {
         f"rdzv.{name.replace(' ', '_')}": value
         for group in groups
@@ -311,7 +311,7 @@ def _latest_ms(run: Run) -> int:
 
 @asynccontextmanager
 async def tracing(history: ReadHistory, send: Send, most_rows: int = ROWS) -> AsyncIterator[Traces]:
-    """Make spans until the body ends, and of all rows that have come by then."""
+    """Make spans until the body ends, then from all rows that have come by then."""
     traces = Traces(history, send, most_rows)
     async with asyncio.TaskGroup() as tasks:
         making = tasks.create_task(traces.run())

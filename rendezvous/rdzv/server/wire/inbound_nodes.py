@@ -57,7 +57,7 @@ _LEAVE_CAUSES: Mapping[int, LeaveCause] = {
 
 @struct(frozen=True)
 class Speaker:
-    """The node, and its incarnation, that has sent a message."""
+    """The node that sent a message, and its incarnation."""
 
     node_id: str
     incarnation: int
@@ -85,7 +85,7 @@ def _offer(message: pb.Offer, limits: Limits, least_port: int) -> Offer:
 
 
 def _failures(messages: Iterable[pb.WorkerFailure], limits: Limits) -> tuple[FailureReport, ...]:
-    """Read reports of failed workers; of too many, the earliest count."""
+    """Read reports of failed workers; if there are too many, the earliest count."""
     reports = [_failure(message, limits) for message in messages]
     return tuple(sorted(reports, key=lambda report: -report.age_ms)[: limits.failures])
 
@@ -104,7 +104,7 @@ def _failure(message: pb.WorkerFailure, limits: Limits) -> FailureReport:
 
 
 def hello_of(message: pb.Hello, limits: Limits) -> Hello:
-    """Read who opens a stream; the beliefs are read one by one, with `belief_of`."""
+    """Read a hello without its beliefs, which are read one by one with `belief_of`."""
     check_protocol(message.protocol_version)
     if len(message.beliefs) > limits.beliefs:
         raise bounds.refusal(
@@ -162,7 +162,7 @@ def _resources(message: pb.Resources, limits: Limits) -> Resources:
 
 
 def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
-    """Read the submitted jobs of which something may be left on a node."""
+    """Read the submitted jobs that may have left something on a node."""
     if len(message.holdings) > limits.beliefs:
         most = f"at most {limits.beliefs}"
         raise bounds.refusal(
@@ -179,7 +179,7 @@ def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
 
 
 def _endpoint(what: str, text: str, limits: Limits) -> str:
-    """Read HOST:PORT as another machine can connect to it; empty if there is none."""
+    """Read a HOST:PORT that other machines can connect to; empty if there is none."""
     if not text:
         return ""
     try:
@@ -193,7 +193,7 @@ def _endpoint(what: str, text: str, limits: Limits) -> str:
 
 
 def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
-    """Read the failing checks of a node; of too many, the first count."""
+    """Read the failing checks of a node; if there are too many, the first count."""
     return tuple(
         FailingCheck(bounds.sentence(one.name, limits), bounds.sentence(one.reason, limits))
         for one in message.failing[: limits.failing_checks]
@@ -201,7 +201,7 @@ def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
 
 
 def check_protocol(version: int) -> None:
-    """Refuse a node that speaks another protocol than this server understands."""
+    """Refuse a node whose protocol version this server does not support."""
     if OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
         return
     older = version < OLDEST_PROTOCOL_VERSION
@@ -215,9 +215,9 @@ def check_protocol(version: int) -> None:
 
 
 def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
-    """Read what a node believes about one job, and the commands that say so."""
+    """Read a node's belief about one job, and the commands that it implies."""
     phase = message.phase
-    # Only a node that waits for a round holds a port ready for its store.
+    # Only a node that waits for a round keeps a port reserved for its store.
     least_port = 1 if phase == pb.Belief.JOINING else 0
     join = _join(message.join, speaker, limits, least_port)
     rdzv_id = bounds.rdzv_id_of(message.join.rdzv_id, limits)
@@ -236,7 +236,7 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
     if round_ is not None and message.store_host_failed:
         reason = bounds.sentence(message.store_host_failed, limits)
         failed = ReportStoreHost(speaker.node_id, speaker.incarnation, run, round_, reason)
-        # A node of a new incarnation takes its seat first, and then reports about it.
+        # A node of a new incarnation takes its seat first, and then sends its reports.
         store_host = (*resume, failed)
     if phase == pb.Belief.JOINING:
         join = replace(join, recovery=recovery)
@@ -266,7 +266,7 @@ def _recovery_report(
 ) -> RecoveryReport | None:
     """Read the assignment that was announced to the node; None if no round can be rebuilt from it.
 
-    That is no reason to refuse the rest of the hello: the report may not be needed.
+    An unusable report does not make the rest of the hello invalid: it may not be needed.
     """
     try:
         return _checked_report(assignment, join, limits)
@@ -296,7 +296,7 @@ def _checked_report(assignment: pb.RoundCompleted, join: Join, limits: Limits) -
 
 
 def command_of(message: pb.NodeMessage, speaker: Speaker, limits: Limits) -> tuple[str, Command]:
-    """Read a message about a job: its rdzv_id, and what the node asks of its rendezvous."""
+    """Read a message about a job: its rdzv_id, and the node's command."""
     body = message.WhichOneof("body")
     match body:
         case "join":
@@ -327,7 +327,7 @@ def _job(message: _AboutJob, limits: Limits) -> str:
 
 
 def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
-    """Return the rdzv_id of a message that may be invalid, to name it in the refusal."""
+    """Return the rdzv_id of a message that may be invalid, for use in the refusal."""
     if isinstance(message, pb.Belief):
         return message.join.rdzv_id
     body = message.WhichOneof("body")
@@ -355,9 +355,9 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
 
 
 def _secret(message: pb.Join, limits: Limits) -> str:
-    """Read a job's secret, and keep what does not tell it: a hash that is good for this job alone.
+    """Read a job's secret, and return a hash of it that is valid for this job only.
 
-    Whoever reads it can try secrets, so one of few characters is refused.
+    A reader of the hash can guess secrets, so a short one is refused.
     """
     if not message.secret:
         return ""
@@ -385,7 +385,7 @@ def _leave(message: pb.Leave, speaker: Speaker, limits: Limits) -> Leave:
     return Leave(
         node_id=speaker.node_id,
         incarnation=speaker.incarnation,
-        # Unknown to a node that leaves before it has heard which run it is in.
+        # Unknown to a node that leaves before it learns the run.
         run=bounds.uid("run", message.run, limits, needed=False),
         cause=bounds.one_of("cause", message.cause, _LEAVE_CAUSES),
         reason=bounds.sentence(message.reason, limits),
@@ -410,12 +410,12 @@ def _decline(message: pb.Declined, speaker: Speaker, limits: Limits) -> Decline:
 
 
 def away_ms_of(message: pb.Away, limits: Limits) -> int:
-    """Read for how long an agent will be away."""
+    """Read how long an agent will be away."""
     return bounds.within("deadline_ms", message.deadline_ms, 1, limits.away_ms)
 
 
 def progress_of(message: pb.Progress, limits: Limits) -> Progress:
-    """Read how far the workers of a node are. The job knows which of them the node has."""
+    """Read the progress of a node's workers. The job knows which workers the node has."""
     ranks = tuple(_rank_progress(one, limits) for one in message.ranks)
     if len(ranks) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
@@ -460,7 +460,7 @@ def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:
 
 
 def hung_of(message: pb.Hung, limits: Limits) -> Hung:
-    """Read which workers of a node hang. The job knows which of them the node has."""
+    """Read which workers of a node hang. The job knows which workers the node has."""
     if len(message.workers) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
         raise bounds.refusal("hung", len(message.workers), "are too many workers of one node", most)
@@ -484,7 +484,7 @@ def hung_of(message: pb.Hung, limits: Limits) -> Hung:
 
 
 def stacks_of(message: pb.Stacks, limits: Limits) -> Stacks:
-    """Read what some workers are doing; text that is too long is cut."""
+    """Read the stacks of some workers; text that is too long is cut."""
     if len(message.workers) > limits.stack_workers:
         most = f"send at most {limits.stack_workers} at once"
         raise bounds.refusal("stacks", len(message.workers), "are too many workers", most)

@@ -1,4 +1,4 @@
-"""Messages to the settings and labels that nodes and operators both send, bounded and validated."""
+"""Settings and labels in messages of nodes and operators alike, bounded and validated."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def settings_of(message: pb.Settings, limits: Limits) -> Settings:
 
 
 def _backoff_ms(message: pb.Settings, name: str, limits: Limits) -> int:
-    """Read a waiting time; a node that does not name it leaves it to this server."""
+    """Read a waiting time; if the node does not set it, the server's default applies."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return int(getattr(_DEFAULT, name))
     return bounds.within(name, getattr(message, name), 0, limits.timeout_ms)
 
 
 def _budget(message: pb.Settings, name: str, limits: Limits) -> int | None:
-    """Read how often something may happen; unset: any number of times."""
+    """Read how often something may happen; unset: no limit."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return None
     return bounds.within(name, getattr(message, name), 0, limits.restarts)

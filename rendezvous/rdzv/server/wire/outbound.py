@@ -120,12 +120,12 @@ _FIELDS = {
     kind: tuple(name for name in field_names(kind) if name != "tally")
     for kind in (*get_args(_Flat), LogPosition)
 }
-"""Looked up once for each kind, not for each message: a round is told to thousands of nodes. What
-is no plain field is written apart."""
+"""Looked up once per message type, not per message: a round is announced to thousands of nodes.
+Fields that are not plain values are written separately."""
 
 
 def _copied(message: M, value: _Flat | LogPosition) -> M:
-    """Fill a message from a value whose fields have its names; None stays unset."""
+    """Fill a message from a value with fields of the same names; None stays unset."""
     for name in _FIELDS[type(value)]:
         content = getattr(value, name)
         if content is not None:
@@ -221,7 +221,7 @@ def event_row(record: Record) -> pb.Event:
 
 
 def job_status(status: answers.JobStatus) -> pb.JobStatus:
-    """Write everything that `status` shows of a job."""
+    """Write the status of a job, as `status` shows it."""
     message = _filled(pb.JobStatus(), status)
     if (last := status.last_failure) is not None:
         message.last_failure.failures.extend(
@@ -233,7 +233,7 @@ def job_status(status: answers.JobStatus) -> pb.JobStatus:
 
 
 def _failure(failure: answers.WorkerFailure, age_ms: int | None) -> pb.NodeFailure:
-    """Write one failure; those that are shown together are of one age."""
+    """Write one failure; failures that are shown together have the same age."""
     return pb.NodeFailure(
         node_id=failure.node_id,
         address=failure.address or "",
@@ -251,32 +251,32 @@ def _failure(failure: answers.WorkerFailure, age_ms: int | None) -> pb.NodeFailu
 
 
 def job_summary(summary: answers.JobSummary) -> pb.JobSummary:
-    """Write the line that `list` shows of a job."""
+    """Write a job's line in `list`."""
     return _filled(pb.JobSummary(), summary)
 
 
 def node(shown: answers.Node) -> pb.Node:
-    """Write what `nodes` shows of a node."""
+    """Write a node, as `nodes` shows it."""
     return _filled(pb.Node(), shown)
 
 
 def server(shown: answers.Server) -> pb.Server:
-    """Write what `servers` shows of an rdzvd."""
+    """Write an rdzvd, as `servers` shows it."""
     return _filled(pb.Server(), shown)
 
 
 def token(shown: answers.Token) -> pb.Token:
-    """Write what may be known of a token."""
+    """Write a token, without its secret."""
     return _filled(pb.Token(), shown)
 
 
 def stack_report(report: answers.StackReport) -> pb.StackReport:
-    """Write what the workers of a round were doing."""
+    """Write the stacks of a round's workers."""
     return _filled(pb.StackReport(), report)
 
 
 _OTHERWISE = frozenset({"last_failure", "behind"})
-"""Fields without a counterpart in the message: one is written otherwise, one the reader derives."""
+"""Fields without a counterpart in the message: one is written elsewhere, one the reader derives."""
 _NAMES = {"version": "server_version"}
 
 
