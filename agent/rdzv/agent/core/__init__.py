@@ -8,9 +8,9 @@
        |                          | the round ended           v
        +---- workers gone ---- stopping <---------------------+
 
-A signal to the agent, or the word that a submitted job is withdrawn from this node, leads from
-anywhere to *leaving*, and from there, once the workers are gone, to the exit. What the driver is
-told to do never needs an answer: everything that comes of it is an event.
+A signal to the agent, or the withdrawal of a submitted job from this node, leads from anywhere to
+*leaving*, and from there, once the workers are gone, to the exit. Commands to the driver need no
+answer: all their results are events.
 """
 
 from rdzv.agent.core.machine import Transition, begin, step

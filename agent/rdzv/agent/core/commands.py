@@ -1,4 +1,4 @@
-"""What the agent's driver is to do. None of it blocks, all of it may be done again."""
+"""Commands to the agent's driver. None of them blocks; all of them may be repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SayJoin:
     left_round: int | None
     failures: tuple[WorkerFailure, ...]
     fenced: bool = False
-    """Whether the round ended on this node by its fence, and by nothing else."""
+    """Whether the round ended on this node only because of its fence."""
     moved: Moved = UNMOVED
 
 
@@ -38,7 +38,7 @@ class SaySucceeded:
 
 @struct(frozen=True)
 class SayLeave:
-    """Say that the node leaves; with `left_round`, that its workers are gone."""
+    """Announce that the node leaves; with `left_round`, confirm that its workers are gone."""
 
     run: str
     leaving: Leaving
@@ -84,9 +84,9 @@ class StopWorkers:
 
 @struct(frozen=True)
 class NotifyWorkers:
-    """Tell the workers of the round that the node leaves in `left_ms`, in the job's notice file.
+    """Notify the workers of the round that the node leaves in `left_ms`, in the job's notice file.
 
-    With `signum` also by this signal, which each worker gets once.
+    With `signum`, also send this signal, once to each worker.
     """
 
     round: int
@@ -97,7 +97,7 @@ class NotifyWorkers:
 
 @struct(frozen=True)
 class TakeBackNotice:
-    """Have no notice file any more: whoever has not read it yet is not to."""
+    """Remove the notice file, so that workers that have not read it yet do not."""
 
     round: int
 
@@ -111,7 +111,7 @@ class StopStoreHost:
 
 @struct(frozen=True)
 class Exit:
-    """It is over for this node: tell the user, and exit."""
+    """End the job on this node: inform the user, and exit."""
 
     outcome: Outcome
 

@@ -29,8 +29,8 @@ def worker_environ(
     `base` is the agent's own. With `virtual_local_rank` every worker is LOCAL_RANK 0 and sees one
     GPU, the one that it would have picked. Beyond torchrun's variables a worker gets RDZV_ROUND,
     which grows with every round of a job (TORCHELASTIC_RESTART_COUNT counts only failures),
-    RDZV_PROGRESS_FILE, where it may say how far it is, and RDZV_NOTICE_FILE, which is there once
-    the node is about to leave; both are empty if there is no place for them.
+    RDZV_PROGRESS_FILE, where it may report its progress, and RDZV_NOTICE_FILE, which exists once
+    the node is about to leave; both are empty if there is no place for the files.
     """
     environ = dict(base)
     environ.update(

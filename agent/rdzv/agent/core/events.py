@@ -1,4 +1,4 @@
-"""What has happened: at the server, in the runner, or to the agent itself."""
+"""Events: at the server, in the runner, or in the agent itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class ServerConnected:
-    """The server has welcomed this node and heard what it believes."""
+    """The server has accepted this node's stream and its belief."""
 
 
 @struct(frozen=True)
@@ -47,7 +47,7 @@ class RoundEnded:
 
 @struct(frozen=True)
 class Unhealthy:
-    """The node was looked at after the round had ended by its failure, and is not well."""
+    """The node was checked after its failure had ended the round, and is unhealthy."""
 
     round: int
     reason: str
@@ -67,7 +67,7 @@ class RunClosed:
 
 @struct(frozen=True)
 class Refused:
-    """The server refuses what this node wants, for good."""
+    """The server refuses this node's request for good."""
 
     code: str
     message: str
@@ -75,7 +75,7 @@ class Refused:
 
 @struct(frozen=True)
 class WorkerExited:
-    """A worker has exited; `age_ms` ago it failed, if it did."""
+    """A worker has exited; if it failed, that was `age_ms` ago."""
 
     round: int
     local_rank: int
@@ -97,7 +97,7 @@ class StartFailed:
 
 @struct(frozen=True)
 class WorkersGone:
-    """No process of the round is left on the node, but for its store host."""
+    """No process of the round is left on the node, except its store host."""
 
     round: int
     moved: Moved = UNMOVED
@@ -113,7 +113,7 @@ class WorkersStuck:
 
 @struct(frozen=True)
 class Fenced:
-    """The server was not proven to hear this node for `fence_after_ms`: its workers are killed.
+    """Workers are killed: for `fence_after_ms` nothing proved that the server hears this node.
 
     It happened `age_ms` ago. `WorkersGone` follows.
     """
@@ -139,14 +139,14 @@ class StoreHostExited:
 
 @struct(frozen=True)
 class RunnerLost:
-    """This node cannot start workers any more; those it had, and all they left, are gone."""
+    """This node can start no more workers; those it had, and all their processes, are gone."""
 
     reason: str
 
 
 @struct(frozen=True)
 class Signalled:
-    """The agent was told to end by a signal."""
+    """A signal told the agent to end."""
 
     signum: int
     name: str
@@ -154,7 +154,7 @@ class Signalled:
 
 @struct(frozen=True)
 class Withdrawn:
-    """The server takes back that it has chosen this node for the run."""
+    """The server withdraws its choice of this node for the run."""
 
     run: str
     reason: str
@@ -162,9 +162,9 @@ class Withdrawn:
 
 @struct(frozen=True)
 class NoticeGiven:
-    """The node is to be empty in `left_ms`: its workers are told, and it leaves when they exit.
+    """The node must be empty in `left_ms`: its workers are notified, and it leaves when they exit.
 
-    Given again, only the deadline is another.
+    A repetition changes only the deadline.
     """
 
     left_ms: int
@@ -173,7 +173,7 @@ class NoticeGiven:
 
 @struct(frozen=True)
 class NoticeLifted:
-    """The node may stay after all. Workers that have been told cannot be told otherwise."""
+    """The node may stay after all. Workers that got the notice cannot be notified of this."""
 
 
 @struct(frozen=True)

@@ -1,8 +1,7 @@
-"""When a worker hangs: it has said how far it is, and then says nothing, for too long.
+"""When a worker hangs: it has reported progress, and then reports none for too long.
 
-Pure: what is seen of a worker, look by look, becomes a `Vigil`, which says whether it hangs. Only
-time in which somebody watched counts, so neither a pause of the agent nor one of the machine makes
-a worker silent.
+Pure: the looks at a worker add up to a `Vigil`, which tells whether it hangs. Only time under
+observation counts, so a pause of the agent or of the machine does not make a worker silent.
 """
 
 from __future__ import annotations
@@ -11,46 +10,46 @@ from rdzv.core.hangs import HangTimeout
 from rdzv.structs import replace, struct
 
 AUTO_LEAST_MS = 60_000
-"""What is learned is never less: a worker may well pause for a moment that it has not shown yet."""
+"""Lower bound of the learned timeout: a worker may pause longer than it has so far."""
 AUTO_INTERVALS = 50
-"""How many of a worker's latest intervals it is learned from, ..."""
+"""Number of a worker's latest intervals that the timeout is learned from, ..."""
 AUTO_FACTOR = 20
 """... and how many times the longest of them a silence may last; ..."""
 AUTO_LONGEST_FACTOR = 2
-"""... or so many times the longest pause ever seen on this node, in whatever round, ..."""
+"""... or this many times the longest pause ever seen on this node, in any round, ..."""
 AUTO_LONGEST_MS = 30 * 60_000
-"""... which counts for no more than this: one silence must not blind it to the next for ever."""
+"""... which counts for at most this: one silence must not hide all later ones."""
 
 UNINTERRUPTIBLE, TRACED = "D", "t"
 
 
 @struct(frozen=True)
 class Look:
-    """What is seen of a worker at one moment."""
+    """An observation of a worker at one moment."""
 
     word: tuple[int, ...] | None
-    """Stands for the last time that it wrote its step, be it the same; None: it never has."""
+    """Identifies its last report, even of an unchanged step; None: there was none."""
     state: str
-    """Of its process, as in /proc."""
+    """State of its process, as in /proc."""
     switches: int | None = None
-    """How often it has been switched away from so far: one that sleeps on does not change it."""
+    """Its context switches so far; the number stands still while the process sleeps."""
 
 
 @struct(frozen=True)
 class Vigil:
-    """What is known of one worker in one round."""
+    """The observations of one worker in one round."""
 
     word: tuple[int, ...] | None = None
     silent_ms: int = 0
-    """Since its last word, or its start."""
+    """Time since its last report, or its start."""
     intervals_ms: tuple[int, ...] = ()
-    """Between its latest words, oldest first; from its start to the first word, too."""
+    """Intervals between its latest reports, oldest first; including start to first report."""
     blocked_ms: int = 0
-    """For how long it was seen in one and the same uninterruptible sleep."""
+    """How long it has been seen in the same uninterruptible sleep."""
     switches: int | None = None
 
     def after(self, look: Look, passed_ms: int) -> Vigil:
-        """Take note of a look, so long after the one before."""
+        """Return the vigil after a look, `passed_ms` after the one before."""
         blocked = look.state == UNINTERRUPTIBLE and look.switches == self.switches is not None
         seen = replace(
             self,
@@ -62,11 +61,11 @@ class Vigil:
         if seen.word != self.word:
             intervals = (*self.intervals_ms, seen.silent_ms)[-AUTO_INTERVALS:]
             return replace(seen, silent_ms=0, intervals_ms=intervals)
-        # Whoever holds it with a debugger knows that it does not run.
+        # A user who holds it with a debugger knows that it does not run.
         return replace(seen, silent_ms=self.silent_ms) if look.state == TRACED else seen
 
     def why_hung(self, timeout_ms: int) -> str:
-        """Say in words why it hangs; empty if it does not.
+        """Explain why it hangs; empty if it does not.
 
         >>> Vigil(word=(1,), silent_ms=61_500).why_hung(60_000)
         'no word of its progress for 62 s, limit 60 s'
@@ -80,10 +79,10 @@ class Vigil:
 
 
 def timeout_ms(timeout: HangTimeout, vigil: Vigil, longest_ms: int) -> int:
-    """Return how long this worker may say nothing.
+    """Return how long this worker may report nothing.
 
-    `longest_ms` is the longest pause between two words ever seen on this node, the silences that
-    were taken for hangs among them: what was no hang is then not taken for one again so soon.
+    `longest_ms` is the longest pause between two reports ever seen on this node, including silences
+    that were taken for hangs: so a false alarm is not repeated soon.
     """
     if timeout.ms is not None:
         return timeout.ms

@@ -1,7 +1,7 @@
-"""One job on one node: from what has happened to what is to be done.
+"""One job on one node: turns events into commands.
 
-`step()` is pure. What it says to the server needs no answer: after a reconnect the node's
-`Belief` (the state itself) is told in full, so a message lost with its stream is not missed.
+`step()` is pure. Its messages to the server need no answer: after a reconnect the node's
+`Belief` (the state itself) is sent in full, so a message lost with its stream is not missed.
 """
 
 from __future__ import annotations
@@ -67,26 +67,26 @@ EXIT_TRY_AGAIN = 75
 """Trying again is sensible: no server, the join timed out, the job was placed elsewhere, the node
 was drained, or its runner was lost."""
 EXIT_DENIED = 77
-"""This caller may not do that, whenever it tries: sysexits' EX_NOPERM."""
+"""This caller may never do that, so retrying is useless: sysexits' EX_NOPERM."""
 EXIT_NO_PROGRESS = 93
-"""Trying again makes no sense: the job failed again and again without moving on."""
+"""Trying again makes no sense: the job kept failing without progress."""
 
 _NEEDS_STORE = (Phase.RUNNING, Phase.SUCCEEDED)
-"""While these last, the round may need its store: here, or on the other nodes."""
+"""Phases in which the round may need its store, here or on other nodes."""
 
 _SAME_DEADLINE_MS = 1_000
-"""A deadline that is said again has been on its way for a while."""
+"""Tolerance for a repeated deadline, which took some time to arrive."""
 
 _DONE_MS = 500
-"""How long after its own workers those of other nodes exit, if all of them are done."""
+"""How long after its own workers those of other nodes may exit, if all are done."""
 
 _SIGTERM = 15
 
 _OVER_FOR_THIS_NODE = ("RendezvousClosedError", "NodeSupersededError")
-"""Refusals that end running workers too: they state that the node has no place any more."""
+"""Refusals that end running workers, too: they state that the node has lost its place."""
 
 _DENIED = ("DeniedError", "UnauthenticatedError")
-"""Refusals of who calls, and not of what is asked for."""
+"""Refusals of the caller rather than of the request."""
 
 
 @struct(frozen=True)
@@ -99,17 +99,17 @@ class Transition:
 
 
 def begin(job: Job, now_ms: int, run: str = "") -> AgentState:
-    """Return the state of an agent that is about to join: this run alone, where one is named."""
+    """Return the state of an agent about to join; if a run is named, only that one."""
     return AgentState(job, run=run, idle_since_ms=now_ms, disconnected_since_ms=now_ms)
 
 
 def step(state: AgentState, event: Event, now_ms: int) -> Transition:
-    """Take note of one event and decide what follows from it.
+    """Apply one event and decide what follows from it.
 
     Guarantees: workers of a round are started once, and only when those of the round before are
     gone; running workers are stopped only by their own failure, a signal to this agent, or a
-    positive statement of the server about this very run and round; once ended, nothing more is
-    done.
+    positive statement of the server about this run and round; nothing more is done after the
+    end.
     """
     work = _Step(state, now_ms)
     if state.phase is not Phase.ENDED:
@@ -171,11 +171,11 @@ def _apply(work: _Step, event: Event) -> None:
             pass
 
 
-# ------------------------------------------------------------------ the server's word
+# ------------------------------------------------------------------ the server
 
 
 def _note_server_found(work: _Step) -> None:
-    """Repeat what no belief tells: whatever was said before may be lost with its stream."""
+    """Repeat messages that the belief does not contain: they may be lost with an earlier stream."""
     state = work.state
     work.state = replace(state, disconnected_since_ms=None)
     if state.assignment is None:
@@ -221,7 +221,7 @@ def _start(work: _Step, assignment: Assignment) -> None:
 
 
 def _end_round(work: _Step, event: RoundEnded) -> None:
-    """Stop the workers of the round; a node whose workers have succeeded has none to stop."""
+    """Stop the workers of the round, unless they have succeeded."""
     if event.run != work.state.run:
         return
     if work.state.phase is Phase.JOINING:
@@ -231,7 +231,7 @@ def _end_round(work: _Step, event: RoundEnded) -> None:
     elif work.state.phase is Phase.RUNNING:
         job, notice = work.state.job, work.state.notice
         if notice is not None and notice.due_ms is not None:
-            # Its workers may be saving, as they were told; no broken collective hinders them.
+            # Its workers may be saving after the notice; no broken collective hinders them.
             _leave(work, _leaving(notice), _notice_grace_ms(work), signum=None)
             return
         _stop(work, job.failure_stop_timeout_ms if event.broken else job.shutdown_timeout_ms)
@@ -264,10 +264,10 @@ def _close(work: _Step, event: RunClosed) -> None:
 
 
 def _accept_refusal(work: _Step, event: Refused) -> None:
-    """A refusal is final for who wants a place: nothing that this agent repeats will change it.
+    """Accept a refusal as final for a node that wants a place: repeating would not change it.
 
-    Workers go on unless it says that there is no place for them; once they are gone, the node
-    asks again, and hears it then.
+    Workers continue unless the refusal says that they have no place; once they are gone, the node
+    asks again, and is refused then.
     """
     if work.state.phase is not Phase.JOINING and event.code not in _OVER_FOR_THIS_NODE:
         return
@@ -275,7 +275,7 @@ def _accept_refusal(work: _Step, event: Refused) -> None:
     if event.code in _DENIED:
         exit_code = EXIT_DENIED
     elif work.state.assignment is None and event.code != "RendezvousClosedError":
-        # What it was launched with is wrong.
+        # The launch settings are wrong.
         exit_code = EXIT_USAGE
     _finish(work, Outcome(exit_code, event.message))
 
@@ -312,7 +312,7 @@ def _apply_to_workers(
 
 
 def _is_current(state: AgentState, round_: int) -> bool:
-    """Whether this is the round whose workers this node has, or had last."""
+    """Whether this is the round whose workers this node has, or last had."""
     return state.assignment is not None and state.assignment.round == round_
 
 
@@ -330,7 +330,7 @@ def _note_exit(work: _Step, event: WorkerExited) -> None:
 
 
 def _note_failure(work: _Step, event: WorkerExited) -> None:
-    """A worker that fails by itself is a failure; one that the agent has stopped is none."""
+    """Record a worker that failed by itself; one stopped by the agent is no failure."""
     state, failed_at_ms = work.state, work.now_ms - event.age_ms
     if state.stopping_since_ms is not None and failed_at_ms >= state.stopping_since_ms:
         return
@@ -352,9 +352,9 @@ def _note_failure(work: _Step, event: WorkerExited) -> None:
 
 
 def _note_fence(work: _Step, event: Fenced) -> None:
-    """The runner kills what is left of the round; what follows, follows when nothing is.
+    """Note that the runner kills the rest of the round; the next step follows once all is gone.
 
-    No worker has failed by that. Where all had succeeded, only what they left behind is killed.
+    This is no worker failure. If all had succeeded, only their remaining processes are killed.
     """
     state = work.state
     if state.phase is Phase.SUCCEEDED:
@@ -379,7 +379,7 @@ def rejoins_after_failure(state: AgentState, round_: int) -> bool:
 
 
 def _note_unhealthy(work: _Step, event: Unhealthy) -> None:
-    """A node that is not well leaves in place of joining again; its failure remains one."""
+    """Make an unhealthy node leave instead of joining again; its failure still counts."""
     if rejoins_after_failure(work.state, event.round):
         reason = f"unhealthy: {event.reason}"
         leaving = Leaving(LeaveCause.FAILED, reason, EXIT_TRY_AGAIN)
@@ -388,7 +388,7 @@ def _note_unhealthy(work: _Step, event: Unhealthy) -> None:
 
 
 def _succeed(work: _Step) -> None:
-    """All workers exited 0: sweep what they left behind, and wait at the exit barrier."""
+    """Kill processes left behind by successful workers, and wait at the exit barrier."""
     state = work.state
     assert state.assignment is not None
     work.state = replace(state, phase=Phase.SUCCEEDED)
@@ -397,7 +397,7 @@ def _succeed(work: _Step) -> None:
 
 
 def _stop(work: _Step, grace_ms: int, signum: int | None = None) -> None:
-    """End the workers; what follows, follows when they are gone."""
+    """Stop the workers; the next step follows once they are gone."""
     state = work.state
     assert state.assignment is not None
     phase = Phase.LEAVING if state.phase is Phase.LEAVING else Phase.STOPPING
@@ -407,7 +407,7 @@ def _stop(work: _Step, grace_ms: int, signum: int | None = None) -> None:
 
 
 def _fail_store_host(work: _Step, reason: str) -> None:
-    """Have the round ended: without its store no worker can be added to it or leave it well."""
+    """Ask for the end of the round: without its store no worker can join or cleanly leave it."""
     state = work.state
     if state.phase in _NEEDS_STORE and not state.store_host_failed:
         assert state.assignment is not None
@@ -416,7 +416,7 @@ def _fail_store_host(work: _Step, reason: str) -> None:
 
 
 def _lose_runner(work: _Step, event: RunnerLost) -> None:
-    """The runner's workers died with it. Without one, this node cannot go on; the job may."""
+    """Note that the runner and its workers are dead. This node cannot continue; the job may."""
     leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
     work.state = replace(work.state, workers_gone=True, alive=frozenset())
     if work.state.leaving is None:
@@ -429,7 +429,7 @@ def _lose_runner(work: _Step, event: RunnerLost) -> None:
 
 
 def _leave_by_signal(work: _Step, event: Signalled) -> None:
-    """Leave in order; a second signal cuts the grace short."""
+    """Leave in an orderly way; a second signal cuts the grace short."""
     if work.state.leaving is not None or work.state.outcome is not None:
         if not work.state.workers_gone:
             _stop(work, 0, event.signum)
@@ -440,9 +440,9 @@ def _leave_by_signal(work: _Step, event: Signalled) -> None:
 
 
 def _withdraw(work: _Step, event: Withdrawn) -> None:
-    """Give the job back to the server, which may place it here again.
+    """Return the job to the server, which may place it here again.
 
-    The server hears that the node leaves: a join of this node may have crossed the withdrawal.
+    The server is notified of the leave: a join of this node may have crossed the withdrawal.
     """
     if event.run == work.state.run and work.state.outcome is None:
         leaving = Leaving(LeaveCause.SIGNAL, event.reason, EXIT_TRY_AGAIN)
@@ -450,9 +450,9 @@ def _withdraw(work: _Step, event: Withdrawn) -> None:
 
 
 def _give_notice(work: _Step, event: NoticeGiven) -> None:
-    """Tell the workers, and wait until they exit; without workers the node leaves at once.
+    """Notify the workers, and wait until they exit; without workers the node leaves at once.
 
-    Those that were told keep the signal that they got: only the deadline may be another.
+    Workers already notified get no second signal: only the deadline may change.
     """
     state = work.state
     if state.leaving is not None or state.outcome is not None:
@@ -474,7 +474,7 @@ def _give_notice(work: _Step, event: NoticeGiven) -> None:
 
 
 def _lift_notice(work: _Step) -> None:
-    """End nobody any more. Workers that were told, and exit for that, have not failed."""
+    """Stop ending workers. Notified workers that exit because of the notice have not failed."""
     state, notice = work.state, work.state.notice
     if notice is None or notice.due_ms is None or state.leaving is not None:
         return
@@ -488,16 +488,16 @@ def _lift_notice(work: _Step) -> None:
 
 
 def _follows_notice(work: _Step, event: WorkerExited) -> bool:
-    """Whether a worker has exited after it was told that the node leaves."""
+    """Whether a worker has exited after it was notified that the node leaves."""
     notice = work.state.notice
     return notice is not None and work.now_ms - event.age_ms >= notice.since_ms
 
 
 def _leave_with_workers(work: _Step, event: WorkerExited) -> None:
-    """Leave once all workers have exited, or one other than with 0: the rest cannot go on long.
+    """Leave once all workers have exited, or one not with 0: the rest cannot continue for long.
 
-    Where all have exited with 0 they may have been done, as those of other nodes are; the server
-    is to hear of these first.
+    If all have exited with 0 they may have been done, like those of other nodes; the server should
+    learn of these first.
     """
     notice, alive = work.state.notice, work.state.alive
     assert notice is not None
@@ -512,7 +512,7 @@ def _leaving(notice: Notice) -> Leaving:
 
 
 def _notice_grace_ms(work: _Step) -> int:
-    """Say how long workers that know of the notice have to exit once the round is over."""
+    """Return how long workers that know of the notice have to exit once the round is over."""
     notice, grace_ms = work.state.notice, work.state.job.shutdown_timeout_ms
     if notice is None or notice.due_ms is None:
         return grace_ms
@@ -520,7 +520,7 @@ def _notice_grace_ms(work: _Step) -> int:
 
 
 def _keep_notice(work: _Step) -> None:
-    """Do what has become due of a notice, if there is one."""
+    """Carry out what is due for a notice, if there is one."""
     state, notice = work.state, work.state.notice
     if notice is None:
         return
@@ -540,7 +540,7 @@ def _keep_notice(work: _Step) -> None:
 
 
 def _notice_due_ms(state: AgentState) -> int | None:
-    """When something becomes due of a notice."""
+    """Return when the notice next needs an action."""
     notice = state.notice
     if notice is None or state.phase not in _NEEDS_STORE:
         return None
@@ -552,7 +552,7 @@ def _notice_due_ms(state: AgentState) -> int | None:
 
 
 def _end_late_workers(work: _Step, notice: Notice) -> None:
-    """End workers that have not exited in time; at once those that have had SIGTERM already."""
+    """End workers that have not exited in time; those that already got SIGTERM at once."""
     job = work.state.job
     told = job.notice_signum == _SIGTERM
     reason = f"{notice.reason}; its workers had not exited by the deadline"
@@ -561,7 +561,7 @@ def _end_late_workers(work: _Step, notice: Notice) -> None:
 
 
 def _leave(work: _Step, leaving: Leaving, grace_ms: int, signum: int | None) -> None:
-    """Say so at once, so that the others need not wait; go when the workers are gone."""
+    """Announce the leave at once, so that others need not wait; go when the workers are gone."""
     if work.state.leaving is not None:
         return
     had_workers = not work.state.workers_gone
@@ -574,7 +574,7 @@ def _leave(work: _Step, leaving: Leaving, grace_ms: int, signum: int | None) -> 
 
 
 def _finish(work: _Step, outcome: Outcome) -> None:
-    """Nothing is left to do but to end what workers there are."""
+    """Set the outcome and end any remaining workers."""
     if work.state.outcome is None:
         work.state = replace(work.state, outcome=outcome)
     if work.state.workers_gone:
@@ -584,7 +584,7 @@ def _finish(work: _Step, outcome: Outcome) -> None:
 
 
 def _conclude(work: _Step) -> None:
-    """No worker is left: join again, or end."""
+    """Join again, or end, now that no worker is left."""
     state = work.state
     notice, ends = state.notice, state.leaving is not None or state.outcome is not None
     if notice is not None and notice.due_ms is not None and not ends:
@@ -610,7 +610,7 @@ def _conclude(work: _Step) -> None:
 
 
 def rejoin(state: AgentState) -> SayJoin:
-    """Say what a node without workers asks for, whenever it is asked."""
+    """Return the join request of a node without workers."""
     fenced = state.fenced and not state.failures
     return SayJoin(state.run, state.left_round, state.failures, fenced, state.moved)
 
@@ -635,12 +635,12 @@ def _check_deadlines(work: _Step) -> None:
 
 
 def _store_host_due_ms(state: AgentState) -> int | None:
-    """When a store host that is not ready has failed, for as long as somebody may need it."""
+    """Return when a store host that is not ready counts as failed, while it may be needed."""
     return state.store_host_due_ms if state.phase in _NEEDS_STORE else None
 
 
 def _server_due_ms(state: AgentState) -> int | None:
-    """When a node without workers gives up on a server that is away."""
+    """Return when a node without workers gives up on an absent server."""
     since_ms = state.disconnected_since_ms
     if since_ms is None or not state.workers_gone or state.phase is Phase.ENDED:
         return None
@@ -650,7 +650,7 @@ def _server_due_ms(state: AgentState) -> int | None:
 
 
 def _without_server(state: AgentState) -> Outcome:
-    """Judge by this node's own workers, since nobody else says anything."""
+    """Judge by this node's own workers, the only source left."""
     if state.assignment is None:
         seconds = state.job.settings.join_timeout_ms / 1000
         text = f"no rendezvous server answered within {seconds:g} s: {state.disconnected_reason}"

@@ -11,29 +11,30 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Job:
-    """What the decisions about a job need to know of its launch."""
+    """The launch settings that decisions about a job depend on."""
 
     rdzv_id: str
     node_id: str
     settings: Settings
     local_world_size: int
     shutdown_timeout_ms: int = 30_000
-    """Between the signal to end and SIGKILL, for workers that can still save."""
+    """Time between the stop signal and SIGKILL, for workers that can still save."""
     failure_stop_timeout_ms: int = 5_000
-    """The same after a failure or loss: no handler does its work inside a broken collective."""
+    """The same after a failure or loss: no handler can work inside a broken collective."""
     server_timeout_ms: int = 600_000
     """How long a node without workers waits for a server that is away."""
     store_host_timeout_ms: int = 60_000
     """How long the store host may take to get ready."""
     fence_after_ms: int = 0
-    """After how long without proof that the server hears this node its workers are killed; 0: they
-    are not, and train on."""
+    """Time without proof that the server hears this node after which its workers are killed; 0:
+    they are not, and keep training."""
     notice_signum: int = 15
-    """What tells workers that their node is about to leave, beside the notice file; 0: nothing."""
+    """Signal that notifies workers that their node is about to leave, beside the notice file; 0:
+    none."""
 
 
 class Phase(StrEnum):
-    """What the node is doing for the job."""
+    """The phase of the node's part in the job."""
 
     JOINING = "joining"
     RUNNING = "running"
@@ -45,7 +46,7 @@ class Phase(StrEnum):
 
 @struct(frozen=True)
 class Assignment:
-    """This node's line of a complete round: all it needs to start its workers."""
+    """This node's part of a complete round: all that it needs to start its workers."""
 
     run: str
     round: int
@@ -61,7 +62,7 @@ class Assignment:
     restarts: int
     max_restarts: int
     tally: Tally | None = field(default=None, compare=False)
-    """What the run had spent when this was heard. Only kept, for a server that has forgotten it."""
+    """What the run had spent by then. Only kept for a server that has forgotten it."""
     heard_at_ms: int = field(default=0, compare=False)
 
     @property
@@ -72,7 +73,7 @@ class Assignment:
 
 @struct(frozen=True)
 class WorkerFailure:
-    """One of this node's workers that failed, at the agent's own time."""
+    """One of this node's failed workers, at the agent's own time."""
 
     local_rank: int
     rank: int
@@ -86,7 +87,7 @@ class WorkerFailure:
 
 @struct(frozen=True)
 class NodeFailure:
-    """A failed worker of any node, as the server tells of it."""
+    """A failed worker of any node, as the server reports it."""
 
     node_id: str
     address: str
@@ -101,38 +102,38 @@ class NodeFailure:
 
 @struct(frozen=True)
 class Leaving:
-    """Why the node leaves the job, and what its agent exits with."""
+    """Why the node leaves the job, and its agent's exit code."""
 
     cause: LeaveCause
     reason: str
     exit_code: int
     exited_zero: bool = False
-    """All workers exited 0 after they were given notice: they may have left, or have been done."""
+    """All workers exited 0 after the notice: they may have left, or have been done."""
 
 
 @struct(frozen=True)
 class Notice:
-    """That the node is about to leave, as its workers were told."""
+    """The notice to workers that their node is about to leave."""
 
     reason: str
     since_ms: int
     due_ms: int | None
     """When they are ended; None: the notice was lifted, and they may run on."""
     forget_ms: int = 0
-    """When a lifted notice is no reason to exit any more."""
+    """When a lifted notice no longer counts as a reason to exit."""
     exited_ms: int | None = None
     """When the last of the workers exited, if all did with 0."""
 
 
 @struct(frozen=True)
 class Outcome:
-    """How it ended for this node: what to exit with, and what to tell the user."""
+    """How the job ended for this node: the exit code, and the message for the user."""
 
     exit_code: int
     text: str
     failures: tuple[NodeFailure, ...] = ()
     result: Result | None = None
-    """The job's result, where it is known."""
+    """The job's result, if known."""
 
 
 @struct(frozen=True)
@@ -155,22 +156,22 @@ class AgentState:
     moved: Moved = UNMOVED
     """How far the workers of the last round had come when they were gone."""
     stopping_since_ms: int | None = None
-    """When the workers of the last round were first told to end; None: they were not."""
+    """When the workers of the last round were first asked to stop; None: they were not."""
     stuck_pids: tuple[int, ...] = ()
-    """Processes of the last round that were seen to survive SIGKILL."""
+    """Processes of the last round that survived SIGKILL."""
     fenced: bool = False
     """Whether the last round ended here because the server was out of reach."""
     store_host_due_ms: int | None = None
     """When the store host must be ready; None: it is, or none is needed."""
     store_host_failed: str = ""
     disconnected_since_ms: int | None = 0
-    """Since when there is no server; None while there is one."""
+    """Since when there has been no server; None while there is one."""
     disconnected_reason: str = "none was tried"
-    """Why there is none, or was none last."""
+    """Why there is no server, or why the last one was lost."""
     idle_since_ms: int = 0
-    """Since when there are no workers on this node."""
+    """Since when there have been no workers on this node."""
     notice: Notice | None = None
     """Set while the node is about to leave, or its workers still believe so."""
     leaving: Leaving | None = None
     outcome: Outcome | None = None
-    """Set once nothing but the end of the workers is waited for."""
+    """Set once only the end of the workers is awaited."""

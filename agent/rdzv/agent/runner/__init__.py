@@ -1,21 +1,22 @@
 """The runner: always the parent of one job's workers on one node, and of the job's store hosts.
 
-A process of its own, with one thread, started by path (`__main__.py`). It imports the standard
-library and its own files only, by relative imports and all of them as it starts: it is there in
-milliseconds, nothing in the surroundings of job or agent can break it, and an upgrade may replace
-its files. The agent asks it over a socket (requests.py) and receives events (agent_link.py); the
-agent's end is `rdzv.agent.runner_link`. It decides nothing about jobs.
+A process of its own, with one thread, started by path (`__main__.py`). It imports only the standard
+library and its own files, by relative imports and all of them as it starts: it is up in
+milliseconds, nothing in the environment of job or agent can break it, and an upgrade may replace
+its files. The agent sends requests over a socket (requests.py) and receives events (agent_link.py);
+the agent's end is `rdzv.agent.runner_link`. It decides nothing about jobs.
 
-How a worker is spawned: workers.py, spawn.py. How its exit is noticed: children.py. What kills it:
-killing.py, fence.py. How an agent is replaced: next_agent.py. Forks of the zygote: warm_forks.py.
+How a worker is spawned: workers.py, spawn.py. How its exit is noticed: children.py. How it is
+killed: killing.py, fence.py. How an agent is replaced: next_agent.py. Forks of the zygote:
+warm_forks.py.
 
-It opens no path of a job and waits for no exec: a file system that hangs would stop it, and with it
-the fence and every stop. A child opens its own files as its own account, and a pipe that the exec
-closes says when it runs, or why it does not. With an *identity* a process runs as another account
-than the runner, which is root then, so that no worker can end its runner or escape it.
+It opens no path of a job and waits for no exec: a hung file system would stop it, and with it the
+fence and every stop. A child opens its own files as its own account, and a pipe that the exec
+closes shows when it runs, or why it does not. With an *identity* a process runs as a different
+account than the runner, which is root then, so that no worker can end its runner or escape it.
 
-A lack of descriptors or memory ends neither the runner nor the job. What cannot be started is
-reported like any other failure to start. Processes that cannot be looked at count as being there,
-so `gone` waits until they can. The list of the runner's own children is held open, and is enough:
-what descends from a child becomes a child as soon as its parents are dead.
+A lack of descriptors or memory ends neither the runner nor the job. Processes that cannot be
+started are reported like any other failure to start. Processes that cannot be inspected count as
+present, so `gone` waits until they can. The list of the runner's own children is held open, and is
+enough: descendants of a child become children as soon as their parents are dead.
 """

@@ -1,4 +1,4 @@
-"""JSON frames, and descriptors with them, over a Unix socket."""
+"""JSON frames, with descriptors, over a Unix socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
-"""A peer that leaves this much unread is taken for dead."""
+"""A peer that leaves this much unread is considered dead."""
 
 RECEIVE_BYTES = 256 << 10
 _MAX_FDS = 16
@@ -29,7 +29,7 @@ _FLEETING = (
     errno.ENFILE,
     errno.ETOOMANYREFS,
 )
-"""Errors of a socket after which the call can be repeated: the peer is still there."""
+"""Socket errors after which the call can be repeated, because the peer is still there."""
 
 
 class MalformedFrameError(ValueError):
@@ -48,7 +48,7 @@ class Channel:
     ) -> None:
         """Take over a socket. Without `takes_fds` the kernel drops descriptors that come with it.
 
-        A frame of more than `max_bytes` is malformed. All that comes is held until a frame is
+        A frame of more than `max_bytes` is malformed. Everything received is held until a frame is
         complete, so an untrusted peer may send no descriptors, and only short frames.
         """
         sock.setblocking(False)
@@ -73,9 +73,9 @@ class Channel:
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, object], *fds: int) -> None:
-        """Send a message as far as the socket takes it now, and keep the rest for `flush`.
+        """Send as much of a message as the socket takes now, and keep the rest for `flush`.
 
-        The channel owns `fds` from here on, also when this raises: `ValueError` if the message is
+        The channel owns `fds` from here on, even when this raises: `ValueError` if the message is
         too large for a frame, `BufferError` if the peer leaves too much unread, `OSError` if it
         is gone.
         """
@@ -91,7 +91,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is unsent, as far as the socket takes it; `OSError` if the peer is gone."""
+        """Send as much unsent data as the socket takes; `OSError` if the peer is gone."""
         while self._unsent:
             frame, fds = self._unsent[0]
             try:
@@ -108,7 +108,7 @@ class Channel:
                 self._unsent.popleft()
 
     def receive(self) -> bool:
-        """Read what has arrived, for `next_message`; False: nothing has; `EOFError` at the end."""
+        """Read arrived data for `next_message`; return False if there is none; `EOFError` at the end."""
         try:
             data, fds, flags, _ = socket.recv_fds(
                 self._socket, RECEIVE_BYTES, self._max_fds, socket.MSG_CMSG_CLOEXEC
@@ -128,7 +128,7 @@ class Channel:
         return True
 
     def next_message(self) -> Mapping[str, object] | None:
-        """Return the next message that is complete, if any; `MalformedFrameError` may be raised.
+        """Return the next complete message, if any; may raise `MalformedFrameError`.
 
         Once everything is read, descriptors that were not taken are closed.
         """
@@ -153,7 +153,7 @@ class Channel:
         return self._fds.popleft() if self._fds else None
 
     def close(self) -> None:
-        """Close the socket, and every descriptor that was to be sent or taken."""
+        """Close the socket, and every descriptor not yet sent or taken."""
         self._socket.close()
         self._close_fds()
         while self._unsent:

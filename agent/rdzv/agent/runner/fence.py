@@ -1,7 +1,7 @@
 """The fence: a point in time by `boottime_ms` that no round outlives, whatever the agent does.
 
 The agent may be stopped, or hang. It renews the fence while there is proof that the server receives
-messages of this node. A round that is to start when the fence has come starts no worker. Without
+this node's messages. A round to be started after the fence has come starts no worker. Without
 `renew_fence` there is no fence.
 """
 
@@ -26,7 +26,7 @@ class Fence:
     def __init__(self, agent: AgentLink) -> None:
         self._agent = agent
         self._at_ms = 0
-        # Made now, so that no fence fails for want of a descriptor.
+        # Made now, so that no fence fails for lack of a descriptor.
         self._alarm = Alarm()
 
     def fileno(self) -> int:
@@ -34,11 +34,11 @@ class Fence:
         return self._alarm.fileno()
 
     def renew(self, request: Mapping[str, object]) -> None:
-        """Obey `renew_fence`: move the fence on; never back."""
+        """Obey `renew_fence`: move the fence forward, never back."""
         self._at_ms = max(read_fence_at_ms(request), self._at_ms)
 
     def check(self, held: Round | None) -> None:
-        """Have a round killed that has reached the fence; else set the alarm for it."""
+        """Begin to kill a round that has reached the fence; else set the alarm for it."""
         if held is None or held.fenced or not self._at_ms:
             self._alarm.set(None)
         elif boottime_ms() < self._at_ms:
@@ -47,7 +47,7 @@ class Fence:
             self._alarm.set(None)
             held.fenced = True
             held.kill_at = time.monotonic()
-            # Before any worker's exit, so that no exit is taken for a failure.
+            # Reported before any worker's exit, so that no exit is taken for a failure.
             self._agent.emit("fenced", round=held.number, at_ms=boottime_ms())
 
     def close(self) -> None:

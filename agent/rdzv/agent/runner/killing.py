@@ -1,7 +1,7 @@
-"""What kills a worker: `Killing.advance` sends SIGKILL to everything of a round that is to end.
+"""How workers are killed: `Killing.advance` sends SIGKILL to all processes of an ending round.
 
 That is due when a stop's grace is over or no worker is left, when a worker could not be started,
-when the fence has come, and when the runner shuts down. It goes on until nothing is left. The
+when the fence has come, and when the runner shuts down. It continues until nothing is left. The
 runner is a child subreaper, so it inherits daemons, and no process escapes.
 """
 
@@ -21,7 +21,7 @@ STUCK_AFTER_S = 5.0
 
 
 class Killing:
-    """Ends rounds, and everything in the end."""
+    """Ends rounds, and finally everything."""
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class Killing:
         self._workers = workers
         self._forks = forks
         self._since: float | None = None
-        """Since when a kill goes on; None while none does."""
+        """Since when a kill has been going on; None while there is none."""
         self._reported = False
 
     @property
     def goes_on(self) -> bool:
-        """Whether a kill is to be repeated, for not everything is gone."""
+        """Whether a kill must be repeated because processes are left."""
         return self._since is not None
 
     def advance(self) -> bool:
-        """Kill what is to be killed; return whether everything is over, and nothing left."""
+        """Kill what must be killed; return whether everything has ended and nothing is left."""
         if self._since is None:
             held = self._workers.round
             if not (self._loop.shutting_down or (held is not None and held.is_to_be_killed)):

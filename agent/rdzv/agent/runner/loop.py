@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from .channel import Channel
 
 PAUSE_S = 0.25
-"""How long to wait before a call is repeated that failed for lack of descriptors or memory."""
+"""Delay before a call that failed for lack of descriptors or memory is repeated."""
 
 
 class Loop:
-    """The descriptors that are watched, and what to call for each."""
+    """The watched descriptors, and the function to call for each."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -25,7 +25,7 @@ class Loop:
         """Whether everything ends: nothing new is started."""
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
-        """Call when a descriptor can be read; `OSError` if it cannot be watched."""
+        """Call a function when a descriptor can be read; `OSError` if it cannot be watched."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def watch_channel(self, channel: Channel) -> None:
@@ -46,12 +46,12 @@ class Loop:
         os.close(fd)
 
     def wait(self, timeout_s: float | None) -> Iterator[Callable[[], object]]:
-        """Wait for descriptors that can be read; yield what to call for each, in their order."""
+        """Wait for readable descriptors; yield the function to call for each, in their order."""
         for key, _ in self._selector.select(timeout_s):
             # An earlier call of this batch may have ended the watch over this one.
             if self._selector.get_map().get(key.fd) is key:
                 yield key.data
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching."""
         self._selector.close()

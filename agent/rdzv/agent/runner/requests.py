@@ -1,4 +1,4 @@
-"""What the agent may ask of the runner, read from JSON and checked.
+"""The agent's requests to the runner, read from JSON and checked.
 
 A request that is refused changes nothing, and is answered by `error` (agent_link.py lists the
 events):
@@ -17,8 +17,8 @@ events):
     adopt             {}
     shutdown          {}
 
-`env` is a whole environment. `cwd`, `stdout` and `stderr` are null where a process has those of
-the agent, `cpus` for all that the agent may use, `identity` for the agent's own account.
+`env` is a whole environment. `cwd`, `stdout` and `stderr` are null if a process has those of the
+agent, `cpus` if it may use all those of the agent, `identity` for the agent's own account.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 PROTOCOL_VERSION = 1
-"""Of requests and events. An agent adopts runners of its own version and of older ones."""
+"""Version of requests and events. An agent adopts runners of its own version and older ones."""
 
 MAX_GRACE_S = 7 * 24 * 3600.0
 MAX_ORPHAN_TIMEOUT_S = 24 * 3600.0
@@ -54,8 +54,8 @@ class RequestError(Exception):
 class WorkerSpec:
     """How to start one worker; `env` is its whole environment.
 
-    `stdout` and `stderr` are files to append to. Where they, `cwd` or `identity` are None, it has
-    those of the agent. `cpus` are those that it may run on, None for all that the agent may use.
+    `stdout` and `stderr` are files to append to. If they, `cwd` or `identity` are None, it has
+    those of the agent. `cpus` are the CPUs that it may run on, None for all that the agent may use.
     With a `zygote` it is forked from that, if the zygote is ready by then.
     """
 
@@ -74,7 +74,7 @@ class WorkerSpec:
 class ZygoteSpec:
     """How to start a zygote: as a worker whose script never runs, with `modules` imported.
 
-    `argv` and `env` are those that all workers have in common: the command line without the
+    `argv` and `env` are the ones shared by all workers: the command line without the
     script's own arguments, and the environment without the variables in which workers differ.
     `wait_s` is how long workers may wait while it imports; with 0 they start cold meanwhile.
     `spare_forks` is the number of forks that are made before they are needed.
@@ -92,7 +92,7 @@ class ZygoteSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoreHostSpec:
-    """How to start a round's store host; cold, `argv` goes on with its descriptors."""
+    """How to start a round's store host; for a cold start its descriptors follow `argv`."""
 
     round: int
     argv: tuple[str, ...]
@@ -186,7 +186,7 @@ def read_signal(request: Mapping[str, object]) -> int:
 
 
 def read_field(request: Mapping[str, object], name: str, kind: type[T]) -> T:
-    """Read a field that has to be there and of a type."""
+    """Read a required field of a given type."""
     value = request.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RequestError(f"{name}: expected {kind.__name__}, got {value!r:.80}")

@@ -58,7 +58,7 @@ class Runner:
             "heard": self.agent.forget_confirmed,
             "shutdown": self._shut_down,
         }
-        """What carries out each request, by its type."""
+        """The handler of each request, by its type."""
 
     def run(self) -> None:
         """Serve until everything is shut down, or the agent is lost and everything killed."""
@@ -68,13 +68,13 @@ class Runner:
             for call in self._loop.wait(self._timeout_s()):
                 self._attempt(call)
             self._attempt(self._do_what_is_due)
-            # Here, so that what was asked for together is forked together.
+            # Here, so that workers requested together are forked together.
             self._attempt(self.forks.fork_wanted)
             self._attempt(self._advance)
         self.close()
 
     def close(self) -> None:
-        """Close what a runner has open from the start, and its agents' sockets."""
+        """Close everything a runner opens at its start, and its agents' sockets."""
         self.next_agent.close()
         self.agent.disconnect()
         self._loop.close()
@@ -82,7 +82,7 @@ class Runner:
         self._children.close()
 
     def _attempt(self, call: Callable[[], object]) -> None:
-        """Call; an unexpected `OSError` is reported once, for the agent to decide."""
+        """Call a function; report an unexpected `OSError` once, for the agent to decide."""
         try:
             call()
         except OSError as error:
@@ -114,7 +114,7 @@ class Runner:
         self.forks.do_due(now)
 
     def _advance(self) -> None:
-        """Take the end of the round, or of everything, as far as it can be taken now."""
+        """Advance the end of the round, or of everything, as far as possible now."""
         self._finished = self._killing.advance()
         if self.next_agent.gave_up and not (self._loop.shutting_down or self._workers.round):
             self._loop.shutting_down = True
@@ -170,7 +170,7 @@ class Runner:
 
 
 def main(fd: int) -> None:
-    """Be the runner of the agent at the other end of a socket."""
+    """Run as the runner of the agent at the other end of a socket."""
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
         sys.exit("rdzv: /proc has no lists of children; the kernel needs CONFIG_PROC_CHILDREN")
     os.set_inheritable(fd, False)

@@ -1,7 +1,6 @@
 """How a worker is spawned: `fork_into` forks a child, which prepares itself and runs its program.
 
-The child opens its own files as its own account, so that a file system that hangs holds up the
-child alone.
+The child opens its own files as its own account, so that a hung file system blocks only the child.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NOT_STARTED = 127
 """The exit code that a shell gives for a program that it cannot start."""
 
 # Schedulers, for instance, send these to a whole job step. They are meant for the workers, which
-# would all die with the runner. The faults (SIGSEGV and the like) stay fatal.
+# would all die with the runner. Fault signals (SIGSEGV and the like) stay fatal.
 SIGNALS_FOR_WORKERS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -41,12 +40,12 @@ SIGNALS_FOR_WORKERS = (
 
 
 class StartError(Exception):
-    """A program cannot be run; says which value is to blame, and why."""
+    """A program cannot be run; the message has the value at fault, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A program that a child is to run.
+    """A program for a child to run.
 
     A stream is a descriptor of the runner, or a path to append to; None is the stream of the
     runner, but stdin is empty unless `shares_stdin`. `pass_fds` are its other descriptors.
@@ -63,20 +62,20 @@ class Program:
     blocked: Collection[int] = ()
     identity: Identity | None = None
     needs: Path | None = None
-    """A file without which it must not run: it would do something else."""
+    """A file without which it must not run, because it would do something else."""
 
 
 def fork_into(program: Program, says: int) -> int:
     """Fork a child that runs a program, as leader of its own session; return its pid.
 
     It dies with this process, has no descriptors but those of the program, ignores no signal, and
-    blocks only those in `blocked`. It writes to `says` what it is about to do, each step with a
+    blocks only those in `blocked`. It writes to `says` what it is about to do, each step ending in
     NUL; the exec closes `says`. Text without a NUL at the end is the reason why the program does
     not run. Raises `OSError` if the child cannot be forked.
     """
     parent = os.getpid()
-    # This process ignores what is meant for its workers. A signal that came before the child has
-    # its own dispositions would be lost, so it stays pending until then.
+    # This process ignores signals meant for its workers. One that came before the child has its
+    # own dispositions would be lost, so it stays pending until then.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
@@ -114,7 +113,7 @@ def _prepare_child(program: Program, parent: int, says: int) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     keep = {0, 1, 2, says, *program.pass_fds}
-    with suppress(OSError):  # The exec closes them, too; but until then it may hang.
+    with suppress(OSError):  # The exec closes them, too, but may hang until then.
         for fd in {int(name) for name in os.listdir("/proc/self/fd")} - keep:  # noqa: PTH208
             with suppress(OSError):
                 os.close(fd)
@@ -131,7 +130,7 @@ def _prepare_child(program: Program, parent: int, says: int) -> None:
     if program.identity is not None:
         with _step(f"user {program.identity.uid}, with its groups and limits", says):
             become(program.identity)
-        # Becoming another user has removed it.
+        # The change of user has removed it.
         _put_on_leash(parent)
 
 
@@ -199,12 +198,12 @@ def _put_on_leash(parent: int) -> None:
 
 
 def be_spared_no_more(score: Path = Path("/proc/self/oom_score_adj")) -> None:
-    """Undo the protection from the OOM killer that the agent has: workers must not inherit it."""
+    """Undo the agent's protection from the OOM killer: workers must not inherit it."""
     with suppress(OSError, ValueError):
         if int(score.read_bytes()) < 0:
             score.write_bytes(b"0")
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    """Return the words of an error, without its number and file."""
+    """Return the text of an error, without its number and file."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

@@ -1,7 +1,7 @@
-"""The store hosts: one process for a round, which serves its c10d store on the agent's socket.
+"""The store hosts: one process per round, which serves its c10d store on the agent's socket.
 
-A store host is forked from the zygote if that has imported torch, and else started cold; the
-program is store_host.py. The end of a round leaves it alone.
+A store host is forked from the zygote if that has imported torch, and otherwise started cold; the
+program is store_host.py. The end of a round does not end it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StoreHosts:
         self._hosts: dict[int, Child] = {}
 
     def rounds(self) -> list[int]:
-        """List the rounds whose store host is there, or about to be."""
+        """List the rounds whose store host exists or is about to."""
         return sorted({*self._hosts, *self._warm()})
 
     def start(self, request: Mapping[str, object]) -> None:
@@ -63,7 +63,7 @@ class StoreHosts:
         except OSError as error:
             self._report_failure(read_field(request, "round", int), reason_of(error))
         finally:
-            # The host alone may hold it: when it dies, its clients must notice.
+            # Only the host may hold it: when it dies, its clients must notice.
             os.close(listen_fd)
 
     def stop(self, request: Mapping[str, object]) -> None:
@@ -78,12 +78,12 @@ class StoreHosts:
             self._agent.emit("store_host_exited", round=number, **killed)
 
     def take_running(self, number: int, child: Child) -> None:
-        """Take note that a round's warm store host serves."""
+        """Note that a round's warm store host serves."""
         self._hosts[number] = child
         self._agent.emit("store_host_ready", round=number)
 
     def report_exit(self, number: int, code: int) -> None:
-        """Take note that a round's store host has exited."""
+        """Note that a round's store host has exited."""
         del self._hosts[number]
         self._agent.emit("store_host_exited", round=number, **exit_fields(code))
 
@@ -144,17 +144,17 @@ class WarmStoreHost(WarmStart):
     """A warm store host; it runs once it serves."""
 
     outlives_rounds = True
-    replaced_after_exit = True  # A fork that is given up may hold the socket.
+    replaced_after_exit = True  # A fork that was given up may hold the socket.
 
     def __init__(self, owner: StoreHosts, spec: StoreHostSpec, listen_fd: int) -> None:
-        """Take over its socket, which is kept in case that a cold one has to serve."""
+        """Take over its socket, which is kept in case a cold one has to serve."""
         super().__init__(owner, FORK_TIMEOUT_S)
         self._hosts = owner
         self.spec = spec
         self.listen_fd = listen_fd
 
     def send_order(self, fork: Fork, child: Child) -> None:
-        """Tell its fork to be this store host."""
+        """Order its fork to become this store host."""
         order = {
             "argv": self.spec.argv,
             "env": self.spec.env,

@@ -1,9 +1,8 @@
 """The workers of a round: `Workers.start` spawns them, `stop` and `notify` signal them.
 
-A round is held from `start_workers` until `gone`, and only one at a time. Workers that exit by
-themselves leave their descendants alone; only a stop ends a round. It has two phases: the signal
-and its grace while a worker runs, then SIGKILL for every descendant until none is left
-(killing.py).
+A round is held from `start_workers` until `gone`, and only one at a time. Descendants of workers
+that exit by themselves keep running; only a stop ends a round. It has two phases: the signal and
+its grace while a worker runs, then SIGKILL for every descendant until none is left (killing.py).
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ class Round:
         self.running: set[int] = set()
         """The workers, by pid, that have not exited."""
         self.exited: set[int] = set()
-        """The workers, by pid, that have; others may still be in their process groups."""
+        """The workers, by pid, that have exited; others may still be in their process groups."""
         self.failed = False
         """Whether one of its workers could not be started."""
         self.signals_sent: set[int] = set()
         self.notified_by: int | None = None
-        """The signal that told its workers that the node is about to leave."""
+        """The signal that notified its workers that the node is about to leave."""
         self.kill_at: float | None = None
         """When the grace of the stop is over; None while no stop has been asked for."""
         self.fenced = False
@@ -80,7 +79,7 @@ class Workers:
         self._forks = forks
         self.round: Round | None = None
         self.last_round: int | None = None
-        """The round whose workers were to be started last."""
+        """The round whose workers were last ordered to start."""
 
     # ------------------------------------------------------------------ starting
 
@@ -102,7 +101,7 @@ class Workers:
     def _start_cold(self, started: Round, specs: Iterable[WorkerSpec]) -> None:
         for spec in specs:
             if started.kill_at is not None:
-                return  # It ends already: one before has failed to start, for instance.
+                return  # It is ending already, e.g. because an earlier one failed to start.
             self._start_worker(started, spec)
 
     def _start_worker(self, started: Round, spec: WorkerSpec) -> None:
@@ -127,14 +126,14 @@ class Workers:
             self.report_exit(of, spec, child, code)
 
     def report_start(self, started: Round, spec: WorkerSpec, child: Child) -> None:
-        """Take note that a worker runs."""
+        """Note that a worker runs."""
         started.pids[spec.local_rank] = child.pid
         self._agent.emit("started", round=started.number, local_rank=spec.local_rank, pid=child.pid)
         if started.notified_by is not None:
             signal_group(child.pid, started.notified_by)
 
     def fail_start(self, failed: Round, spec: WorkerSpec, reason: str) -> None:
-        """Have the round killed. The first reason is reported: others may follow from it."""
+        """Begin to kill the round. The first reason is reported: others may follow from it."""
         failed.kill_at = time.monotonic()
         self._forks.drop(self._wanted_warm())
         if not failed.failed:
@@ -144,7 +143,7 @@ class Workers:
             )
 
     def report_exit(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
-        """Take note that a worker has exited."""
+        """Note that a worker has exited."""
         of.running.discard(child.pid)
         of.exited.add(child.pid)
         self._agent.emit(
@@ -159,7 +158,7 @@ class Workers:
     # ------------------------------------------------------------------ warm
 
     def _start_warm(self, started: Round, specs: Sequence[WorkerSpec]) -> None:
-        """Have workers forked: now, or once the zygote is ready; else start them cold."""
+        """Fork workers, now or once the zygote is ready; else start them cold."""
         if not specs or started.kill_at is not None:
             return
         within_s = self._forks.within_s()
@@ -202,18 +201,18 @@ class Workers:
         self.begin_stop(stopping, signum, grace_s)
 
     def begin_stop(self, stopping: Round, signum: int, grace_s: float) -> None:
-        """Signal the workers of a round, and have it killed when the grace is over."""
+        """Signal the workers of a round, which is killed when the grace is over."""
         kill_at = time.monotonic() + grace_s
         if stopping.kill_at is None or kill_at < stopping.kill_at:
             stopping.kill_at = kill_at
-        # Those that are not forked yet never run. The others are signalled, as if they did.
+        # Workers that are not forked yet never run. The others are signalled as if they ran.
         self._forks.drop([start for start in self._wanted_warm() if start.child is None])
         if signum not in stopping.signals_sent:
             stopping.signals_sent.add(signum)
             self._signal_groups(stopping, signum)
 
     def notify(self, request: Mapping[str, object]) -> None:
-        """Obey `notify_workers`: signal each once; those that do not run yet when they do.
+        """Obey `notify_workers`: signal each worker once; those that do not run yet, once they do.
 
         A stop with the same signal does not repeat it.
         """
@@ -232,7 +231,7 @@ class Workers:
             signal_group(pid, signum)
         if not stopping.exited:
             return
-        with suppress(OSError):  # They are killed after the grace all the same.
+        with suppress(OSError):  # They are killed after the grace anyway.
             found = self._children.descendants()
             family = {os.getpid(), *found}
             for pid in found:
@@ -243,11 +242,11 @@ class Workers:
     # ------------------------------------------------------------------ the end
 
     def begin_kill(self) -> None:
-        """Start none of its workers any more: the round is about to be killed."""
+        """Start no more of its workers: the round is about to be killed."""
         self._forks.drop(self._wanted_warm())
 
     def end_round(self) -> None:
-        """Let go of the round, of which no process is left."""
+        """Release the round, which has no processes left."""
         if self.round is not None:
             number, self.round = self.round.number, None
             self._fence.check(None)
@@ -255,7 +254,7 @@ class Workers:
 
 
 class WarmWorker(WarmStart):
-    """A warm worker; it runs from when it is about to run its script."""
+    """A warm worker; it counts as running once it is about to run its script."""
 
     def __init__(
         self, owner: Workers, of: Round, spec: WorkerSpec, forks: WarmForks, within_s: float
@@ -268,11 +267,11 @@ class WarmWorker(WarmStart):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether its round goes on."""
+        """Whether its round continues."""
         return self.of.kill_at is None
 
     def send_order(self, fork: Fork, child: Child) -> None:
-        """Tell its fork to be this worker."""
+        """Order its fork to become this worker."""
         self.of.running.add(child.pid)
         names = ("argv", "env", "cwd", "cpus", "stdout", "stderr")
         order = {name: getattr(self.spec, name) for name in names}
@@ -286,7 +285,7 @@ class WarmWorker(WarmStart):
         self._workers.report_start(self.of, self.spec, child)
 
     def take_failure(self, reason: str) -> bool:
-        """Have the round killed: a cold start would fail as well."""
+        """Begin to kill the round: a cold start would fail as well."""
         self._workers.fail_start(self.of, self.spec, reason)
         return True
 
@@ -295,7 +294,7 @@ class WarmWorker(WarmStart):
         self._workers.report_exit(self.of, self.spec, child, code)
 
     def forget(self, child: Child) -> None:
-        """Take note that its fork has exited before it ran."""
+        """Note that its fork has exited before it ran."""
         self.of.running.discard(child.pid)
 
 

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
             """It has forked these of a batch; `reason` says why no more. `KeyError`: no batch."""
 
         def zygote_lost(self, reason: str) -> None:
-            """It forks nothing any more."""
+            """It can fork no more."""
 
 
 PRELOAD_TIMEOUT_S = 600.0
 MAX_ZYGOTE_RETRY_S = 60.0
 
 ZYGOTE_HOOK = Path(__file__).parents[1] / "job_programs" / "zygote_hook"
-"""A folder whose `sitecustomize` makes an interpreter a zygote."""
+"""A folder whose `sitecustomize` turns an interpreter into a zygote."""
 
 
 def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[str, str]:
@@ -67,15 +67,15 @@ class Zygote:
         self.spec = spec
         self.ready = False
         self.ready_until: float | None = time.monotonic() + PRELOAD_TIMEOUT_S
-        """When it is given up; None once it is ready, or has been."""
+        """When it is given up; None once it has been, or was ready."""
         self.lost_because = ""
-        """Why it ends, where its exit status does not say it."""
+        """Why it ends, if its exit status does not show it."""
         self.final = False
-        """Whether another one would do no better."""
+        """Whether another zygote would do no better."""
 
 
 class ZygoteProcess:
-    """Keeps a zygote, once the agent has asked for one."""
+    """Keeps a zygote running, once the agent has asked for one."""
 
     def __init__(
         self, loop: Loop, children: Children, agent: AgentLink, receiver: ForkReceiver
@@ -87,7 +87,7 @@ class ZygoteProcess:
         self.spec: ZygoteSpec | None = None
         self._zygote: Zygote | None = None
         self._lost = 0
-        """How many were lost since one has forked."""
+        """Number of zygotes lost since the last fork."""
         self._retry_at: float | None = None
         self._none_because = ""
 
@@ -98,12 +98,12 @@ class ZygoteProcess:
 
     @property
     def imports(self) -> bool:
-        """Whether there is one that may get ready."""
+        """Whether there is a zygote that may still get ready."""
         return self._zygote is not None and not self._zygote.ready
 
     @property
     def not_ready_because(self) -> str:
-        """Why nothing can be forked now."""
+        """The reason why nothing can be forked now."""
         if self._zygote is None:
             return self._none_because
         return self._zygote.lost_because or "the zygote still imports"
@@ -117,13 +117,13 @@ class ZygoteProcess:
         self._start()
 
     def ask(self, batch: int, links: Sequence[int]) -> None:
-        """Ask it, which is ready, for a fork for each link; `OSError` if that fails."""
+        """Ask the ready zygote for one fork per link; `OSError` if that fails."""
         assert self._zygote is not None
         request = json.dumps({"fork": batch, "forks": len(links)})
         socket.send_fds(self._zygote.control, [request.encode()], links)
 
     def give_up(self, reason: str) -> None:
-        """Kill the zygote: it does not do what it is asked for."""
+        """Kill a zygote that does not do what it is asked."""
         zygote = self._zygote
         if zygote is None:
             return
@@ -134,11 +134,11 @@ class ZygoteProcess:
         self._receiver.zygote_lost(reason)
 
     def has_forked(self) -> None:
-        """Take note that it works: the next one that is lost is replaced soon."""
+        """Note that the zygote works, so that the next lost one is replaced soon."""
         self._lost = 0
 
     def attach(self, zygote: Zygote) -> None:
-        """Have this zygote from now on; `OSError` if its socket cannot be watched."""
+        """Use this zygote from now on; `OSError` if its socket cannot be watched."""
         zygote.control.setblocking(False)
         self._loop.watch(zygote.control.fileno(), partial(self.read, zygote))
         self._zygote = zygote
@@ -150,7 +150,7 @@ class ZygoteProcess:
             yield self._zygote.ready_until
 
     def do_due(self, now: float) -> None:
-        """Start another zygote, or give up one that imports for too long."""
+        """Start another zygote, or give up one whose imports take too long."""
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
             if not self._loop.shutting_down:
@@ -182,7 +182,7 @@ class ZygoteProcess:
             self._report_lost(f"cannot start {spec.argv[0]!r}: {reason_of(error)}", final=False)
 
     def read(self, zygote: Zygote) -> bool:
-        """Read a message of a zygote; False if there is none, now or any more."""
+        """Read a message from a zygote; return False if there is none, now or ever again."""
         try:
             data = zygote.control.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -209,7 +209,7 @@ class ZygoteProcess:
         elif "refused" in message:
             zygote.lost_because, zygote.final = str(message["refused"]), True
         else:
-            # It is the user's own process, and may send anything.
+            # The zygote is the user's own process, and may send anything.
             pids = [pid for pid in message["pids"] if type(pid) is int]
             self._receiver.forked(message["forked"], pids, str(message["reason"]))
 
@@ -246,19 +246,19 @@ def _program_of(spec: ZygoteSpec, control_fd: int) -> Program:
         argv=spec.argv,
         env=zygote_environ(spec.env, order),
         cwd=spec.cwd,
-        stdout=2,  # Modules may print on import; that is for the log.
+        stdout=2,  # Modules may print on import; that belongs in the log.
         pass_fds=(control_fd,),
         cpus=spec.cpus,
-        # Workers are to find all dispositions as a fresh interpreter has them.
+        # Workers should find all dispositions as in a fresh interpreter.
         blocked=SIGNALS_FOR_WORKERS,
         identity=spec.identity,
-        # It is gone if rdzv was removed or moved by an upgrade. The script would run instead.
+        # It is gone if an upgrade removed or moved rdzv. The script would run instead.
         needs=ZYGOTE_HOOK / "sitecustomize.py",
     )
 
 
 def _read_readiness(said: Mapping[str, Any]) -> dict[str, object]:
-    """Return what a zygote reports of itself, without anything else that it may send."""
+    """Return a zygote's description of itself, without anything else that it may send."""
     return {
         "modules": [str(name) for name in said["modules"]],
         "threads": int(said["threads"]),

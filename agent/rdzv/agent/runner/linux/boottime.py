@@ -1,4 +1,4 @@
-"""Time since boot, which goes on while the machine is suspended, and an alarm by it."""
+"""Time since boot, including time while the machine is suspended, and an alarm based on it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _TFD_TIMER_ABSTIME = 1
 
 
 def boottime_ms() -> int:
-    """Return the time since this machine booted, with the time for which it was suspended.
+    """Return the time since this machine booted, including time while it was suspended.
 
-    Fences are measured by it: the clocks of other machines go on meanwhile.
+    Fences are measured by it: the clocks of other machines continue meanwhile.
     """
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
 
@@ -31,14 +31,14 @@ class _TimerSpec(ctypes.Structure):
 
 
 class Alarm:
-    """A descriptor that is readable from a point of `boottime_ms` on.
+    """A descriptor that becomes readable at a point in `boottime_ms`.
 
     Timeouts of `select` stand still while the machine is suspended; this is readable as soon as
     the machine wakes up.
     """
 
     def __init__(self) -> None:
-        """Make one that is not set; `OSError` if that fails."""
+        """Make an alarm that is not set; `OSError` if that fails."""
         self._fd: int = libc.timerfd_create(time.CLOCK_BOOTTIME, os.O_CLOEXEC | os.O_NONBLOCK)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def close_fd(fd: int | None) -> None:
-    """Close a descriptor, if it is one."""
+    """Close a descriptor, if there is one."""
     if fd is not None:
         os.close(fd)
 
@@ -52,7 +52,7 @@ _PEER = struct.Struct("3i")
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return the pid and the user of the process at the other end of a Unix socket.
+    """Return the pid and user of the process at the other end of a Unix socket.
 
     For a client that is the process that listens.
     """
@@ -63,7 +63,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 @contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """Give a short name for a path in an existing folder: a socket's address has only 107 bytes."""
+    """Give a short name to a path in an existing folder: a socket address has only 107 bytes."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

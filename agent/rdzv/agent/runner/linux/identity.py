@@ -1,4 +1,4 @@
-"""Accounts by number: act as one while files are handled, or become one for good."""
+"""Accounts by number: act as one for file access, or become one for good."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "
 
 @contextmanager
 def acting_as(identity: Identity | None) -> Iterator[None]:
-    """Open, make and remove files with an account's rights alone; None: with the present ones.
+    """Open, make and remove files with only an account's rights; None: with the present ones.
 
-    Applies to the calling thread alone, and to files alone: no process of that account may signal
-    or trace this one meanwhile. Never await inside: other code would run. It nests: leaving the
-    inner one restores the account of the outer one.
+    Applies only to the calling thread, and only to files: no process of that account may signal or
+    trace this one meanwhile. Never await inside: other code would run. It nests: leaving the inner
+    one restores the account of the outer one.
 
     Raises:
         PermissionError: this process is not root.
@@ -57,7 +57,7 @@ def acting_as(identity: Identity | None) -> Iterator[None]:
 
 
 def _file_ids() -> tuple[int, int]:
-    """Return the user and the group that this thread handles files as."""
+    """Return the user and group with which this thread accesses files."""
     # No account has this number: nothing is set, and the present one is returned.
     nobody = ctypes.c_uint32(0xFFFFFFFF)
     return libc.setfsuid(nobody) & 0xFFFFFFFF, libc.setfsgid(nobody) & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""libc, for calls that Python does not have."""
+"""libc, for calls that Python lacks."""
 
 from __future__ import annotations
 

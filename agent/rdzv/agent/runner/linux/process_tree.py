@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 SWEEP_INTERVAL_S = 0.25
-"""How often a kill is repeated until nothing is left. Exits are noticed at once, without this."""
+"""Interval at which a kill is repeated until nothing is left. Exits are noticed at once anyway."""
 
 _LOOK_AGAIN_S = 0.02
 
@@ -29,13 +29,13 @@ def become_subreaper() -> None:
 def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0) -> list[int]:
     """Kill every descendant of this process, and wait until all are gone; blocks for milliseconds.
 
-    Spares the children `except_pids` and what descends from them. Reaps every child that it
-    kills, so nobody else can wait for their statuses. Returns the processes that
-    are still there at the timeout: none can outrun this, but one may be in the kernel. Only in a
-    subreaper does it find those whose parents are dead.
+    Spares the children `except_pids` and their descendants. Reaps every child that it kills, so no
+    other code can wait for their statuses. Returns the processes that are left at the timeout: none
+    can outrun this, but one may be stuck in the kernel. Only in a subreaper does it find processes
+    whose parents are dead.
 
     Raises:
-        OSError: at the timeout the children cannot be listed, so some may be there.
+        OSError: at the timeout the children cannot be listed, so some may be left.
 
     """
     deadline = time.monotonic() + timeout_s
@@ -58,12 +58,12 @@ def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0)
 def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
     """Send SIGKILL to every descendant of this process, parents first; return their pids.
 
-    Processes that fork meanwhile may be missed, and so may those whose parents cannot be looked
-    at. A caller that repeats this at each exit of a child of this process finds them: their
-    parents are among the killed, so they become children of this process.
+    Children of processes that fork meanwhile may be missed, and so may those whose parents cannot
+    be inspected. A caller that repeats this at each exit of a child of this process finds them:
+    their parents are among the killed, so they become children of this process.
 
     Raises:
-        OSError: the children cannot be listed, so some may be there.
+        OSError: the children cannot be listed, so some may be left.
 
     """
     found = descendants_of(children_of(os.getpid()), except_pids)
@@ -74,10 +74,10 @@ def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
 
 
 def descendants_of(children: Iterable[int], except_pids: Collection[int] = ()) -> list[int]:
-    """List these processes and what descends from them, parents before children; zombies count.
+    """List these processes and their descendants, parents before children; zombies count.
 
-    Leaves out those in `except_pids` with all that descends from them, and what descends from a
-    process that cannot be looked at.
+    Leaves out those in `except_pids` with all their descendants, and the descendants of a process
+    that cannot be inspected.
     """
     found = [pid for pid in children if pid not in except_pids]
     for pid in found:
@@ -89,11 +89,11 @@ def descendants_of(children: Iterable[int], except_pids: Collection[int] = ()) -
 def children_of(pid: int) -> list[int]:
     """List the children of a process, zombies included; none if it is gone.
 
-    Exact for the calling process, if it has one thread: nothing else reaps its children. Of other
-    processes some may be missing while their siblings exit.
+    Exact for the calling process, if it has one thread: nothing else reaps its children. For other
+    processes, some children may be missing while their siblings exit.
 
     Raises:
-        OSError: it cannot be looked at, so it may have any number.
+        OSError: it cannot be inspected, so it may have any number.
 
     """
     children: list[int] = []
@@ -124,9 +124,9 @@ class OwnChildren:
 
 
 def signal_group(leader: int, signum: int) -> None:
-    """Signal the process group of a child, which was forked to lead one, and is not reaped.
+    """Signal the process group of a child that was forked to lead one and is not reaped.
 
-    Until it leads one, no process is in the group of that number.
+    Until it leads one, no process is in the group with that number.
     """
     with suppress(OSError):
         try:
@@ -151,7 +151,7 @@ def signal_relative(pid: int, signum: int, family: Collection[int]) -> None:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Reap those of these children that have exited."""
+    """Reap any of these children that have exited."""
     for pid in pids:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
