@@ -108,7 +108,7 @@ class Channel:
                 self._unsent.popleft()
 
     def receive(self) -> bool:
-        """Read arrived data for `next_message`; return False if there is none; `EOFError` at the end."""
+        """Read arrived data for `next_message`; False if there is none; `EOFError` at the end."""
         try:
             data, fds, flags, _ = socket.recv_fds(
                 self._socket, RECEIVE_BYTES, self._max_fds, socket.MSG_CMSG_CLOEXEC
