@@ -117,7 +117,7 @@ def _drop_output() -> None:
 @click.version_option(package_name="rdzv", message=f"{PROGRAM} %(version)s")
 @click.pass_context
 def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
-    """See what the jobs of an rdzvd do, and why; submit, stop, restart and scale them."""
+    """Show what the jobs of an rdzvd do, and why; submit, stop, restart and scale them."""
     if server is None:
         server = os.environ.get("RDZV_SERVER") or None
     context.obj = Connection(server, timeout_s)
@@ -162,7 +162,7 @@ def _version() -> str:
 @rdzvctl.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def _completion(shell: str) -> str:
-    """Print what completes rdzvctl's commands and options, and names of jobs and nodes, in SHELL.
+    """Print the script with which SHELL completes rdzvctl's commands, options, jobs and nodes.
 
     \b
     bash: eval "$(rdzvctl completion bash)"

@@ -22,9 +22,9 @@ from rdzv.ctl.command_line import as_asked, connection_options, opened_client, o
 def audit_command(
     limit: int | None, output: str, server: str | None, timeout_s: float | None
 ) -> str:
-    """Show who has changed what, of all jobs, nodes and tokens, oldest first.
+    """Show who has changed what in all jobs, nodes and tokens, oldest first.
 
-    It is for admins. Times are local ones of this machine.
+    For admins only. Times are in this machine's time zone.
     """
     from rdzv.ctl import as_text_access
     from rdzv.ctl.layout import page_for
@@ -42,7 +42,7 @@ _ROLES = ("read", "submit", "node", "admin")
 
 @click.group("tokens")
 def tokens() -> None:
-    """Make, show and revoke tokens, by which callers without a certificate prove who they are."""
+    """Create, list and revoke tokens, which identify callers without a certificate."""
 
 
 @tokens.command("create")
@@ -70,10 +70,10 @@ def _create_token(
     server: str | None,
     timeout_s: float | None,
 ) -> str:
-    """Make a token for the caller NAME, and write its text to stdout.
+    """Create a token for the caller NAME, and write its text to stdout.
 
-    Nobody shows it again: put it where only NAME can read it. There may be several of one name, so
-    that the next can be handed out before the last is revoked.
+    The text cannot be shown again: put it where only NAME can read it. A name may have several
+    tokens, so that the next can be handed out before the last is revoked.
     """
     from rdzv.ctl import as_text_access
     from rdzv.ctl.as_text_access import parse_life
@@ -92,7 +92,7 @@ def _create_token(
 @output_option
 @connection_options
 def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> str:
-    """Show every token, but for its text; those that have expired, for a while."""
+    """Show every token without its text; expired ones are listed for a while."""
     from rdzv.ctl import as_text_access
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
@@ -111,7 +111,7 @@ def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> st
 def _revoke_tokens(
     id_or_name: str, output: str, server: str | None, timeout_s: float | None
 ) -> str:
-    """Revoke the token ID, or all of the caller NAME; nodes that show them are cut off."""
+    """Revoke the token ID, or all of the caller NAME; nodes that use them are cut off."""
     from rdzv.ctl import as_text_access
     from rdzv.view import as_json
 

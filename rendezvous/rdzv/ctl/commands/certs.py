@@ -55,7 +55,7 @@ _server_names = click.option(
 
 @click.group("certs", context_settings={"help_option_names": ["-h", "--help"]})
 def certs() -> None:
-    """Make a small CA, and certificates for rdzvd, nodes and people."""
+    """Create a small CA, and certificates for rdzvd, nodes and people."""
 
 
 @certs.command("init")
@@ -71,10 +71,10 @@ def certs() -> None:
 )
 @_force
 def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: bool) -> str:
-    """Make a CA, and the certificate of rdzvd.
+    """Create a CA, and the certificate of rdzvd.
 
-    ca.crt is for everyone; ca.key signs for whoever has it, so it stays where it is made, and needs
-    no server there.
+    ca.crt is for everyone. Anyone who has ca.key can sign, so it stays where it was created; that
+    machine needs no server.
     """
     from rdzv.ctl.authority import Authority, parse_hosts
 
@@ -98,9 +98,9 @@ def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: 
 @_days(365)
 @_force
 def _server(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> str:
-    """Make another certificate of rdzvd, or, with --force, in the place of the one it has.
+    """Create another certificate of rdzvd; with --force, replace the present one.
 
-    An rdzvd that uses these files shows the new one to whoever connects next.
+    An rdzvd that uses these files presents the new one on the next connection.
     """
     from rdzv.ctl.authority import Authority, parse_hosts
 
@@ -114,7 +114,7 @@ def _server(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> str
 @_days(365)
 @_force
 def _node(name: str, folder: Path, days: int, force: bool) -> str:
-    """Make the certificate of the node NAME, its node_id."""
+    """Create the certificate of the node NAME, its node_id."""
     from rdzv.ctl.authority import Authority
 
     made = Authority.open(folder).caller("node", name, ("node",), days, replace=force)
@@ -135,7 +135,7 @@ def _node(name: str, folder: Path, days: int, force: bool) -> str:
 @_days(90)
 @_force
 def _client(name: str, roles: tuple[str, ...], folder: Path, days: int, force: bool) -> str:
-    """Make the certificate of the person or program NAME."""
+    """Create the certificate of the person or program NAME."""
     from rdzv.ctl.authority import Authority
 
     made = Authority.open(folder).caller("client", name, roles, days, replace=force)
@@ -149,7 +149,7 @@ def _client(name: str, roles: tuple[str, ...], folder: Path, days: int, force: b
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 @_dir
 def _show(files: tuple[Path, ...], folder: Path) -> str:
-    """Show whose certificates FILES are, and how long they are valid; else those of --dir."""
+    """Show the holders and validity of the certificates in FILES, by default those in --dir."""
     from rdzv.ctl.authority import show
     from rdzv.ctl.layout import Cell, page_for
 

@@ -39,9 +39,9 @@ _HISTORY_ROWS = 10_000
 def events_command(
     job: str, limit: int | None, output: str, server: str | None, timeout_s: float | None
 ) -> str:
-    """Show what has happened to JOB, oldest first.
+    """Show the events of JOB, oldest first.
 
-    JOB is its rdzv_id. Times are local ones of this machine.
+    JOB is its rdzv_id. Times are in this machine's time zone.
     """
     from rdzv.ctl import as_text
     from rdzv.ctl.layout import page_for
@@ -58,11 +58,11 @@ def events_command(
 @job_argument
 @connection_options
 def explain_command(job: str, server: str | None, timeout_s: float | None) -> str:
-    """Tell in sentences what has happened to JOB, and what it waits for now.
+    """Explain in sentences what has happened to JOB, and what it waits for now.
 
-    What failed first, what each change of the group cost, and why there is no round at present, if
-    there is none. JOB is its rdzv_id; of a job that has ended, the last run is told of. Times are
-    local ones of this machine.
+    Shows what failed first, what each change of the group cost, and why there is no round at
+    present, if there is none. JOB is its rdzv_id; for a job that has ended, the last run is
+    explained. Times are in this machine's time zone.
     """
     from rdzv.ctl import as_text_story
     from rdzv.ctl.layout import page_for
@@ -85,7 +85,7 @@ def explain_command(job: str, server: str | None, timeout_s: float | None) -> st
 )
 @connection_options
 def trace_command(job: str, path: Path, server: str | None, timeout_s: float | None) -> str:
-    """Write the life of JOB as a trace, which ui.perfetto.dev shows.
+    """Write the life of JOB as a trace for ui.perfetto.dev.
 
     Rounds are slices on the track of each node, with what ended them; events are instants.
     """

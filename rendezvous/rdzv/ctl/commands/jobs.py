@@ -39,10 +39,10 @@ def status_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str | None:
-    """Show what JOB does, and why.
+    """Show the state of JOB, and the reason.
 
-    JOB is its rdzv_id. Of a job that has ended, the last run is shown. Nodes beyond 40 and long
-    tracebacks are abbreviated, nodes that are not seated first.
+    JOB is its rdzv_id. For a job that has ended, the last run is shown. Long tracebacks are
+    abbreviated, and so are lists of more than 40 nodes; nodes that are not seated come first.
     """
     from rdzv.ctl import as_text
     from rdzv.ctl.layout import page_for
@@ -101,7 +101,7 @@ def wait_command(
 
     \b
     Exit codes: 0 it has succeeded, 1 failed, 3 stopped,
-    4 it goes on after --for SECONDS, 93 failed without progress.
+    4 not ended after --for SECONDS, 93 failed without progress.
     """
     from rdzv.ctl.watch import wait
 
@@ -116,7 +116,7 @@ def wait_command(
 @reason_option
 @connection_options
 def stop_command(job: str, reason: str | None, server: str | None, timeout_s: float | None) -> str:
-    """End JOB: its workers get SIGTERM and time to save, and every node of it leaves."""
+    """Stop JOB: its workers get SIGTERM and time to save, and all of its nodes leave."""
     with opened_client(server, timeout_s) as client:
         run = client.status(job).run or ""
         found = client.stop(job, run, f"stopped {by_whom(reason)}")
@@ -130,9 +130,9 @@ def stop_command(job: str, reason: str | None, server: str | None, timeout_s: fl
 def restart_command(
     job: str, reason: str | None, server: str | None, timeout_s: float | None
 ) -> str:
-    """Have JOB stop its workers, which get time to save, and form a new round.
+    """Make JOB stop its workers, with time to save, and form a new round.
 
-    No restart is spent.
+    Costs no restart.
     """
     with opened_client(server, timeout_s) as client:
         before = client.status(job)
@@ -153,10 +153,10 @@ def restart_command(
 def scale_command(
     job: str, bounds: str, reason: str | None, server: str | None, timeout_s: float | None
 ) -> str:
-    """Let JOB have MIN to MAX nodes, whatever it was launched with; N alone means N:N.
+    """Allow JOB to have MIN to MAX nodes, overriding its launch options; N alone means N:N.
 
     If more than MAX are seated, the group re-forms and the highest GROUP_RANKs become spares. Fewer
-    than MIN run on until their round ends by itself.
+    than MIN continue until their round ends by itself.
     """
     least, colon, most = bounds.partition(":")
     if not (least.isdigit() and (most if colon else least).isdigit()):
@@ -175,7 +175,7 @@ def scale_command(
 @job_argument
 @connection_options
 def forget_command(job: str, server: str | None, timeout_s: float | None) -> str:
-    """Delete JOB and its history. It has to have ended: `rdzvctl stop` ends it."""
+    """Delete JOB and its history. It must have ended: `rdzvctl stop` ends it."""
     with opened_client(server, timeout_s) as client:
         client.forget(job)
     return f"{job} is forgotten"

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 def nodes_command(
     node: str | None, output: str, server: str | None, timeout_s: float | None
 ) -> str:
-    """Show every node, one line each; or all that is known of NODE.
+    """Show every node, one line each; or everything known about NODE.
 
-    Nodes that are connected, away, cordoned or quarantined. GPUS_FREE are those that no job has, of
-    how many.
+    Lists nodes that are connected, away, cordoned or quarantined. GPUS_FREE is the number of GPUs
+    not used by any job, and the total.
     """
     from rdzv.ctl import as_text_nodes
     from rdzv.ctl.layout import page_for
@@ -69,9 +69,9 @@ def nodes_command(
 def cordon_command(
     node: str, reason: str | None, output: str, server: str | None, timeout_s: float | None
 ) -> str:
-    """Have no more submitted jobs placed on NODE; those that are there go on.
+    """Stop scheduling submitted jobs onto NODE; jobs already there continue.
 
-    It stays cordoned, over restarts of itself and of the server, until it is uncordoned.
+    It stays cordoned across restarts of the node and of the server, until it is uncordoned.
     """
     from rdzv.ctl.as_text_nodes import cordoned
     from rdzv.view import as_json
@@ -86,7 +86,7 @@ def cordon_command(
 @output_option
 @connection_options
 def uncordon_command(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
-    """Let submitted jobs be placed on NODE again; this lifts a quarantine, too."""
+    """Allow submitted jobs on NODE again; this also lifts a quarantine."""
     from rdzv.ctl.as_text_nodes import uncordoned
     from rdzv.view import as_json
 
@@ -136,16 +136,16 @@ def drain_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str | int:
-    """Empty NODE: its workers are told, and leave; nothing more is placed there.
+    """Empty NODE: its workers are notified, and leave; nothing more is placed there.
 
-    Workers get the notice signal of their job (SIGTERM), and find why in the file that
-    RDZV_NOTICE_FILE names. The node leaves its jobs when they have exited, or at the deadline; a
-    spare takes the seat, and no restart is spent. It stays drained, over restarts of itself and of
-    the server, until it is undrained. Drained again, the deadline is another.
+    Workers get the notice signal of their job (SIGTERM), and find the reason in the file named by
+    RDZV_NOTICE_FILE. The node leaves its jobs when they have exited, or at the deadline; a spare
+    takes the seat, and no restart is spent. It stays drained across restarts of the node and of the
+    server, until it is undrained. Draining it again changes the deadline.
 
     \b
-    Exit codes: 0 done, 1 refused, 3 the COMMAND failed, 130 Ctrl-C: what is
-    drained stays drained.
+    Exit codes: 0 done, 1 refused, 3 the COMMAND failed, 130 Ctrl-C: drained
+    nodes stay drained.
     """
     from rdzv.ctl import rolling_drain
 
@@ -201,10 +201,10 @@ def _drain_one(
 @output_option
 @connection_options
 def undrain_command(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
-    """Lift the drain of NODE, and let submitted jobs be placed there again.
+    """Lift the drain of NODE, and allow submitted jobs there again.
 
-    Workers that are still there are told nothing more, and are not ended; those that exit because
-    they were told to, leave their job.
+    Workers that are still there get no further notice, and are not ended; workers that exit because
+    of the notice leave their job.
     """
     from rdzv.ctl.as_text_nodes import undrained
     from rdzv.view import as_json

@@ -32,10 +32,10 @@ def servers_command(output: str, server: str | None, timeout_s: float | None) ->
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @connection_options
 def backup_command(file: Path, force: bool, server: str | None, timeout_s: float | None) -> str:
-    """Write all that the server remembers into FILE, while it runs.
+    """Write a backup of the server's store into FILE, while the server runs.
 
-    `rdzvd --restore FILE` brings it back, into a store of any kind. Only who runs this can read
-    FILE. --timeout is how long to wait while nothing comes.
+    `rdzvd --restore FILE` restores it, into a store of any kind. Only the user who runs this can
+    read FILE. --timeout is how long to wait while no data arrives.
     """
     from rdzv.ctl.new_files import new_file
 

@@ -44,9 +44,9 @@ class _Submit(click.Command):
 @click.command("submit", cls=_Submit)
 @click.pass_context
 def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
-    """Hand a job to the server, which runs it on nodes that are free.
+    """Submit a job to the server, which runs it on free nodes.
 
-    It takes rdzvrun's flags, a script and the script's arguments; see rdzvctl submit --help.
+    Takes rdzvrun's flags, a script and the script's arguments; see rdzvctl submit --help.
     """
     from rdzv.ctl import job_request
 

@@ -57,11 +57,11 @@ def logs_command(
     server: str | None,
     timeout_s: float | None,
 ) -> None:
-    """Show what the workers of JOB have written, from the nodes that have it.
+    """Show the output of JOB's workers, read from the nodes that have it.
 
-    Every line begins with its worker's RANK, unless only one RANK is asked for. With --follow the
+    Every line begins with its worker's RANK, unless only one RANK is requested. With --follow the
     round is shown from its beginning, or its --tail, and then every later one. Exits with 1 if
-    anything could not be shown; why is on stderr.
+    anything could not be shown; the reason is on stderr.
     """
     from rdzv.ctl.as_text_logs import parse_tail, show
 
@@ -104,11 +104,11 @@ def stacks_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str:
-    """Show what the workers of JOB are doing: where in their code each of them is.
+    """Show where in their code the workers of JOB are.
 
-    Workers that are at the same place are put together. Those that run are looked at now, by py-spy
-    on their nodes, which stops each for some milliseconds; nodes that do not answer within 10 s are
-    named. If none run, what was kept of the last hang is shown.
+    Workers at the same place are grouped. Running workers are inspected now, by py-spy on their
+    nodes, which pauses each for some milliseconds; nodes that do not answer within 10 s are listed.
+    If none run, the stacks kept from the last hang are shown.
     """
     from rdzv.ctl import as_text_stacks
     from rdzv.ctl.layout import page_for
