@@ -1,8 +1,8 @@
-"""Whether this node is well: checks before it gets work, and before it goes on after a failure.
+"""This node's health: checks before it gets work, and before it continues after a failure.
 
-Each check is looked at in a thread or a process of its own, with a deadline; one that hangs is not
-asked again before it has come back. What fails is told to the server at once, which then places
-nothing here, and is tried again with growing waits; so is that all is well again.
+Each check runs in a thread or a process of its own, with a deadline; one that hangs is not run
+again before it has returned. Failures are reported at once to the server, which then places nothing
+here, and are retried with growing waits; recovery is reported, too.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from rdzv.core.placement import FailingCheck
 log = logging.getLogger("rdzv.agent")
 
 FRESH_S = 5.0
-"""How long a result holds for jobs that are to begin here."""
+"""How long a result is valid for jobs that are about to begin here."""
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
-"""How soon a check that fails is tried again; the wait doubles from the one to the other."""
+"""The bounds of the wait before a failed check is retried; it doubles each time."""
 END_S = 2.0
-"""Time beyond its deadline in which a check may end its processes."""
+"""The time after its deadline in which a check may end its processes."""
 
 
 class Check(Protocol):
-    """One thing that is looked at."""
+    """One check of the node."""
 
     name: str
     timeout_s: float
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Return what is wrong, in words that follow the name; nothing if nothing is."""
+        """Return what is wrong, in words that follow the name; empty if nothing is."""
         ...
 
     async def lift(self) -> None:
-        """Hear that an operator has looked at the node."""
+        """Note that an operator has looked at the node."""
         ...
 
 
 @dataclass(slots=True)
 class _Hung:
-    """A check that was asked, and has not come back."""
+    """A check that was started and has not returned."""
 
     task: asyncio.Task[str]
     since_s: float
 
 
 class Health:
-    """The checks of one node, and what they have found."""
+    """The checks of one node, and their results."""
 
     def __init__(
         self,
@@ -58,33 +58,33 @@ class Health:
         unused_gpus: Callable[[], frozenset[str]] = frozenset,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`unused_gpus` names those that no job has; `on_change` hears when `failing` changes."""
+        """Call `on_change` when `failing` changes; `unused_gpus` returns the GPUs without a job."""
         self.unused_gpus = unused_gpus
         self.is_idle: Callable[[], bool] = lambda: True
-        """Says whether no job is on this node. While one is, it is looked only when there is need:
-        a check must cost no worker anything."""
+        """Returns whether no job is on this node. While there is one, checks run only when needed:
+        they must not slow down workers."""
         self.idle_interval_s = 0.0
-        """How often it is looked while the node is idle; 0: not before there is need."""
+        """The interval of checks while the node is idle; 0: they run only when needed."""
         self.on_change = on_change
         self.failing: tuple[FailingCheck, ...] = ()
         """The last result."""
         self._checks = tuple(checks)
         self._began_s: float | None = None
-        """When it was looked last."""
+        """The start of the last checks."""
         self._looked_at: frozenset[str] = frozenset()
         self._hung: dict[Check, _Hung] = {}
         self._lock = asyncio.Lock()
         self._asked = False
-        """Whether somebody wants to have it looked at now."""
+        """Whether checks were requested now."""
         self._lifting = False
         self._woken = asyncio.Event()
 
     async def look(
         self, mine: frozenset[str] = frozenset(), *, fresh_s: float = FRESH_S
     ) -> tuple[FailingCheck, ...]:
-        """Return what is wrong with the node, as it was found not longer ago than `fresh_s`.
+        """Return what is wrong with the node, from a result not older than `fresh_s`.
 
-        `mine` are the GPUs of the job that asks, whose processes are gone: they are idle.
+        `mine` are the GPUs of the calling job, whose processes are gone: they are idle.
         """
         if not self._checks:
             return ()
@@ -92,7 +92,7 @@ class Health:
         since_s = loop.time() - fresh_s
         async with self._lock:
             unused = self.unused_gpus() | mine
-            # A caller that waited here takes the result that another has just found.
+            # A caller that waited here takes the result of the one before it.
             at_s = self._began_s
             if at_s is None or at_s < since_s or not unused <= self._looked_at:
                 self._began_s, self._looked_at = loop.time(), unused
@@ -101,7 +101,7 @@ class Health:
             return self.failing
 
     def look_again(self) -> None:
-        """Look soon, for an operator has looked at the node; what was before does not count."""
+        """Run the checks soon and drop old results, because an operator has looked at the node."""
         self._lifting = self._asked = True
         self._woken.set()
 
@@ -112,13 +112,14 @@ class Health:
                 async with asyncio.timeout(check.timeout_s):
                     await check.lift()
             except OSError as error:
-                # So is a timeout.
+                # A timeout is one, too.
                 log.error("%s: what was before still counts: %s", check.name, error)
 
     async def run(self) -> None:
-        """Look at once if there is no result, when asked to, and as long as something is wrong.
+        """Run the checks if there is no result yet, on request, and as long as one fails.
 
-        And now and then while the node is idle, so that no job is placed on one that became ill.
+        They also run at intervals while the node is idle, so that no job is placed on a node that
+        has become unhealthy.
         """
         if self._began_s is None:
             await self.look()
@@ -135,7 +136,7 @@ class Health:
                         continue
                     retry_s = min(retry_s * 2, LONGEST_RETRY_S)
                 else:
-                    # Asked for, or something was found just now, and is tried again in time.
+                    # Requested, or a failure was just found, which is retried in time.
                     retry_s = FIRST_RETRY_S
                     continue
             self._asked = False
@@ -144,14 +145,14 @@ class Health:
             await self.look(fresh_s=0.0)
 
     def close(self) -> None:
-        """Wait for no check any more."""
+        """Stop waiting for checks."""
         for hung in self._hung.values():
             hung.task.cancel()
 
-    # ------------------------------------------------------------------ one look
+    # ------------------------------------------------------------------ one check
 
     async def _ask(self, check: Check, unused_gpus: frozenset[str]) -> FailingCheck | None:
-        """Ask one check, and wait for it no longer than it may take. Nothing is raised."""
+        """Run one check, and wait for it until its deadline; raise nothing."""
         loop = asyncio.get_running_loop()
         if (hung := self._hung.get(check)) is not None:
             if not hung.task.done():
@@ -187,5 +188,5 @@ class Health:
 
 
 def describe(failing: Sequence[FailingCheck]) -> str:
-    """Say what is wrong, in one line."""
+    """Describe the failing checks in one line."""
     return "; ".join(map(str, failing))

@@ -1,4 +1,4 @@
-"""The checks that a node may be configured with: a command, disks, GPUs, the kernel's log."""
+"""The checks that can be configured for a node: a command, disks, GPUs, the kernel's log."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rdzv.agent.system.side_thread import find_program, in_thread, in_time
 from rdzv.core.words import counted, listed
 
 SAID_BYTES = 16 * 1024
-"""How much of a command's output is kept: its end."""
+"""The size of the end of a command's output that is kept."""
 SAID_CHARS = 200
 KILLED_S = 1.0
-"""How long a command's process may take to end that was killed."""
+"""How long a killed command's process may take to end."""
 MEMORY_SETTLES_S = 3.0
-"""The driver gives back the memory of a process that was killed a while after its end."""
+"""How long to wait for the driver, which frees a killed process's memory only after its end."""
 MEMORY_AGAIN_S = 0.2
 
 
@@ -36,7 +36,7 @@ class Plain:
     timeout_s: float
 
     async def lift(self) -> None:
-        """Nothing of what was before is remembered."""
+        """Do nothing: these checks remember no earlier results."""
 
 
 # ---------------------------------------------------------------------- a command
@@ -44,13 +44,13 @@ class Plain:
 
 @dataclass(eq=False)
 class Command(Plain):
-    """A command of the operator's: the node is well if it exits 0 in time."""
+    """An operator's command: the node is healthy if it exits with 0 in time."""
 
     args: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Run it; whatever it has begun ends with it."""
+        """Run the command; all processes that it has started end with it."""
         try:
             await in_time(self.timeout_s, find_program, self.args[0])
             process = await runner_link.start_spared(
@@ -71,7 +71,7 @@ class Command(Plain):
         except TimeoutError:
             return f"did not end within {self.timeout_s:g} s{_last_line(said)}"
         finally:
-            # Its whole session, also where it has ended itself and left something behind.
+            # Its whole session, even if the command has ended and left processes behind.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
@@ -86,7 +86,7 @@ class Command(Plain):
 
 
 async def _listen(process: asyncio.subprocess.Process, said: bytearray) -> None:
-    """Take in what a command says until it says no more, and keep the end of it."""
+    """Read a command's output until it ends, and keep the last part."""
     assert process.stdout is not None
     while data := await process.stdout.read(4_096):
         said += data
@@ -104,14 +104,14 @@ def _last_line(said: bytearray) -> str:
 
 @dataclass(eq=False)
 class Disk(Plain):
-    """Room on the disk that a path is on, as a user other than root sees it."""
+    """Free space on a path's disk, as available to users other than root."""
 
     path: Path = Path("/")
     min_free_bytes: int = 0
     min_free_percent: float = 0.0
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Look how much is free; a file server that hangs is waited for in a thread."""
+        """Check the free space in a thread, because a file server may hang."""
         try:
             found = await in_thread(os.statvfs, self.path)
         except OSError as error:
@@ -127,7 +127,7 @@ class Disk(Plain):
 
 
 def _size(number: int) -> str:
-    """Write a size as people say it.
+    """Format a size for people.
 
     >>> _size(999), _size(3 << 29)
     ('999 B', '1.5 GiB')
@@ -143,7 +143,7 @@ def _size(number: int) -> str:
 
 
 def look_at_gpus() -> tuple[dict[str, int], list[str]]:
-    """Return how much memory is used of each GPU that answers, by UUID, and what goes wrong."""
+    """Return the used memory of each GPU that answers, by UUID, and the errors of others."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
@@ -169,25 +169,25 @@ def _ask_each(nvml: Any) -> tuple[dict[str, int], list[str]]:
                 memory = nvml.nvmlDeviceGetMemoryInfo(part)
                 used[nvml.nvmlDeviceGetUUID(part)] = int(memory.used)
         except nvml.NVMLError as error:
-            # A GPU that has fallen off the bus does not answer, not even with its name.
+            # A GPU that has fallen off the bus does not even answer with its name.
             wrong.append(f"number {index}: {error}")
     return used, wrong
 
 
 @dataclass(eq=False)
 class Gpus(Plain):
-    """Each GPU answers, and those that no job has are not in use."""
+    """Check that each GPU answers, and that GPUs without a job are not in use."""
 
     uuids: Sequence[str] = ()
-    """Those that jobs may have."""
+    """The GPUs that jobs may have."""
     count: int = 0
-    """How many there have to be at least."""
+    """The least number of GPUs."""
     memory_used: int = 0
-    """How many bytes may be in use on an idle GPU."""
+    """The most bytes that may be in use on an idle GPU."""
     look_at: Callable[[], tuple[dict[str, int], list[str]]] = look_at_gpus
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Ask each; wait a moment for memory that is being given back."""
+        """Query each GPU; wait a moment for memory that is being freed."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + min(MEMORY_SETTLES_S, self.timeout_s / 2)
         while True:
@@ -217,14 +217,14 @@ class Gpus(Plain):
 
 @dataclass(eq=False)
 class Xids(Plain):
-    """No GPU has had an error that takes a reset or a repair."""
+    """Check that no GPU has had an error that requires a reset or a repair."""
 
     codes: Collection[str] = xid.CODES
     log: Path = xid.KMSG
     lifted: xid.Lifted = field(default_factory=lambda: xid.Lifted(Path("/nonexistent")))
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Look for errors since the boot, or since an operator has looked."""
+        """Search for errors since the boot, or since an operator last looked."""
         try:
             records = await in_thread(xid.read_records, self.log)
         except OSError as error:
@@ -236,6 +236,6 @@ class Xids(Plain):
         return xid.describe(xid.parse(records), self.codes, after)
 
     async def lift(self) -> None:
-        """Let what is in the log now not count any more."""
+        """Ignore from now on the errors that are in the log now."""
         records = await in_thread(xid.read_records, self.log)
         await in_thread(self.lifted.lift, records)

@@ -1,9 +1,8 @@
-"""Hears that this machine is about to be taken away: from a file that appears, or from a command.
+"""Detects that this machine is about to be preempted, from a file that appears or from a command.
 
-Both are the site's: each cloud says it in another way (`docs/drain.md` has loops for some). The
-file is waited for by inotify; the command runs for as long as it likes, and gives notice by exiting
-with 0. Either may say in its first line how many seconds are left. What goes wrong with them is
-logged, and concerns no job.
+The site provides both, because each cloud has its own signal (`docs/drain.md` has loops for some).
+inotify waits for the file; the command may run indefinitely, and gives notice by exiting with 0.
+Either may give the seconds left in its first line. Their errors are logged and affect no job.
 """
 
 from __future__ import annotations
@@ -28,34 +27,34 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
-"""When a command that has failed is started again: each time twice as late, unless it ran long."""
+"""The bounds of the wait before a failed command is restarted; it doubles unless it ran long."""
 STEADY_S = 60.0
-"""A command that has run for this long has not failed because it is wrong."""
+"""A command that has run this long did not fail because it is misconfigured."""
 HALF_WRITTEN_S = 1.0
-"""How long a file may stay empty before it counts as a notice that says no more."""
+"""How long a file may stay empty before it counts as a notice without details."""
 MAX_LINE_BYTES = 4_096
 MAX_LEFT_S = 7 * 86_400
 START_WITHIN_S = 10.0
-"""How long the file system of the command may take to find it."""
+"""How long finding the command in its file system may take."""
 KILL_TIMEOUT_S = 2.0
 
 Give = Callable[[int, str], None]
-"""Hears how many milliseconds are left, and why."""
+"""Receives the milliseconds left, and the reason."""
 
 
 @struct(frozen=True)
 class Preemption:
-    """Where word of a preemption comes from."""
+    """The sources of preemption notices."""
 
     file: Path | None = None
     command: tuple[str, ...] = ()
     left_ms: int = 30_000
-    """How much time there is if it is not said."""
+    """The time left if the notice does not give one."""
 
 
 @asynccontextmanager
 async def heeded(preemption: Preemption, give: Give) -> AsyncIterator[None]:
-    """Give notice of a preemption, as often as there is word of one, until the body ends."""
+    """Give notice of each preemption until the body ends."""
     watching, works = _Watching(preemption, give), []
     if preemption.file is not None:
         works.append(watching.file(preemption.file))
@@ -78,7 +77,7 @@ async def _guarded(work: Coroutine[None, None, None]) -> None:
 
 
 class _Watching:
-    """The loops that wait for word."""
+    """The loops that wait for notices."""
 
     def __init__(self, preemption: Preemption, give: Give) -> None:
         self._preemption = preemption
@@ -87,14 +86,14 @@ class _Watching:
     # ------------------------------------------------------------------ the file
 
     async def file(self, path: Path) -> None:
-        """Wait for the file, and for what is written into it later."""
+        """Wait for the file, and for later changes of it."""
         changed, watches = asyncio.Event(), Watches(asyncio.get_running_loop())
         source = _Source(path, changed.set)
         last: str | None = None
         try:
             while True:
                 changed.clear()
-                # Before the look: what is written after it wakes us again.
+                # Before the read: a later write wakes us again.
                 await in_thread(watches.arm, source)
                 text = await in_thread(_read, path)
                 if text == "" and await _soon(changed, HALF_WRITTEN_S):
@@ -142,7 +141,7 @@ class _Watching:
 
 
 def left_ms_of(text: str) -> int | None:
-    """Read how many seconds are left; None if it is not said.
+    """Parse the seconds left, and return milliseconds; None if the text has none.
 
     >>> left_ms_of("120"), left_ms_of("1.5 s"), left_ms_of(""), left_ms_of("soon")
     (120000, 1500, None, None)
@@ -164,7 +163,7 @@ async def _soon(changed: asyncio.Event, within_s: float) -> bool:
 
 
 def _read(path: Path) -> str | None:
-    """Return the first line of a file; None if there is none. One that cannot be read is there."""
+    """Return the first line of a file; None if it does not exist; if unreadable, the error."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -185,13 +184,13 @@ def _line(data: bytes) -> str:
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    """The file, as `Watches` wants it."""
+    """The file, in the form that `Watches` needs."""
 
     path: Path
     woken: Callable[[], None]
     watch: int | None = None
     identity: None = None
-    """The file was named by the agent's configuration or command line."""
+    """Always None: the file was named by the agent's configuration or command line."""
 
     def wake(self) -> None:
         self.woken()
@@ -242,7 +241,7 @@ async def _run_into(
 
 @asynccontextmanager
 async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """Open a pipe: what is read from it, and the end to write to, which the caller closes."""
+    """Open a pipe; yield its reader, and the write end, which the caller closes."""
     read_fd, write_fd = os.pipe()
     said = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -255,7 +254,7 @@ async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
 
 
 async def _first_line(stream: asyncio.StreamReader) -> str:
-    """Read all that a command says; return the first line."""
+    """Read a command's whole output; return the first line."""
     first = b""
     while data := await stream.read(MAX_LINE_BYTES):
         if b"\n" not in first:

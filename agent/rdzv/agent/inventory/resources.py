@@ -1,8 +1,8 @@
 """The resources of this node for jobs that the server places on it: CPUs, memory, GPUs, labels.
 
-GPUs are known by their UUIDs, which stay over restarts and do not depend on the order of devices.
-NVML names them where its library is present; a MIG device counts as a GPU, in place of the one that
-it is a part of.
+GPUs are identified by UUIDs, which survive restarts and do not depend on the order of devices. NVML
+lists them where its library is present; MIG devices count as GPUs, instead of the GPU that they
+are parts of.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from rdzv.errors import InvalidRequestError
 log = logging.getLogger("rdzv.agent")
 
 NVML = "nvml"
-"""`gpus`: those that NVML names."""
+"""Value of `gpus`: all that NVML lists."""
 NONE = "none"
-"""`gpus`: none, whatever there is."""
+"""Value of `gpus`: none, even if the machine has some."""
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
 _UUID_PREFIXES = ("GPU-", "MIG-")
 _NO_LIMIT_BYTES = 1 << 62
-"""cgroup v1 says "no limit" by a number that no machine has."""
+"""cgroup v1 expresses "no limit" by a number above any machine's memory."""
 
 
 def find_resources(
     gpus: str, *, labels: Mapping[str, str], capacity: int, topology: str
 ) -> Resources:
-    """Look at this machine; may take seconds where a GPU has to wake up.
+    """Return this machine's resources; may take seconds where a GPU has to wake up.
 
     Raises:
         InvalidRequestError: `gpus` names a GPU that is not here.
@@ -55,7 +55,7 @@ def find_resources(
 
 
 def describe(has: Resources) -> str:
-    """Say what a node has, in words.
+    """Describe a node's resources in words.
 
     >>> describe(Resources(cpus=8, memory_bytes=64 << 30, labels=(("zone", "a"),)))
     '8 CPUs, 64 GiB, 0 GPUs, 1 at once, zone=a'
@@ -76,9 +76,9 @@ def describe(has: Resources) -> str:
 
 
 def memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Return how much memory this process may use: the machine's, or less if its cgroup has less.
+    """Return the memory that this process may use: the machine's, or its cgroup's limit if lower.
 
-    0: it is not known.
+    Returns 0 if it is unknown.
     """
     limits = [*_machine_bytes(proc), *_cgroup_bytes(proc, cgroup)]
     return min(limits, default=0)
@@ -93,7 +93,7 @@ def _machine_bytes(proc: Path) -> list[int]:
 
 
 def _cgroup_bytes(proc: Path, cgroup: Path) -> list[int]:
-    """Return the limits of this process's cgroup, and of those above it."""
+    """Return the limits of this process's cgroup and its ancestors."""
     limits = []
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -125,7 +125,7 @@ def _read(path: Path) -> str:
 
 
 class Nvml(Protocol):
-    """The part of the module `pynvml` that is used here."""
+    """The part of module `pynvml` that is used here."""
 
     NVMLError: type[Exception]
 
@@ -148,16 +148,15 @@ def find_gpus(
     nvml: Nvml | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Gpu, ...]:
-    """Return the GPUs that jobs may have: `nvml`, `none`, or UUIDs with commas between them.
+    """Return the GPUs that jobs may have: `nvml`, `none`, or a comma-separated list of UUIDs.
 
-    `library` is NVML's, where it is not the system's; `nvml` is its Python module. Where NVML
-    cannot be asked, there are no GPUs, and none may be named. If this process itself was given some
-    of the GPUs (CUDA_VISIBLE_DEVICES), the jobs get no others.
+    `library` is NVML's, if not the system's; `nvml` is its Python module. Where NVML cannot be
+    queried, there are no GPUs, and none may be named. If this process itself was given only some of
+    the GPUs (CUDA_VISIBLE_DEVICES), the jobs get no others.
 
     Raises:
-        InvalidRequestError: a GPU that is named is not here, as far as NVML can say; or
-            CUDA_VISIBLE_DEVICES has numbers, whose meaning depends on an order that NVML does not
-            know.
+        InvalidRequestError: NVML does not find a named GPU; or CUDA_VISIBLE_DEVICES has numbers,
+            whose meaning depends on an order that NVML does not know.
 
     """
     if wanted == NONE:
@@ -172,7 +171,7 @@ def find_gpus(
 
 
 def parse_gpus(text: str) -> tuple[str, ...]:
-    """Read UUIDs with commas between them.
+    """Parse a comma-separated list of UUIDs.
 
     >>> parse_gpus("GPU-aa, GPU-bb")
     ('GPU-aa', 'GPU-bb')
@@ -223,7 +222,7 @@ def _visible(visible: str, present: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that NVML names; or none, and why it cannot be asked."""
+    """Return the GPUs that NVML lists; or none, and why it cannot be queried."""
     try:
         module: Any = importlib.import_module("pynvml") if nvml is None else nvml
         if library:
@@ -253,11 +252,11 @@ def _gpus_of(nvml: Nvml) -> list[Gpu]:
 
 
 def parts_of(nvml: Nvml, handle: Any) -> list[Any]:
-    """Return the MIG devices of a GPU that is divided into some, else the GPU."""
+    """Return the MIG devices of a divided GPU, else the GPU itself."""
     try:
         divided = nvml.nvmlDeviceGetMigMode(handle)[0]
     except nvml.NVMLError:
-        divided = 0  # It is none that can be divided.
+        divided = 0  # It cannot be divided.
     if not divided:
         return [handle]
     parts = []
@@ -265,7 +264,7 @@ def parts_of(nvml: Nvml, handle: Any) -> list[Any]:
         try:
             parts.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
         except nvml.NVMLError:
-            continue  # There is none of this number.
+            continue  # No device has this number.
     return parts
 
 

@@ -1,8 +1,8 @@
 """Broken GPUs, as NVIDIA's driver reports them: the Xid errors in the kernel's log.
 
 The log is /dev/kmsg: one record a read, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`. Numbers grow
-from one boot to the next. The kernel forgets the oldest records, so an error may be forgotten
-before somebody has looked at the node; then the other checks have to find what is left of it.
+from one boot to the next. The kernel drops the oldest records, so an error may be lost before an
+operator has looked at the node; then the other checks have to find its effects.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ KMSG = Path("/dev/kmsg")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 CODES = ("48", "62", "64", "74", "79", "95", "110", "119", "120", "140", "143")
-"""Those after which a GPU has to be reset, or replaced. Others follow from what a program does, as
-31 and 13, or are counted and mended by the driver, as 63 and 94."""
+"""The codes after which a GPU has to be reset or replaced. Others are caused by programs, such as
+31 and 13, or are counted and repaired by the driver, such as 63 and 94."""
 
 RECORD_BYTES = 8_192
 """The largest record that the kernel writes."""
 LARGEST_FILE_BYTES = 16 << 20
-"""A file is read from its end: no kernel keeps more than that."""
+"""The most that is read, from the end of a file: no kernel keeps more."""
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): ([0-9]+)(?:, ?(.*))?$")
 
@@ -36,7 +36,7 @@ class Xid:
     """One error."""
 
     number: int
-    """Of its record."""
+    """The number of its record."""
     place: str
     """The GPU's address on its bus."""
     code: str
@@ -47,7 +47,7 @@ class Xid:
 
 
 def parse(records: Iterable[str]) -> Iterator[Xid]:
-    """Find the errors among records; what is no record is passed over.
+    """Find the errors among records; skip text that is not a record.
 
     >>> [str(xid) for xid in parse(["4,812,99,-;NVRM: Xid (PCI:0000:3b:00): 79, fell off the bus"])]
     ['79 on 0000:3b:00: fell off the bus']
@@ -62,7 +62,7 @@ def parse(records: Iterable[str]) -> Iterator[Xid]:
 
 
 def read_records(path: Path) -> list[str]:
-    """Return all records of the kernel's log, or of a file that holds such.
+    """Return all records of the kernel's log, or of a file in the same format.
 
     Raises:
         OSError: it cannot be read.
@@ -86,7 +86,7 @@ def _read_device(fd: int) -> Iterator[str]:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            # Records were overwritten before they were read; the next read goes on behind them.
+            # Records were overwritten before they were read; the next read continues after them.
             continue
         if not data:
             return
@@ -95,15 +95,15 @@ def _read_device(fd: int) -> Iterator[str]:
 
 
 class Lifted:
-    """Up to where an operator has looked at the log; remembered until the next boot."""
+    """The last record that an operator has dismissed; remembered until the next boot."""
 
     def __init__(self, file: Path, boot_id: Path = BOOT_ID) -> None:
-        """Remember it in this file."""
+        """Store the number in this file."""
         self._file = file
         self._boot_id = boot_id
 
     def number(self) -> int:
-        """Return the last record that does not count any more; -1: all do."""
+        """Return the last record that no longer counts; -1 if all count."""
         try:
             kept = json.loads(self._file.read_text(encoding="utf-8"))
             return int(kept["number"]) if kept["boot"] == self._boot() else -1
@@ -111,10 +111,10 @@ class Lifted:
             return -1
 
     def lift(self, records: Iterable[str]) -> None:
-        """Let nothing count any more that is among these records.
+        """Dismiss these records, so that they no longer count.
 
         Raises:
-            OSError: it cannot be remembered.
+            OSError: it cannot be stored.
 
         """
         number = max((xid.number for xid in parse(records)), default=-1)
@@ -132,9 +132,9 @@ class Lifted:
 
 
 def describe(found: Iterable[Xid], codes: Collection[str], after: int) -> str:
-    """Say which errors matter that came after a record; nothing if none does.
+    """Describe the relevant errors after a record; empty if there are none.
 
-    The last of each GPU and code, for a broken GPU repeats itself.
+    Only the last of each GPU and code is named, because a broken GPU repeats its errors.
     """
     last = {(xid.place, xid.code): xid for xid in found if xid.code in codes and xid.number > after}
     return "; ".join(map(str, last.values()))
