@@ -1,4 +1,4 @@
-"""Relays workers' output from their nodes to readers, through the one server.
+"""Relays workers' output from their nodes to readers, through the server.
 
 A *reader* asks each node that may have output (`ReadLog`), on the stream that the node has opened,
 and passes on the pieces that come back. Only pieces in transit are held, and they are bounded: a
@@ -73,7 +73,7 @@ class LogRelay:
         self.limits = limits
         self.answer_ms = answer_ms
         self.expects_until_ms = clock.now_ms() + answer_ms
-        """Until when nodes are on their way to a server that has just started."""
+        """The time until which nodes may be reconnecting to a server that has just started."""
         self._send = send
         self._readers: dict[LogReader, None] = {}
         self._asks: dict[int, tuple[LogReader, _Ask]] = {}
@@ -145,7 +145,7 @@ class LogRelay:
         return next(self._numbers)
 
     def grant(self, ask: _Ask, credit: int) -> None:
-        """Grant a node that much more credit."""
+        """Grant a node additional credit."""
         if ask.request is not None:
             self._send(ask.node_id, LogCredit(ask.request, credit))
 

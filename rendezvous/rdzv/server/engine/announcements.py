@@ -1,4 +1,4 @@
-"""Messages to nodes, worked out from states and events by pure functions.
+"""Messages to nodes, computed from states and events by pure functions.
 
 `news` is for nodes that are connected when something happens; `owed` is for a node that comes back
 and may have missed it. Receiving the same message from both does no harm.

@@ -1,4 +1,4 @@
-"""When servers of a store were last seen, so that a clock which was stepped deletes nothing.
+"""The times when servers of a store ran, so that a stepped clock deletes no jobs.
 
 Only the clock tells how long ago a job ended, and it may be a month ahead at a start. So servers
 store from time to time what their clocks show. If nothing was stored for long, either no server

@@ -258,7 +258,7 @@ class Engine:
     def _publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
         """Make these steps the present, one after another, and announce them. Does not wait.
 
-        `stored`: they were stored, so none of their history waits for another commit.
+        `stored`: they were stored, so their history does not wait for another commit.
         """
         for step in steps:
             before, transition = job.state, step.transition

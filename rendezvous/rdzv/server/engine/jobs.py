@@ -1,4 +1,4 @@
-"""All jobs of one server: those in the store, and in memory those that are alive.
+"""All jobs of one server: all are in the store, and live ones are in memory, too.
 
 Only the holder of a claim changes a job. A commit whose outcome is unknown leaves its job in doubt:
 the next claim resolves it, and nothing is announced before that. The job in memory is therefore
@@ -69,7 +69,7 @@ class Jobs:
 
     @asynccontextmanager
     async def claim(self, rdzv_id: str) -> AsyncIterator[Job]:
-        """Hold one job, loaded and beyond doubt. A job that is idle afterwards leaves memory.
+        """Claim one job, loaded and with no step in doubt; if idle afterwards, it leaves memory.
 
         Raises:
             RendezvousConnectionError: the store is away.

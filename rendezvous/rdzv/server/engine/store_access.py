@@ -86,7 +86,7 @@ class StoreAccess:
         return await self._ask(swapped, writes=True)
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Delete a job of this revision, with its history."""
+        """Delete a job at this revision, with its history."""
         await self._ask(self._store.delete(rdzv_id, revision), writes=True)
 
     async def append(self, rows: Sequence[Record]) -> None:

@@ -1,4 +1,4 @@
-"""The JSON API at /api/v1: what rdzvctl shows, by HTTP. It reads, and changes nothing.
+"""The JSON API at /api/v1: the views of rdzvctl, by HTTP. It is read-only.
 
 `openapi` lists the operations. Each answer is a document of `rdzvctl -o json`; an error is a
 document with its code and message, and the HTTP status of its kind.

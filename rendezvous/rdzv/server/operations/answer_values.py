@@ -27,7 +27,7 @@ def job_status(
     progress: Sequence[RankProgress] = (),
     stragglers: Iterable[Straggler] = (),
 ) -> answers.JobStatus:
-    """Show one job, and how far its workers are."""
+    """Show one job, and the progress of its workers."""
     return answers.JobStatus(
         rdzv_id=view.rdzv_id,
         run=view.run or None,

@@ -1,4 +1,4 @@
-"""Changes to nodes that operators ask for: cordon, drain, and back."""
+"""Changes to nodes that operators ask for: cordon, drain, and undoing both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rdzv.server.sessions.streams import Streams
 
 
 class NodeOperations:
-    """Changes the nodes of one server. Each call returns the node as it then is.
+    """Changes the nodes of one server. Each call returns the node's new state.
 
     Raises:
         UnknownNodeError: no such node is known.

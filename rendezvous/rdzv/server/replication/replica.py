@@ -1,4 +1,4 @@
-"""This rdzvd among those that share a store: whether it leads, and its driver while it does.
+"""Whether this rdzvd leads among those that share a store, and its driver while it does.
 
 Alone on a store it always leads. Of several on one etcd, one does; the others *stand by*: they name
 the leader, and refuse everything else with its address. A leader that can no longer prove its

@@ -1,4 +1,4 @@
-"""The Control service: requests of operators to values, and answers to messages."""
+"""The Control service: converts operators' requests to values, and answers to messages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def WatchJob(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
     ) -> AsyncIterator[pb.JobStatus]:
-        """Show one job whenever it changes."""
+        """Show one job, at once and after each change."""
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
         async with aclosing(self._replica.driver.views.watch(rdzv_id)) as views:
             async for view in views:
@@ -271,7 +271,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListAudit(  # noqa: N802
         self, request: pb.ListAuditRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
-        """Show who has changed what."""
+        """Show the record of changes and their callers."""
         limit = inbound_operators.history_limit(request.limit, self._limits)
         rows = await self._replica.driver.history.of(AUDIT, limit)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])

@@ -69,7 +69,7 @@ class Placer:
         self._retry_ms = retry_ms
         self._settle_ms = settle_ms
         self.settled_at_ms = 0
-        """Until when nodes may still be reconnecting to this server."""
+        """The time until which nodes may still be reconnecting to this server."""
         self.stopped = False
         """Whether placing has ended."""
         self._timer = Timer(clock, self._look)

@@ -57,7 +57,7 @@ class Caller:
 
     @property
     def admin(self) -> bool:
-        """Whether it may do everything, to every job and node."""
+        """Whether it may do anything, to any job or node."""
         return Role.ADMIN in self.roles
 
     @property

@@ -1,4 +1,4 @@
-"""Tokens, for callers without a certificate. A server keeps their hashes, and never the text.
+"""Tokens for callers without a certificate. A server stores only their hashes.
 
 A token's text is `rdzv_ID_SECRET`. The id is not secret: tokens are listed and revoked by it. The
 secret has 256 random bits, so its plain hash cannot be inverted, and the secret cannot be guessed.

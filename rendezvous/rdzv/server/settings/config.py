@@ -53,7 +53,7 @@ class Limits:
 
     # Settings.
     message_bytes: int = 4 * 1024 * 1024
-    """The default of gRPC; a hello with 64 jobs is far below."""
+    """gRPC's default; a hello with 64 jobs is far smaller."""
     nodes_per_job: int = 10_000
     local_world_size: int = 4_096
     timeout_ms: int = 30 * DAY_MS
@@ -122,7 +122,7 @@ class Limits:
     commands_at_once: int = 2_048
     """Commands of one node at once, before `commands_per_second` counts: far above a hello."""
     calls_per_connection: int = 1_024
-    """Calls at once on one connection; more wait until others have ended."""
+    """Concurrent calls on one connection; more wait until others have ended."""
     metadata_bytes: int = 8 * 1024
     """Metadata of one call: a token and a trace context need far less."""
     log_window_least: int = 4 * 1024
@@ -172,7 +172,7 @@ class Timings:
     deaf_after_ms: int = 500
     store_retry_ms: int = 1_000
     ended_kept_ms: int = 30 * DAY_MS
-    """No timeout of a job is longer, so no node of it still waits to hear how it ended."""
+    """No job timeout is longer, so no node of the job still waits to learn how it ended."""
     prune_every_ms: int = 60 * MINUTE_MS
     log_answer_ms: int = 10_000
     """Longer than a lease."""

@@ -1,4 +1,4 @@
-"""The configuration of one rdzvd: the `Config` that its settings make, and its reloads.
+"""The configuration of one rdzvd: builds the `Config` from settings, and reloads it.
 
 The file and the command line take the same settings; the command line wins. A reload changes the
 `Limits` and `Timings` that all parts of the server already hold (`config.alter`), so none of them

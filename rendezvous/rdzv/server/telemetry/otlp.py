@@ -118,7 +118,7 @@ class OtlpSender:
         return api.set_span_in_context(api.NonRecordingSpan(parent))
 
     async def close(self, within_ms: int) -> None:
-        """Send the queued spans for at most `timeout`; then drop the rest."""
+        """Send the queued spans for at most `within_ms`; then drop the rest."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def shut_down() -> None:

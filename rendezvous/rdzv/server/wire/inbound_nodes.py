@@ -1,4 +1,4 @@
-"""Messages of nodes to values, bounded and validated."""
+"""Converts messages of nodes to values, bounded and validated."""
 
 from __future__ import annotations
 

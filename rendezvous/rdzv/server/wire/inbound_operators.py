@@ -1,4 +1,4 @@
-"""Requests of operators to values, bounded and validated."""
+"""Converts requests of operators to values, bounded and validated."""
 
 from __future__ import annotations
 

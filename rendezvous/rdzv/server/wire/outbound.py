@@ -1,4 +1,4 @@
-"""Values to messages, for nodes and operators."""
+"""Converts values to messages, for nodes and operators."""
 
 from __future__ import annotations
 
