@@ -75,7 +75,7 @@ WATCH_RETRY_S = 0.5
 SUBMIT_RETRY_S = 0.5
 
 STACKS_S = 15.0
-"""Additional time for a call that asks nodes for stacks: a server gives them 10 s."""
+"""Additional time for a call that asks nodes for stacks: the server allows them 10 s."""
 
 LOG_POSITIONS = 65_536
 """The most files in which a log reader can resume after its stream was cut."""
@@ -425,7 +425,7 @@ class ControlClient:
         return node_of(self._call(lambda stub: stub.CordonNode, request))
 
     def uncordon(self, node_id: str) -> Node:
-        """Let submitted jobs be placed on a node again."""
+        """Allow submitted jobs on a node again."""
         request = pb.UncordonNodeRequest(node_id=_checked_name(node_id, "node"))
         return node_of(self._call(lambda stub: stub.UncordonNode, request))
 
@@ -443,7 +443,7 @@ class ControlClient:
         return node_of(self._call(lambda stub: stub.DrainNode, request))
 
     def undrain(self, node_id: str) -> Node:
-        """Lift the drain of a node, and let submitted jobs be placed on it again."""
+        """Lift the drain of a node, and allow submitted jobs on it again."""
         request = pb.UndrainNodeRequest(node_id=_checked_name(node_id, "node"))
         return node_of(self._call(lambda stub: stub.UndrainNode, request))
 
@@ -570,7 +570,7 @@ def _checked_name(name: str, kind: str = "job") -> str:
 _NO_CONNECTION = re.compile(
     "failed to connect to all addresses|errors resolving|dns resolution failed", re.IGNORECASE
 )
-"""gRPC's detail of a call that never had a connection."""
+"""gRPC's details for a call that never had a connection."""
 
 
 def _perhaps_done(error: RendezvousConnectionError) -> bool:

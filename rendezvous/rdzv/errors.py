@@ -27,7 +27,7 @@ class RendezvousError(Exception):
 
 
 class InvalidRequestError(RendezvousError):
-    """The request makes no sense: a bug or a bad configuration. The caller stops."""
+    """The request is invalid: a bug or a bad configuration. The caller stops."""
 
     code = "InvalidRequestError"
     grpc_status = "INVALID_ARGUMENT"

@@ -335,7 +335,7 @@ class _StoreServer:
 async def _spawn(
     python: str, listening: socket.socket, control: socket.socket
 ) -> asyncio.subprocess.Process:
-    """Start the process with copies of two sockets."""
+    """Start the process, passing it copies of two sockets."""
     # From the main thread: the kernel would kill the process when another thread ends.
     return await asyncio.create_subprocess_exec(
         python,
@@ -393,7 +393,7 @@ async def serving_c10d(
     """Serve torch's store at `listen` until the body ends; if that is None, yield None.
 
     Raises:
-        RendezvousError: it cannot be served: no torch, no such interpreter, address in use.
+        RendezvousError: the store cannot be served: no torch, no such interpreter, address in use.
 
     """
     if listen is None:

@@ -223,7 +223,7 @@ def hear(control: socket.socket) -> dict[str, Any] | None:
 
 
 def receive(control: socket.socket, count: int) -> bytes | None:
-    """Receive `count` bytes; None if the stream ends before."""
+    """Receive `count` bytes; None if the stream ends earlier."""
     parts = []
     while count:
         part = control.recv(min(count, 65_536))

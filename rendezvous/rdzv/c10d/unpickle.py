@@ -39,7 +39,7 @@ _NO_STATE = b"Y2FuaW1hZGFt"
 
 @struct(frozen=True, order=True)
 class Node:
-    """A node as torch names it: one start of torchrun."""
+    """A node in torch's sense: one start of torchrun."""
 
     addr: str
     pid: int

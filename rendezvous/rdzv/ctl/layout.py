@@ -23,7 +23,7 @@ from rdzv.view.log_lines import harmless
 _GAP = "  "
 _LABEL_WIDTH = 15
 _NARROWEST = 28
-"""Free text that would be wrapped to less than this beside a row goes below the row."""
+"""If less than this width is left beside a row, its free text goes below the row."""
 _SHORTEST = 40
 """Expendable columns are dropped to leave at least this much for free text, by default."""
 
@@ -135,7 +135,7 @@ class Page:
         return click.style(text, fg=cell.style)
 
     def _wrapped(self, cell: Cell, first: str, indent: int) -> list[str]:
-        """Wrap a text that starts after `first`, which is as wide as `indent`."""
+        """Wrap a text that starts after `first`, whose width is `indent`."""
         lines = [harmless(cell.text)]
         if self.width is not None:
             room = max(self.width - indent, 8)

@@ -101,7 +101,7 @@ def _say_once(text: str, told: str, say: Callable[[str], None]) -> str:
 
 @struct(frozen=True)
 class Rolling:
-    """One roll through all nodes with a label."""
+    """A rolling drain of all nodes with a label."""
 
     label: tuple[str, str]
     deadline_ms: int

@@ -229,7 +229,7 @@ def exit_code(status: JobStatus) -> int | None:
 
 
 def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, int]:
-    """Wait until a job has ended, or until the timeout; return a message and an exit code."""
+    """Wait until a job has ended or the timeout expires; return a message and an exit code."""
     deadline_s = None if wait_s is None else time.monotonic() + wait_s
     with watching(client, job) as news:
         last: _Seen | None = None

@@ -172,7 +172,7 @@ def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[s
 
 
 def _short(word: str, options: Mapping[str, argparse.Action]) -> tuple[list[argparse.Action], bool]:
-    """Return the short flags in -m, -mt or -mt1, and whether the last has its value in the word.
+    """Return the short flags in -m, -mt or -mt1, and whether the word holds the last one's value.
 
     The list is empty if one of them is unknown.
     """

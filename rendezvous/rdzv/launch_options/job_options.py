@@ -33,7 +33,7 @@ COUNTED_BY_NODE = ("auto", "cpu", "gpu", "xpu")
 """The words that --nproc-per-node accepts instead of a number; each node counts for itself."""
 
 NAME_CHARS = 128
-"""The longest name of a job or a node, as on the server."""
+"""The longest name of a job or a node; the server has the same limit."""
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -153,7 +153,7 @@ def _flag_or_key(key: str, flag: str | None, conf: Mapping[str, str]) -> tuple[s
 
 
 def parse_backoff(given: str, text: str) -> tuple[int, int]:
-    """Read BASE or BASE:MAX in seconds, as milliseconds; `given` is the option for errors.
+    """Read BASE or BASE:MAX in seconds, as milliseconds; `given` names the option in errors.
 
     >>> parse_backoff("", "2"), parse_backoff("", "0.5:10"), parse_backoff("", "90")
     ((2000, 60000), (500, 10000), (90000, 90000))
@@ -300,7 +300,7 @@ def _count(given: str, digits: str) -> int:
 
 
 def shutdown_timeout_ms(given: str, text: str) -> int:
-    """Read how long workers may take to stop; `given` is the option for errors."""
+    """Read how long workers may take to stop; `given` names the option in errors."""
     try:
         seconds = float(text)
     except ValueError:
@@ -323,7 +323,7 @@ def fence_after_ms(seconds: float | None) -> int:
 
 
 def hang_timeout(text: str | None) -> HangTimeout | None:
-    """Read the time without progress after which a worker hangs; None: never.
+    """Read the time without progress after which a worker counts as hung; None: never.
 
     >>> hang_timeout("600"), hang_timeout("auto"), hang_timeout(None)
     (HangTimeout(ms=600000), HangTimeout(ms=None), None)

@@ -24,7 +24,7 @@ class Clock(Protocol):
     """The clock interface of the driver. Tests pass a clock that they move by hand."""
 
     def now_ms(self) -> int:
-        """Return the time in milliseconds; it never goes back."""
+        """Return the time in milliseconds; it never decreases."""
         ...
 
     def call_at(self, at_ms: int, callback: Callable[[], None]) -> Cancellable:

@@ -81,7 +81,7 @@ async def _beat(every_s: float) -> None:
         await asyncio.sleep(every_s)
 
 
-# ---------------------------------------------------------------------- what is planned
+# ---------------------------------------------------------------------- planned jobs
 
 
 def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:

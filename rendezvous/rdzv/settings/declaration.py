@@ -43,7 +43,7 @@ class Rule(Struct, frozen=True):
 
 
 class Table(Struct, frozen=True, kw_only=True):
-    """A table of a configuration; a whole configuration is one, too."""
+    """A table of a configuration, or a whole configuration."""
 
     program: ClassVar[str] = ""
     """The program whose configuration this is."""
@@ -73,7 +73,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     metas: tuple[Meta, ...]
     """Their bounds, for msgspec."""
     kind: Any
-    """The class of its values: `int`, `tuple`, one with a classmethod `parse`, ..."""
+    """The class of its values: `int`, `tuple`, a class with a classmethod `parse`, ..."""
     reason: str
     default: Any
     """None: the setting has no value unless it is set."""

@@ -107,7 +107,7 @@ def load(
 
 
 def read_document(path: Path, source: str) -> dict[str, Any]:
-    """Read a TOML file that people write; `source` names it in errors.
+    """Read a TOML file written by people; `source` names it in errors.
 
     Raises:
         ConfigurationError: it cannot be read, is too large, or is not TOML.

@@ -72,7 +72,7 @@ class Replica:
 
 
 class _Session:
-    """One lease of this process, and at most one term under it. A lost term costs the session."""
+    """One lease of this process, and at most one term under it. Losing the term ends it."""
 
     def __init__(self, lease: int, ttl_s: int, sent_s: float) -> None:
         self.lease = lease
@@ -395,7 +395,7 @@ def read_leader(kv: KeyValue) -> Leader:
 
 
 def with_leadership(kv: KeyValue, number: int) -> bytes:
-    """Return the value of a leader key whose leader has taken over under `number`."""
+    """Return the value of a leader key after its leader has taken over as `number`."""
     return msgspec.json.encode(replace(read_leader(kv), leadership=number))
 
 

@@ -164,7 +164,7 @@ def identify(db: sqlite3.Connection, path: Path) -> int:
     """Return the schema version of an open file.
 
     Raises:
-        RendezvousStateError: it is another program's, or of a newer rdzvd.
+        RendezvousStateError: another program or a newer rdzvd wrote it.
 
     """
     version: int = db.execute("PRAGMA user_version").fetchone()[0]

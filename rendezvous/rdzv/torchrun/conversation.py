@@ -77,7 +77,7 @@ class Talk:
     # ------------------------------------------------------------------ the end
 
     def on_success(self) -> None:
-        """Note that torch's agent waits at its exit barrier: its workers have all exited 0."""
+        """Note that torch's agent waits at its exit barrier: all its workers have exited 0."""
         with self.news:
             if self.part.phase is Phase.RUNNING and not self.round_is_over:
                 self.say(self.part.say_succeeded())

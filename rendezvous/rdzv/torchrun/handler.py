@@ -77,7 +77,7 @@ class RdzvHandler(RendezvousHandler):
         # An interrupted launch makes no further call; at exit the conversation ends itself.
         weakref.finalize(self, self._talk.abandon).atexit = False
 
-    # ------------------------------------------------------------------ what torch asks
+    # ------------------------------------------------------------------ calls by torch
 
     def get_backend(self) -> str:
         """Return the name of this backend in torchrun."""
@@ -333,7 +333,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-# ------------------------------------------------------------------ what a node offers
+# ------------------------------------------------------------------ a node's offer
 
 
 def _offer(options: Options) -> pb.Offer:

@@ -68,7 +68,7 @@ class Part:
         """Whether the server's answer is final: there is no next round for this node."""
         return self.closed is not None or self.refused is not None
 
-    # ------------------------------------------------------------------ what is said
+    # ------------------------------------------------------------------ messages sent
 
     def say_join(self, store_port: int) -> pb.NodeMessage:
         """Ask for a place in the next round; no workers of the last one are left."""
@@ -142,7 +142,7 @@ class Part:
             secret=self._secret,
         )
 
-    # ------------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------------ messages received
 
     def hear(self, message: pb.ServerMessage) -> None:
         """Handle a message of the server."""

@@ -17,7 +17,7 @@ AddressInfo: TypeAlias = Sequence[tuple[Any, Any, int, str, tuple[Any, ...]]]
 
 
 def machine_id() -> str:
-    """Name this machine and network namespace: nodes with the same name share a loopback."""
+    """Identify this machine and network namespace: nodes with the same id share a loopback."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

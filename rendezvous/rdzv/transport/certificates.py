@@ -76,7 +76,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def check_authorities(path: Path, what: str) -> None:
-    """Refuse a file without certificates of trusted authorities; `what` names it for people.
+    """Refuse a file without certificates of trusted authorities; `what` names it in errors.
 
     Raises:
         InvalidRequestError: it cannot be read, or holds no certificate.
@@ -92,7 +92,7 @@ def check_authorities(path: Path, what: str) -> None:
 
 
 def check_pair(cert: Path, key: Path, what: str) -> None:
-    """Refuse a certificate and a key that cannot be used together; `what` names them for people.
+    """Refuse a certificate and a key that cannot be used together; `what` names them in errors.
 
     Raises:
         InvalidRequestError: one cannot be read, or they do not belong together.

@@ -145,7 +145,7 @@ class Backoff:
     """How long a node waits before it tries again to open its stream."""
 
     first_s: float = 0.1
-    """The shortest wait; it doubles with every further attempt that fails."""
+    """The shortest wait; it doubles with each failed attempt."""
     max_s: float = 5.0
     takeover_s: float = 0.5
     """The wait while servers stand by and their leader does not answer; lasts for a few seconds."""

@@ -41,7 +41,7 @@ class Round:
     charge: str = ""
     charge_reason: str = ""
     stopped_ms: dict[str, int] = field(default_factory=dict)
-    """By node: when it had stopped its workers, or was gone."""
+    """By node: when it had stopped its workers or was gone."""
     dead_ms: int = 0
     """How long its workers had been dead when it ended: killed by a node that was cut off."""
     restarts: str = ""

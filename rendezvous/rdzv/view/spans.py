@@ -24,7 +24,7 @@ class Phase(StrEnum):
 
 @struct(frozen=True)
 class Span:
-    """The time that a job was in one phase."""
+    """The time that a job spent in one phase."""
 
     phase: Phase
     round: Round | None
