@@ -1,16 +1,16 @@
-"""The store host: serves one round's c10d store on a socket that was listening before.
+"""The store host: serves one round's c10d store on a socket that is already listening.
 
     python store_host.py --fd N --ready-fd M [--port P]
 
-Run by path with the job's interpreter, so it needs torch and nothing of rdzv, and takes Pythons
-older than rdzv's own. Says "ready" on M once clients are served, then sleeps until it is killed.
-Where there is a zygote with torch, a fork of it runs `serve` and `keep_serving` instead.
+Run by path with the job's interpreter, so it needs torch and nothing of rdzv, and supports Pythons
+older than rdzv's own. Writes "ready" to M once clients are served, then sleeps until it is killed.
+If there is a zygote with torch, a fork of it runs `serve` and `keep_serving` instead.
 
 The choices, tried with torch 2.13:
 
 * `master_listen_fd`: clients that connected before are served as soon as the store exists, so
   workers need not wait for it. The store takes the descriptor over.
-* `wait_for_workers=False`: else the constructor would wait for all clients.
+* `wait_for_workers=False`: otherwise the constructor would wait for all clients.
 * `use_libuv` as the workers decide it (USE_LIBUV, on by default), so that server and clients are
   of one kind, as under torchrun. Both kinds take a listening socket.
 * `multi_tenant=False`: it shares one server between the stores of one process that have the same
@@ -67,9 +67,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def serve(fd: int, wanted_port: int | None = None, *, whole_torch: bool) -> object:
-    """Return a store on that listening socket, which serves until it is deleted.
+    """Return a store on this listening socket; it serves until it is deleted.
 
-    Where torch is imported already, as in a fork of the zygote, `whole_torch` takes it as it is.
+    If torch is already imported, as in a fork of the zygote, `whole_torch` uses it as it is.
     """
     host, port = reachable_at(fd)
     if wanted_port not in (None, port):
@@ -97,7 +97,7 @@ def reachable_at(fd: int) -> tuple[str, int]:
         if host == "0.0.0.0":
             host = "127.0.0.1"
         elif host == "::":
-            # IPv4 by preference: the loopback device may be without ::1.
+            # Prefer IPv4: the loopback device may lack ::1.
             only_v6 = sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
             host = "::1" if only_v6 else "127.0.0.1"
         return host, port
@@ -112,17 +112,17 @@ def import_store_type(*, whole_torch: bool) -> Any:
         try:
             return import_extension_alone()._distributed_c10d.TCPStore
         except Exception:
-            # Half-imported modules go with the process; descriptors and pid stay.
+            # Half-imported modules vanish with the exec; descriptors and pid stay.
             command = getattr(sys, "orig_argv", [sys.executable, *sys.argv])
             os.execv(sys.executable, [*command, "--whole-torch"])
     return importlib.import_module("torch.distributed").TCPStore
 
 
 def import_extension_alone() -> Any:
-    """Import the C++ part of torch, which has the store, under empty packages.
+    """Import only the C++ part of torch, which has the store, under empty packages.
 
     Importing all of torch takes a second of CPU, five times as long, while the first workers need
-    the CPU, and half as much memory again. Nothing else here knows so much of torch's internals.
+    the CPU, and half as much memory again. No other code here knows as much of torch's internals.
     """
     finder = importlib.machinery.PathFinder
     found = finder.find_spec("torch", sys.path)
@@ -144,7 +144,7 @@ def import_extension_alone() -> Any:
 
 
 def stay_small() -> None:
-    """Keep torch off the GPUs, and from plug-ins and thread pools, which serving does not need."""
+    """Keep torch from using GPUs, plug-ins and thread pools, which serving does not need."""
     os.environ.update(
         CUDA_VISIBLE_DEVICES="",
         HIP_VISIBLE_DEVICES="",
@@ -157,7 +157,7 @@ def stay_small() -> None:
 
 
 def die_with_parent() -> None:
-    """Have this process killed when its parent dies, however it was started."""
+    """Make the kernel kill this process when its parent dies, however it was started."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

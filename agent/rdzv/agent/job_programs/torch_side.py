@@ -2,14 +2,14 @@
 
     python torch_side.py FD
 
-Run by path with the job's interpreter, so it needs torch and nothing of rdzv, and takes Pythons
+Run by path with the job's interpreter, so it needs torch and nothing of rdzv, and supports Pythons
 older than rdzv's own. It speaks JSON lines on the socket FD. The first one gives its role:
 
-* `{"role": "events", "name": N, "logs_specs": ""}`: every further line is an event, which torch's
-  handler N gets.
+* `{"role": "events", "name": N, "logs_specs": ""}`: every further line is an event for torch's
+  handler N.
 * `{"role": "logs_specs", "name": N, "log_dir": ..., "redirects": ..., "tee": ..., "ranks": ...}`:
-  every further line is `{"envs": ...}` of a round's workers; the answer is where they write. Their
-  files are emptied here, with the rights of the job.
+  every further line is `{"envs": ...}` of a round's workers; the answer is their output locations.
+  Their files are emptied here, with the rights of the job.
 
 The first answer is `{"ready": true}` or `{"refused": "why"}`. It ends when the socket does; if the
 agent is killed, it has `LINGER_S` to finish.
@@ -67,13 +67,13 @@ def say(agent: socket.socket, message: dict[str, Any]) -> None:
 
 
 def describe(error: Exception) -> str:
-    """Return in one line what is wrong; with the kind of error unless it is a refusal."""
+    """Describe an error in one line, with its kind unless it is a refusal."""
     text = " ".join(str(error).split())
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
 
 
 class Refusal(Exception):  # noqa: N818
-    """A request cannot be carried out; says why, in words for the user."""
+    """A request cannot be carried out; the message tells the user why."""
 
 
 # ---------------------------------------------------------------------- events
@@ -82,11 +82,11 @@ class Refusal(Exception):  # noqa: N818
 def record_events(
     asked: Iterator[dict[str, Any]], name: str, logs_specs: str
 ) -> Iterator[dict[str, Any] | None]:
-    """Record every event; one that the handler fails on is shown, and dropped."""
+    """Record every event; if the handler fails on one, show and drop it."""
     events: Any = importlib.import_module("torch.distributed.elastic.events")
     handlers: Any = importlib.import_module("torch.distributed.elastic.events.handlers")
-    # As in torchrun: this loads the entry points of `torchrun.handlers`, whose modules may
-    # register handlers of events as well, and so may the one with the logs specs.
+    # As in torchrun: this loads the entry points of `torchrun.handlers`, whose modules may also
+    # register event handlers, and so may the module with the logs specs.
     importlib.import_module("torch.distributed.elastic.rendezvous")
     if logs_specs:
         load_logs_specs(logs_specs)
@@ -119,7 +119,7 @@ def read_error(path: str, exit_code: int) -> Any:
             with open(path) as file:  # noqa: PTH123
                 return json.load(file)
         except (OSError, ValueError):
-            pass  # torchrun would end here; the agent has told the user.
+            pass  # torchrun would end here; the agent has informed the user.
     return NO_ERROR_DATA if exit_code < 0 else {**NO_ERROR_DATA, "errorTraits": NOT_TRACEABLE}
 
 
@@ -134,7 +134,7 @@ def reify_logs_specs(
     tee: dict[str, int],
     ranks: list[int] | None,
 ) -> Iterator[dict[str, Any] | None]:
-    """Answer for every round where its workers write, and what their environment is."""
+    """Answer for every round with its workers' output locations and environment."""
     made = load_logs_specs(name)(
         log_dir=log_dir,
         redirects=to_streams(redirects),
@@ -168,7 +168,7 @@ def load_logs_specs(name: str) -> Any:
 
 
 def every_entry_point(group: str) -> Any:
-    """List the entry points of a group, in Pythons from 3.9 on."""
+    """List the entry points of a group, in Python 3.9 and later."""
     found: Any = metadata.entry_points()
     return found.select(group=group) if hasattr(found, "select") else found.get(group, ())
 
@@ -181,7 +181,7 @@ def to_streams(by_rank: dict[str, int]) -> Any:
 
 
 def tell(made: Any) -> dict[str, Any]:
-    """Make JSON of a LogsDest; its paths are seen from here, which is where the workers start."""
+    """Convert a LogsDest to JSON; resolve paths from this folder, where the workers start."""
     fields = ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
     files = {
         field: {rank: absolute(path) for rank, path in getattr(made, field).items() if path}
@@ -218,13 +218,13 @@ ROLES: dict[str, Callable[..., Iterator[dict[str, Any] | None]]] = {
 
 
 def forget_own_folder() -> None:
-    """Leave the modules beside this one to themselves: Python puts a script's folder first."""
+    """Keep modules beside this one from being imported: Python puts a script's folder first."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 
 
 def linger_after_parent() -> None:
-    """Have a few seconds for what is still to be recorded when the agent is killed."""
+    """Allow a few seconds to record remaining events when the agent is killed."""
     parent = os.getppid()
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(LINGER_S))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)

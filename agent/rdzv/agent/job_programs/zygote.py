@@ -3,11 +3,11 @@
 It is started with the command line of a worker (`python -u train.py ...`, or -m, or -c), and with
 a folder on PYTHONPATH whose `sitecustomize` runs `main` below while the interpreter starts, just
 before it would run the script. There it preloads the modules of its order, and waits for requests.
-A forked worker returns from `main`, and the interpreter goes on to its script as usual. So
+A forked worker returns from `main`, and the interpreter continues with its script as usual. So
 `__main__`, `sys.argv`, -m and -c, tracebacks, exit codes and exit handlers are the interpreter's
 own, not imitated, and no frame of this file is below the script's.
 
-Standard library only, until it preloads; it runs under Pythons older than rdzv's own.
+It imports only the standard library until it preloads; it runs under Pythons older than rdzv's own.
 
 RDZV_ZYGOTE in its environment is a JSON object, its order:
 
@@ -15,8 +15,8 @@ RDZV_ZYGOTE in its environment is a JSON object, its order:
                                 cannot be forked here at all (refused), and exit
     {path, argv, fd, modules}   Preload, then serve; fd is a Unix seqpacket socket to the runner
 
-`path` is the PYTHONPATH that a worker would have, null for none; `argv` the command line that this
-was started by, and `script` the one to be checked, -m or -c. Messages on the socket:
+`path` is the PYTHONPATH that a worker would have, null for none; `argv` is the zygote's own command
+line, and `script` the script to check, -m or -c. Messages on the socket:
 
     {ready: {modules, threads, memory_kb, seconds}}   it can be asked to fork
     {refused: reason}                    workers cannot be forked from this; it exits
@@ -25,7 +25,7 @@ was started by, and `script` the one to be checked, -m or -c. Messages on the so
 
 Each fork is forked twice, so that the runner, which is a subreaper, becomes its parent. It does
 nothing until it has read its order from its link, as a frame (4 bytes of length, big endian, then
-JSON). If the link is closed before, the fork was given up, and exits.
+JSON). If the link is closed before that, the fork was given up, and exits.
 
 * A worker: {argv, env, given, cwd, cpus, parent, stdout, stderr}, where `given` is the environment
   that the zygote was given, and with it three standard streams; `stdout` and `stderr` are files to
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 BARE = ("torch", "numpy")
-"""Modules that are imported first; the threads that they start on import survive a fork."""
+"""Modules imported first; the threads that they start on import are harmless in a fork."""
 
 MAX_FDS = 253
 """The most descriptors that the kernel takes with one message."""
@@ -76,24 +76,24 @@ _PR_SET_MM_MAP = 14
 
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _UNSHARABLE = ("socket:", "pipe:", "anon_inode:", *_GPU_DEVICES)
-"""Descriptors that several processes cannot use as if each had opened its own."""
+"""Descriptors that several processes cannot share as if each had opened its own."""
 
 _torch_seed: dict[str, int] = {}
-"""torch's seed after its import, as `fresh`; a module that seeds torch does so for all workers."""
+"""torch's seed after its import, as `fresh`; a module that seeds torch seeds all workers."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class RefusedError(Exception):
-    """Workers cannot be forked from this process; says why."""
+    """Workers cannot be forked from this process; the message says why."""
 
 
 class StartError(Exception):
-    """A worker cannot be started as asked, with or without a zygote; says why."""
+    """A worker cannot be started as requested, with or without a zygote; the message says why."""
 
 
 def main(hook: str) -> bool:
-    """Carry out the order in RDZV_ZYGOTE; return in the workers alone.
+    """Carry out the order in RDZV_ZYGOTE; return only in workers.
 
     `hook` is the folder whose `sitecustomize` calls this. Returns whether the site has a
     `sitecustomize` of its own, which has then been imported.
@@ -154,7 +154,7 @@ def _answer_check(names: Iterable[str], script: str) -> None:
 
 
 def _missing(names: Iterable[str], script: str) -> dict[str, str]:
-    """Return the modules that cannot be found, and why, in Python's words."""
+    """Return the modules that cannot be found, and Python's reasons."""
     missing = {}
     with _ScriptFolder(script):
         for name in names:
@@ -170,7 +170,7 @@ def _missing(names: Iterable[str], script: str) -> dict[str, str]:
 
 
 class _ScriptFolder:
-    """Makes imports in its body find the same modules as in the script."""
+    """Context in which imports find the same modules as in the script."""
 
     def __init__(self, script: str) -> None:
         self._script = script
@@ -180,7 +180,7 @@ class _ScriptFolder:
         if self._entry is not None:
             sys.path.insert(0, self._entry)
         if self._script not in ("-m", "-c"):
-            # Else libraries may take this for an interactive session.
+            # Otherwise libraries may take this for an interactive session.
             sys.modules["__main__"].__file__ = str(Path(self._script).absolute())
 
     def __exit__(self, *_: object) -> None:
@@ -190,7 +190,7 @@ class _ScriptFolder:
 
 
 def _first_of_path(script: str) -> str | None:
-    """Return what an interpreter puts before `sys.path` when it runs the script."""
+    """Return the entry that an interpreter prepends to `sys.path` when it runs the script."""
     if getattr(sys.flags, "safe_path", False):
         return None
     if script == "-c":
@@ -202,7 +202,7 @@ def _first_of_path(script: str) -> str | None:
 
 
 def _preload(modules: Sequence[str]) -> dict[str, Any]:
-    """Import modules, the bare ones first; return what this process is like afterwards.
+    """Import modules, the bare ones first; return a description of this process afterwards.
 
     Raises:
         RefusedError: one cannot be imported, or leaves this process unable to fork.
@@ -223,9 +223,9 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
             if name in BARE:
                 threads = max(threads, len(_threads()))
             _check_forkable(name, threads, fds)
-    importlib.invalidate_caches()  # What this imports, no worker has to.
+    importlib.invalidate_caches()  # Workers need not import what this imports.
     gc.collect()
-    # So that no worker's collector writes to, and thereby copies, every page that they share.
+    # Otherwise each worker's collector would write to, and thereby copy, every shared page.
     gc.freeze()
     return {
         "modules": list(modules),
@@ -236,7 +236,7 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
-    """Refuse if `name` has left something on import that would be broken, or shared, in a fork."""
+    """Refuse if importing `name` left something that would be broken, or shared, in a fork."""
     if "threading" in sys.modules and len(sys._current_frames()) > 1:
         found = [thread.name for thread in sys.modules["threading"].enumerate()[1:]]
         raise RefusedError(f"import {name} starts Python threads ({', '.join(found)})")
@@ -273,7 +273,7 @@ def _children() -> list[str]:
 
 
 def _open_fds() -> dict[int, str]:
-    """Return the open descriptors, and the file behind each."""
+    """Return the open descriptors and the file behind each."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -290,7 +290,7 @@ def _memory_kb() -> int:
 
 
 def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
-    """Fork what is asked for, until the runner is gone; return in the workers alone."""
+    """Fork on request until the runner is gone; return only in workers."""
     while True:
         data, ancillary, flags, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(MAX_FDS * 4))
         if not data:
@@ -312,7 +312,7 @@ def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
 
 
 def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """Return the descriptors that have come with a message."""
+    """Return the descriptors that came with a message."""
     fds = array.array("i")
     for _, _, part in ancillary:
         fds.frombytes(part[: len(part) - len(part) % fds.itemsize])
@@ -322,7 +322,7 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 def _fork_all(
     control: socket.socket, links: Sequence[int], *, lost: bool
 ) -> tuple[dict[str, object] | None, int]:
-    """Fork once for each link; return the answer, once the process in between is gone.
+    """Fork once for each link; return the answer once the intermediate process is gone.
 
     In a fork, return None and the fork's place. Fork none if links were `lost`, for lack of
     descriptors.
@@ -347,7 +347,7 @@ def _fork_all(
         return None, mine
     os.close(write_end)
     _, status = os.waitpid(middle, 0)
-    # All that it has written fits into a pipe, and is there; no fork needs to have come so far.
+    # All that it wrote fits into the pipe and is there; this does not wait for the forks.
     said = os.read(read_end, 4 * len(links)) if os.WIFEXITED(status) else b""
     os.close(read_end)
     pids = list(struct.unpack(f"{len(said) // 4}i", said))
@@ -357,14 +357,14 @@ def _fork_all(
 
 
 def _describe(status: int) -> str:
-    """Return why the process in between has forked too few."""
+    """Return why the intermediate process has forked too few."""
     if os.WIFEXITED(status):
         return os.strerror(os.WEXITSTATUS(status))
     return f"the process in between was killed by signal {os.WTERMSIG(status)}"
 
 
 def _fork_each(count: int, write_end: int) -> int:
-    """Fork from the process in between, and exit; return its place in each fork."""
+    """Fork from the intermediate process, which exits; return its place in each fork."""
     code = 1
     try:
         for place in range(count):
@@ -380,7 +380,7 @@ def _fork_each(count: int, write_end: int) -> int:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Those threads are known, and have been found to be harmless.
+        # These threads are known, and were found to be harmless.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -396,7 +396,7 @@ def _say(sock: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def _become_what_is_asked(links: Sequence[int], mine: int, zygote_argv: Sequence[bytes]) -> None:
-    """Wait for this fork's order; return in a worker alone."""
+    """Wait for this fork's order; return only in a worker."""
     os.setsid()
     for fd in {*links} - {links[mine]}:
         os.close(fd)
@@ -434,9 +434,9 @@ def _take_streams(fds: Sequence[int]) -> None:
 
 
 def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket) -> None:
-    """Serve a store in place of a fresh interpreter that would run `argv`; never return.
+    """Serve a store instead of a fresh interpreter that would run `argv`; never return.
 
-    Errors before it serves are raised; no client has been served by then.
+    Errors before it serves are raised, when no client has been served yet.
     """
     _leash(spec["parent"])
     os.sched_setaffinity(0, spec["cpus"])
@@ -461,10 +461,10 @@ def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket)
 
 
 def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
-    """Apply what is this worker's own, and renew what no two processes may share."""
+    """Apply this worker's own settings, and renew state that two processes must not share."""
     _leash(spec["parent"])
     for fd, name in ((1, "stdout"), (2, "stderr")):
-        # A runner older than this file has opened them itself.
+        # A runner older than this file opens them itself.
         if spec.get(name) is not None:
             _append_to(name, _text(_bytes(spec[name])), fd)
     argv = [_bytes(word) for word in spec["argv"]]
@@ -481,7 +481,7 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
     _renew_streams()
     importlib.invalidate_caches()
     _show_as([os.fsencode(word) for word in getattr(sys, "orig_argv", ())] or argv, env)
-    # The zygote has all blocked that is meant for workers; none of it has reached this process.
+    # The zygote blocks all signals meant for workers; none has reached this process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
@@ -506,11 +506,11 @@ def _leash(parent: int) -> None:
     """Make the kernel kill this process when the runner dies."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(0)  # It has died before.
+        os._exit(0)  # The runner died before.
 
 
 def _take_arguments(argv: Sequence[bytes], zygote_argv: Sequence[bytes]) -> None:
-    """Set the arguments of the script; the interpreter knows the script itself already."""
+    """Set the arguments of the script; the interpreter already knows the script itself."""
     count = len(sys.argv) - 1
     before = len(zygote_argv) - count
     if argv[:before] != zygote_argv[:before]:
@@ -529,7 +529,7 @@ def _change_environment(env: Mapping[bytes, bytes], given: Mapping[bytes, bytes]
     """Set a worker's environment, and repeat the changes that were made to the zygote's.
 
     The interpreter, a wrapper, or a module on import may have set a variable. They would have done
-    so in the worker, too, unless it is given another value.
+    so in the worker, too, unless it is given a different value.
     """
     wanted = dict(env)
     now = dict(os.environb)
@@ -575,9 +575,9 @@ def _renew_streams() -> None:
 
 
 def _renew_randomness() -> None:
-    """Give this process random numbers of its own, as a fresh interpreter has.
+    """Give this process its own random numbers, like a fresh interpreter.
 
-    The generators of GPUs do not exist yet, and begin with the same number in every process.
+    GPU generators do not exist yet, and begin with the same number in every process.
     """
     random.seed()
     torch: Any = sys.modules.get("torch")
@@ -612,7 +612,7 @@ class _MemoryMap(ctypes.Structure):
 
 
 _shown: list[mmap.mmap] = []
-"""The memory that /proc reads command line and environment from."""
+"""The memory from which /proc reads the command line and environment."""
 
 
 def _call_oneself(title: str) -> None:
@@ -642,11 +642,11 @@ def _show_as(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> None:
     _shown[:] = [memory]
 
 
-# ---------------------------------------------------------------------- frames and words
+# ---------------------------------------------------------------------- frames and text
 
 
 def _read_frame(link: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Read a frame, and the descriptors with it; None if the link is closed instead."""
+    """Read a frame and its descriptors; None if the link is closed instead."""
     header, fds = _read_exactly(link, 4)
     payload = header and _read_exactly(link, struct.unpack(">I", header)[0])[0]
     return json.loads(payload) if payload else None, fds
@@ -674,7 +674,7 @@ def _write_frame(link: socket.socket, message: Mapping[str, object]) -> None:
     try:
         link.sendall(struct.pack(">I", len(payload)) + payload)
     except OSError:
-        os._exit(0)  # It was given up meanwhile.
+        os._exit(0)  # This fork was given up meanwhile.
 
 
 def _bytes(text: str) -> bytes:

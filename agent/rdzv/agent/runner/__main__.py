@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    # The package is found by its folder's own name: the path may have nothing of rdzv.
+    # The package is found by its folder's own name, since the path may lack rdzv.
     sys.path.append(__file__.rpartition("/runner/")[0])
     from runner.runner import main  # type: ignore[import-not-found]
 

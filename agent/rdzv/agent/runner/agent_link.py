@@ -1,4 +1,4 @@
-"""The socket to the agent: requests are read, events are sent, and kept until the agent has them.
+"""The socket to the agent: reads requests, and sends events, kept until the agent confirms them.
 
 Both directions carry the frames of channel.py; requests.py lists the requests. Events:
 
@@ -16,8 +16,8 @@ Both directions carry the frames of channel.py; requests.py lists the requests. 
     serve_failed      {reason}                        it ends with its agent, as without `serve`
     error             {reason}
 
-From the request `serve` on, events are numbered, and repeated to the next agent until one has said
-`heard` {number}: that counts for all events up to that number. An exit's `age_ms` grows meanwhile.
+From the request `serve` on, events are numbered, and repeated to the next agent until one has sent
+`heard` {number}, which covers all events up to that number. An exit's `age_ms` grows meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class AgentLink:
-    """The agent that is connected, if any, and the events that no agent has confirmed."""
+    """The connected agent, if any, and the events that no agent has confirmed."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class AgentLink:
         obey: Callable[[Mapping[str, object]], None],
         on_lost: Callable[[bool], None],
     ) -> None:
-        """`obey` carries out a request. `on_lost` is told whether the lost agent was in charge."""
+        """Take a request handler, and `on_lost`, which gets whether the agent was in charge."""
         self._loop = loop
         self._obey = obey
         self._on_lost = on_lost
         self._channel: Channel | None = None
         self.in_charge = False
-        """Whether the agent that is connected gives orders, and receives events."""
+        """Whether the connected agent gives orders and receives events."""
         self.numbers_events = False
         """Whether events are remembered until an agent has confirmed them."""
         self._events = 0
-        # Without an agent only a limited number of events can happen, so this is limited too.
+        # Without an agent only a limited number of events can happen, so this is limited, too.
         self._unconfirmed: deque[tuple[float, dict[str, object]]] = deque()
 
     @property
@@ -64,7 +64,7 @@ class AgentLink:
         return self._channel is not None
 
     def attach(self, channel: Channel) -> None:
-        """Have an agent at the other end of a channel; `OSError` if it cannot be watched."""
+        """Connect an agent at the other end of a channel; `OSError` if it cannot be watched."""
         self._loop.watch(channel.fileno(), self.read)
         self._channel = channel
 
@@ -105,7 +105,7 @@ class AgentLink:
 
     @property
     def lost_fds(self) -> bool:
-        """Whether a descriptor was lost, for this process has too many open."""
+        """Whether a descriptor was lost because this process has too many open."""
         return self._channel is not None and self._channel.lost_fds
 
     def emit(self, event: str, **fields: object) -> None:
@@ -119,7 +119,7 @@ class AgentLink:
             self.send(message)
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Send a message to the agent that is connected, if there is one."""
+        """Send a message to the connected agent, if there is one."""
         channel = self._channel
         if channel is None:
             return
@@ -131,7 +131,7 @@ class AgentLink:
             self.disconnect()
 
     def repeat_unconfirmed(self) -> None:
-        """Send every event that no agent has confirmed."""
+        """Resend every event that no agent has confirmed."""
         now = time.monotonic()
         for at, message in tuple(self._unconfirmed):
             if "age_ms" in message:

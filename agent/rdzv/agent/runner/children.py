@@ -1,7 +1,7 @@
 """How an exit is noticed: `Children` holds a pidfd of every child, and reaps it when it exits.
 
-Every child of the runner is here, from its fork to its end, whether it was forked by the runner
-itself or by the zygote.
+It holds every child of the runner from fork to exit, whether forked by the runner itself or by the
+zygote.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .spawn import Program
 
 START_SLOW_S = 10.0
-"""After this time a child that does not run its program yet is named on stderr."""
+"""A child that does not run its program after this time is named on stderr."""
 
 
 class Launch:
@@ -35,15 +35,15 @@ class Launch:
 
     def __init__(self, name: str, fd: int, on_run: Callable[[Child], None] | None) -> None:
         self.name = name
-        """What it is to be, as a user knows it."""
+        """Its future role, as named to the user."""
         self.fd = fd
-        """Where it writes what it does; at the end of file it runs or is gone."""
+        """Descriptor on which it reports its steps; at end of file it runs or is gone."""
         self.on_run = on_run
         self.slow_at: float | None = time.monotonic() + START_SLOW_S
         self._report = bytearray()
 
     def read(self) -> bool:
-        """Read what the child has reported; say whether that was all."""
+        """Read the child's reports; return whether they are complete."""
         try:
             while data := os.read(self.fd, RECEIVE_BYTES):
                 self._report += data
@@ -53,12 +53,12 @@ class Launch:
 
     @property
     def doing(self) -> str:
-        """The step that it has begun last."""
+        """The step that it began last."""
         return self._report.rpartition(b"\0")[0].rpartition(b"\0")[2].decode(errors="replace")
 
     @property
     def failure(self) -> str:
-        """Why its program does not run, "" unless it has failed."""
+        """The reason why its program does not run, "" unless it has failed."""
         return self._report.rpartition(b"\0")[2].decode(errors="replace")
 
 
@@ -77,15 +77,15 @@ class Child:
         self.on_exit = on_exit
         """Called with its exit code, which is less than 0 for a signal."""
         self.spared = spared
-        """Whether the end of a round leaves it alone."""
+        """Whether it survives the end of a round."""
         self.launch = launch
         self.pidfd: int | None = None
-        """None where SIGCHLD has to announce its exit."""
+        """None if only SIGCHLD announces its exit."""
         self._exit_code: int | None = None
 
     @property
     def failure(self) -> str:
-        """Why its program never ran, "" if it did."""
+        """The reason why its program never ran, "" if it did."""
         return "" if self.launch is None else self.launch.failure
 
     def poll(self) -> int | None:
@@ -97,7 +97,7 @@ class Child:
         return self._exit_code
 
     def kill(self) -> None:
-        """Send SIGKILL, unless it was reaped."""
+        """Send SIGKILL, unless it has been reaped."""
         if self._exit_code is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -119,7 +119,7 @@ class Children:
         self._loop.watch(self._doorbell.fileno(), self._answer_doorbell)
 
     def close(self) -> None:
-        """Close what this has open from the start."""
+        """Close everything opened at the start."""
         self._own.close()
         if self._doorbell is not None:
             self._doorbell.close()
@@ -135,7 +135,7 @@ class Children:
         on_run: Callable[[Child], None] | None = None,
         spared: bool = False,
     ) -> Child:
-        """Fork a child that is to run a program; never wait for it.
+        """Fork a child to run a program; never wait for it.
 
         `on_run` is called once it runs, and also if it was killed before. Raises `OSError` if it
         cannot be forked.
@@ -165,7 +165,7 @@ class Children:
         return child
 
     def launching(self) -> set[int]:
-        """Return the pids of the children that do not run their programs yet."""
+        """Return the pids of children that do not run their programs yet."""
         return {child.pid for child in self._launching}
 
     def _read_launch(self, child: Child) -> None:
@@ -182,8 +182,8 @@ class Children:
 
     def _watch_exit(self, child: Child) -> None:
         self._children[child.pid] = child
-        # epoll returns pidfds in the order of the exits, so the first failure comes first. Without
-        # a pidfd only that order is lost.
+        # epoll returns pidfds in the order of the exits, so the first failure comes first. Children
+        # without a pidfd lose only that order.
         with suppress(OSError):
             child.pidfd = os.pidfd_open(child.pid)
             try:
@@ -201,7 +201,7 @@ class Children:
     def _reap_child(self, child: Child) -> None:
         code = child.poll()
         if code is None:
-            return  # A debugger sees it first; SIGCHLD comes when that lets go.
+            return  # A debugger sees it first; SIGCHLD comes when that detaches.
         if child in self._launching:
             self._read_launch(child)
         del self._children[child.pid]
@@ -214,7 +214,7 @@ class Children:
         self._reap_unwatched()
 
     def _reap_unwatched(self) -> None:
-        """Reap the children that have exited and have no pidfd: only SIGCHLD announces those."""
+        """Reap exited children without a pidfd, which only SIGCHLD announces."""
         self._reap_again_at = None
         for child in [child for child in self._children.values() if child.pidfd is None]:
             self._reap_child(child)
@@ -224,7 +224,7 @@ class Children:
             self.reap_again()
 
     def reap_again(self) -> None:
-        """Look for exits in a while: a call has failed, and it may have been an exit's."""
+        """Schedule a check for exits: a call has failed that may have handled one."""
         self._reap_again_at = time.monotonic() + PAUSE_S
 
     # ------------------------------------------------------------------ time
@@ -237,7 +237,7 @@ class Children:
             yield child.launch.slow_at
 
     def do_due(self, now: float) -> None:
-        """Look for exits again, and name the children that start slowly."""
+        """Check for exits again, and name children that start slowly."""
         if self._reap_again_at is not None and now >= self._reap_again_at:
             self._reap_unwatched()
         for child in self._launching:
@@ -252,24 +252,24 @@ class Children:
     # ------------------------------------------------------------------ killing
 
     def descendants(self) -> list[int]:
-        """List what descends from this process, except spared children and theirs; or `OSError`."""
+        """List descendants of this process, except spared children and theirs; or `OSError`."""
         return descendants_of(self._own.pids(), self._spared())
 
     def known(self) -> list[int]:
-        """List the children that are not spared, as far as they are known without the kernel."""
+        """List children that are not spared, as far as known without asking the kernel."""
         return sorted(self._children.keys() - self._spared())
 
     def kill(self) -> list[int]:
-        """Send SIGKILL to all that descends from this process, except spared children; list them.
+        """Send SIGKILL to all descendants of this process, except spared children; list them.
 
-        The children alone decide whether anything is left: what descends from one becomes a child
-        as soon as its parents are dead. Raises `OSError` if the children cannot be listed, and so
-        may be there.
+        The children alone decide whether anything is left: a descendant becomes a child as soon as
+        its parents are dead. Raises `OSError` if the children cannot be listed, so some may be
+        left.
         """
         spared = self._spared()
         left = [pid for pid in self._own.pids() if pid not in spared]
         for pid in left:
-            # Not reaped, so the number is its own.
+            # It is not reaped, so the pid is still its own.
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         below = descendants_of(left)[len(left) :]
@@ -285,7 +285,7 @@ class Children:
 
 
 def exit_fields(code: int) -> dict[str, int | None]:
-    """Split an exit code, which is less than 0 for a signal, into the two."""
+    """Split an exit code, which is less than 0 for a signal, into exit code and signal."""
     if code < 0:
         return {"exit_code": None, "signal": -code}
     return {"exit_code": code, "signal": None}

@@ -8,12 +8,12 @@ connect there and *adopt* it:
                                         zygote, kept}
                 ── adopt ──▶     every event that no agent has confirmed, and then new ones
 
-*Kept* are the values by name that an agent needs to go on where the one before it died; the runner
-does not look into them. They exactly outlive the workers, and a value that is kept before a request
-is sent is known whenever the request is. Only one agent is served at a time; another is sent
-`refused` {reason}. If no agent adopts the runner within `orphan_timeout_s`, it stops its workers,
-with `grace_s`, and ends. The clock runs until `adopt`: an agent to which this runner is too old or
-too new just disconnects.
+*Kept* are the values, by name, that an agent needs to continue where its predecessor died; the
+runner does not look into them. They outlive the agent exactly as the workers do, and a value kept
+before a request is sent is known whenever the request is. Only one agent is served at a time;
+another is sent `refused` {reason}. If no agent adopts the runner within `orphan_timeout_s`, it stops
+its workers, with `grace_s`, and ends. The clock runs until `adopt`: an agent that finds this runner
+too old or too new simply disconnects.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class NextAgent:
-    """The socket for the next agent, what is kept for it, and how long the runner waits for it."""
+    """The socket for the next agent, the values kept for it, and the wait for it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class NextAgent:
         hello: Callable[[], Mapping[str, object]],
         on_orphaned: Callable[[float], None],
     ) -> None:
-        """`hello` describes the runner. `on_orphaned` is told the grace when no agent comes."""
+        """Take `hello`, which describes the runner, and `on_orphaned`, which gets the grace."""
         self._loop = loop
         self._agent = agent
         self._hello = hello
@@ -65,15 +65,15 @@ class NextAgent:
         """None: this runner ends with its agent."""
         self._orphan_timeout_s = self._grace_s = 0.0
         self._orphaned_until: float | None = None
-        """Without an agent in charge: when that ends everything."""
+        """When everything ends if no agent has taken charge by then."""
         self._accept_again_at: float | None = None
-        """When it listens again: it had no descriptor for an agent."""
+        """When it listens again after it lacked a descriptor for an agent."""
         self.gave_up = False
-        """Whether no agent came in time: everything ends with the round."""
+        """Whether no agent came in time, so that everything ends with the round."""
         self._kept: dict[str, str] = {}
 
     def serve(self, request: Mapping[str, object]) -> None:
-        """Obey `serve`: outlive the agent from now on. A second one changes the times only."""
+        """Obey `serve`: outlive the agent from now on. A second request changes only the times."""
         path = read_socket_path(request)
         orphan_timeout_s = read_seconds(request, "orphan_timeout_s", MAX_ORPHAN_TIMEOUT_S)
         grace_s = read_seconds(request, "grace_s", MAX_GRACE_S)
@@ -99,7 +99,7 @@ class NextAgent:
         self._agent.repeat_unconfirmed()
 
     def wait_for_one(self, *, was_in_charge: bool) -> None:
-        """Start the clock, or shut down: the agent is lost."""
+        """Start the clock, or shut down, now that the agent is lost."""
         if self._listener is None:
             self._loop.shutting_down = True
         elif was_in_charge and not self.gave_up:
@@ -111,7 +111,7 @@ class NextAgent:
         yield self._accept_again_at
 
     def do_due(self, now: float) -> None:
-        """Give up the wait for an agent, or listen again."""
+        """Stop waiting for an agent, or listen again."""
         if self._orphaned_until is not None and now >= self._orphaned_until:
             self._end_orphaned()
         if self._accept_again_at is not None and now >= self._accept_again_at:
@@ -128,12 +128,12 @@ class NextAgent:
                 self._path.unlink()
 
     def _accept(self) -> None:
-        """Send hello to an agent that connects, unless there is one, or it is another user's."""
+        """Send hello to a connecting agent, unless one is connected or it is another user's."""
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):  # It has gone again.
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):  # The agent is gone again.
                 self._loop.unwatch(self._listener.fileno())  # It would be readable all the time.
                 self._accept_again_at = time.monotonic() + PAUSE_S
             return
@@ -141,7 +141,7 @@ class NextAgent:
         if uid not in (0, os.geteuid()):
             connection.close()
             return
-        self._agent.read()  # Its end may be waiting there, too.
+        self._agent.read()  # The old agent's end of file may be waiting there, too.
         channel = Channel(connection)
         if self._agent.connected:
             reason = f"this runner, pid {os.getpid()}, has an agent; pid {pid} is one too many"
@@ -165,7 +165,7 @@ class NextAgent:
             self._accept_again_at = now + PAUSE_S
 
     def _end_orphaned(self) -> None:
-        """Have the workers stopped, and then everything: no agent has come."""
+        """Stop the workers, and then everything, as no agent has come."""
         write_line(
             f"runner pid {os.getpid()}: no agent within {self._orphan_timeout_s:g} s; "
             "its workers are stopped"

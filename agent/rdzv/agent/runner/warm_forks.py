@@ -1,11 +1,11 @@
 """Workers and store hosts that are forked from the zygote instead of being started cold.
 
-A fork is a child of the runner like any other. Whatever goes wrong with it, its process is started
-cold instead: while the zygote imports, once it has died, and when it does not fork in time. Forking
-takes a while, so there are *spare forks*: made ahead, they wait for their order.
+A fork is a child of the runner like any other. If anything goes wrong, its process is started cold
+instead: while the zygote imports, once it has died, and when it does not fork in time. Forking
+takes a while, so *spare forks* are made ahead, and wait for their order.
 
-A `WarmStart` is a process that is wanted; a `Fork` is a process that the zygote makes, and that
-becomes what its order says. workers.py and store_hosts.py have the two kinds of `WarmStart`.
+A `WarmStart` is a process that is wanted; a `Fork` is a process that the zygote makes, which
+becomes the process in its order. workers.py and store_hosts.py have the two kinds of `WarmStart`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
         """The owner of warm starts: workers or store hosts."""
 
         def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
-            """Start these cold, of which no fork is there any more."""
+            """Start these, which have no fork any more, cold."""
 
 
 FORK_TIMEOUT_S = 5.0
-"""How long the zygote may take to fork, and a fork to get ready; then it is taken for hung."""
+"""Time for the zygote to fork, and for a fork to get ready; after that it counts as hung."""
 
 SPARE_FORKS_AFTER_S = 1.0
 """For this time after a start the CPUs are left to it; then spare forks are made again."""
 
 MAX_ANSWER_BYTES = 64 << 10
-"""The most that a fork may answer to its order."""
+"""Maximum size of a fork's answer to its order."""
 
 MAX_FORKS_AT_ONCE = 64
-"""As many descriptors must fit into one message, and pids into a pipe."""
+"""This many descriptors must fit into one message, and pids into a pipe."""
 
 
 class Fork:
@@ -61,18 +61,18 @@ class Fork:
         start: WarmStart | None,
         on_answer: Callable[[Fork, Mapping[str, object]], None],
     ) -> None:
-        """`link` is a socket to it, also before it is there; without it, the fork exits."""
+        """Take `link`, a socket to it even before it exists; without it, the fork exits."""
         self._loop = loop
-        # A fork is the job's own process, and answers with a few words.
+        # A fork is the job's own process, and its answer is short.
         self._link = Channel(link, takes_fds=False, max_bytes=MAX_ANSWER_BYTES)
         self._on_answer = on_answer
         self.start = start
-        """What it is to become; None: it is a spare fork."""
+        """The process that it will become; None: it is a spare fork."""
         self.child: Child | None = None
         self.made_ahead = start is None
-        """Whether it was asked for as a spare fork, whatever it has become since."""
+        """Whether it was requested as a spare fork, whatever it has become since."""
         self.has_order = False
-        """Whether it was told what to become, and its link is watched."""
+        """Whether it has received its order, and its link is watched."""
 
     @property
     def is_open(self) -> bool:
@@ -80,7 +80,7 @@ class Fork:
         return self._link.fileno() >= 0
 
     def send_order(self, order: Mapping[str, object], fds: Iterable[int]) -> None:
-        """Tell it what to become; if it is gone already, its exit says so."""
+        """Send its order; if it is gone already, its exit will show that."""
         self.has_order = True
         self._loop.watch(self._link.fileno(), self.read)
         with suppress(ConnectionError):
@@ -88,14 +88,14 @@ class Fork:
             self._loop.watch_channel(self._link)
 
     def read(self) -> None:
-        """Receive its answer: whether it runs."""
+        """Receive its answer, which says whether it runs."""
         try:
             self._link.flush()
             self._loop.watch_channel(self._link)
             self._link.receive()
             answer = self._link.next_message()
         except (EOFError, OSError, MalformedFrameError):
-            self.close()  # Its exit tells.
+            self.close()  # Its exit reports the rest.
             return
         if answer is not None:
             self._on_answer(self, answer)
@@ -108,10 +108,10 @@ class Fork:
 
 
 class WarmStart(ABC):
-    """A process that is to be forked, until it runs or is given up."""
+    """A process to be forked, until it runs or is given up."""
 
     outlives_rounds = False
-    """Whether the end of a round leaves it alone."""
+    """Whether it survives the end of a round."""
     replaced_after_exit = False
     """Whether a cold start has to wait until the fork is gone."""
 
@@ -126,41 +126,41 @@ class WarmStart(ABC):
 
     @property
     def child(self) -> Child | None:
-        """The fork's process, once it is there."""
+        """The fork's process, once it exists."""
         return None if self.fork is None else self.fork.child
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it is still to be started."""
+        """Whether it should still be started."""
         return True
 
     @abstractmethod
     def send_order(self, fork: Fork, child: Child) -> None:
-        """Tell its fork, which is there, what to become; may raise `OSError` or `ValueError`."""
+        """Send the order to its existing fork; may raise `OSError` or `ValueError`."""
 
     @abstractmethod
     def take_running(self, child: Child) -> None:
-        """Take note that it runs."""
+        """Note that it runs."""
 
     def take_failure(self, reason: str) -> bool:
-        """Take note that it cannot be started like this; False if a cold start may do better."""
+        """Handle a failed warm start; return False if a cold start may do better."""
         return False
 
     @abstractmethod
     def take_exit(self, child: Child, code: int) -> None:
-        """Take note that it has exited after it ran."""
+        """Note that it has exited after it ran."""
 
     def forget(self, child: Child) -> None:
-        """Take note that its fork has exited before it ran."""
+        """Note that its fork has exited before it ran."""
         return
 
     def close(self) -> None:
-        """Release what it holds: it will not be started."""
+        """Release its resources: it will not be started."""
         return
 
 
 class WarmForks:
-    """The starts that are wanted warm, the forks for them, and the spare forks."""
+    """The requested warm starts, the forks for them, and the spare forks."""
 
     def __init__(self, loop: Loop, children: Children, agent: AgentLink) -> None:
         self._loop = loop
@@ -169,14 +169,14 @@ class WarmForks:
         self._wanted: list[WarmStart] = []
         self._spares: deque[Fork] = deque()
         self._asked: dict[int, list[Fork]] = {}
-        """The forks that are not there yet, by the number of the request."""
+        """The forks that do not exist yet, by the number of the request."""
         self._batches = 0
         self._make_spares_at: float | None = None
 
     # ------------------------------------------------------------------ what is wanted
 
     def within_s(self) -> float | None:
-        """Return how long a start may take that is wanted now; None if it should be cold."""
+        """Return how long a start requested now may take; None if it should be cold."""
         if self.zygote.is_ready:
             return FORK_TIMEOUT_S
         spec = self.zygote.spec
@@ -192,15 +192,15 @@ class WarmForks:
         return (spec.argv[0], spec.identity) == (python, identity) and module in spec.modules
 
     def wanted(self) -> list[WarmStart]:
-        """List the starts that do not run yet."""
+        """List the starts whose processes do not run yet."""
         return list(self._wanted)
 
     def want(self, starts: Iterable[WarmStart]) -> None:
-        """Have these forked, at the end of this turn of the loop or once the zygote is ready."""
+        """Fork these, at the end of this turn of the loop or once the zygote is ready."""
         self._wanted += starts
 
     def drop(self, starts: Iterable[WarmStart]) -> None:
-        """Never start these."""
+        """Cancel these starts."""
         for start in starts:
             self._wanted.remove(start)
             self._end_fork_of(start)
@@ -244,7 +244,7 @@ class WarmForks:
         self._give_up(late, f"its fork was not ready within {FORK_TIMEOUT_S:g} s")
 
     def _give_up(self, starts: Iterable[WarmStart], reason: str) -> None:
-        """Start these cold: they have not run anything of the user's."""
+        """Start these cold: they have not run any user code."""
         cold = []
         for start in [start for start in starts if start in self._wanted]:
             child = start.child
@@ -262,7 +262,7 @@ class WarmForks:
             owner.start_cold_instead([start for start in cold if start.owner is owner], reason)
 
     def _end_fork_of(self, start: WarmStart) -> None:
-        """End the fork of a start, as far as there is one: without a link it exits."""
+        """End the fork of a start, if there is one: without a link it exits."""
         if start.fork is not None:
             start.fork.close()
         if start.child is not None:
@@ -292,7 +292,7 @@ class WarmForks:
             self._asked[self._batches] = forks
 
     def _coming(self) -> deque[Fork]:
-        """Return the spare forks that are asked for and not there yet."""
+        """Return the spare forks that are requested but do not exist yet."""
         return deque(fork for forks in self._asked.values() for fork in forks if not fork.start)
 
     def _make_spares(self) -> None:
@@ -302,7 +302,7 @@ class WarmForks:
         if spec is None or not self.zygote.is_ready or self._loop.shutting_down:
             return
         missing = spec.spare_forks - len(self._spares) - len(self._coming())
-        # If this fails, it is tried again when a process was forked without one.
+        # If this fails, it is tried again after a process was forked without a spare fork.
         with suppress(OSError):
             self._ask_for([None] * missing)
 
@@ -313,7 +313,7 @@ class WarmForks:
         self._make_spares()
 
     def zygote_lost(self, reason: str) -> None:
-        """Let go of forks that are not there or have no order, and start cold what waits."""
+        """Release forks that do not exist yet or have no order, and start waiting ones cold."""
         self._make_spares_at = None
         for fork in (*self._spares, *self._coming()):
             fork.close()
@@ -325,7 +325,7 @@ class WarmForks:
             self._give_up([start for start in self._wanted if start.child is None], reason)
 
     def forked(self, batch: int, pids: Sequence[int], reason: str) -> None:
-        """Take the forks that are there; replace those that are not."""
+        """Take over the forks that were made; replace those that were not."""
         forks = self._asked.pop(batch)
         for fork, pid in zip(forks, pids, strict=False):
             if fork.start is None or fork.start in self._wanted:  # Else it was given up, and exits.
@@ -349,10 +349,10 @@ class WarmForks:
             self._send_order(fork.start, fork, fork.child)
 
     def _replace_forks(self, starts: Sequence[WarmStart], reason: str) -> None:
-        """Have these forked anew whose fork was made ahead, and died; give up the others.
+        """Request new forks for starts whose fork was made ahead and died; give up the others.
 
-        The end of a round kills every process that is not known, as a fork is before the zygote
-        has reported its pid; and a process that waits for long may be killed by anybody.
+        The end of a round kills every unknown process, and a fork is unknown until the zygote has
+        reported its pid; besides, anyone may kill a process that waits for long.
         """
         given_up = []
         for start in starts:
@@ -388,10 +388,10 @@ class WarmForks:
             self._give_up([start], str(answer.get("refused")))
 
     def _end_fork(self, fork: Fork, child: Child, code: int) -> None:
-        """Take note that a fork has exited, at whatever point."""
+        """Handle the exit of a fork, at whatever point."""
         start = fork.start
         if start in self._wanted and fork.has_order and fork.is_open:
-            fork.read()  # It may have been ready, and its script short.
+            fork.read()  # It may have become ready, and its script may be short.
         fork.close()
         if start is None:
             if fork in self._spares:

@@ -1,7 +1,7 @@
-"""The agent's end of a runner's socket: requests are calls, what happens are typed events.
+"""The agent's end of a runner's socket: requests are calls, results are typed events.
 
-`RunnerLink` is one runner; `FoundRunner` is one that an agent before this one has left. Nothing
-here decides what a runner is to do. `agent_children` knows the agent's other children.
+`RunnerLink` is one runner; `FoundRunner` is one left by a previous agent. Nothing here decides what
+a runner does. `agent_children` keeps track of the agent's other children.
 """
 
 from __future__ import annotations

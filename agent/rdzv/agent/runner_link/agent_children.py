@@ -1,7 +1,7 @@
-"""The agent's own children: runners, other programs, and what a dead runner has left behind.
+"""The agent's own children: runners, other programs, and processes left by dead runners.
 
-The agent is a subreaper, so the descendants of a runner that has died become its children.
-`sweep_orphans` kills those, and nothing else: every other child is noted here.
+The agent is a subreaper, so the descendants of a dead runner become its children.
+`sweep_orphans` kills those, and nothing else: every other child is recorded here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rdzv.agent.runner.linux.process_tree import (
 log = logging.getLogger("rdzv.agent.runner")
 
 SWEEP_TIMEOUT_S = 2.0
-"""How long the processes of a dead runner may take to be gone."""
+"""Time within which the processes of a dead runner must be gone."""
 _KILL_TIMEOUT_S = 1.0
 _STARTING_RETRY_S = 0.05
 
@@ -40,22 +40,22 @@ _starting: set[object] = set()
 
 
 def note_runner(pid: int) -> None:
-    """Have `sweep_orphans` leave a runner alone."""
+    """Exempt a runner from `sweep_orphans`."""
     _runner_pids.add(pid)
 
 
 def forget_runner(pid: int) -> None:
-    """Take back `note_runner`: the runner has exited."""
+    """Undo `note_runner`: the runner has exited."""
     _runner_pids.discard(pid)
 
 
 async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
-    """Kill what dead runners have left behind, in a subreaper; the other runners go on.
+    """Kill processes left by dead runners, in a subreaper; other runners keep running.
 
     Waits until all are gone, at most for `timeout_s`: one may be stuck in the kernel.
 
     Raises:
-        OSError: the children cannot be listed, so some may be there.
+        OSError: the children cannot be listed, so some may be left.
 
     """
     deadline_s = time.monotonic() + timeout_s
@@ -63,7 +63,7 @@ async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
         late = time.monotonic() > deadline_s
         others = _runner_pids | _spared_pids
         try:
-            # A child that is just being started is not noted yet.
+            # A child that is just being started is not recorded yet.
             left = [] if _starting else kill_descendants(others)
             reap(pid for pid in left if pid in children_of(os.getpid()))
         except OSError:
@@ -101,10 +101,10 @@ async def _exited(pid: int, within_s: float) -> None:
 async def start_spared(
     *args: str, chdir: Path | None = None, **how: Any
 ) -> asyncio.subprocess.Process:
-    """Start a program that `sweep_orphans` leaves alone; to be ended by `end_spared`.
+    """Start a program exempt from `sweep_orphans`; end it with `end_spared`.
 
-    The program and the folder `chdir` may be on a file system that hangs: the new process waits for
-    that, not the event loop. So a program that cannot be started says so on its stderr, and exits
+    The program and the folder `chdir` may be on a hung file system: the new process waits for it,
+    not the event loop. So a program that cannot be started reports that on its stderr, and exits
     with 125 (the folder), 126 or 127.
     """
     this = object()
@@ -128,10 +128,10 @@ async def end_spared(process: asyncio.subprocess.Process) -> None:
 
 
 def aside(command: Sequence[str], chdir: Path | None = None) -> list[str]:
-    """Return a command line that starts a program from env(1), in a folder.
+    """Return a command line that starts a program through env(1), in a folder.
 
-    Starting a process blocks until its program was opened, and so until a file server answers;
-    env(1) is on this machine.
+    Starting a process blocks until its program is opened, and so until a file server answers;
+    env(1) is local.
     """
     if "=" in command[0]:
         # env(1) would take it for a variable.
@@ -140,10 +140,10 @@ def aside(command: Sequence[str], chdir: Path | None = None) -> list[str]:
 
 
 def spare(pid: int) -> None:
-    """Have `sweep_orphans` leave a child alone, until `spare_no_more`."""
+    """Exempt a child from `sweep_orphans`, until `spare_no_more`."""
     _spared_pids.add(pid)
 
 
 def spare_no_more(pid: int) -> None:
-    """Take back `spare`."""
+    """Undo `spare`."""
     _spared_pids.discard(pid)

@@ -1,4 +1,4 @@
-"""A runner that another agent has left: found at its socket, adopted, left alone or ended."""
+"""A runner left by another agent: found at its socket, then adopted, left alone or ended."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rdzv.agent.runner_link.runner_events import OnEvent
 from rdzv.agent.runner_link.runner_link import Hello, RunnerLink
 
 MEET_TIMEOUT_S = 3.0
-"""How long a runner may take to send its hello; one that is stopped, or hangs, sends none."""
+"""Time for a runner to send its hello; one that is stopped, or hangs, sends none."""
 _BUSY_RETRY_S = 0.05
 
 
 class NotAdoptableError(Exception):
-    """A runner cannot be taken over; it is left to its end. Says why."""
+    """A runner cannot be adopted, and is left to end by itself; the message says why."""
 
 
 class FoundRunner:
-    """A runner whose agent is gone. It is not adopted yet: use `adopt`, or `leave` it."""
+    """A runner whose agent is gone. It is not adopted yet: use `adopt` or `leave`."""
 
     def __init__(self, path: Path, channel: Channel, hello: Hello) -> None:
-        """Meet it by `meet`."""
+        """Hold a channel and its hello; use `meet` to make one."""
         self.path = path
         self.hello = hello
         self._channel = channel
@@ -52,7 +52,7 @@ class FoundRunner:
                         if (said := await _first_message(channel)) is not None:
                             if said.get("type") != "refused":
                                 return cls(path, channel, read_hello(said))
-                            # Its agent may have died just now.
+                            # Its agent may have died a moment ago.
                             refused = str(said.get("reason"))
                     except BaseException:
                         channel.close()
@@ -74,11 +74,11 @@ class FoundRunner:
         return RunnerLink(None, self._channel, on_event, self.hello)
 
     def leave(self) -> None:
-        """Disconnect: it goes on waiting for an agent, for the rest of its time."""
+        """Disconnect: it keeps waiting for an agent, for the rest of its time."""
         self._channel.close()
 
     def end(self) -> None:
-        """Have it kill everything now, and disconnect."""
+        """Make it kill everything now, and disconnect."""
         for request in ("adopt", "shutdown"):
             try:
                 self._channel.send({"type": request})
@@ -106,7 +106,7 @@ async def _connect(path: Path) -> Channel | None:
 
 
 async def _first_message(channel: Channel) -> Mapping[str, object] | None:
-    """Wait for the first message of a channel; None if it ends before."""
+    """Wait for the first message on a channel; None if it closes first."""
     loop, fd = asyncio.get_running_loop(), channel.fileno()
     readable = asyncio.Event()
     loop.add_reader(fd, readable.set)
@@ -127,7 +127,7 @@ async def _first_message(channel: Channel) -> Mapping[str, object] | None:
 
 
 def read_hello(said: Mapping[str, Any]) -> Hello:
-    """Read what a runner says of itself; `NotAdoptableError` if this agent cannot take it over."""
+    """Read a runner's hello; `NotAdoptableError` if this agent cannot adopt it."""
     try:
         version, pid = int(said["version"]), int(said["pid"])
         if not 1 <= version <= PROTOCOL_VERSION:

@@ -1,4 +1,4 @@
-"""The events of a runner, typed: what happens to workers, store hosts and zygote."""
+"""Typed events of a runner, about workers, store hosts and the zygote."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WorkersGone:
 
 @struct(frozen=True)
 class WorkersStuck:
-    """These have been sent SIGKILL and are still there. If they go, `WorkersGone` follows."""
+    """These processes survive SIGKILL. If they exit after all, `WorkersGone` follows."""
 
     round: int
     pids: tuple[int, ...]
@@ -68,7 +68,7 @@ class WorkersFenced:
 
 @struct(frozen=True)
 class WorkersStartedCold:
-    """These were to be forked from the zygote, and are started cold, for this reason."""
+    """These were meant to be forked from the zygote, but are started cold, for this reason."""
 
     round: int
     local_ranks: tuple[int, ...]
@@ -88,7 +88,7 @@ class ZygoteReady:
 
 @struct(frozen=True)
 class ZygoteLost:
-    """There is no zygote now; another is started after `retry_s`, or none if that is None."""
+    """There is no zygote now; another is started after `retry_s`, or never if that is None."""
 
     reason: str
     retry_s: float | None
@@ -103,7 +103,7 @@ class StoreHostReady:
 
 @struct(frozen=True)
 class StoreHostExited:
-    """The round's store host has exited; with 127 if it could not be started."""
+    """The round's store host has exited, with 127 if it could not be started."""
 
     round: int
     exit_code: int | None
@@ -119,7 +119,7 @@ class ServeFailed:
 
 @struct(frozen=True)
 class RunnerRefused:
-    """The runner was asked for something that it cannot do, and has done nothing."""
+    """The runner cannot carry out a request, and has done nothing."""
 
     reason: str
 
@@ -128,9 +128,8 @@ class RunnerRefused:
 class RunnerExited:
     """The runner is gone, and with it its workers; the last event. Negative: killed by a signal.
 
-    Of one that was adopted the exit code is unknown: 0 if it was asked to end, else None. Unless it
-    was asked to, descendants of its workers may still be there: in a subreaper, `sweep_orphans`
-    kills them.
+    The exit code of an adopted runner is unknown: 0 if it was asked to end, else None. If it was
+    not, descendants of its workers may be left: in a subreaper, `sweep_orphans` kills them.
     """
 
     exit_code: int | None
@@ -154,8 +153,8 @@ RunnerEvent = (
 )
 
 OnEvent = Callable[[RunnerEvent], asyncio.Future[None] | None]
-"""Handles an event, and must not raise. Returns a future that is done once the event was handled;
-None: it was. Only then comes the next event, and only then may the runner forget this one."""
+"""Handles an event, and must not raise. Returns a future that is done once the event is handled,
+or None if it already is. Only then does the next event come, and may the runner forget this one."""
 
 EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
     "started": WorkerStarted,
@@ -185,7 +184,7 @@ def number_of(message: Mapping[str, Any]) -> int:
 
 
 def decode_event(message: Mapping[str, Any]) -> RunnerEvent:
-    """Read an event; `MalformedFrameError` if it is none."""
+    """Read an event; `MalformedFrameError` if the message is not one."""
     fields = dict(message)
     fields.pop("number", None)
     try:

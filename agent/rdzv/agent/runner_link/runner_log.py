@@ -1,4 +1,4 @@
-"""Log lines for events that nothing else reports: only the runner knows of them."""
+"""Log lines for events that only the runner knows of, and nothing else reports."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MAX_TOLD = 100
 
 
 class RunnerLog:
-    """Writes log lines for one runner; a reason that repeats is written once."""
+    """Writes log lines for one runner; a repeated reason is logged once."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._told: set[str] = set()
 
     def write(self, event: RunnerEvent) -> None:
-        """Write the line for an event, if there is one for its kind."""
+        """Log an event, if its kind has a line."""
         match event:
             case RunnerRefused():
                 log.error("the runner refuses a request: %s", event.reason)
@@ -52,7 +52,7 @@ class RunnerLog:
                 log.log(level, text, event.round, ranks, event.reason)
 
     def _level(self, what: str, first: int) -> int:
-        """Return `first` for a new reason, DEBUG for one that was written before."""
+        """Return `first` for a new reason, DEBUG for one logged before."""
         if what in self._told or len(self._told) >= _MAX_TOLD:
             return logging.DEBUG
         self._told.add(what)

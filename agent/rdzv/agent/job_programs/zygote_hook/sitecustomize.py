@@ -1,7 +1,7 @@
 """Turns an interpreter into a zygote; imported in place of its own `sitecustomize`.
 
 Found by PYTHONPATH while the interpreter prepares to run a worker's script (zygote.py says why).
-The zygote itself never goes on to that script: `main` returns in workers alone.
+The zygote itself never reaches that script: `main` returns only in workers.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ except BaseException as error:
     sys.stderr.write(f"rdzv zygote: {type(error).__name__}: {error}\n")
     os._exit(1)
 if not _there_is_another:
-    # As if this had not been found either, so that no trace of it is left.
+    # As if this had not been found either, so that it leaves no trace.
     raise ImportError("there is no sitecustomize here", name="sitecustomize")
