@@ -11,9 +11,9 @@ connect there and *adopt* it:
 *Kept* are the values, by name, that an agent needs to continue where its predecessor died; the
 runner does not look into them. They outlive the agent exactly as the workers do, and a value kept
 before a request is sent is known whenever the request is. Only one agent is served at a time;
-another is sent `refused` {reason}. If no agent adopts the runner within `orphan_timeout_s`, it stops
-its workers, with `grace_s`, and ends. The clock runs until `adopt`: an agent that finds this runner
-too old or too new simply disconnects.
+another is sent `refused` {reason}. If no agent adopts the runner within `orphan_timeout_s`, it
+stops its workers, with `grace_s`, and ends. The clock runs until `adopt`: an agent that finds this
+runner too old or too new simply disconnects.
 """
 
 from __future__ import annotations
