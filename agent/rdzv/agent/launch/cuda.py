@@ -1,7 +1,7 @@
-"""Asks the CUDA driver for its GPUs, as a process of its own: `python -I -S cuda.py LIBRARY`.
+"""Asks the CUDA driver for its GPUs, in a process of its own: `python -I -S cuda.py LIBRARY`.
 
-There it reads the environment of the job, and its threads, its device files and its crashes are its
-own. It is run by path, with the standard library alone.
+There the driver reads the job's environment, and the agent is isolated from its threads, device
+files and crashes. The script is run by path, with the standard library alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _CudaError(Exception):
 def cuda_gpus(driver: Any) -> list[str]:
     """Return the PCI addresses of the GPUs that the CUDA driver API shows to this process.
 
-    No context is made: no GPU memory is taken, and a GPU in exclusive use may be asked about.
+    No context is made, so no GPU memory is used, and a GPU in exclusive use is listed, too.
     """
 
     def call(name: str, *args: object) -> int:
@@ -52,7 +52,7 @@ def print_cuda_gpus(library: str) -> None:
     """Print what CUDA shows to this process, for `numa.visible_gpu_pci_addresses`."""
     answer: dict[str, Any] = {"gpus": [], "why_none": "", "failure": ""}
     with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # Whatever the driver prints is no part of the answer.
+        os.dup2(2, 1)  # The driver's own output is not part of the answer.
         try:
             answer["gpus"] = cuda_gpus(ctypes.CDLL(library))
         except OSError as error:

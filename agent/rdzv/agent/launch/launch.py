@@ -26,7 +26,7 @@ from rdzv.transport.addresses import address_towards, leads_beyond_loopback
 from rdzv.transport.endpoints import Endpoint
 
 PROBE_TIMEOUT_S = 10.0
-"""How long the job's interpreter, or the name service, may take to answer a question."""
+"""How long the job's interpreter or the name service may take to answer."""
 
 
 NO_FILES = Path(os.devnull)
@@ -40,11 +40,11 @@ DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 @struct(frozen=True)
 class Output:
-    """Where the workers' output goes. Streams are bits: 1 stdout, 2 stderr, 3 both."""
+    """The destinations of the workers' output. Streams are bits: 1 stdout, 2 stderr, 3 both."""
 
     log_dir: Path | None = None
     run_dir: Path | None = None
-    """The folder of this run's files itself, in place of one of its own below `log_dir`."""
+    """The folder of this run's files, instead of a new one below `log_dir`."""
     redirects: Mapping[int, int] = field(default_factory=dict)
     """By LOCAL_RANK: the streams that go to files."""
     tee: Mapping[int, int] = field(default_factory=dict)
@@ -55,14 +55,14 @@ class Output:
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
     logs_specs: str = ""
-    """An entry point of the group `torchrun.logs_specs` that decides all this instead."""
+    """An entry point of the group `torchrun.logs_specs` that overrides the settings above."""
     console: bool = True
-    """Whether anything is copied to this process's own stdout and stderr, for whatever reason."""
+    """Whether any output is copied to this process's own stdout and stderr."""
 
 
 @struct(frozen=True)
 class EventSink:
-    """Where torchelastic's events of this node go."""
+    """The destination of this node's torchelastic events."""
 
     destination: str = NO_HANDLER
     """The name of a handler that torch knows."""
@@ -85,31 +85,31 @@ class Launch:
     """`script` is run by `runpy.run_path`."""
     python: str = sys.executable
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """The environment that the workers' is made from."""
+    """The base of the workers' environment."""
     account: Account | None = None
     """The account of its processes and files; None: this process's own."""
     chdir: Path | None = None
-    """Where the workers start; None: where the agent is."""
+    """The workers' working directory; None: the agent's."""
     progress_dir: Path | None = None
-    """Below which the workers say how far they are; None: the temporary folder."""
+    """The parent folder of the workers' progress files; None: the temporary folder."""
     snapshot: Path | None = None
-    """File or folder by whose change a round is known to have moved the job on."""
+    """A file or folder whose change shows that a round has made progress."""
     preemption_file: Path | None = None
-    """Where word comes that this machine is about to be taken away; None: nowhere, for this job."""
+    """The file that announces a preemption of this machine; None: this job has none."""
     role: str = "default"
     topology: str = ""
     local_addr: str = ""
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
-    """The job secret, which every participant shows; empty: none. Only rdzvrun has one: of a job
-    that was submitted, the agent would have to read a file that somebody else names."""
+    """The job secret, which every participant presents; empty: none. Only rdzvrun has one: for a
+    submitted job, the agent would have to read a file named by another user."""
     virtual_local_rank: bool = False
     """Every worker has LOCAL_RANK 0 and sees one GPU."""
     numa_binding: NumaBinding | None = None
     warm: tuple[str, ...] = ()
     """The modules that the workers' zygote preloads; none: all workers start cold."""
     hang_timeout: HangTimeout | None = None
-    """How long workers may say nothing of their progress; None: as long as they like."""
+    """How long workers may report no progress; None: without limit."""
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
     """The signals that make this node leave."""
     output: Output = field(default_factory=Output)
@@ -117,7 +117,7 @@ class Launch:
 
     @property
     def identity(self) -> Identity | None:
-        """Its account by its numbers."""
+        """The account's numeric ids."""
         return None if self.account is None else self.account.identity
 
     def argv(self, local_rank: int) -> tuple[str, ...]:
@@ -141,8 +141,8 @@ def check_startable(launch: Launch) -> None:
     """Refuse, before anything is started, a launch that cannot work on this node.
 
     Raises:
-        InvalidRequestError: folder, script, program or interpreter are not there, or logs have no
-            place.
+        InvalidRequestError: the folder, script, program or interpreter is missing, or logs cannot
+            be written.
 
     """
     with acting_as(launch.identity):
@@ -173,10 +173,10 @@ def _check_startable(launch: Launch) -> None:
 
 
 def check_chdir(chdir: Path, identity: Identity | None = None) -> None:
-    """Refuse a working directory that workers of an account cannot start in.
+    """Refuse a working directory in which an account's workers cannot start.
 
     Raises:
-        InvalidRequestError: it is not there, or no directory, or cannot be entered.
+        InvalidRequestError: it does not exist, is not a directory, or cannot be entered.
 
     """
     with acting_as(identity):
@@ -203,7 +203,7 @@ def _check_chdir(chdir: Path) -> None:
 
 
 def _is_program(launch: Launch, name: str) -> bool:
-    """Say whether a worker could execute this: by its path, or by a name that its PATH leads to."""
+    """Return whether a worker could execute this path, or this name found on its PATH."""
     if os.sep in name:
         return _is_executable(_from(launch, name))
     path = launch.environ.get("PATH", os.defpath)
@@ -211,12 +211,12 @@ def _is_program(launch: Launch, name: str) -> bool:
 
 
 def _is_executable(path: str | Path) -> bool:
-    # By the rights that files are opened with now, which `shutil.which` does not ask for.
+    # Checked with the rights by which files are opened now; `shutil.which` does not use those.
     return os.access(path, os.X_OK, effective_ids=True) and not Path(path).is_dir()
 
 
 def _from(launch: Launch, path: str) -> str:
-    """Return a path as it is seen from where the workers start."""
+    """Resolve a path against the workers' working directory."""
     return path if launch.chdir is None or not path else str(launch.chdir / path)
 
 
@@ -235,7 +235,7 @@ def _check_log_dir(log_dir: Path | None) -> None:
 
 
 def _is_there(path: str | Path) -> bool:
-    """Say whether there is such a file; also where its folders cannot be searched."""
+    """Return whether a file exists; also works where its folders cannot be searched."""
     try:
         return bool(str(path)) and Path(path).exists()
     except OSError:
@@ -252,14 +252,14 @@ def _working_directory() -> str:
 async def has_torch(
     python: str, environ: Mapping[str, str] | None = None, account: Account | None = None
 ) -> bool:
-    """Find out whether the job's interpreter has torch, without importing it.
+    """Return whether the job's interpreter has torch, without importing it.
 
-    What this process would find, the same interpreter finds, too; otherwise that is asked itself.
+    If it is this process's interpreter and finds torch here, it is not run; otherwise it is asked.
     """
     if _is_this_python(python, environ, account) and _finds_torch():
         return True
     question = (
-        "import sys; sys.path[:] = filter(None, sys.path); "  # The working directory has no say.
+        "import sys; sys.path[:] = filter(None, sys.path); "  # Ignores the working directory.
         "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
     )
     try:
@@ -272,7 +272,7 @@ async def has_torch(
 def _is_this_python(
     python: str, environ: Mapping[str, str] | None, account: Account | None
 ) -> bool:
-    """Say whether this process would import what the job's interpreter does."""
+    """Return whether this process would import the same modules as the job's interpreter."""
 
     def its_own(variables: Mapping[str, str]) -> dict[str, str]:
         return {name: value for name, value in variables.items() if name.startswith("PYTHON")}
@@ -282,7 +282,7 @@ def _is_this_python(
 
 
 def _finds_torch() -> bool:
-    # The first is the program's own folder, or the working directory.
+    # The first entry is the program's own folder, or the working directory.
     path = sys.path if sys.flags.safe_path else sys.path[1:]
     return PathFinder.find_spec("torch", [part for part in path if part]) is not None
 
@@ -294,7 +294,7 @@ async def _ask(
     timeout_s: float,
     account: Account | None,
 ) -> tuple[bytes, bytes]:
-    """Run a few lines with the job's interpreter; return what it says, and what it complains of.
+    """Run the job's interpreter with these arguments; return its stdout and stderr.
 
     Raises:
         OSError: it cannot be started.
@@ -325,21 +325,21 @@ kind = sys.argv[1]
 print(counts[kind] if kind in counts else counts["gpu"] or counts["xpu"])
 """
 COUNT_TIMEOUT_S = 120.0
-"""Importing torch from a cold network disk takes its time."""
+"""How long the count may take: importing torch from a cold network disk is slow."""
 
 
 def count_cpus() -> int:
-    """Count the CPUs that this process may use; a scheduler may have given it a few of many."""
+    """Count the CPUs that this process may use, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0))
 
 
 def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = None) -> int:
-    """Count the accelerators that the job's torch sees; `auto`: any, or else the CPUs.
+    """Count the accelerators that the job's torch sees; `auto`: of any kind, or else the CPUs.
 
     Source: `determine_local_world_size` in `torch/distributed/run.py`.
 
     Raises:
-        InvalidRequestError: there are none, or the job's interpreter cannot say.
+        InvalidRequestError: there are none, or the job's interpreter gives no answer.
 
     """
     try:
@@ -358,7 +358,7 @@ def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = No
 async def ask_count_devices(
     kind: str, python: str, environ: Mapping[str, str], account: Account | None = None
 ) -> int:
-    """Do as `count_devices`, and let everything else go on meanwhile."""
+    """Do the same as `count_devices` without blocking the event loop."""
     try:
         question = ("-c", _COUNT, kind)
         answer, complaint = await _ask(python, question, environ, COUNT_TIMEOUT_S, account)
@@ -370,7 +370,7 @@ async def ask_count_devices(
 
 
 def _counted(kind: str, python: str, answer: bytes, complaint: bytes) -> int:
-    # Whatever is imported with torch may have printed before.
+    # Modules imported with torch may have printed something before.
     last = answer.strip().rpartition(b"\n")[2]
     if not last.isdigit():
         raise _uncounted(kind, python, complaint.decode(errors="replace"))
@@ -392,7 +392,7 @@ def _uncounted(kind: str, python: str, complaint: str) -> InvalidRequestError:
 
 
 async def local_address(endpoint: Endpoint) -> str:
-    """Return the address that this node has on its way to the server."""
+    """Return the local address that this node uses towards the server."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -403,7 +403,7 @@ async def local_address(endpoint: Endpoint) -> str:
 
 
 async def reachable_host_name() -> str:
-    """Return this machine's name if it leads to more than loopback, else nothing."""
+    """Return this machine's name if it does not only resolve to loopback, else nothing."""
     return await _own_name()
 
 

@@ -1,4 +1,4 @@
-"""`--numa-binding`: which logical CPUs a worker may run on, so that it is near its GPU.
+"""`--numa-binding`: the logical CPUs that a worker may run on, so that it is near its GPU.
 
 LOCAL_RANK n uses the n-th GPU that CUDA shows to the job, as under torchrun, and a worker is bound
 to CPUs of the NUMA node that this GPU is attached to. The modes, and the choices within a node, are
@@ -7,11 +7,11 @@ those of `torch/numa/binding.py` in torch 2.13; tests compare the two on the sam
 Three things differ from torch on purpose:
 
 * The CPUs are set with `sched_setaffinity`, so `numactl` need not be installed.
-* `socket` passes over nodes that have no CPU for this process: memory-only ones, ones that are
-  possible but absent, ones outside of the container. torch fails on each of these.
+* `socket` skips nodes without a CPU for this process: memory-only nodes, possible but absent ones,
+  and those outside of the container. torch fails on each of these.
 * Without a GPU torch fails. Here the workers are spread over the nodes in blocks, the first ones
-  on the first node: neighbours by rank, which talk most to each other, stay together, two workers
-  on two sockets get one each, and the memory of a CPU job is as remote as that of any other.
+  on the first node: neighbours by rank, which communicate most, stay together, two workers on two
+  sockets get one each, and the memory of a CPU job is as remote as that of any other.
 
 Like torch, this binds CPUs and not memory: the kernel places a page near the thread that first
 writes to it.
@@ -42,11 +42,11 @@ SYSFS = Path("/sys")
 CUDA_LIBRARY = "libcuda.so.1"
 
 CUDA_TIMEOUT_S = 60.0
-"""How long the CUDA driver may take to list GPUs; without persistence mode it wakes up each."""
+"""How long the CUDA driver may take to list GPUs; without persistence mode it wakes each one."""
 
 
 _HIDES_ALL = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES by which users, frameworks and Slurm say: no GPU for this job."""
+"""Values of CUDA_VISIBLE_DEVICES with which users, frameworks and Slurm hide all GPUs."""
 
 _NO_GPUS = "set CUDA_VISIBLE_DEVICES to nothing to bind without GPUs, or leave --numa-binding out"
 
@@ -54,10 +54,10 @@ _T = TypeVar("_T")
 
 
 class NumaBinding(StrEnum):
-    """How near, and how much alone, a worker is to be."""
+    """How close to its GPU, and how exclusively, a worker is bound."""
 
     NODE = "node"
-    """On all CPUs of its GPU's NUMA node. The one to take if in doubt."""
+    """On all CPUs of its GPU's NUMA node. Choose this if in doubt."""
 
     SOCKET = "socket"
     """On all CPUs of all NUMA nodes of its GPU's socket."""
@@ -78,12 +78,12 @@ def bound_cpus(
     allowed: AbstractSet[int] | None = None,
     sysfs: Path = SYSFS,
 ) -> frozenset[int]:
-    """Return the logical CPUs to bind a worker to: never none, and all of them allowed.
+    """Return the logical CPUs to bind a worker to: at least one, and only allowed ones.
 
-    `gpu_pci_addresses` are the GPUs of the job on this machine, by CUDA's index; they also count
-    where there are fewer workers, as in torch. Without any, the workers are spread over the nodes.
-    `allowed` are the CPUs of this process if not given. The answer depends on nothing else, so that
-    workers that are bound one by one do not collide. `local_rank` is below `local_world_size`.
+    `gpu_pci_addresses` are the GPUs of the job on this machine, by CUDA's index; all of them count
+    even if there are fewer workers, as in torch. Without any, the workers are spread over the
+    nodes. `allowed` defaults to the CPUs of this process. The result depends on nothing else, so
+    that workers bound one by one do not collide. `local_rank` is below `local_world_size`.
 
     Raises:
         InvalidRequestError: the machine does not have what the binding asks for.
@@ -100,7 +100,7 @@ def bound_cpus(
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Read a list of CPUs or nodes as the kernel writes it; `ValueError` if it is none.
+    """Parse a list of CPUs or nodes in the kernel's format; `ValueError` if it is not one.
 
     >>> sorted(parse_cpu_list("0-2,8,10-11"))
     [0, 1, 2, 8, 10, 11]
@@ -113,7 +113,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
-    """Write CPUs as the kernel does.
+    """Format CPUs as the kernel does.
 
     >>> format_cpu_list({11, 0, 1, 2, 8, 10})
     '0-2,8,10-11'
@@ -131,7 +131,7 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 
 class _UnbindableError(Exception):
-    """Why a worker cannot be bound, and what helps."""
+    """A worker cannot be bound; the message says why, and what helps."""
 
 
 @struct(frozen=True)
@@ -142,7 +142,7 @@ class _Machine:
     allowed: frozenset[int]
 
     def nodes(self) -> list[int]:
-        """List the NUMA nodes that have a CPU for us."""
+        """List the NUMA nodes with a CPU that this process may use."""
         folders = (self.sysfs / "devices/system/node").glob("node[0-9]*")
         numbers = sorted(int(folder.name.removeprefix("node")) for folder in folders)
         return [node for node in numbers if self.cpus_of(node)]
@@ -158,13 +158,13 @@ class _Machine:
         return self._number(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id")
 
     def core_of(self, cpu: int) -> int:
-        """Name a physical core by the first of its hardware threads."""
+        """Identify a CPU's physical core by the first of its hardware threads."""
         return self._first(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
 
     def core_complex_of(self, cpu: int) -> int:
-        """Name the cores that share the last level of cache with this one by their first CPU.
+        """Identify the cores that share a CPU's last-level cache by their first CPU.
 
-        That is the L3 where the kernel lists one; as in torch the next lower level where not.
+        That is the L3 if the kernel lists one; else the next lower level, as in torch.
         """
         caches = sorted((self.sysfs / f"devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"))
         levels = {
@@ -211,7 +211,7 @@ class _Machine:
 
 
 def _as_in_sysfs(address: str) -> str:
-    """Write a PCI address as sysfs does: NVIDIA's tools write upper case, and longer domains.
+    """Format a PCI address as sysfs does: NVIDIA's tools use upper case, and longer domains.
 
     >>> _as_in_sysfs("00000000:DC:00.0")
     '0000:dc:00.0'
@@ -222,7 +222,7 @@ def _as_in_sysfs(address: str) -> str:
     return f"{int(found[1], 16):04x}:{found[2]}"
 
 
-# ---------------------------------------------------------------------- who is where
+# ---------------------------------------------------------------------- places
 
 
 @struct(frozen=True)
@@ -276,7 +276,7 @@ def _bind_node(machine: _Machine, place: _Place) -> frozenset[int]:
 
 
 def _bind_socket(machine: _Machine, place: _Place) -> frozenset[int]:
-    """Join the nodes of a socket. Which one a node is on is told by its first usable CPU."""
+    """Join the nodes of a socket. A node's first usable CPU shows which socket it is on."""
     socket = machine.socket_of(min(_bind_node(machine, place)))
     cpus_of_nodes = [machine.cpus_of(node) for node in machine.nodes()]
     near = [cpus for cpus in cpus_of_nodes if machine.socket_of(min(cpus)) == socket]
@@ -302,7 +302,7 @@ def _bind_exclusive(machine: _Machine, place: _Place) -> frozenset[int]:
 
 
 def _bind_core_complex(machine: _Machine, place: _Place) -> frozenset[int]:
-    """Take turns at the core complexes of a node, those with the most usable CPUs first."""
+    """Distribute workers over a node's core complexes, those with the most usable CPUs first."""
     complexes = _grouped(_bind_node(machine, place), machine.core_complex_of)
     by_size = sorted(complexes, key=lambda first: (-len(complexes[first]), first))
     return complexes[by_size[place.index % len(by_size)]]
@@ -336,17 +336,17 @@ async def visible_gpu_pci_addresses(
 ) -> tuple[str, ...]:
     """Return the PCI addresses of the GPUs that workers with this environment see, in their order.
 
-    The CUDA driver itself is asked, because it alone knows: the order depends on
-    CUDA_DEVICE_ORDER (by default the fastest comes first, unlike in nvidia-smi and NVML), and
-    CUDA_VISIBLE_DEVICES may hold numbers, UUIDs, beginnings of UUIDs, and MIG devices, which have
-    their GPU's address. It is asked in a process of its own: there it reads this environment, and
-    its threads, its device files and its crashes are not ours.
+    Only the CUDA driver itself knows them: the order depends on CUDA_DEVICE_ORDER (by default the
+    fastest comes first, unlike in nvidia-smi and NVML), and CUDA_VISIBLE_DEVICES may hold numbers,
+    UUIDs, prefixes of UUIDs, and MIG devices, which have their GPU's address. It runs in a process
+    of its own: there it reads this environment, and its threads, device files and crashes do not
+    affect the agent.
 
-    Nothing is returned where the job has no GPU. Where CUDA does not show some that are not hidden
-    on purpose, a guess would bind workers far from them, so that is refused.
+    The result is empty if the job has no GPU. If CUDA does not show GPUs that are not deliberately
+    hidden, a guess would bind workers far from them, so that is refused.
 
     Raises:
-        InvalidRequestError: the driver fails or hangs, or shows none of the GPUs that are there.
+        InvalidRequestError: the driver fails or hangs, or shows none of the existing GPUs.
 
     """
     if environ.get("CUDA_VISIBLE_DEVICES") in _HIDES_ALL:
@@ -365,7 +365,7 @@ async def visible_gpu_pci_addresses(
 async def _ask_cuda(
     environ: Mapping[str, str], account: Account | None, library: str, timeout_s: float
 ) -> tuple[tuple[str, ...], str]:
-    """Return the GPUs that CUDA shows, and if it shows none, why."""
+    """Return the GPUs that CUDA shows, or the reason why it shows none."""
     try:
         with started_as(account) as how:
             process = await runner_link.start_spared(
@@ -388,7 +388,7 @@ async def _ask_cuda(
         await runner_link.end_spared(process)
     if process.returncode or not said:
         raise _cuda_failed(f"fails: {_last_words(process.returncode, complaint)}")
-    answer = json.loads(said.splitlines()[-1])  # Whatever is preloaded may have printed before.
+    answer = json.loads(said.splitlines()[-1])  # Preloaded code may have printed something before.
     if answer["failure"]:
         raise _cuda_failed(f"fails: {answer['failure']}")
     return tuple(answer["gpus"]), answer["why_none"]

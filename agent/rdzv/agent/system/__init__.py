@@ -1,4 +1,4 @@
 """The machine below the agent: accounts, files, folders, threads and processes.
 
-Everything of a job's is touched with the rights of the job's account (`accounts`).
+Files and processes of a job are accessed with the rights of the job's account (`accounts`).
 """

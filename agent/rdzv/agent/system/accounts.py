@@ -1,10 +1,9 @@
-"""Which account of this node a submitted job runs as, and acting with that account's rights.
+"""The accounts of this node that submitted jobs run as, and acting with their rights.
 
 `[[user]]` in agent.toml maps the names of submitters to accounts; without any, jobs run as the
-agent itself. The agent has to be root to start anything as somebody else. Nothing of a job's is
-opened, made or run with root's rights: its processes by `started_as`, its files inside of
-`acting_as`. So whatever links or pipes a job puts in the agent's way, they lead no further than its
-account could go by itself.
+agent itself. Only root can start processes as another account. Nothing of a job is opened, made or
+run with root's rights: processes are started by `started_as`, files are accessed inside of
+`acting_as`. So links or pipes made by a job give it no access that its account does not have.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ __all__ = [
 ]
 
 EVERYONE = "*"
-"""Stands for every submitter that no other entry names."""
+"""Matches every submitter that no other entry names."""
 
 LEAST_UID = 1_000
-"""Uids below it are accounts of services, which no submitter gets by name alone."""
+"""Lower uids are service accounts, which no submitter gets by name alone."""
 
 UNLIMITED = "unlimited"
 
@@ -63,29 +62,29 @@ class Account:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return what a login would set."""
+        """Return the variables that a login would set."""
         names = {"USER": self.name, "LOGNAME": self.name}
         return names | {"HOME": self.home, "SHELL": self.shell}
 
 
 @struct(frozen=True)
 class SubmitterRule:
-    """Which accounts one submitter may have."""
+    """The accounts that one submitter may use."""
 
     submitter: str
-    """Or `EVERYONE`."""
+    """The submitter's name, or `EVERYONE`."""
     accounts: tuple[str, ...] = ()
-    """The first is what a job runs as unless it asks for another; none: the one of that name."""
+    """The first is the default; none: the account with the submitter's name."""
     umask: int = 0o022
     limits: tuple[tuple[str, int, int], ...] = ()
 
     def may_have(self, submitter: str) -> tuple[str, ...]:
-        """Name the accounts that this gives to a submitter."""
+        """Return the accounts that this rule gives to a submitter."""
         return self.accounts or (submitter,)
 
 
 class Accounts:
-    """The mapping of this node."""
+    """This node's mapping of submitters to accounts."""
 
     def __init__(
         self,
@@ -93,18 +92,18 @@ class Accounts:
         find: Callable[[str], pwd.struct_passwd] = pwd.getpwnam,
         own_uid: int | None = None,
     ) -> None:
-        """Follow these rules; `find` and `own_uid` are this machine's."""
+        """Use these rules; `find` and `own_uid` default to this machine's."""
         self._rules = {rule.submitter: rule for rule in rules}
         self._find = find
         self._own_uid = os.geteuid() if own_uid is None else own_uid
 
     def account_for(self, submitter: str, wanted: str = "") -> Account | None:
-        """Return what a submitter's job runs as; None: the account of the agent itself.
+        """Return the account for a submitter's job; None: the account of the agent itself.
 
-        `wanted` is the account that the job asks for. May wait for a directory service.
+        `wanted` is the account that the job requests. May wait for a directory service.
 
         Raises:
-            InvalidRequestError: this node has none for it; says what would help.
+            InvalidRequestError: this node has no account for it; the message says what would help.
 
         """
         if not self._rules:
@@ -179,17 +178,17 @@ def name_of(uid: int) -> str:
         return str(uid)
 
 
-# ---------------------------------------------------------------------- what a rule says
+# ---------------------------------------------------------------------- parsing of rules
 
 
 def parse_limits(table: Mapping[str, str]) -> tuple[tuple[str, int, int], ...]:
-    """Read limits: a number or "unlimited" for both, or SOFT:HARD.
+    """Parse limits: a number or "unlimited" for both, or SOFT:HARD.
 
     >>> parse_limits({"nofile": "1024:4096", "core": "0", "memlock": "unlimited"})
     (('nofile', 1024, 4096), ('core', 0, 0), ('memlock', -1, -1))
 
     Raises:
-        InvalidRequestError: one is none that this system knows, or has no such value.
+        InvalidRequestError: this system does not know a limit, or the value is invalid.
 
     """
     return tuple((name, *_parse_limit(name, text)) for name, text in table.items())
@@ -216,13 +215,13 @@ def _parse_number(name: str, text: str, part: str) -> int:
 
 
 def parse_umask(text: str) -> int:
-    """Read a umask in octal.
+    """Parse an octal umask.
 
     >>> parse_umask("0027")
     23
 
     Raises:
-        InvalidRequestError: it is none.
+        InvalidRequestError: it is not an octal umask.
 
     """
     if not text or set(text) - set("01234567") or int(text, 8) > 0o777:
@@ -235,7 +234,7 @@ def parse_umask(text: str) -> int:
 
 @contextmanager
 def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Say how to start a process as an account, in a folder; for what `subprocess` starts inside.
+    """Yield arguments with which `subprocess`, in the body, starts a process as an account.
 
     Raises:
         OSError: the account cannot enter the folder.
@@ -253,18 +252,18 @@ def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[d
             stack.callback(os.close, folder)
             if not os.access(".", os.X_OK, dir_fd=folder, effective_ids=True):
                 raise PermissionError(None, f"it cannot be entered by {account.name}", str(chdir))
-        # By its descriptor: what the name leads to may have changed before root follows it.
+        # By its descriptor: the name may lead elsewhere by the time root follows it.
         yield {**how, "umask": identity.umask, "cwd": f"/proc/self/fd/{folder}"}
 
 
 def identity_of_owner(path: Path, *, with_groups: bool = True) -> Identity | None:
-    """Return as whom the files of a folder are to be handled; None: as this process.
+    """Return the identity with which to access a folder's files; None: this process's own.
 
-    `with_groups` asks a directory service, which may take its time; what is the account's own does
-    not need them. The folder lies in one of this agent's own, or its owner could be anybody.
+    `with_groups` asks a directory service, which may be slow; the account's own files do not need
+    its groups. The folder must lie in one of this agent's own, or its owner could be anybody.
 
     Raises:
-        OSError: it is not there.
+        OSError: it does not exist.
 
     """
     found = path.lstat()
@@ -278,7 +277,7 @@ def identity_of_owner(path: Path, *, with_groups: bool = True) -> Identity | Non
 
 
 def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file in a folder that others may write to; it cannot be made to wait.
+    """Open a regular file in a folder that others may write to; never blocks on a pipe.
 
     Raises:
         OSError: it cannot be opened, or is a link, a pipe, a device or the like.
@@ -293,7 +292,7 @@ def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
 
 
 def write_anew(path: Path, content: bytes) -> None:
-    """Write a file in a folder that others may write to; `OSError` if it cannot be."""
+    """Replace a file in a folder that others may write to; `OSError` if that fails."""
     fd = open_untrusted(path, os.O_WRONLY | os.O_CREAT, 0o666)
     with os.fdopen(fd, "wb") as file:
         file.truncate()

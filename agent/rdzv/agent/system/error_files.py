@@ -1,4 +1,4 @@
-"""Error files: what a worker that failed has left about it.
+"""Error files: a failed worker's own report of its failure.
 
 The format is torchelastic's (`torch/distributed/elastic/multiprocessing/errors`), so `@record`
 works unchanged: `{"message": {"message": "Type: text", "extraInfo": {"py_callstack": "...",
@@ -27,13 +27,13 @@ NO_ERROR_FILE = "no error file (torch.distributed.elastic.multiprocessing.errors
 
 @struct(frozen=True)
 class WorkerError:
-    """What an error file says about a worker's failure."""
+    """The content of an error file about a worker's failure."""
 
     message: str
     traceback: str
     age_ms: int
-    """How long ago it failed, by the error file's time; 0 if there is none, or no clock to compare
-    it with."""
+    """The time since the failure, by the error file's timestamp; 0 without one, or without a clock
+    to compare it with."""
 
 
 def read_error(
@@ -41,13 +41,13 @@ def read_error(
 ) -> WorkerError:
     """Explain an exit by the worker's error file, or in words if there is none.
 
-    The file is read with its worker's rights, for it may be a link. Never raises: a file that
-    cannot be read is itself the message. May hang, where a file server does.
+    The file is read with its worker's rights, because it may be a link. Never raises: if the file
+    cannot be read, the message says so. May hang if a file server does.
     """
     if path == Path(os.devnull):
         return WorkerError(_without_error_file(signum, pid), "", 0)
     try:
-        # A FIFO would have the agent wait for somebody to write into it.
+        # Reading a FIFO would block until some process writes into it.
         with acting_as(identity):
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(fd, "rb") as file:
@@ -68,15 +68,15 @@ def read_error(
 
 
 def unread(error: Exception) -> WorkerError:
-    """Say that there may be an error file, and why it cannot be read."""
+    """Return the error for an error file that may exist but cannot be read."""
     return WorkerError(f"the error file cannot be read: {error}", "", 0)
 
 
 def _touch(folder: Path) -> int | None:
-    """Return the time by the clock of the file system that a folder is on; None: it is not told.
+    """Return the time by the clock of a folder's file system; None if it is unknown.
 
-    That may be the clock of a file server, which is not this machine's. The folder of an error file
-    is its worker's own, so it may be touched.
+    That may be a file server's clock, which is not this machine's. The folder of an error file
+    belongs to its worker, so it may be touched.
     """
     try:
         os.utime(folder)
@@ -86,7 +86,7 @@ def _touch(folder: Path) -> int | None:
 
 
 def write_error(path: Path, failure: NodeFailure) -> None:
-    """Write the job's root cause for the process that has started this agent, as torchrun does.
+    """Write the job's root cause for the process that started this agent, as torchrun does.
 
     Raises:
         OSError: the file cannot be written.
@@ -119,7 +119,7 @@ def _without_error_file(signum: int | None, pid: int) -> str:
 
 
 def describe_exit(exit_code: int | None, signum: int | None) -> str:
-    """Say how a process ended.
+    """Describe how a process ended.
 
     >>> describe_exit(1, None), describe_exit(None, 9)
     ('exit code 1', 'signal 9 (SIGKILL)')
@@ -130,7 +130,7 @@ def describe_exit(exit_code: int | None, signum: int | None) -> str:
 
 
 def signal_name(signum: int) -> str:
-    """Name a signal.
+    """Return the name of a signal.
 
     >>> signal_name(9)
     'SIGKILL'

@@ -18,7 +18,7 @@ from rdzv.agent.system.accounts import Identity, acting_as
 log = logging.getLogger("rdzv.agent")
 
 _FALLBACK_POLL_S = 0.1
-"""How often a file is looked at that cannot be watched; torchrun looks at all of them so."""
+"""The polling interval for files that cannot be watched; torchrun polls all of them."""
 
 _IN_MODIFY = 0x2
 _IN_ATTRIB = 0x4
@@ -30,27 +30,27 @@ _IN_ONESHOT = 0x80000000
 _EVENT = struct.Struct("iIII")
 _CHUNK = 1 << 16
 _POLLED = 0
-"""Stands for the watch of a file that cannot be watched; inotify counts from 1."""
+"""The watch number of a file that cannot be watched; inotify counts from 1."""
 _CHANGED = _IN_MODIFY | _IN_ATTRIB | _IN_DELETE_SELF
-"""Written to, or replaced by another: the one that had the name loses a link."""
+"""Written to, or replaced by another file, in which case the former one loses a link."""
 
 
 class Watched(Protocol):
     """A file's subscriber."""
 
     watch: int | None
-    """The watch that is set; None: it is not waited for now."""
+    """The active watch; None: there is none now."""
 
     @property
     def path(self) -> Path:
-        """The file; it need not be there yet."""
+        """The file; it need not exist yet."""
 
     @property
     def identity(self) -> Identity | None:
-        """With whose rights it is watched; None: with those of this process."""
+        """The account with whose rights it is watched; None: this process's own."""
 
     def wake(self) -> None:
-        """Hear that the file may have changed. Called in the event loop."""
+        """Handle a possible change of the file. Called in the event loop."""
 
 
 class Watches:
@@ -66,7 +66,7 @@ class Watches:
         self._sources: dict[int, set[Watched]] = {}
         self._closed = False
         self._fires = 0
-        """How often watches have fired; one that is just being set may be among them."""
+        """The number of watches that have fired, possibly including one that is just being set."""
         self._fd: int | None = None
         try:
             self._fd = _inotify_init()
@@ -77,9 +77,9 @@ class Watches:
             loop.add_reader(self._fd, self._read)
 
     def arm(self, source: Watched) -> None:
-        """Wake a source at the next change of its file, or in its folder if it has none yet.
+        """Wake a source at the next change of its file, or of its folder if the file is missing.
 
-        Hangs where a file server does; others are armed and woken all the same.
+        Hangs if a file server does; other sources are still armed and woken.
         """
         with self._lock:
             if self._closed:
@@ -97,7 +97,7 @@ class Watches:
             if watch == _POLLED:
                 self._loop.call_soon_threadsafe(self._wake_later, source)
             elif self._fires != fires:
-                # Perhaps this one: it was not known yet.
+                # Perhaps this watch, which was not known yet.
                 self._loop.call_soon_threadsafe(self._wake, [source])
             else:
                 self._sources.setdefault(watch, set()).add(source)
@@ -115,7 +115,7 @@ class Watches:
         return folder
 
     def disarm(self, source: Watched) -> None:
-        """Let a source sleep."""
+        """Stop waking a source."""
         with self._lock:
             watch, source.watch = source.watch, None
             if watch is None or watch not in self._sources:
@@ -151,7 +151,7 @@ class Watches:
         self._wake(woken)
 
     def _fired(self, data: bytes) -> list[int]:
-        """Return the watches that events are about; all of them if events were lost."""
+        """Return the watches that fired; all of them if events were lost."""
         fired, position = [], 0
         while position < len(data):
             watch, mask, _, length = _EVENT.unpack_from(data, position)
@@ -175,13 +175,13 @@ def _inotify_init() -> int:
 
 
 def _inotify_add_watch(fd: int, path: Path, mask: int) -> int:
-    """Watch for one event, after which the watch is gone."""
+    """Add a watch that is removed after one event."""
     encoded = ctypes.c_char_p(os.fsencode(path))
     return _checked(_libc.inotify_add_watch(fd, encoded, ctypes.c_uint32(mask | _IN_ONESHOT)))
 
 
 def _inotify_rm_watch(fd: int, watch: int) -> None:
-    _libc.inotify_rm_watch(fd, watch)  # It may have fired just now: then there is none.
+    _libc.inotify_rm_watch(fd, watch)  # Fails if the watch has just fired.
 
 
 def _checked(result: int) -> int:

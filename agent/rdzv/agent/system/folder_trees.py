@@ -1,9 +1,9 @@
-"""Folders that a job fills: how much is in them, and how they are removed.
+"""Folders with a job's files: measuring and removing them.
 
-A job may put anything there, so what is in them is handled with the rights of its account. Nothing
-here recurses, holds a descriptor for each level, or spells a path out, so any depth will do; no
-link is followed, and no other file system entered. `MAX_NAMES` is the end of it, so that no folder
-keeps the caller for ever.
+A job may put anything there, so its files are accessed with the rights of its account. The walk
+does not recurse, hold a descriptor for each level, or build full paths, so any depth works; it
+follows no links, and enters no other file system. It stops after `MAX_NAMES` entries, so that no
+folder blocks the caller forever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.structs import struct
 
 MAX_NAMES = 2_000_000
-"""How many files and folders are looked at or removed in one go; the rest stays."""
+"""The most files and folders that are examined or removed in one call; the rest stays."""
 
 _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -41,7 +41,7 @@ class Measure:
 
 
 def measure(top: Path, now_s: float, identity: Identity | None = None) -> Measure:
-    """Look at a folder, as far as its account can; it lies in one of this agent's own."""
+    """Measure a folder below one of this agent's own, as far as its account can read it."""
     found = Measure()
     with suppress(OSError), _Place(top, identity) as place:
         found = found.plus(place.status, now_s)
@@ -53,12 +53,12 @@ def measure(top: Path, now_s: float, identity: Identity | None = None) -> Measur
 
 
 def remove_tree(top: Path, identity: Identity | None = None, most: int = MAX_NAMES) -> None:
-    """Remove a folder, as far as its account can; that above is this agent's or the account's.
+    """Remove a folder, as far as its account can; the parent is this agent's or the account's.
 
-    That it is not there is no error.
+    A missing folder is not an error.
 
     Raises:
-        OSError: something is left, and the first of the reasons.
+        OSError: something is left; this is the first reason.
 
     """
     with suppress(FileNotFoundError), _Place(top, identity) as place:
@@ -76,7 +76,7 @@ def remove_tree(top: Path, identity: Identity | None = None, most: int = MAX_NAM
 
 
 def _clear(top: int, most: int) -> OSError | None:
-    """Remove all that is in an open folder; return the first reason why something is left."""
+    """Remove the content of an open folder; return the first reason why something is left."""
     first: OSError | None = None
     try:
         for folder, name, status in _walk(top, most, pry=True):
@@ -95,7 +95,7 @@ def _clear(top: int, most: int) -> OSError | None:
 
 
 class _Place:
-    """Where a folder is that an account fills; the folder above is held open."""
+    """The location of an account's folder; the parent folder is held open."""
 
     def __init__(self, top: Path, identity: Identity | None) -> None:
         self._top = top
@@ -124,7 +124,7 @@ class _Place:
             return _enter(self._above, self._top.name, self.status, pry=pry)
 
     def remove(self) -> None:
-        """Remove the folder itself, which is empty."""
+        """Remove the folder itself, which must be empty."""
         with acting_as(self._rights):
             os.rmdir(self._top.name, dir_fd=self._above)
 
@@ -141,7 +141,7 @@ def _enter(folder: int, name: str, status: os.stat_result, *, pry: bool = False)
 
 
 class _Level:
-    """A folder on the way down: its name, what it is, and what of it was not looked at yet."""
+    """A folder on the way down: its name, its identity, and its entries not yet examined."""
 
     def __init__(self, name: str, folder: int, most: int) -> None:
         self.name = name
@@ -154,13 +154,13 @@ class _Level:
 def _walk(
     folder: int, most: int, *, pry: bool = False
 ) -> Iterator[tuple[int, str, os.stat_result]]:
-    """Yield all that is below an open folder, which is closed then: its folder, name and status.
+    """Yield each entry below an open folder as folder, name and status, then close the folder.
 
-    A folder comes after what is in it. With `pry` those are opened, too, that their account has
-    closed. What cannot be entered is yielded all the same.
+    A folder follows its content. With `pry`, folders that their account has made inaccessible are
+    opened, too. Folders that cannot be entered are still yielded.
 
     Raises:
-        OSError: a folder was moved while it was looked at.
+        OSError: a folder was moved meanwhile.
 
     """
     try:

@@ -1,8 +1,8 @@
-"""Imports gRPC without what it does when this process forks; before anything else imports it.
+"""Imports gRPC without its fork handlers, before anything else imports it.
 
-A program that is started as another account is forked, and gRPC's handlers then run in the child,
-beside a copy of its threads' state: one in some hundred such children died of SIGSEGV before it ran
-anything. No child of the agent's uses gRPC, so none needs them.
+Starting a program as another account forks this process, and gRPC's handlers then run in the child,
+with a copy of its threads' state: about one in a hundred such children died of SIGSEGV before it
+ran anything. No child of the agent uses gRPC, so none needs the handlers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _given = os.environ.get(_OPTION)
 os.environ[_OPTION] = "0"
 import grpc  # noqa: E402, F401
 
-# It is none of a job's.
+# The variable must not reach a job's environment.
 if _given is None:
     del os.environ[_OPTION]
 else:

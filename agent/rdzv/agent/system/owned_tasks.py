@@ -10,10 +10,10 @@ _R = TypeVar("_R")
 
 
 class OwnedTasks:
-    """The tasks of one owner, which hears of each exception at once, and ends them by `close`.
+    """The tasks of one owner, which receives each exception at once, and ends them by `close`.
 
-    It is for an owner whose methods are called from callbacks of the event loop; a coroutine that
-    waits for its tasks uses an `asyncio.TaskGroup`.
+    Meant for an owner whose methods are called from callbacks of the event loop; a coroutine that
+    waits for its tasks should use an `asyncio.TaskGroup`.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -21,7 +21,7 @@ class OwnedTasks:
         self._running: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, _R], name: str) -> asyncio.Task[_R]:
-        """Run `work`, whatever becomes of the caller."""
+        """Run `work` independently of the caller."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._running.add(task)
         task.add_done_callback(self._note_end)
@@ -33,7 +33,7 @@ class OwnedTasks:
             self._on_error(error)
 
     async def close(self) -> None:
-        """Cancel what still runs, and wait for its end."""
+        """Cancel the tasks that still run, and wait for their end."""
         running = tuple(self._running)
         for task in running:
             task.cancel()

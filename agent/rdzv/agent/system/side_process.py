@@ -1,4 +1,4 @@
-"""The agent's hold on a process that runs `torch_side.py` with the job's interpreter."""
+"""The agent's handle on a process that runs `torch_side.py` with the job's interpreter."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rdzv.errors import InvalidRequestError
 log = logging.getLogger("rdzv.agent")
 
 READY_TIMEOUT_S = 120.0
-"""Importing torch from a cold network disk takes its time."""
+"""How long it may take to get ready: importing torch from a cold network disk is slow."""
 
 MAX_UNSENT_BYTES = 1 << 20
-"""The most bytes that wait for a process that does not read; more is refused."""
+"""The most bytes that wait for a process that does not read; more are refused."""
 
 MAX_LINE_BYTES = 16 << 20
 
 REAP_TIMEOUT_S = 5.0
-"""How long its interpreter may take to end, once it has nothing more to do."""
+"""How long its interpreter may take to exit after its work is done."""
 
 _SCRIPT = Path(__file__).parents[1] / "job_programs" / "torch_side.py"
 
@@ -35,7 +35,7 @@ Message = dict[str, Any]
 
 
 class SideProcess(asyncio.Protocol):
-    """JSON lines to and from a process; its end, whenever it comes, is only an event.
+    """JSON lines to and from a process; its end, at any time, is only an event.
 
     Callbacks come from the event loop, one after another, and must not raise.
     """
@@ -46,7 +46,7 @@ class SideProcess(asyncio.Protocol):
         python: str,
         on_message: Callable[[Message], None],
     ) -> None:
-        """Take over a process that was just started. Use `start`."""
+        """Take over a process that was just started. Use `start` instead."""
         self._process = process
         self._python = python
         self._on_message = on_message
@@ -67,7 +67,7 @@ class SideProcess(asyncio.Protocol):
         chdir: Path | None = None,
         account: Account | None = None,
     ) -> SideProcess:
-        """Start `torch_side.py`; `options` says what for.
+        """Start `torch_side.py`; `options` select its task.
 
         `environ`, `chdir` and `account` are the job's; by default this process's own.
 
@@ -83,7 +83,7 @@ class SideProcess(asyncio.Protocol):
                         stdin=subprocess.DEVNULL,
                         env=environ,
                         pass_fds=[theirs.fileno()],
-                        # Ctrl-C is the agent's to hear.
+                        # Ctrl-C is for the agent to handle.
                         start_new_session=True,
                         **how,
                     )
@@ -97,10 +97,10 @@ class SideProcess(asyncio.Protocol):
         return side
 
     async def ready(self, what: str) -> None:
-        """Wait until it can do what it is for; `what` is the option that asks for it.
+        """Wait until it is ready for its task; `what` is the option that requests the task.
 
         Raises:
-            InvalidRequestError: it cannot, and why.
+            InvalidRequestError: it cannot do the task; the message says why.
         """
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
@@ -112,16 +112,16 @@ class SideProcess(asyncio.Protocol):
 
     @property
     def has_answered(self) -> bool:
-        """Whether it has said that it is ready, or why it is not."""
+        """Whether it has reported that it is ready, or why it is not."""
         return self._first.done()
 
     @property
     def refusal(self) -> str:
-        """Why it cannot do what it is for, if it has said so."""
+        """Why it cannot do its task, if it has reported a reason."""
         return str(self._first.result().get("refused", "")) if self._first.done() else ""
 
     def send(self, message: Mapping[str, object]) -> bool:
-        """Send a line; say whether it is on its way, not whether it arrives."""
+        """Send a line; return whether it was accepted for sending, not whether it arrives."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
@@ -131,7 +131,7 @@ class SideProcess(asyncio.Protocol):
         return True
 
     async def close(self, timeout_s: float) -> bool:
-        """Let it end what it has to do, then kill it; say whether it ended by itself."""
+        """Let it finish its work, then kill it; return whether it ended by itself."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
         await asyncio.wait([self._over], timeout=timeout_s)
@@ -182,7 +182,7 @@ class SideProcess(asyncio.Protocol):
                 self._first.set_result(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Take note that it will say no more."""
+        """Record that no more lines will come."""
         if not self._first.done():
             self._first.set_result({"refused": "it ended before it was ready (see above)"})
         if not self._over.done():

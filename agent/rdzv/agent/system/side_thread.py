@@ -21,11 +21,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 ANSWER_WITHIN_S = 300.0
-"""How long a file server may take for what a job cannot begin without; then the job goes without
+"""How long a file server may take for files that a job needs to begin; then the job begins without
 this node. A restarted NFS server does not answer for a minute and a half."""
 
 WORD_AFTER_S = 10.0
-"""How soon the log says what is waited for."""
+"""The wait after which the log says what the agent waits for."""
 
 
 async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -44,23 +44,23 @@ async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwa
 async def in_time(
     within_s: float, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
 ) -> _R:
-    """Do as `in_thread`, for that long at most.
+    """Do the same as `in_thread`, with a time limit.
 
     Raises:
-        TimeoutError: it has not returned in time; its thread is left behind.
+        TimeoutError: the function has not returned in time; its thread is left behind.
 
     """
     try:
         async with asyncio.timeout(within_s):
             return await in_thread(function, *args, **kwargs)
     except TimeoutError as error:
-        # The function may raise one, too: that of a file server that gives up itself.
+        # The function may raise a TimeoutError, too, if a file server itself gives up.
         raise error if error.args else no_answer(within_s) from None
 
 
 @contextlib.contextmanager
 def waiting_is_said(what: str) -> Iterator[None]:
-    """Log what is waited for, if that takes long; nothing if there is no word for it."""
+    """Log `what` the body waits for if that takes long; log nothing if `what` is empty."""
     text = "%s: no answer from the file system for %g s; it is waited for"
     loop = asyncio.get_running_loop()
     timer = loop.call_later(WORD_AFTER_S, log.warning, text, what, WORD_AFTER_S)
@@ -81,7 +81,7 @@ def find_program(name: str) -> str:
     """Return the path of a program. May hang.
 
     Raises:
-        OSError: it is not there, or cannot be executed.
+        OSError: it does not exist, or cannot be executed.
 
     """
     if (path := shutil.which(name)) is not None:
@@ -93,12 +93,12 @@ def find_program(name: str) -> str:
 class Aside:
     """Calls of one kind: each in a thread, for a limited time.
 
-    While one that was too late has not returned, others fail at once. So threads do not pile up,
-    and a job with many files on a server that hangs waits for it once.
+    While a call that exceeded its limit has not returned, others fail at once. So threads do not
+    pile up, and a job with many files on a hanging server waits for it only once.
     """
 
     def __init__(self, within_s: float, what: str = "") -> None:
-        """Wait for that long for each call, and name in the log what is waited for, if anything."""
+        """Limit each call to `within_s`; name `what` it waits for in the log, if given."""
         self._within_s = within_s
         self._what = what
         self._late: Future[Any] | None = None
@@ -106,10 +106,10 @@ class Aside:
     async def answer(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Call a function, and return what it returns.
 
-        A caller that is cancelled leaves the thread behind, which may still turn out to be late.
+        A cancelled caller leaves the thread behind, which may still exceed its limit.
 
         Raises:
-            TimeoutError: it has not returned in time, or an earlier one has not yet.
+            TimeoutError: the call, or an earlier one, has not returned in time.
 
         """
         answer: asyncio.Future[_R | Exception] = asyncio.get_running_loop().create_future()
@@ -131,9 +131,9 @@ class Aside:
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> None:
-        """Call a function; `then` gets what it returns or raises, once, in the event loop.
+        """Call a function; `then` gets its result or exception, once, in the event loop.
 
-        Never from within this call. A call that is too late has raised TimeoutError.
+        `then` is never called from within this call. A late call counts as a TimeoutError.
         """
         loop, future = asyncio.get_running_loop(), Future[_R]()
         if self._late is not None and not self._late.done():
@@ -168,7 +168,7 @@ class Aside:
 
 
 def settle(future: Future[_R], call: Callable[[], _R]) -> None:
-    """Call a function, and give a future what it returns or raises; nothing if it is cancelled."""
+    """Call a function, and set its result or exception on a future unless that is cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
