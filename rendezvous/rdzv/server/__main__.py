@@ -156,12 +156,12 @@ def main(
 ) -> None:
     """Run the rendezvous server: it decides rounds and ranks, and pushes them to the nodes.
 
-    When it is ready it says so in one line on stdout. SIGTERM or Ctrl-C ends it; running workers
-    are not disturbed, and it takes up where it was when it is started again. SIGHUP makes it read
-    its configuration again; the log says what that has changed, and what needs a restart.
+    When it is ready it prints one line on stdout. SIGTERM or Ctrl-C ends it; workers run on, and it
+    continues from the stored state when it is started again. SIGHUP makes it read its configuration
+    again; the log lists what that has changed, and what needs a restart.
 
-    Exit codes: 0 ended by a signal, 1 could not start or go on, or --check has found something
-    that is not in order, 2 usage or configuration.
+    Exit codes: 0 ended by a signal; 1 could not start or continue, or --check has found a problem;
+    2 usage or configuration.
     """
     # Before anything imports gRPC, which reads this once.
     if not _reaches_etcd_by_tls(file, given):

@@ -1,6 +1,6 @@
 """The driver of a leading server: its parts, their start and stop, and the publishing of steps.
 
-It holds what the pure cores cannot, and decides nothing. A command to a job goes through
+It holds the state that the pure cores do not, and decides nothing. A command to a job goes through
 `Engine.submit`: *decide, persist, publish*, and `Driver.publish` is the last of the three. Nodes
 enter through `connections`, `recovery`, `commands` and `reports`, operators through `views`,
 `workers`, `operations` and `nodes`.

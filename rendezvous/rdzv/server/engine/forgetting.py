@@ -57,7 +57,7 @@ class Forgetting:
     async def forget(self, rdzv_id: str) -> None:
         """Delete a job that has ended, with its history; a later join by its name begins a new job.
 
-        A caller that is cancelled does not cut it short.
+        If the caller is cancelled, the deletion still completes.
 
         Raises:
             UnknownJobError: no node has ever joined it.

@@ -73,7 +73,7 @@ class Jobs:
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: what is stored cannot be read.
+            RendezvousStateError: the stored job cannot be read.
             LimitExceededError: too many jobs.
 
         """

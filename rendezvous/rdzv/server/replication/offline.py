@@ -146,7 +146,7 @@ async def restore(config: Config, file: Path) -> str:
     The file is verified as a whole before anything is written.
 
     Raises:
-        RendezvousStateError: the file was cut or changed, or is no backup of this rdzvd.
+        RendezvousStateError: the file was cut or changed, or is not a backup for this rdzvd.
         InvalidRequestError: there is no such file, or the store is not empty.
 
     """

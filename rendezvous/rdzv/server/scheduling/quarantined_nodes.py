@@ -109,7 +109,7 @@ class Quarantine:
         for its history.
 
         Raises:
-            RendezvousConnectionError: it could not be stored; the step is to be retried.
+            RendezvousConnectionError: it could not be stored; retry the step.
 
         """
         after, now_ms = transition.state.membership, self._clock.now_ms()

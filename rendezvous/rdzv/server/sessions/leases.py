@@ -1,6 +1,6 @@
 """Nodes and their leases: the nodes core with its timers.
 
-The core steps in memory and never waits, so it needs no lock. An expired lease is noticed here
+The core works in memory and never waits, so it needs no lock. An expired lease is noticed here
 (`Leases.expire`), and the core decides that the node is lost. A *pause* of the server itself renews
 every lease, and no deadline counts until the messages that came in meanwhile are read
 (`LoopWatch`).

@@ -2,7 +2,7 @@
 
 A job that is loaded waits for the nodes that hold its seats (`on_load`). In its hello a node sends
 what it believes about each of its jobs; the job takes from that what it does not know, and the node
-is sent what it has missed (`greet`).
+receives what it has missed (`greet`).
 """
 
 from __future__ import annotations
