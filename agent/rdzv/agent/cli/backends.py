@@ -1,10 +1,10 @@
 """Where the nodes of a job meet: torchrun's back-ends by their names, and a standing rdzvd.
 
-A command line either names a server, or means that one of the job's own nodes serves it. That
-node is found without asking anyone: it is the one with node rank 0 (`static`), or the one that
-owns the endpoint's host (`c10d`). It serves from memory, for the life of its rdzvrun, as torchrun's
-store lives on a training node. Or the nodes elect it by an etcd (`etcd`), which keeps the state,
-and elect another when it is gone. A standing `rdzvd` outlives every node without that.
+A command line either names a server, or means that one of the job's own nodes serves it. That node
+needs no discovery: it is the one with node rank 0 (`static`), or the one that owns the endpoint's
+host (`c10d`). It serves from memory, for the life of its rdzvrun, as torchrun's store lives on a
+training node. Or the nodes elect it in an etcd (`etcd`), which keeps the state, and elect another
+when it is gone. A standing `rdzvd` outlives every node without an election.
 
 Source: `torch/distributed/run.py` (`config_from_args`) and the rendezvous back-ends of torch 2.13.
 """
@@ -24,15 +24,15 @@ from rdzv.transport.addresses import listen_at
 from rdzv.transport.endpoints import DEFAULT_PORT, Endpoint, parse_endpoint, parse_endpoints
 
 if TYPE_CHECKING:
-    # gRPC is not imported before the command line is known to be right.
+    # gRPC is not imported before the command line is known to be valid.
     from rdzv.stores.etcd_config import EtcdConfig
     from rdzv.transport.channels import Credentials
 
 DEFAULT_MASTER_PORT = 29500
-"""Of torchrun's static back-end."""
+"""The default of torchrun's static back-end."""
 
 DEFAULT_ETCD_PREFIX = "/torchelastic/p2p"
-"""Of torchrun's etcd back-end."""
+"""The default of torchrun's etcd back-end."""
 
 _KNOWN = "rdzv, c10d, etcd, static"
 
@@ -42,22 +42,22 @@ class Meeting:
     """Where this node meets the others."""
 
     endpoints: tuple[Endpoint, ...]
-    """The servers to go to; none: one of this node's own, for it alone."""
+    """The servers to connect to; none: this node hosts its own server, for itself alone."""
     rdzv_id: str
     host_at: Endpoint | None = None
     """Where this node serves the job itself; without endpoints, to its own workers alone."""
     elect_by: EtcdConfig | None = None
-    """The etcd by which the nodes elect the one that serves them."""
+    """The etcd in which the nodes elect the one that serves them."""
     node_id: str = ""
     """The name that the back-end gives this node, if it does."""
     why: str = ""
-    """The choice, in a line for the log."""
+    """The choice, as a log line."""
     files: Mapping[str, Path | None] | None = None
-    """The files of `Credentials` that are given for a standing rdzvd; None: it is one of the nodes,
+    """The files of `Credentials` given for a standing rdzvd; None: the server is one of the nodes,
     which serve without TLS."""
 
     def credentials(self, environ: Mapping[str, str]) -> Credentials:
-        """Return what is trusted and shown; the environment says what the command line does not.
+        """Return the credentials; the environment supplies files that the command line does not.
 
         Raises:
             InvalidRequestError: they cannot be used.
@@ -84,25 +84,25 @@ class Wish:
     master_port: int | None
     is_host: bool | None
     conf: Mapping[str, str]
-    """--rdzv-conf, of which the etcd back-ends take how etcd is reached."""
+    """--rdzv-conf, from which the etcd back-ends read how to reach etcd."""
     files: Mapping[str, Path | None]
-    """The files of `Credentials` that are given."""
+    """The given files of `Credentials`."""
     places_node: bool = False
-    """Whether it names the node, or its place in the network, to a server."""
+    """Whether it gives a server the node's name, or its place in the network."""
 
     @property
     def static(self) -> bool:
-        """Whether anything names a node of torchrun's static back-end."""
+        """Whether any option refers to a node of torchrun's static back-end."""
         return bool(self.master_addr) or self.node_rank is not None or self.master_port is not None
 
     @property
     def for_rdzvd(self) -> bool:
-        """Whether it says of the server what only a standing rdzvd has a use for."""
+        """Whether it has options that only a standing rdzvd can use."""
         return self.places_node or "," in self.endpoint or any(self.files.values())
 
 
 def choose(wish: Wish) -> Meeting:
-    """Choose where to meet, as torchrun would read the same line.
+    """Choose where to meet, as torchrun would interpret the same command line.
 
     Without a back-end: this node alone if there is no endpoint or port and at most one node,
     `static` if --node-rank or --master-* is given, or an endpoint for one node where this node can
@@ -131,10 +131,10 @@ def choose(wish: Wish) -> Meeting:
 
 
 def _means_static(wish: Wish) -> bool:
-    """Whether a line without a back-end is one of torchrun's static back-end, its default.
+    """Whether a command line without a back-end means torchrun's static back-end, its default.
 
-    One node with an endpoint is, unless the endpoint can only be a standing rdzvd: the line has
-    words for it, or the endpoint is of another machine, or a server listens there already.
+    One node with an endpoint does, unless the endpoint can only be a standing rdzvd: the line has
+    options for it, or the endpoint is on another machine, or a server already listens there.
     """
     if wish.static or wish.max_nodes > 1:
         return wish.static
@@ -223,9 +223,9 @@ def _c10d_at_any_port(wish: Wish, host: str) -> Meeting:
 
 
 def _etcd(wish: Wish) -> Meeting:
-    """Meet wherever the node serves that the others elect; torchrun's etcd and etcd-v2 alike.
+    """Meet at the node that the others elect; the same for torchrun's etcd and etcd-v2.
 
-    It takes an etcd v3; the v2 API, which torchrun's back-ends speak, is gone from etcd 3.6.
+    This requires etcd v3; the v2 API, which torchrun's back-ends use, was removed in etcd 3.6.
     """
     given = f"--rdzv-backend={wish.backend}"
     if not wish.endpoint:
@@ -245,7 +245,7 @@ def _etcd(wish: Wish) -> Meeting:
 
 
 def _etcd_config(wish: Wish) -> EtcdConfig:
-    """Read how etcd is reached: the keys of torchrun's etcd, etcd-v2, and user and password."""
+    """Read how to reach etcd: the keys of torchrun's etcd and etcd-v2, and user and password."""
     from rdzv.stores.etcd_config import EtcdConfig, first_line
 
     conf = wish.conf
@@ -272,7 +272,7 @@ def _etcd_config(wish: Wish) -> EtcdConfig:
 
 
 def _as_path(rdzv_id: str) -> str:
-    """Write a job's name with the letters of a path; two names never become one."""
+    """Encode a job's name with path-safe characters; different names stay different."""
     return re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", rdzv_id)
 
 
@@ -306,7 +306,7 @@ def _static(wish: Wish) -> Meeting:
 
 
 def owns(host: str) -> bool:
-    """Say whether a host name or address is this machine's: whether one can be bound to it."""
+    """Return whether a host name or address is this machine's: whether it can be bound."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:
@@ -315,7 +315,7 @@ def owns(host: str) -> bool:
 
 
 def _can_serve(endpoint: Endpoint) -> bool:
-    """Say whether a server could listen there: the host is this machine's, and the port is free."""
+    """Return whether a server could listen there: on a free port of this machine."""
     if not owns(endpoint.host):
         return False
     try:

@@ -50,11 +50,11 @@ def parse_launch(
     chdir: Path | None = None,
     counted: int | None = None,
 ) -> tuple[Launch, Meeting]:
-    """Turn a command line into what to launch, and where to meet the other nodes.
+    """Turn a command line into a launch, and the place to meet the other nodes.
 
     `legacy` is the command line of torch.distributed.launch. `environ` and `chdir` are the job's;
-    by default this process's own. `counted` is what --nproc-per-node stands for where it is a
-    word; by default that is found out, which may take a while.
+    by default this process's own. `counted` is the number of workers where --nproc-per-node is a
+    word; by default it is counted, which may take a while.
 
     Raises:
         InvalidRequestError: a value makes no sense; the message names it, why, and a remedy.
@@ -101,7 +101,7 @@ def parse_launch(
 
 
 def parse_modules(text: str | None) -> tuple[str, ...]:
-    """Read what --warm preloads: names of modules with commas between them.
+    """Parse --warm: a comma-separated list of modules to preload.
 
     >>> parse_modules("torch,transformers"), parse_modules(None)
     (('torch', 'transformers'), ())
@@ -132,7 +132,7 @@ def _output(
         or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         logs_specs=args.logs_specs or "",
     )
-    # As under torchrun: without files all output is the console's, whatever else is asked for.
+    # As under torchrun: without files all output goes to the console, whatever else is requested.
     if output.log_dir == NO_FILES and not output.logs_specs:
         return Output(log_dir=NO_FILES)
     return output
@@ -164,7 +164,7 @@ def _wish(args: argparse.Namespace, conf: Mapping[str, str]) -> Wish:
 
 
 def _backend(given: str, meeting: Meeting) -> str:
-    """Name the back-end as torchrun's events would: a single node is c10d there."""
+    """Return the back-end's name in torchrun's events, where a single node is c10d."""
     if meeting.node_id:
         return "static"
     return (given or "rdzv") if meeting.endpoints else "c10d"
@@ -206,7 +206,7 @@ def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:
 
 
 def _conf(text: str) -> dict[str, str]:
-    """Read --rdzv-conf; unknown keys are warned of, with the known ones."""
+    """Parse --rdzv-conf; warn of unknown keys, and list the known ones."""
     conf = parse_conf(text)
     for key in conf:
         if key in flags.TORCH_CONF_KEYS:
@@ -218,13 +218,13 @@ def _conf(text: str) -> dict[str, str]:
 
 
 def _python(environ: Mapping[str, str], chdir: Path | None) -> str:
-    """Return the job's interpreter; a path as it is seen from where the workers start."""
+    """Return the job's interpreter; a path is resolved against the workers' working directory."""
     python = environ.get("PYTHON_EXEC", sys.executable)
     return python if chdir is None or os.sep not in python else str(chdir / python)
 
 
 def _count(text: str, python: str, environ: Mapping[str, str]) -> int:
-    """Count what there is one worker for."""
+    """Count the CPUs or devices that get one worker each."""
     return count_cpus() if text == "cpu" else count_devices(text, python, environ)
 
 

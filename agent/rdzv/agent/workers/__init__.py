@@ -1,1 +1,1 @@
-"""The local worker group: how it is started, what became of each worker, and how that is told."""
+"""The local worker group: its start, the fate of each worker, and the reports about it."""

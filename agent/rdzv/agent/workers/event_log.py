@@ -1,8 +1,7 @@
 """torchelastic's events of one job on this node, for the handlers that torch knows.
 
-What torchrun records is recorded at the same points, with the same names and fields; how it gets
-to the handler is `torch_side`'s business. A handler that is slow, or dies, loses events and nothing
-else.
+torchrun's events are recorded at the same points, with the same names and fields; `torch_side`
+passes them to the handler. If a handler is slow or dies, only events are lost.
 
 Source: `_construct_event`, `record_duration` and `_record_worker_events` in
 `torch/distributed/elastic/agent/server/api.py`, and `torch/distributed/launcher/api.py` of torch
@@ -29,14 +28,14 @@ CLOSE_TIMEOUT_S = 5.0
 """How long the handler may take for the last events."""
 
 START_TIMEOUT_S = 30.0
-"""How much longer, if a job ends before its interpreter has imported torch."""
+"""The additional time if a job ends before its interpreter has imported torch."""
 
 AT_HAND = ("console",)
-"""Handlers that every torch has: nothing needs to wait until it is imported."""
+"""Handlers that every torch has, so that there is no need to wait for its import."""
 
 
 class EventLog:
-    """Records the events of one job; does nothing unless a handler was asked for."""
+    """Records the events of one job; does nothing unless a handler was requested."""
 
     def __init__(self, launch: Launch, now_ms: int, error_file: Callable[[int], Path]) -> None:
         self._launch = launch
@@ -74,7 +73,7 @@ class EventLog:
             await self._side.ready(f"--event-log-handler={name}")
 
     async def close(self) -> None:
-        """Let the handler take what is still on its way, for a while."""
+        """Give the handler some time to process pending events."""
         if self._side is None:
             return
         side, self._side = self._side, None
@@ -89,13 +88,13 @@ class EventLog:
     # ------------------------------------------------------------------ what happens
 
     def joining(self, now_ms: int) -> None:
-        """Take note that the node waits for a round."""
+        """Note that the node waits for a round."""
         self._joining_since_ms = now_ms
 
     def round_complete(self, assignment: Assignment, now_ms: int) -> None:
-        """Record that the node knows its place."""
+        """Record that the round is complete and the node knows its ranks."""
         waited_ms = now_ms - self._joining_since_ms
-        # As under torchrun: these still tell of the round before, but for the restarts.
+        # As under torchrun: except for the restarts, these still describe the previous round.
         for state, duration_ms in (("RENDEZVOUS", waited_ms), ("ASSIGN_WORKER_RANKS", 0)):
             self._record(
                 state, self._last, restarts=assignment.restarts, duration_ms=float(duration_ms)
@@ -107,9 +106,9 @@ class EventLog:
         self._record("START", self._last, fate)
 
     def ended(self, local: LocalRound | None, outcome: NodeOutcome, now_ms: int) -> None:
-        """Record how it ended: for each worker of the last round, and for the agent.
+        """Record the outcome of each worker of the last round, and of the agent.
 
-        As under torchrun the agent has succeeded if it knows how the workers ended, well or not.
+        As under torchrun, the agent has succeeded if it knows how the workers ended, well or not.
         """
         ran_s = (now_ms - self._began_ms) // 1000
         known = outcome.exit_code == 0 or (bool(outcome.workers) and outcome.result is not None)

@@ -1,6 +1,6 @@
 """The fate of each worker of this node's last round: how it ended, and whether the agent ended it.
 
-`FateRecorder` notes it as it happens; `summary` tells it to the user when the job is over.
+`FateRecorder` records it as it happens; `summary` reports it to the user when the job is over.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @struct(frozen=True)
 class Stop:
-    """How the agent told a worker to end."""
+    """The agent's way of telling a worker to end."""
 
     signum: int
     grace_ms: int
-    """Between the signal and SIGKILL."""
+    """The time between the signal and SIGKILL."""
 
 
 @struct(frozen=True)
@@ -39,9 +39,9 @@ class WorkerFate:
     signal: int | None = None
     """The signal that ended it; without an exit code either, it has not ended or never started."""
     failed: bool = False
-    """It failed by itself."""
+    """Whether it failed by itself."""
     stopped: Stop | None = None
-    """It was told to end by the agent; that it then failed is no failure."""
+    """How the agent told it to end, if it did; failing afterwards does not count as a failure."""
 
 
 @struct(frozen=True)
@@ -60,11 +60,11 @@ class LocalRound:
         return cls(assignment, tuple(fates))
 
     def started(self, local_rank: int, pid: int) -> LocalRound:
-        """Take note that a worker runs."""
+        """Return the round with a worker that runs."""
         return self._with(local_rank, pid=pid)
 
     def told_to_end(self, alive: Collection[int], stop: Stop) -> LocalRound:
-        """Take note that the agent ends the workers that are alive; the first word counts."""
+        """Return the round with the living workers told to end; only the first stop counts."""
         return replace(
             self,
             workers=tuple(
@@ -78,7 +78,7 @@ class LocalRound:
     def ended(
         self, local_rank: int, exit_code: int | None, signal: int | None, *, failed: bool
     ) -> LocalRound:
-        """Take note of an exit; a worker that failed before it was told to end has failed."""
+        """Return the round with an exit; only failing before being told to end counts as failed."""
         stopped = None if failed else self.workers[local_rank].stopped
         return self._with(
             local_rank, exit_code=exit_code, signal=signal, failed=failed, stopped=stopped
@@ -92,15 +92,15 @@ class LocalRound:
 
 @struct(frozen=True)
 class NodeOutcome(Outcome):
-    """How a job ended for this node, with what became of its last workers."""
+    """A job's outcome for this node, with the fates of its last workers."""
 
     workers: tuple[WorkerFate, ...] = ()
 
 
 class FateRecorder:
-    """Notes what becomes of the workers of one job, from every event and command; decides nothing.
+    """Records the fates of one job's workers, from every event and command; decides nothing.
 
-    What torchrun records goes to `event_log`; `now_ms` is the agent's clock.
+    torchrun's events go to `event_log`; `now_ms` is the agent's clock.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class FateRecorder:
         """Get ready to record events.
 
         Raises:
-            InvalidRequestError: the handler that was asked for is not known.
+            InvalidRequestError: the requested handler is unknown.
         """
         await self._event_log.open()
 
@@ -129,13 +129,13 @@ class FateRecorder:
         await self._event_log.close()
 
     def resume(self, assignment: Assignment, pids: Mapping[int, int]) -> None:
-        """Go on with a round that an agent before this one has seen begin."""
+        """Continue with a round that began under a previous agent."""
         self._round = LocalRound.begin(assignment, self._local_world_size)
         for local_rank, pid in pids.items():
             self._round = self._round.started(local_rank, pid)
 
     def worker_started(self, local_rank: int, pid: int) -> None:
-        """Take note that a worker runs; record starts by LOCAL_RANK, as torch does."""
+        """Note that a worker runs; record starts in the order of LOCAL_RANK, as torch does."""
         if self._round is not None:
             recorded = _started_in_order(self._round)
             self._round = self._round.started(local_rank, pid)
@@ -145,7 +145,7 @@ class FateRecorder:
     def note(
         self, event: events.Event, state: AgentState, doing: Sequence[commands.Command]
     ) -> None:
-        """Take note of an event, the state that it has led to, and what is about to be done."""
+        """Note an event, the state after it, and the commands about to be carried out."""
         match event:
             case events.WorkerExited() if self._is_current(event.round):
                 assert self._round is not None
@@ -183,7 +183,7 @@ class FateRecorder:
                 pass
 
     def outcome(self, outcome: Outcome) -> NodeOutcome:
-        """Add what became of the last workers to how it ended, and record it."""
+        """Add the fates of the last workers to the outcome, and record it."""
         known = {name: getattr(outcome, name) for name in field_names(Outcome)}
         ending = NodeOutcome(**known, workers=self.workers)
         self._event_log.ended(self._round, ending, self._now_ms())

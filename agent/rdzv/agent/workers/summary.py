@@ -1,7 +1,7 @@
-"""The closing words of a job on this node: how it ended, which worker failed first, and why.
+"""The final summary of a job on this node: how it ended, which worker failed first, and why.
 
-Workers that failed are told apart from those that only went down with them, and both from those
-that the agent has ended itself.
+It distinguishes workers that failed, workers that only went down with them, and workers that the
+agent has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rdzv.structs import field_names
 
 
 def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
-    """Tell how it ended; after a failure, which worker failed first, where and why."""
+    """Describe the outcome; after a failure, which worker failed first, where and why."""
     lines = [f"{rdzv_id}: {outcome.text}"]
     if outcome.failures:
         first, *others = outcome.failures
@@ -62,7 +62,7 @@ def _who(failure: NodeFailure) -> str:
 
 
 def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
-    """Count the workers of this node that the agent has ended, by how they took it."""
+    """Count the workers of this node that the agent has ended, by how they ended."""
     by_end: dict[str, list[int]] = {}
     for fate in workers:
         if fate.stopped is not None and fate.pid is not None:
@@ -79,7 +79,7 @@ def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
 
 
 def _end(fate: WorkerFate, stop: Stop) -> str:
-    """Say how a worker ended that was told to."""
+    """Describe how a worker ended that was told to end."""
     if fate.exit_code is None and fate.signal is None:
         return f"{signal_name(stop.signum)}; not seen to end"
     if stop.signum == signal.SIGKILL:
@@ -94,7 +94,7 @@ def _end(fate: WorkerFate, stop: Stop) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Write numbers shorter than one by one.
+    """Format numbers as ranges.
 
     >>> ranges([0, 2, 3, 4, 7, 8])
     '0, 2-4, 7, 8'

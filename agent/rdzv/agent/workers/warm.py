@@ -1,4 +1,4 @@
-"""`--warm`: which modules the zygote preloads, and which workers may be forked from it."""
+"""`--warm`: the modules that the zygote preloads, and the workers that may be forked from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rdzv.errors import InvalidRequestError
 log = logging.getLogger("rdzv.agent")
 
 ASK_TIMEOUT_S = 60.0
-"""How long the job's interpreter may take to look for modules."""
+"""How long the job's interpreter may take to find modules."""
 
 WAIT_VARIABLE = "RDZV_WARM_WAIT"
 
@@ -35,17 +35,17 @@ EACH_WORKERS_OWN = frozenset(
         *("RDZV_PROGRESS_FILE", "RDZV_NOTICE_FILE", "CUDA_VISIBLE_DEVICES"),
     }
 )
-"""The environment in which workers and rounds differ. No `import torch` reads any of it."""
+"""The variables that differ between workers and rounds. `import torch` reads none of them."""
 
 ANY_ROUND = Assignment("", 0, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
-"""Stands in for a round where what differs between rounds is left out."""
+"""A placeholder for a round where everything that differs between rounds is ignored."""
 
 _READ_LATE = ("NCCL_",)
 """Variables with these prefixes are read when a process group is made."""
 
 
 def preloaded(modules: Sequence[str]) -> tuple[str, ...]:
-    """Return what is preloaded if these are asked for.
+    """Return the modules that are preloaded if `modules` are requested.
 
     >>> preloaded(["torch", "transformers"])
     ('torch', 'torch._dynamo', 'transformers')
@@ -56,9 +56,9 @@ def preloaded(modules: Sequence[str]) -> tuple[str, ...]:
 def zygote_spec(
     launch: Launch, environ: Mapping[str, str], cpus: Sequence[tuple[int, ...] | None]
 ) -> ZygoteSpec:
-    """Say how to start the zygote of a launch.
+    """Return the specification of a launch's zygote.
 
-    `environ` is that of any worker. `cpus` are what each of them is bound to.
+    `environ` is any worker's environment. `cpus` are the CPUs that each worker is bound to.
     """
     common = {name: value for name, value in environ.items() if name not in EACH_WORKERS_OWN}
     return ZygoteSpec(
@@ -75,10 +75,10 @@ def zygote_spec(
 
 
 def why_cold(zygote: ZygoteSpec, worker: WorkerSpec) -> str:
-    """Say why a worker cannot be forked from the zygote; nothing if it can.
+    """Return why a worker cannot be forked from the zygote; empty if it can.
 
-    A module may have read at its import whatever is in the environment, so all that differs
-    counts, but for what is known to be read later.
+    A module may have read any variable at its import, so all differences count, except variables
+    that are known to be read later.
     """
     names = sorted(zygote.env.keys() | worker.env.keys())
     for name in names:
@@ -114,12 +114,12 @@ def _wait_s(environ: Mapping[str, str]) -> float:
 
 
 async def check_warm(launch: Launch) -> str:
-    """Find out, without importing anything, whether workers of this launch can be warm.
+    """Check, without importing anything, whether workers of this launch can be warm.
 
-    Returns why they cannot be, if nothing is wrong with what was asked for; else nothing.
+    Returns why they have to start cold although the request is valid; empty if they can be warm.
 
     Raises:
-        InvalidRequestError: they never can, on this node.
+        InvalidRequestError: they can never be warm on this node.
     """
     given = f"--warm={','.join(launch.warm)}"
     if launch.no_python:
@@ -154,7 +154,7 @@ async def _ask(launch: Launch) -> bytes:
     with started_as(launch.account) as how:
         process = await start_spared(
             launch.python,
-            # Where the zygote's way in is not taken, this runs instead, and never the script.
+            # If the zygote's entry point is not used, this runs instead, never the script.
             *("-u", "-c", "print('no')"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

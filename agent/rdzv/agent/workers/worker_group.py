@@ -1,4 +1,4 @@
-"""How the local worker group is started: command lines, environment, files, CPUs, console."""
+"""The start of the local worker group: command lines, environment, files, CPUs, console."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from rdzv.errors import InvalidRequestError
 log = logging.getLogger("rdzv.agent")
 
 DRAIN_TIMEOUT_S = 5.0
-"""How long the console may take for what the workers have still written."""
+"""How long the console may take for the workers' last output."""
 
 _PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """Variables that torchrun looks up in its own environment when it makes a worker's."""
 
 
 class LocalWorkerGroup:
-    """Says, round by round, how each worker is started, and shows what it writes."""
+    """Specifies, round by round, how each worker is started, and shows its output."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class LocalWorkerGroup:
         progress_file: Callable[[int], str],
         notice_file: Callable[[], str] = str,
     ) -> None:
-        """Start what was launched; `progress_file` says where a LOCAL_RANK tells of it.
+        """Specify the workers of a launch; `progress_file` returns a LOCAL_RANK's progress file.
 
-        `notice_file` says where all of them hear that the node is about to leave.
+        `notice_file` returns the file that tells all of them that the node is about to leave.
         """
         self._launch = launch
         self._progress_file = progress_file
@@ -66,11 +66,11 @@ class LocalWorkerGroup:
         self._gpus: tuple[str, ...] = ()
 
     async def prepare(self) -> None:
-        """Find out what the workers will be bound to, and who says where they write.
+        """Determine the workers' CPUs, and load --logs-specs and --warm.
 
         Raises:
-            InvalidRequestError: the GPUs that they are to be near cannot be found, or nothing has
-                the name of --logs-specs, or of what --warm is to preload.
+            InvalidRequestError: the GPUs that the workers should be near cannot be found, or the
+                names given to --logs-specs or --warm do not exist.
         """
         if self._logs_specs is not None:
             await self._logs_specs.open(self._launch)
@@ -96,12 +96,12 @@ class LocalWorkerGroup:
     ) -> tuple[tuple[WorkerOutput, ...], list[WorkerSpec]]:
         """Make the files of a round, and follow those that are teed.
 
-        Return where each worker writes, and how it is started, once the file systems have
-        answered, and with --logs-specs the class that says where they write.
+        Returns the output paths of each worker, and how it is started, once the file systems have
+        answered, and with --logs-specs the class.
 
         Raises:
-            InvalidRequestError: what was there at the join is not there any more, or does not
-                answer.
+            InvalidRequestError: files that existed at the join no longer exist, or their server
+                does not answer.
             OSError: the files cannot be made, or --logs-specs gives no answer.
 
         """
@@ -124,10 +124,10 @@ class LocalWorkerGroup:
         return output.workers, [self._worker(assignment, n, worker) for n, worker in workers]
 
     def _make_files(self, assignment: Assignment) -> list[WorkerFiles]:
-        """Make the files of a round, unless --logs-specs does; in a thread, for that may hang.
+        """Make the files of a round, unless --logs-specs does; called in a thread, as it may hang.
 
         Raises:
-            InvalidRequestError: what was there at the join is not there any more.
+            InvalidRequestError: files that existed at the join no longer exist.
             OSError: the files cannot be made.
         """
         check_startable(self._launch)
@@ -150,17 +150,17 @@ class LocalWorkerGroup:
         return environs
 
     def resume_round(self, assignment: Assignment, workers: tuple[WorkerOutput, ...]) -> None:
-        """Go on with a round whose workers an agent before this one has started."""
+        """Continue with a round whose workers were started by a previous agent."""
         self.written.begin(assignment, RoundOutput(workers, {}))
 
     def close_round(self) -> None:
-        """Take note that the workers are gone: nothing more is written."""
+        """Close the round: its workers are gone, and write no more."""
         self.written.end_round()
         if self._tee is not None:
             self._tee.unfollow()
 
     async def close(self) -> None:
-        """Show what the workers have still written, as far as the console takes it."""
+        """Show the workers' last output, as far as the console accepts it."""
         if self._logs_specs is not None:
             await self._logs_specs.close()
         if self._tee is not None:
@@ -187,7 +187,7 @@ class LocalWorkerGroup:
         )
 
     def _warmed(self, worker: WorkerSpec) -> WorkerSpec:
-        """Let a worker be forked from the zygote, if there is one that it can be forked from."""
+        """Let a worker be forked from the zygote, if there is a suitable one."""
         if self.zygote is None:
             return worker
         if why := warm.why_cold(self.zygote, worker):
@@ -227,7 +227,7 @@ class LocalWorkerGroup:
     # ------------------------------------------------------------------ output
 
     def _follow(self, assignment: Assignment, local_rank: int, output: WorkerOutput) -> None:
-        """Copy to the console what a worker writes into files that are teed."""
+        """Copy a worker's output in teed files to the console."""
         if not self._launch.output.console:
             return
         rank = assignment.rank_first + local_rank
@@ -237,7 +237,7 @@ class LocalWorkerGroup:
             self._console().follow(file, prefix, stream)
 
     def _duplicate(self, output: RoundOutput) -> None:
-        """Keep the lines that were asked for by --duplicate-*-filters in files of their own."""
+        """Copy the lines that --duplicate-*-filters select into files of their own."""
         asked = {
             Stream.OUT: self._launch.output.stdout_filters,
             Stream.ERR: self._launch.output.stderr_filters,
