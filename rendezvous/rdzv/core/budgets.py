@@ -1,4 +1,4 @@
-"""What a run may spend before it fails, and how long it waits before it restarts.
+"""The budgets of a run, and how long it backs off before it restarts.
 
 A round ends for many causes. A worker failure spends one of `max_restarts`. What the machines do to
 a job (a node leaves or is lost, a store host fails) is free unless the job was launched with a
@@ -17,7 +17,7 @@ from rdzv.core.words import counted
 from rdzv.structs import struct
 
 PREEMPTIONS = frozenset({Cause.NODE_LOST, Cause.NODE_LEFT})
-"""Causes that `max_preemptions` counts."""
+"""Causes counted by `max_preemptions`."""
 
 _MAX_DOUBLINGS = 32
 

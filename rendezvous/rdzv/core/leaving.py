@@ -1,4 +1,4 @@
-"""How a node leaves a round or a job: done, voluntarily, stuck, or given up."""
+"""How a node leaves a round or a job: done, voluntarily, stuck, or lost."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Result(StrEnum):
 
 
 class JobState(StrEnum):
-    """What a job is doing; derived from its state, never stored beside it."""
+    """The state of a job as shown; derived from `State`, never stored beside it."""
 
     QUEUED = "queued"
     """It was submitted, and has no nodes yet."""
@@ -125,7 +125,7 @@ class Tuning:
     claims_quiet_ms: int = 5_000
     """How long after the last recovery report of an adopted round the other places are given up."""
     stop_margin_ms: int = 20_000
-    """What a node may take to stop its workers, beyond its own shutdown_timeout."""
+    """Time a node may take to stop its workers, beyond its own shutdown_timeout."""
     flap_window_ms: int = 600_000
     """Losses within this time count together."""
     flap_hold_ms: int = 60_000

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rdzv.core.model import Failure
 
 MAX_FAILURES = 64
-"""How many failures of one round are kept; the earliest ones."""
+"""Number of failures kept per round; the earliest ones."""
 
 _CONNECTION_ERRORS = (
     "connection reset",

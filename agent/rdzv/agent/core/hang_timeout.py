@@ -1,4 +1,4 @@
-"""When a worker hangs: it has reported progress, and then reports none for too long.
+"""Detects a hung worker: it has reported progress, and then reports none for too long.
 
 Pure: the looks at a worker add up to a `Vigil`, which tells whether it hangs. Only time under
 observation counts, so a pause of the agent or of the machine does not make a worker silent.

@@ -22,7 +22,7 @@ class Job:
     failure_stop_timeout_ms: int = 5_000
     """The same after a failure or loss: no handler can work inside a broken collective."""
     server_timeout_ms: int = 600_000
-    """How long a node without workers waits for a server that is away."""
+    """How long a node without workers waits for an absent server."""
     store_host_timeout_ms: int = 60_000
     """How long the store host may take to get ready."""
     fence_after_ms: int = 0
@@ -118,11 +118,11 @@ class Notice:
     reason: str
     since_ms: int
     due_ms: int | None
-    """When they are ended; None: the notice was lifted, and they may run on."""
+    """When they are ended; None: the notice was lifted, and they may keep running."""
     forget_ms: int = 0
     """When a lifted notice no longer counts as a reason to exit."""
     exited_ms: int | None = None
-    """When the last of the workers exited, if all did with 0."""
+    """When the last worker exited, if all exited 0."""
 
 
 @struct(frozen=True)
@@ -154,7 +154,7 @@ class AgentState:
     failures: tuple[WorkerFailure, ...] = ()
     """Failures of the last round on this node."""
     moved: Moved = UNMOVED
-    """How far the workers of the last round had come when they were gone."""
+    """Progress of the last round's workers by the time they were gone."""
     stopping_since_ms: int | None = None
     """When the workers of the last round were first asked to stop; None: they were not."""
     stuck_pids: tuple[int, ...] = ()

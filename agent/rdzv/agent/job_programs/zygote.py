@@ -29,7 +29,7 @@ JSON). If the link is closed before that, the fork was given up, and exits.
 
 * A worker: {argv, env, given, cwd, cpus, parent, stdout, stderr}, where `given` is the environment
   that the zygote was given, and with it three standard streams; `stdout` and `stderr` are files to
-  append to in place of these, null for none. The worker opens them, not the runner, which would
+  append to instead of these, null for none. The worker opens them, not the runner, which would
   hang if their file system does. It answers {ready: true} and closes the link; or {failed: reason},
   if no worker could be started like this; or {refused: reason}, if a cold one could.
 * A store host: {store_host: {argv, env, cpus, parent}}, and with it the same and the listening

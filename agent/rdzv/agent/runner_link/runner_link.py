@@ -1,4 +1,4 @@
-"""The agent's link to one runner: requests to it are calls, what happens are typed events."""
+"""The agent's link to one runner: requests are calls, results are typed events."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ _PROGRAM = Path(runner.__file__).with_name("__main__.py")
 _STORE_HOST = Path(job_programs.__file__).with_name("store_host.py")
 _KILL_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
-"""How long a runner that has started nothing may take to end."""
+"""Time for a runner that has started nothing to end."""
 
 
 @struct(frozen=True)
 class Hello:
-    """A runner's description of itself for the agent that would adopt it."""
+    """A runner's description of itself for an agent that may adopt it."""
 
     pid: int
     round: int | None
-    """The round whose processes are there."""
+    """The round whose processes exist."""
     last_round: int | None
-    """The round whose workers were to be started last."""
+    """The round whose workers were last ordered to start."""
     workers: Mapping[int, int]
     """The workers of the round that were started, exited or not: pids by LOCAL_RANK."""
     store_hosts: frozenset[int]
-    """The rounds whose store host is there."""
+    """The rounds whose store host exists."""
     zygote: bool
     """Whether a zygote is kept."""
     kept: Mapping[str, str]
-    """The values that an agent before this one had it keep."""
+    """The values that it keeps for an earlier agent."""
 
 
 class StartedRunner:
-    """A runner that was started and has no requests yet; it gets ready by itself.
+    """A started runner without requests so far; it gets ready by itself.
 
     It ends when this process ends, or when it is closed.
     """
@@ -96,7 +96,7 @@ class StartedRunner:
         return self.process.pid
 
     def link(self, on_event: OnEvent) -> RunnerLink:
-        """Return the link to it; from now on the link is to be closed instead."""
+        """Return the link to it; from now on, close the link instead."""
         self._linked = True
         return RunnerLink(self.process, Channel(self._socket), on_event)
 
@@ -123,7 +123,7 @@ class RunnerLink:
         on_event: OnEvent,
         adopted: Hello | None = None,
     ) -> None:
-        """Take over a runner: one that was just started, by `spawn`, or that was adopted."""
+        """Take over a runner that was just started by `spawn`, or adopted."""
         if process is None:
             assert adopted is not None
             self._pid = adopted.pid
@@ -135,9 +135,9 @@ class RunnerLink:
         self._on_event = on_event
         self._exited = asyncio.Event()
         self._exit: RunnerExited | None = None
-        """How it has ended, once it has."""
+        """How it ended, once it has."""
         self._handling: asyncio.Future[None] | None = None
-        """The event that is being handled; the others wait."""
+        """The event being handled; the others wait."""
         self._keeps_zygote = adopted is not None and adopted.zygote
         self._log = RunnerLog(self._pid)
         self._asked_to_end = False
@@ -167,10 +167,10 @@ class RunnerLink:
         return self._pid
 
     def serve(self, path: Path, orphan_timeout_s: float, grace_s: float) -> None:
-        """Have it outlive this process, and listen at `path` for the agent that adopts it.
+        """Make it outlive this process, and listen at `path` for the agent that adopts it.
 
         Without one for `orphan_timeout_s` it stops its workers, with `grace_s` before SIGKILL, and
-        ends. Called again, only the times count, from the next loss of an agent on.
+        ends. A further call changes only the times, from the next loss of an agent on.
         """
         orphan_timeout_s = min(max(orphan_timeout_s, 0.0), MAX_ORPHAN_TIMEOUT_S)
         grace_s = min(max(grace_s, 0.0), MAX_GRACE_S)
@@ -178,11 +178,11 @@ class RunnerLink:
         self._send({"type": "serve", **where})
 
     def keep(self, name: str, value: str) -> None:
-        """Have it keep a value for the agent that adopts it; this precedes every later request."""
+        """Make it keep a value for the agent that adopts it; this precedes every later request."""
         self._send({"type": "keep", "name": name, "value": value})
 
     async def let_go(self, timeout_s: float) -> None:
-        """Leave it to the next agent: send what is unsent, and receive nothing any more."""
+        """Leave it to the next agent: send unsent requests, and stop receiving."""
         self._loop.remove_reader(self._channel.fileno())
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
@@ -200,7 +200,7 @@ class RunnerLink:
         """Start the zygote that the workers of this job will be forked from, ahead of them.
 
         Only the first call counts. Workers start cold while no zygote is ready, unless its
-        `wait_s` lets them wait. Its fate is logged.
+        `wait_s` lets them wait. Its state changes are logged.
         """
         if not self._keeps_zygote:
             self._keeps_zygote = True
@@ -260,8 +260,8 @@ class RunnerLink:
     def renew_fence(self, at_ms: int) -> None:
         """Let no worker of this or a later round live beyond this point of `boottime_ms`.
 
-        Each call moves the fence on, never back; before the first call there is none. The runner
-        enforces it alone, whatever happens to this process.
+        Each call moves the fence forward, never back; before the first call there is none. The
+        runner enforces it by itself, whatever happens to this process.
         """
         self._send({"type": "renew_fence", "fence_at_ms": at_ms})
 
@@ -297,7 +297,7 @@ class RunnerLink:
         except BufferError as error:
             self._give_up(str(error))
         except OSError:
-            pass  # It has exited, and its pidfd is about to say so.
+            pass  # It has exited, which its pidfd is about to show.
 
     def _await_writable(self) -> None:
         if self._channel.has_unsent:
@@ -345,12 +345,12 @@ class RunnerLink:
         except MalformedFrameError as error:
             self._give_up(str(error))
         if self._last_event > self._heard:
-            # Not before it was handled: an event that kills the agent is repeated to the next one.
+            # Not before it is handled: an event that kills the agent is repeated to the next one.
             self._heard = self._last_event
             self._send({"type": "heard", "number": self._heard})
 
     def _go_on(self, number: int, _: asyncio.Future[None]) -> None:
-        """Deliver the events that have waited until one was handled."""
+        """Deliver the events that waited for one to be handled."""
         self._handling = None
         self._last_event = number or self._last_event
         self._deliver()
@@ -358,7 +358,7 @@ class RunnerLink:
             self._end(self._exit)
 
     def _notice_exit(self) -> None:
-        """Deliver the runner's last events, then the event that it is gone."""
+        """Deliver the runner's last events, then the event of its exit."""
         if self._exited.is_set():
             return
         if self._pidfd is not None:
@@ -367,7 +367,7 @@ class RunnerLink:
             self._pidfd = None
         code = 0 if self._asked_to_end else None
         if self._process is not None:
-            code = self._process.wait()  # Does not block: the pidfd says that it is dead.
+            code = self._process.wait()  # Does not block: the pidfd shows that it is dead.
         self._exit = RunnerExited(code)
         try:
             self._drain()
@@ -375,7 +375,7 @@ class RunnerLink:
             self._end(self._exit)
 
     def _end(self, how: RunnerExited) -> None:
-        """Deliver the event that the runner is gone, once the one before it is handled."""
+        """Deliver the event of the runner's exit, once the one before it is handled."""
         if self._handling is not None or self._exited.is_set():
             return
         self._loop.remove_reader(self._channel.fileno())
@@ -403,7 +403,7 @@ class RunnerLink:
 
 
 def _start_runner(fd: int) -> subprocess.Popen[bytes]:
-    # In UTF-8 mode, its strings stand for the same bytes as those that `_portable` makes.
+    # In UTF-8 mode, its strings stand for the same bytes as those made by `_portable`.
     command = [sys.executable, "-I", "-S", "-X", "utf8", str(_PROGRAM), str(fd)]
     return subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
 

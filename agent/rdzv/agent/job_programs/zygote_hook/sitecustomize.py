@@ -1,4 +1,4 @@
-"""Turns an interpreter into a zygote; imported in place of its own `sitecustomize`.
+"""Turns an interpreter into a zygote; imported instead of its own `sitecustomize`.
 
 Found by PYTHONPATH while the interpreter prepares to run a worker's script (zygote.py says why).
 The zygote itself never reaches that script: `main` returns only in workers.
