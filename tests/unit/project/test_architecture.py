@@ -76,3 +76,13 @@ def test_what_is_large_is_listed_with_its_reason() -> None:
                     if methods > CLASS_METHODS:
                         large.add(f"{name}:{node.name}")
     assert listed == large
+
+
+def test_every_file_that_is_named_exists() -> None:
+    text = MAP.read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.py)(?=[`:])", text)) - {"rdzv/__init__.py"}
+    folders = (*SOURCES, ROOT / "tests", ROOT / "deploy", ROOT / "bench", ROOT / "examples")
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for f in folders for path in f.rglob("*.py")]
+    assert [
+        name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)
+    ] == []

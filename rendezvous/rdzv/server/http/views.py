@@ -12,13 +12,13 @@ from contextlib import aclosing
 from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
 from rdzv.server.messages import LogsWanted, NodeSummary
 from rdzv.server.operations import answer_values
-from rdzv.server.rpc.queries import SLICE, Answers
+from rdzv.server.rpc.queries import SLICE, Queries
 from rdzv.server.settings import bounds
 from rdzv.server.wire import inbound_operators
 from rdzv.view import answers
 
 
-class Shown(Answers):
+class Shown(Queries):
     """One server's answers to everything that HTTP serves."""
 
     @property

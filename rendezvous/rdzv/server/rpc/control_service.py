@@ -17,7 +17,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.server.messages import NodeSummary
 from rdzv.server.operations import answer_values
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc.queries import Answers
+from rdzv.server.rpc.queries import Queries
 from rdzv.server.security import callers
 from rdzv.server.security.access import AUDIT, note_change, signed
 from rdzv.server.security.tokens import Token
@@ -54,13 +54,13 @@ class ControlService(pb_grpc.ControlServicer):
         self._replica = replica
         self._clock = clock
         self._limits = limits
-        self._answers = Answers(replica, clock, limits, facade)
+        self._queries = Queries(replica, clock, limits, facade)
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
     ) -> pb.JobStatus:
         """Show one job."""
-        return self._status(await self._answers.view(request.rdzv_id))
+        return self._status(await self._queries.view(request.rdzv_id))
 
     async def WatchJob(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
@@ -76,8 +76,8 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ListJobsResponse:
         """Show every job."""
         driver = self._replica.driver
-        views = [view async for view in self._answers.views()]
-        jobs = [outbound.job_summary(self._answers.summary_of(view)) for view in views]
+        views = [view async for view in self._queries.views()]
+        jobs = [outbound.job_summary(self._queries.summary_of(view)) for view in views]
         return pb.ListJobsResponse(jobs=jobs, store_away=driver.trouble)
 
     async def ListEvents(  # noqa: N802
@@ -85,7 +85,7 @@ class ControlService(pb_grpc.ControlServicer):
     ) -> pb.ListEventsResponse:
         """Show a job's history."""
         limit = inbound_operators.history_limit(request.limit, self._limits)
-        rows = await self._answers.history(request.rdzv_id, limit)
+        rows = await self._queries.history(request.rdzv_id, limit)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
 
     async def StopJob(  # noqa: N802
@@ -202,7 +202,7 @@ class ControlService(pb_grpc.ControlServicer):
                 async for lines in found:
                     yield outbound.log_lines(lines)
         except UnknownJobError as error:
-            raise self._answers.why_no_logs(request.rdzv_id, error) from error
+            raise self._queries.why_no_logs(request.rdzv_id, error) from error
 
     async def TakeStacks(  # noqa: N802
         self, request: pb.TakeStacksRequest, context: AnyContext
@@ -216,7 +216,7 @@ class ControlService(pb_grpc.ControlServicer):
             shown = answer_values.stack_report(report, self._clock.now_ms())
             return outbound.stack_report(shown)
         except UnknownJobError as error:
-            if self._answers.watched(request.rdzv_id) is not None:
+            if self._queries.watched(request.rdzv_id) is not None:
                 raise _without_agents(request.rdzv_id) from error
             raise
 
@@ -288,7 +288,7 @@ class ControlService(pb_grpc.ControlServicer):
         return next(map(_use_of, self._replica.driver.node_views.summaries([node_id])), "unknown")
 
     def _status(self, view: JobView) -> pb.JobStatus:
-        return outbound.job_status(self._answers.status_of(view))
+        return outbound.job_status(self._queries.status_of(view))
 
 
 def _nnodes(min_nodes: int, max_nodes: int) -> str:

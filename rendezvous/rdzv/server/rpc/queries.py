@@ -31,8 +31,8 @@ SLICE = 50
 """The number of jobs or nodes shown before other tasks run: a few milliseconds."""
 
 
-class Answers:
-    """Answers for one server. Each call raises `NotLeaderError` while it does not lead."""
+class Queries:
+    """The queries of one server. Each call raises `NotLeaderError` while it does not lead."""
 
     def __init__(
         self, replica: Replica, clock: Clock, limits: Limits, facade: Facade | None = None
