@@ -39,7 +39,7 @@ $(READY): pyproject.toml
 
 .PHONY: demo
 demo: $(READY)  ## a real training that survives what happens to it; KEEP=1: and the page of it, to look at
-	@$(BIN)/python examples/demo.py $(if $(KEEP),--keep)
+	@$(BIN)/rdzvctl demo $(if $(KEEP),--keep)
 
 .PHONY: picture
 picture: $(READY)  ## docs/img/dashboard.svg: the demo, as a real Prometheus has scraped it
@@ -49,7 +49,7 @@ picture: $(READY)  ## docs/img/dashboard.svg: the demo, as a real Prometheus has
 # Three processes: two cores are busy then, though a third of the time each test only waits.
 test: check  ## the tests; STRICT=1: a skip is a failure
 	@$(BIN)/python -m pytest tests -q -n 3 --dist loadfile --no-loadscope-reorder --durations=5 \
-	  -m 'not campaign and not clusters'
+	  -m 'not campaign and not clusters and not release'
 
 .PHONY: clusters
 clusters: $(READY)  ## Slurm, the manifests for Kubernetes, the Debian package on a booted machine; root
@@ -60,7 +60,7 @@ campaigns: $(READY)  ## tests that do the same many times over: restarts, kills,
 	@$(BIN)/python -m pytest tests -q --durations=5 -m campaign
 
 .PHONY: ci
-ci: test clusters campaigns  ## all three
+ci: test clusters campaigns dist-test  ## all four
 
 .PHONY: unit
 # What starts programs, or tries hundreds of cases, is marked slow: `make test` has that too.
@@ -94,15 +94,47 @@ conformance-warm: $(READY)  ## the conformance table with workers forked from a 
 integration: $(READY)  ## real processes, real gRPC, kill -9
 	@$(BIN)/python -m pytest tests/integration -q --durations=10
 
+DOCS_READY := $(VENV)/.docs-ready
+
+$(DOCS_READY): pyproject.toml $(READY)
+	@$(PIP) install --quiet --editable '.[docs]'
+	@touch $@
+
+.PHONY: docs
+docs: $(DOCS_READY)  ## the documents as a site, in build/site; a dead link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 .PHONY: check
 check: $(READY) proto-check  ## ruff, mypy --strict, generated code is current
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-.PHONY: package
-package: $(READY) sbom  ## the Debian package, into dist/, with the list of what is in it
-	@deploy/debian/build
+.PHONY: dist
+dist: $(READY)  ## a release, into dist/: wheels, sdist, Debian package, component list, notes, checksums
+	@rm -rf dist
+	@$(MAKE) --no-print-directory sbom
+	@$(BIN)/python deploy/release.py dist
+
+.PHONY: dist-test
+dist-test: $(READY)  ## that release, tried from its files alone: install, demo, two nodes, upgrade; minutes
+	@$(BIN)/python -m pytest tests -q --durations=5 -m release
+
+# The versions of torch to try, each in an environment of its own, and the Python to try them with.
+TORCH ?= 2.13.0
+TORCH_PYTHON ?= $(PYTHON)
+
+.PHONY: torch-versions
+torch-versions: $(READY)  ## the demo with each of TORCH="2.13.0 2.14.1": gigabytes each, but for CPU builds
+	@deploy/torch-versions $(TORCH_PYTHON) $(TORCH)
+
+.PHONY: constraints
+constraints: $(READY)  ## deploy/constraints.txt: the newest libraries that pyproject.toml permits
+	@rm -rf build/newest && $(PYTHON) -m venv build/newest
+	@$(BIN)/pip --disable-pip-version-check --python build/newest/bin/python install --quiet .[otel]
+	@sed -n '/^#/p' deploy/constraints.txt >build/constraints.txt
+	@$(BIN)/pip --disable-pip-version-check --python build/newest/bin/python freeze --exclude rdzv \
+	  >>build/constraints.txt && mv build/constraints.txt deploy/constraints.txt
 
 $(AUDIT_READY): Makefile
 	@test -x $(AUDIT_BIN)/python || $(PYTHON) -m venv $(AUDIT_VENV)
@@ -110,9 +142,9 @@ $(AUDIT_READY): Makefile
 	  cyclonedx-bom==7.5.0 pip-audit==2.10.1
 	@touch $@
 
-$(RUNTIME)/.ready: pyproject.toml
+$(RUNTIME)/.ready: pyproject.toml deploy/constraints.txt
 	@rm -rf $(RUNTIME) && $(PYTHON) -m venv $(RUNTIME)
-	@$(RUNTIME)/bin/pip --disable-pip-version-check install --quiet .[otel]
+	@$(RUNTIME)/bin/pip --disable-pip-version-check install --quiet --constraint deploy/constraints.txt .[otel]
 	@$(RUNTIME)/bin/pip --disable-pip-version-check uninstall --quiet --yes pip setuptools
 	@touch $@
 
@@ -193,6 +225,10 @@ bench-takeover: $(READY)  ## how long a job has no server when one dies; QUICK=1
 .PHONY: bench-recovery
 bench-recovery: $(READY)  ## how long until a training goes on, beside torchrun; RUNS=1: five minutes
 	@$(BIN)/python bench/recovery.py --out build/bench/recovery.jsonl $(if $(RUNS),--runs $(RUNS))
+
+.PHONY: bench-goodput
+bench-goodput: $(READY)  ## what share of its time a failing job trains, beside torchrun; QUICK=1: four minutes
+	@$(BIN)/python bench/goodput.py --out build/bench/goodput.jsonl $(if $(QUICK),--minutes 1)
 
 .PHONY: bench-scale
 bench-scale: $(READY)  ## one server and up to 10,000 nodes, beside torchrun's c10d; QUICK=1: up to 1,000

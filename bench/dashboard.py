@@ -1,6 +1,6 @@
 """What a dashboard shows of the demo, as a picture: docs/img/dashboard.svg.
 
-Plays examples/demo.py with a real Prometheus beside it, and draws what that has scraped.
+Plays `rdzvctl demo` with a real Prometheus beside it, and draws what that has scraped.
 
     python bench/dashboard.py [FILE]
 """
@@ -23,10 +23,9 @@ from pathlib import Path
 
 import draw
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+from rdzv.demo.story import JOB, Demo, DemoError
 
-from demo import JOB, Demo, DemoError  # noqa: E402 (it lies beside, in no package)
+ROOT = Path(__file__).parents[1]
 
 PICTURE = ROOT / "docs" / "img" / "dashboard.svg"
 
@@ -41,7 +40,7 @@ class Watched(Demo):
     """A picture may take its time, on a machine that has much else to do."""
 
     def __init__(self, directory: Path, stack: contextlib.ExitStack) -> None:
-        super().__init__(directory)
+        super().__init__(directory, sys.executable)
         self.stack = stack
         self.prometheus = ""
         self.marks: list[tuple[float, str]] = []
@@ -49,19 +48,13 @@ class Watched(Demo):
     def start_server(self) -> None:
         """Start rdzvd, and Prometheus."""
         super().start_server()
-        scraping = prometheus(self.directory, self.http)
+        scraping = prometheus(self.folder, self.http)
         self.prometheus = self.stack.enter_context(scraping)
 
-    def say(self, text: str) -> None:
-        """Tell what happens, and remember what was done to the job."""
-        super().say(text)
-        for begin, mark in (
-            ("SIGKILL to one worker", "a worker is killed"),
-            ("SIGKILL to everything", "a node is killed"),
-            ("n3 comes back", "the node is back"),
-        ):
-            if text.startswith(begin):
-                self.marks.append((time.time(), mark))
+    def do(self, deed: str, text: str) -> float:
+        """Say what is done to the job next, and remember it."""
+        self.marks.append((time.time(), deed))
+        return super().do(deed, text)
 
 
 @contextlib.contextmanager
@@ -174,7 +167,7 @@ def main() -> None:
             demo = Watched(Path(folder), stack)
             try:
                 demo.play()
-                demo.wait_until(lambda: _over(demo.prometheus), "the end to be scraped")
+                demo.await_until(lambda: _over(demo.prometheus), "the end to be scraped")
                 file.write_text(picture(demo.prometheus, demo.marks))
             finally:
                 demo.stop()

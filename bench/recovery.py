@@ -6,7 +6,9 @@ under each launcher in turn:
 * torchrun: as it comes; -unshared: each attempt has a store of its own
   (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), without which half of its restarts do not come back;
   -tuned: last_call_timeout=1 and keep_alive_interval=1; -best: both;
-* rdzvrun: as it comes; -warm: with --warm, where it has it.
+* rdzvrun: as it comes, so its restarts are warm; -warm: with --warm; -cold: with --no-warm; -kept:
+  a script whose processes stay (rdzv.worker). Where there is to be a zygote, nothing befalls the
+  job before each node has one.
 
 What befalls it, always on the last node, since the first hosts torchrun's store, whose loss ends
 the job:
@@ -63,7 +65,10 @@ BESIDE = 3
 """So many jobs that wait for timeouts run side by side."""
 PLAN = {2: ("worker",), 3: CASES}
 """The cases of each number of nodes, if none are asked for."""
-QUICK = ("torchrun", "torchrun-best", "rdzvrun", "rdzvrun-warm")
+QUICK = (
+    *("torchrun", "torchrun-best"),
+    *("rdzvrun-cold", "rdzvrun", "rdzvrun-warm", "rdzvrun-kept"),
+)
 """The launchers of a single run, if none are asked for."""
 
 
@@ -288,8 +293,8 @@ def arguments() -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def _lifeline(directory: Path) -> Iterator[Path]:
-    """Hold the lock whose end ends every worker."""
+def lifeline_in(directory: Path) -> Iterator[Path]:
+    """Hold the lock in a directory whose end ends every worker."""
     path = directory / "lifeline"
     with path.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -307,7 +312,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="rdzv-bench-", dir=chosen.directory) as temporary,
         emitting_to(chosen.out),
-        _lifeline(Path(temporary)) as lifeline,
+        lifeline_in(Path(temporary)) as lifeline,
     ):
         directory = Path(temporary)
         say_conditions("recovery", directory)

@@ -27,6 +27,7 @@ from cluster import environ
 from processes import BIN, guard
 
 WORKER = Path(__file__).with_name("recovery_worker.py")
+KEPT_WORKER = Path(__file__).with_name("recovery_kept_worker.py")
 START_S = 60.0
 """How long a job may take to train at first, on top of its launcher's last call."""
 LAST_CALL_S = 30.0
@@ -69,11 +70,17 @@ class Contender:
     """What goes into --rdzv-conf."""
     options: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
+    script: Path = WORKER
 
     @property
     def torchrun(self) -> bool:
         """Whether it is the peer."""
         return self.program == "torchrun"
+
+    @property
+    def warm(self) -> bool:
+        """Whether it has a zygote once it has trained for a while."""
+        return not self.torchrun and "--no-warm" not in self.options
 
     @property
     def patient(self) -> bool:
@@ -91,8 +98,10 @@ CONTENDERS = (
     Contender("torchrun-tuned", "torchrun", TUNED, environ=SHARED),
     Contender("torchrun-best", "torchrun", TUNED, environ=UNSHARED),
     # Its last call holds at the first formation alone, which is not measured.
+    Contender("rdzvrun-cold", "rdzvrun", {"last_call_timeout": "1"}, options=("--no-warm",)),
     Contender("rdzvrun", "rdzvrun", {"last_call_timeout": "1"}),
     Contender("rdzvrun-warm", "rdzvrun", {"last_call_timeout": "1"}, options=("--warm",)),
+    Contender("rdzvrun-kept", "rdzvrun", {"last_call_timeout": "1"}, script=KEPT_WORKER),
 )
 """torchrun as it comes; with a store of its own for each attempt; tuned; both. rdzvrun."""
 
@@ -109,6 +118,13 @@ class Stage:
     pid: int
     node: str
     world_size: int
+    round: int = 0
+    """Of a script whose processes stay: the round. Else a new world has new processes."""
+
+    @property
+    def worker(self) -> tuple[int, int]:
+        """What is another one in each world."""
+        return self.pid, self.round
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +141,21 @@ class Outcome:
 
 
 def new_world(
-    stages: Iterable[Stage], old_pids: frozenset[int], nodes: Sequence[str]
+    stages: Iterable[Stage], old: frozenset[tuple[int, int]], nodes: Sequence[str]
 ) -> dict[str, float] | None:
     """Return when the last worker of the new world reached each stage; None while none is steady.
 
     A node's present worker is the last that has started there, and the world is that of all nodes.
 
     >>> went = [Stage("steady", 9.0, 2, "n0", 1)]
-    >>> new_world(went, frozenset({1}), ["n0"]), new_world(went, frozenset({2}), ["n0"])
+    >>> new_world(went, frozenset({(1, 0)}), ["n0"]), new_world(went, frozenset({(2, 0)}), ["n0"])
     ({'steady': 9.0}, None)
     """
     present: dict[str, list[Stage]] = {}
     for stage in stages:
-        if stage.pid not in old_pids and stage.node in nodes:
+        if stage.worker not in old and stage.node in nodes:
             of_node = present.setdefault(stage.node, [])
-            if of_node and of_node[0].pid != stage.pid:
+            if of_node and of_node[0].worker != stage.worker:
                 of_node.clear()
             of_node.append(stage)
     if set(present) != set(nodes):
@@ -265,6 +281,10 @@ def phases(
 class Job:
     """One job of so many nodes, of one worker each. Made by `running`."""
 
+    worker: Path | None = None
+    """The script; None: the contender's."""
+    max_restarts = 3
+
     def __init__(
         self, contender: Contender, directory: Path, endpoint: str, lifeline: Path
     ) -> None:
@@ -303,16 +323,20 @@ class Job:
         waits_s = START_S + (LAST_CALL_S if case == "late" and self._contender.patient else 0.0)
         if (failed := await self._trains(at_first, frozenset(), waits_s)) is not None:
             return Outcome({}, f"did not start: {failed}")
+        if self._contender.warm and (failed := await self._warmed(at_first)) is not None:
+            return Outcome({}, failed)
         await asyncio.sleep(SETTLE_S)
-        old = {stage.node: stage.pid for stage in self._read() if stage.stage == "steady"}
+        steady = {stage.node: stage for stage in self._read() if stage.stage == "steady"}
+        old = {node: stage.pid for node, stage in steady.items()}
+        before = frozenset(stage.worker for stage in steady.values())
         with _watched(old.values()) as exits_s:
             befell_s = time.monotonic()
             self._befall(case, names[-1], old)
             expected = names[:-1] if case in ("tree", "term") else names
-            failed = await self._trains(expected, frozenset(old.values()), deadline_s)
+            failed = await self._trains(expected, before, deadline_s)
         if failed is not None:
             return Outcome({}, failed)
-        world = new_world(self._read(), frozenset(old.values()), expected)
+        world = new_world(self._read(), before, expected)
         assert world is not None, "it trains"
         return Outcome(phases(befell_s, world, exits_s, self._said(), self._unix_offset_s))
 
@@ -329,16 +353,25 @@ class Job:
                 self._launchers[node].send_signal(signal.SIGTERM)
 
     async def _trains(
-        self, nodes: Sequence[str], old_pids: frozenset[int], deadline_s: float
+        self, nodes: Sequence[str], old: frozenset[tuple[int, int]], deadline_s: float
     ) -> str | None:
         """Wait until all of these train together with new workers; return why they do not."""
         end_s = time.monotonic() + deadline_s
-        while new_world(self._read(), old_pids, nodes) is None:
+        while new_world(self._read(), old, nodes) is None:
             for name in nodes:
                 if (code := self._launchers[name].poll()) is not None:
                     return f"the launcher of {name} has ended with {code}"
             if time.monotonic() > end_s:
                 return f"does not train within {deadline_s:g} s"
+            await asyncio.sleep(POLL_S)
+        return None
+
+    async def _warmed(self, nodes: Sequence[str]) -> str | None:
+        """Wait until each of these has a zygote; return why not."""
+        end_s = time.monotonic() + START_S
+        while not all("workers can be warm" in self._log(name).read_text() for name in nodes):
+            if time.monotonic() > end_s:
+                return f"there is no zygote within {START_S:g} s"
             await asyncio.sleep(POLL_S)
         return None
 
@@ -402,9 +435,9 @@ class Job:
             f"--rdzv-conf={','.join(f'{key}={value}' for key, value in conf.items())}",
             f"--nnodes={self._nnodes}",
             "--nproc-per-node=1",
-            "--max-restarts=3",
+            f"--max-restarts={self.max_restarts}",
             f"--log-dir={self._directory / 'logs'}",
-            str(WORKER),
+            str(self.worker or contender.script),
         ]
         with self._log(name).open("wb") as log:
             self._launchers[name] = subprocess.Popen(

@@ -10,38 +10,9 @@ import time
 
 STARTED_S = time.monotonic()
 
-import fcntl  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
 import threading  # noqa: E402
 
-STEPS_OF_STEADY = 5
-PAUSE_S = 0.05
-"""Between two steps: a machine on which many train must not be busy with training."""
-
-
-def reach(stage: str, at_s: float) -> None:
-    """Say that a stage is reached, in one write, which no other worker's can cut in two."""
-    line = {
-        "stage": stage,
-        "at_s": at_s,
-        "pid": os.getpid(),
-        "node": os.environ["RDZV_BENCH_NODE"],
-        "world_size": int(os.environ["WORLD_SIZE"]),
-    }
-    stages = os.open(os.environ["RDZV_BENCH_STAGES"], os.O_WRONLY | os.O_APPEND)
-    try:
-        os.write(stages, json.dumps(line).encode() + b"\n")
-    finally:
-        os.close(stages)
-
-
-def end_with_the_bench() -> None:
-    """End this process once nobody holds the lock any more."""
-    lifeline = os.open(os.environ["RDZV_BENCH_LIFELINE"], os.O_RDONLY)
-    fcntl.flock(lifeline, fcntl.LOCK_SH)
-    os._exit(0)
-
+from recovery_stages import PAUSE_S, STEPS_OF_STEADY, end_with_the_bench, reach  # noqa: E402
 
 threading.Thread(target=end_with_the_bench, name="lifeline", daemon=True).start()
 reach("started", STARTED_S)

@@ -196,7 +196,7 @@ FLEET = Board(
                 ),
                 panel(
                     "Goodput, the ten lowest",
-                    "The share of the last hour in which a job had a live round.",
+                    "The share of the last hour in which a job trained.",
                     ('bottomk(10, rdzv:job_goodput:ratio_rate1h{job="$job"})', "{{rdzv_id}}"),
                     unit="percentunit",
                 ),
@@ -208,6 +208,13 @@ FLEET = Board(
                         f"topk(10, max by (rdzv_id) (rdzv_job_progress_age_seconds{{{FLEET_OF}}}))",
                         "{{rdzv_id}}",
                     ),
+                    unit="s",
+                ),
+                panel(
+                    "Time of all jobs, by phase",
+                    "What is not training is lost: `rdzvctl report` has the causes and nodes.",
+                    (f"sum by (phase) (rdzv_job_phase_seconds{{{FLEET_OF}}}) > 0", "{{phase}}"),
+                    kind=STACKED,
                     unit="s",
                 ),
                 panel(
@@ -234,11 +241,23 @@ FLEET = Board(
                     kind=STACKED,
                 ),
                 panel(
+                    "Workers of new rounds",
+                    "Kept from the round before, or new processes.",
+                    (increase("rdzv_round_workers_total", FLEET_OF, "kind"), "{{kind}}"),
+                    kind=STACKED,
+                ),
+                panel(
                     "Failures, restarts, losses",
                     "Workers that failed, restarts spent on that, and nodes that were given up.",
                     (increase("rdzv_worker_failures_total", FLEET_OF), "worker failures"),
                     (increase("rdzv_restarts_total", FLEET_OF), "restarts"),
                     (increase("rdzv_nodes_lost_total", FLEET_OF), "nodes lost"),
+                ),
+                panel(
+                    "Hangs, by cause",
+                    "As the records of collectives show it.",
+                    (increase("rdzv_hangs_total", FLEET_OF, "cause"), "{{cause}}"),
+                    kind=STACKED,
                 ),
                 panel(
                     "Formation, 95 % are faster",
@@ -321,11 +340,13 @@ JOB = Board(
                 ),
                 panel(
                     "Goodput",
-                    "The share of the time shown in which a round was live.",
+                    "Training's share of the time since the server knows of the job; and how much "
+                    "of it had a live round, training or not.",
+                    (f"max (rdzv_job_goodput_ratio{{{JOB_OF}}})", "goodput"),
                     (
                         f"sum (increase(rdzv_job_running_seconds_total{{{JOB_OF}}}[$__range])) / "
                         f"sum (increase(rdzv_job_elapsed_seconds_total{{{JOB_OF}}}[$__range]))",
-                        "goodput",
+                        "live",
                     ),
                     kind=STAT,
                     unit="percentunit",
@@ -375,6 +396,32 @@ JOB = Board(
                         f"max by (reason) (rdzv_job_not_running_seconds{{{JOB_OF}}})",
                         "{{reason}}",
                     ),
+                    unit="s",
+                    span=HALF,
+                ),
+            ),
+        ),
+        Row(
+            "Where the time goes",
+            (
+                panel(
+                    "Time by phase",
+                    "What the job has spent its time on; `rdzvctl report` has causes and nodes. "
+                    "Without progress files, starting and redone steps count as training.",
+                    (f"sum by (phase) (rdzv_job_phase_seconds{{{JOB_OF}}}) > 0", "{{phase}}"),
+                    kind=STACKED,
+                    unit="s",
+                    span=HALF,
+                ),
+                panel(
+                    "Time that was not training",
+                    "By phase, since the server knows of the job.",
+                    (
+                        f'sum by (phase) (rdzv_job_phase_seconds{{{JOB_OF}, phase!="training"}})'
+                        " > 0",
+                        "{{phase}}",
+                    ),
+                    kind=STAT,
                     unit="s",
                     span=HALF,
                 ),
@@ -596,9 +643,17 @@ NODE = Board(
                     kind=STACKED,
                 ),
                 panel(
-                    "Start of workers, 95 % are faster",
-                    "",
-                    (quantile(0.95, "rdzv_agent_worker_start_seconds", NODE_OF), "p95"),
+                    "Workers that begin a round",
+                    "Kept from the round before, started warm, or started cold.",
+                    (increase("rdzv_agent_worker_starts_total", NODE_OF, "how"), "{{how}}"),
+                    kind=STACKED,
+                ),
+                panel(
+                    "From round to round, 95 % are faster",
+                    "Kept workers park, and go on; the others are started.",
+                    (quantile(0.95, "rdzv_agent_worker_start_seconds", NODE_OF), "start"),
+                    (quantile(0.95, "rdzv_agent_park_seconds", NODE_OF), "park"),
+                    (quantile(0.95, "rdzv_agent_resume_seconds", NODE_OF), "go on"),
                     unit="s",
                 ),
                 panel(

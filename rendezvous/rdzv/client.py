@@ -36,6 +36,7 @@ from rdzv.transport.node_stream import (
     error_from_status,
     settings_message,
 )
+from rdzv.transport.same_fields import to_message
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import ControlStub
 from rdzv.view.answers import (
@@ -241,11 +242,11 @@ class ControlClient:
             tail_bytes=tail_bytes,
             tail_lines=tail_lines,
         )
-        # This call has a deadline, unlike the stream: is there a server, and does it know the job?
+        # Unlike the stream, this call has a deadline, and shows whether a server knows the job.
         self.status(rdzv_id)
         places, cut_at_s = _Places(), math.inf
         while True:
-            # As for a node's stream: unanswered pings reveal a server that is stopped or cut off.
+            # Unanswered pings reveal a server that is stopped or cut off, as for a node's stream.
             with self._credentials.channel(self.server, STREAM_OPTIONS) as channel:
                 call = ControlStub(channel).ReadLogs(request, metadata=self._metadata())
                 try:
@@ -392,7 +393,7 @@ class ControlClient:
             rdzv_id=_checked_name(rdzv_id),
             run=run,
             settings=settings_message(settings),
-            spec=_spec_message(spec),
+            spec=to_message(pb.JobSpec(), spec),
             submitted_by=submitted_by,
         )
         until_s = time.monotonic() + self._timeout_s
@@ -500,7 +501,7 @@ class _Asking:
         self._servers = servers
         self._left = servers
         self._standing_by = False
-        """One of the servers asked is a stand-by, so there is a leader or will be."""
+        """One of the servers asked stands by, so there is a leader or there will be one."""
         self._until_s = time.monotonic() + takeover_s
 
     def goes_on(self, error: RendezvousError) -> bool:
@@ -563,7 +564,7 @@ def _checked_name(name: str, kind: str = "job") -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"{kind} name {name!r} cannot be used: no UTF-8") from None
+        raise InvalidRequestError(f"{kind} name {name!r} cannot be used: it is not UTF-8") from None
     return name
 
 
@@ -580,20 +581,6 @@ def _perhaps_done(error: RendezvousConnectionError) -> bool:
         return False
     if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return True
-    # Otherwise there was no connection to send it over.
+    # In all other cases there was no connection to send it over.
     never = _NO_CONNECTION.search(failure.details() or "")
     return failure.code() is grpc.StatusCode.UNAVAILABLE and not never
-
-
-def _spec_message(spec: JobSpec) -> pb.JobSpec:
-    return pb.JobSpec(
-        args=spec.args,
-        env=[pb.EnvironmentVariable(name=name, value=value) for name, value in spec.env],
-        chdir=spec.chdir,
-        labels=[pb.Label(name=name, value=value) for name, value in spec.labels],
-        priority=spec.priority,
-        gpus_per_node=spec.gpus_per_node,
-        local_world_size=spec.local_world_size,
-        needs_gpu=spec.needs_gpu,
-        account=spec.account,
-    )

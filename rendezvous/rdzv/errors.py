@@ -1,6 +1,6 @@
 """The error table: what can go wrong between a node, an operator and the server.
 
-Two questions are answered for each error: *is it definite* (nothing has happened, for sure) and
+It answers two questions for each error: *is it definite* (certainly, nothing has happened), and
 *what should the caller do*. The server turns an error into its gRPC status and puts its code into
 the trailing metadata; the client turns it back, so nobody parses a message.
 
@@ -118,7 +118,7 @@ class TooFewNodesError(RendezvousError):
 
 
 class RendezvousConnectionError(RendezvousError):
-    """Network or store failed, and the request may or may not have happened.
+    """The network or the store has failed, and the request may or may not have taken effect.
 
     The caller sends the same request again.
     """

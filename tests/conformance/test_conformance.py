@@ -37,6 +37,9 @@ EVERYWHERE = {
     "env RDZV_PROGRESS_FILE",
     # Where a worker finds that its node is about to leave, which torchrun's never is.
     "env RDZV_NOTICE_FILE",
+    # How a worker that uses rdzv.worker speaks with its runner, and whose descendants are whose.
+    "env RDZV_WORKER_LINK",
+    "env RDZV_WORKER_MARK",
     # How torchrun's command tells torchrun's agent which signals to handle; no worker reads it.
     "env TORCHELASTIC_SIGNALS_TO_HANDLE",
 }

@@ -24,6 +24,7 @@ from rdzv.ctl import (
     as_text_nodes,
     as_text_stacks,
     as_text_story,
+    job_list,
     live,
     trace,
 )
@@ -51,7 +52,9 @@ def _status(message: Any) -> Iterator[str]:
 
 
 def _jobs(message: Any) -> Iterator[str]:
-    yield as_text.jobs("h:1", [from_messages.job_summary_of(one) for one in message.jobs], _NARROW)
+    yield job_list.as_lines(
+        "h:1", [from_messages.job_summary_of(one) for one in message.jobs], _NARROW
+    )
 
 
 def _events(message: Any) -> Iterator[str]:

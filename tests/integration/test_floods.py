@@ -110,7 +110,7 @@ async def test_a_node_that_floods_with_joins_is_refused_and_fills_no_server(tmp_
                     said = (await flood.hear("refused")).refused.message
                     refusals.add(said)
                     flood.heard.clear()
-                    if "asks for more than 1 things a second" in said:
+                    if "sends more than 1 commands a second" in said:
                         too_often.set()
 
             async def pour() -> None:

@@ -660,8 +660,11 @@ HELD_BEFORE_IT_TELLS = """
 import os, time
 from pathlib import Path
 zygote, go = os.getpid(), Path(__file__).with_name("go")
+forks = []
 def hold():
-    while os.getpid() == zygote and not go.exists():
+    forks.append(1)
+    # The first fork is the one that proves that forks work.
+    while os.getpid() == zygote and len(forks) > 1 and not go.exists():
         time.sleep(0.01)
 os.register_at_fork(after_in_parent=hold)
 """
@@ -716,6 +719,17 @@ LEAVES: Mapping[str, tuple[str, str]] = {
         "torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)",
         "import leaves initialises CUDA, which no fork can use",
     ),
+    "a fork that dies": (
+        "import os\nos.register_at_fork(after_in_child=os.abort)",
+        "a fork of it is killed by signal 6",
+    ),
+    "a fork without CUDA": (
+        "import sys, types\ntorch = sys.modules['torch'] = types.ModuleType('torch')\n"
+        "def no(): return False\ndef yes(): return True\n"
+        "torch.cuda = types.SimpleNamespace(is_initialized=no, _is_in_bad_fork=yes)\n"
+        "torch.initial_seed = int",
+        "a fork of it does not work: torch.cuda was initialised before",
+    ),
     "a broken sitecustomize": ("", "its sitecustomize: ValueError: not today"),
 }
 
@@ -735,6 +749,17 @@ async def test_a_preload_that_no_fork_survives_is_refused(node: WarmNode, case: 
     assert lost.retry_s is None
     await start_pausing(node, 0, zygote)
     assert (await node.heard(WorkersStartedCold)).reason == f"there is no zygote: {lost.reason}"
+
+
+async def test_a_thread_that_outlives_a_fork_is_refused_also_in_what_may_start_some(
+    node: WarmNode,
+) -> None:
+    """The threads that numpy and torch start on import end at every fork; a plug-in's may not."""
+    (node.folder / "numpy.py").write_text(LEAVES["a thread"][0])
+    script = shutil.copy(CASES, node.folder)
+    zygote = node.zygote(sys.executable, "-u", script, "pause", "x", modules=["numpy"])
+    node.link.keep_zygote(zygote)
+    assert "the imports leave 2 threads (" in (await node.heard(ZygoteLost)).reason
 
 
 async def test_an_interpreter_that_is_not_there_is_told(node: WarmNode) -> None:

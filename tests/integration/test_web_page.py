@@ -23,8 +23,8 @@ from rdzv.core.model import JobState, Tuning
 from rdzv.core.runs import vacant
 from rdzv.core.timed_text import later, left, past, times_of
 from rdzv.server.http.views import Shown
-from rdzv.server.messages import NodeSummary
 from rdzv.structs import as_dict, replace
+from rdzv.view.answers import Node
 
 DEADLINE_MS = 90_000
 FLAGS = (
@@ -170,6 +170,29 @@ def test_a_failure_is_seen_without_reloading(open_page: Open) -> None:
         s.progress("night", "n1", (0, 1200, 2.5), (1, 1204, 2.5))
         expect(page.locator(".progress")).to_contain_text("step 1,200–1,204, 2.50 steps/s")
         expect(page.locator(".progress")).to_contain_text("slowest: RANK 0, 4 steps behind")
+        once(page)
+
+
+def test_where_the_time_went_is_told_and_drawn(open_page: Open) -> None:
+    with fleet(open_page) as s:
+        page = open_page(f"{s.url}/#/job/night")
+        card = page.locator("section[aria-labelledby=ledger]")
+        expect(card).to_contain_text("No progress is reported")
+        expect(card.locator("tbody tr", has_text="training")).to_have_count(1)
+        s.progress("night", "n1", (0, 100, 2.5))
+        expect(card.locator("tbody tr", has_text="starting")).to_have_count(1)
+        expect(card).not_to_contain_text("No progress is reported")
+        s.fail("night", "n2", "MemoryError: none is left", TRACEBACK)
+        s.rejoin("night")
+        expect(card.locator("tbody tr", has_text="loading")).to_have_count(1)
+        expect(card.locator(".others")).to_contain_text("worker failure on n2once")
+        expect(card.locator(".band rect[data-phase=loading] title")).to_contain_text(
+            "round 1: worker failure on n2"
+        )
+        # One run: there is none to choose.
+        expect(card.get_by_label("Run")).to_be_hidden()
+        s.progress("night", "n1", (0, 101, 2.5))
+        expect(card.locator(".band rect").last).to_have_attribute("data-phase", "training")
         once(page)
 
 
@@ -328,15 +351,15 @@ def test_a_job_that_is_not_known_is_told_so(open_page: Open) -> None:
 def test_one_long_note_leaves_the_other_columns_their_room(
     open_page: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = Shown.summaries
+    shown = Shown.nodes
 
-    def summaries(self: Shown) -> list[NodeSummary]:
+    def nodes(self: Shown) -> list[Node]:
         why = "at fault 3 times, last in night: " + "rank 0 on n2 exited with 1 " * 12
         return [
             replace(node, quarantine=why) if node.node_id == "n2" else node for node in shown(self)
         ]
 
-    monkeypatch.setattr(Shown, "summaries", summaries)
+    monkeypatch.setattr(Shown, "nodes", nodes)
     with fleet(open_page) as s:
         page = open_page(f"{s.url}/#/nodes")
         row = page.locator("tbody tr").filter(has_text="n1")
@@ -554,7 +577,7 @@ def test_the_page_shows_nothing_without_a_token(open_page: Open, tmp_path: Path)
         tmp_path, f"--http={listen}", "--auth=required", f"--init-admin-token={file}"
     ) as running:
         page = open_page(f"http://{listen}", allowed=LOST)
-        expect(page.locator("#banner")).to_contain_text("this server wants to know who calls")
+        expect(page.locator("#banner")).to_contain_text("this server requires authentication")
         field = page.get_by_label("Your token")
         field.fill("rdzv_00000000_nonsense")
         page.get_by_role("button", name="Look").click()

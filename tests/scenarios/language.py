@@ -66,9 +66,11 @@ from rdzv.core.events import (
     WorkerFailed,
 )
 from rdzv.core.explain import JobView
+from rdzv.core.keeping import NotKept
 from rdzv.core.model import (
     Failure,
     JobSpec,
+    KeptWorker,
     LeaveCause,
     Moved,
     Offer,
@@ -294,6 +296,7 @@ def _read_join(line: Line, node_id: str, incarnation: int, said: Said) -> Comman
         left_round=int(line.pairs.pop("left_round")) if "left_round" in line.pairs else None,
         refuse_reuse=line.take("reuse", "true") == "false",
         moved=_read_moved(line),
+        kept=_read_kept(line),
     )
 
 
@@ -312,7 +315,28 @@ def _read_stopped(line: Line, node_id: str, incarnation: int, said: Said) -> Com
         left_round=line.number("round", 0),
         failures=_read_failures(line),
         moved=_read_moved(line),
+        kept=_read_kept(line),
         offer=_read_offer(line, node_id),
+    )
+
+
+def _read_kept(line: Line) -> tuple[KeptWorker, ...]:
+    """Read parked workers, LOCAL_RANK and sealed steps: `kept=0:7,1:7torn,2`."""
+    kept = []
+    for word in filter(None, line.take("kept", "").split(",")):
+        local_rank, _, step = word.removesuffix("torn").partition(":")
+        torn = word.endswith("torn")
+        kept.append(KeptWorker(int(local_rank), int(step) if step else None, torn))
+    return tuple(kept)
+
+
+def write_kept(kept: tuple[KeptWorker, ...]) -> str:
+    """Write parked workers as `_read_kept` reads them."""
+    return ",".join(
+        f"{one.local_rank}"
+        + (f":{one.step}" if one.step is not None else "")
+        + ("torn" if one.torn else "")
+        for one in kept
     )
 
 
@@ -329,6 +353,7 @@ def _read_failures(line: Line) -> tuple[FailureReport, ...]:
             signal=int(line.pairs.pop("signal")) if "signal" in line.pairs else None,
             message=line.word(""),
             traceback=line.take("traceback", ""),
+            suspect=line.take("suspect", "no") == "yes",
             age_ms=line.ms("age", 0),
         ),
     )
@@ -462,6 +487,7 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
             words += [f"workers={command.offer.local_world_size}"]
             words += [f"step={command.moved.step}"] if command.moved.step is not None else []
             words += ["snapshot=new"] if command.moved.snapshot else []
+            words += [f"kept={write_kept(command.kept)}"] if command.kept else []
             return " ".join(words + write_settings(command.settings, default))
         case Resume() | Succeed():
             verb = type(command).__name__.lower()
@@ -469,6 +495,7 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
         case Fail():
             first = command.failures[0] if command.failures else None
             what = f" rank={first.rank} exit={first.exit_code}" if first else ""
+            what += " suspect=yes" if first and first.suspect else ""
             return f"fail {name} run={command.run} round={command.round}{what}"
         case Leave():
             left = "" if command.left_round is None else f" left_round={command.left_round}"
@@ -522,7 +549,9 @@ def _what(event: Event | NodesEvent) -> str:
             return f"round={event.round} {write_failure(event.failure)}"
         case LastCallBegan():
             return f"{event.nodes} nodes, {write_ms(event.for_ms)}"
-        case RoundCompleted() | RoundAdopted():
+        case RoundCompleted():
+            return write_round(event.round) + _write_not_kept(event.not_kept)
+        case RoundAdopted():
             return write_round(event.round)
         case NodeAdopted():
             return f"{event.node_id} round={event.round} GROUP_RANK={event.group_rank}"
@@ -538,6 +567,7 @@ def _what(event: Event | NodesEvent) -> str:
             return event.reason
         case RoundEnded():
             broken = " (broken)" if event.end.broken else ""
+            broken += "" if event.end.keep else " (keeps nobody)"
             return f"round={event.round}{broken} {event.end.cause}: {event.end.reason}"
         case RoundSettled():
             budget = f"{event.restarts} of {event.max_restarts} restarts"
@@ -589,12 +619,22 @@ def write_round(round_: Round) -> str:
         last = p.rank_first + p.offer.local_world_size - 1
         ranks = f"{p.rank_first}..{last}" if last > p.rank_first else f"{p.rank_first}"
         role = f"({p.offer.role} {p.role_rank_first}/{p.role_world_size})" if len(roles) > 1 else ""
-        parts.append(f"{name(p.node_id, p.incarnation)}={ranks}{role}")
+        kept = f"(kept {','.join(map(str, p.kept))})" if p.kept else ""
+        charged = f"(charged {p.charged_suspects[0]})" if p.charged_suspects else ""
+        parts.append(f"{name(p.node_id, p.incarnation)}={ranks}{role}{kept}{charged}")
     store = "" if round_.use_agent_store else " (store by RANK 0)"
     parts += [f"world_size={round_.world_size}"]
     if round_.restarts:
         parts += [f"restarts={round_.restarts}"]
+    if round_.source is not None:
+        parts += [f"source={round_.source} resume_step={round_.resume_step}"]
     return " ".join(parts) + f" master={round_.master_addr}:{round_.master_port}{store}"
+
+
+def _write_not_kept(not_kept: tuple[NotKept, ...]) -> str:
+    """Write ` (new: RANK 1 failed; RANK 4 torn)`."""
+    whys = "; ".join(f"RANK {','.join(map(str, one.ranks))} {one.why}" for one in not_kept)
+    return f" (new: {whys})" if whys else ""
 
 
 def write_state(state: State) -> str:

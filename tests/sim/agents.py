@@ -27,6 +27,7 @@ from rdzv.structs import struct
 from rdzv.transport.node_stream import FINAL_REFUSALS, PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.network import Connection, End
+from tests.sim.parking import Parked, Parking
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -86,6 +87,10 @@ class Runner:
         self.succeeding = False
         self.hung: set[int] = set()
         """LOCAL_RANKs that do nothing any more, and would do so for ever."""
+        self.parking = Parking(self)
+        self._keeping = False
+        """Whether workers are asked to park, and not to end."""
+        self._not_kept: set[int] = set()
         self._stop_due_ms: int | None = None
         self._told_ms = 0
         self._unheard: list[events.Event] = []
@@ -113,8 +118,9 @@ class Runner:
         self.world.judge.starts(self.part, workers, assignment)
         self.era = self.world.judge.era
         self.workers, self.alive = workers, set(range(self.part.job.local_world_size))
-        self.stuck = self.succeeding = False
-        self.hung = set()
+        self.parking.go(assignment)
+        self.stuck = self.succeeding = self._keeping = False
+        self.hung, self._not_kept = set(), set()
         self._stop_due_ms = None
         if self.world.happens("start fails"):
             self.tell(events.StartFailed(assignment.round, "no such script"))
@@ -131,12 +137,17 @@ class Runner:
         if self.workers == workers:
             self.tell(events.StoreHostReady(workers[2]))
 
-    def stop(self, round_: int, grace_ms: int) -> None:
-        """End what is left; twice is no harm, and the shorter grace counts."""
+    def stop(self, command: commands.StopWorkers) -> None:
+        """End what is left, or let it park; twice is no harm, and the shorter grace counts."""
         world, workers = self.world, self.workers
-        if workers is None or workers[2] != round_:
-            self.tell(events.WorkersGone(round_))
+        if workers is None or workers[2] != command.round:
+            self.tell(events.WorkersGone(command.round))
             return
+        grace_ms, first = command.grace_ms, self._stop_due_ms is None
+        if command.keep_ms is not None:
+            grace_ms = command.keep_ms
+            self._not_kept.update(command.not_kept)
+        self._keeping = command.keep_ms is not None and (first or self._keeping)
         due_ms = world.agenda.now_ms + grace_ms
         if self._stop_due_ms is not None and due_ms >= self._stop_due_ms:
             return
@@ -157,14 +168,20 @@ class Runner:
             self.part.agent.awake(lambda: self._ended(workers))
             return
         if self.stuck:
+            # It takes with it whoever is beside it.
+            self._keeping = False
             world.blame()
             world.agenda.after(SIGKILL_WAIT_MS, lambda: self._say_stuck(workers))
             world.agenda.after(world.random.choice((6_000, 60_000)), lambda: self._reap(workers))
             return
-        for local_rank in sorted(self.alive):
+        parked = {}
+        if self._keeping:
+            parked = self.parking.park(workers, self.alive - self._not_kept)
+        for local_rank in sorted(self.alive - parked.keys()):
             self.tell(self._exit(workers, local_rank, None, int(signal.SIGTERM)))
-        self.vanish()
-        self.tell(events.WorkersGone(workers[2], self._moved(workers)))
+        self.vanish(parked)
+        claims = self.parking.claims()
+        self.tell(events.WorkersGone(workers[2], self._moved(workers), claims))
 
     def _moved(self, workers: Workers) -> Moved:
         """Say how far the workers had come: most loops get nowhere."""
@@ -236,6 +253,13 @@ class Runner:
             # Their agent has asked for their end before it died, and the next one waits for that.
             self._ended(workers)
 
+    def feel(self, workers: Workers) -> None:
+        """A collective of this round fails: a worker parks, if it can, or exits 1."""
+        here = self.workers == workers and self.alive and not self.stuck
+        can = here and self._stop_due_ms is None and not self.part.agent.frozen
+        if not can or not self.parking.suspect(workers, self.alive - self.hung):
+            self.fail(workers)
+
     def succeed(self) -> None:
         """The workers exit 0, one after the other."""
         if self.workers is None or not self.alive or self._stop_due_ms is not None:
@@ -249,7 +273,8 @@ class Runner:
     def _exits_0(self, workers: Workers, local_rank: int) -> None:
         if self.workers != workers or local_rank not in self.alive or self.part.agent.frozen:
             return
-        if self._stop_due_ms is None and local_rank not in self.hung:
+        waits = local_rank in self.hung or local_rank in self.parking.suspects
+        if self._stop_due_ms is None and not waits:
             self.alive.discard(local_rank)
             self.tell(self._exit(workers, local_rank, 0, None))
             if not self.alive:
@@ -297,7 +322,7 @@ class Runner:
         return events.WorkerExited(
             round=workers[2],
             local_rank=local_rank,
-            pid=100 + local_rank,
+            pid=self.parking.pids[local_rank],
             exit_code=exit_code,
             signal=signum,
             message="" if exit_code == 0 else f"on {self.part.agent.name}",
@@ -305,8 +330,9 @@ class Runner:
             age_ms=0,
         )
 
-    def vanish(self) -> None:
-        """No process of the round is left; those that were alive break their peers' collectives."""
+    def vanish(self, parked: dict[int, Parked] | None = None) -> None:
+        """No process is left but these; those that were alive break their peers' collectives."""
+        self.parking.parked = parked or {}
         workers, alive = self.workers, self.alive
         self.workers, self.alive, self.stuck = None, set(), False
         self.hung = set()
@@ -413,7 +439,9 @@ class Part:
             case commands.StartWorkers():
                 self.runner.start(command.assignment)
             case commands.StopWorkers():
-                self.runner.stop(command.round, command.grace_ms)
+                self.runner.stop(command)
+            case commands.EndKept():
+                self.runner.parking.end(command.grace_ms)
             case commands.NotifyWorkers():
                 self.runner.notify(command.round, command.signum)
             case commands.TakeBackNotice():
@@ -482,7 +510,11 @@ class Agent:
 
     @property
     def has_workers(self) -> bool:
-        return any(part.runner.workers is not None for part in self.parts.values())
+        """Whether any worker is left here, parked or not."""
+        return any(
+            part.runner.workers is not None or part.runner.parking.parked
+            for part in self.parts.values()
+        )
 
     # -------------------------------------------------------------- life
 

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from tests.sim.agents import Agent, Part, Workers
     from tests.sim.cluster import Server
     from tests.sim.loop import Process
+    from tests.sim.parking import Parked
     from tests.sim.world import World
 
 
@@ -113,6 +114,10 @@ class Judge:
         """Grows whenever the store loses what it had committed."""
         self.blameless = True
         """No worker has failed by itself so far, and none for a reason that nobody can know."""
+        self.honest = True
+        """No node has claimed of a parked worker what is not so."""
+        self.offered: dict[tuple[str, Workers], int] = {}
+        """The most steps that a parked worker of a round has sealed, as its node said last."""
         self.stored: dict[str, Membership] = {}
         self.rounds: dict[Workers, Round] = {}
         """Every round that was committed; after the store's loss, as it was adopted."""
@@ -444,6 +449,8 @@ class Judge:
         if round_ is not None:
             workers = (rdzv_id, after.run, round_.number)
             self.first_rounds.setdefault(workers, round_)
+            if workers not in self.rounds and not round_.adopted:
+                self._check_kept(workers, before, round_)
             first = self.rounds.setdefault(workers, round_)
             self.known_ms.setdefault(workers, self.world.agenda.now_ms)
             if first.participants != round_.participants:
@@ -460,7 +467,54 @@ class Judge:
             self.ended.setdefault((rdzv_id, earlier.run), set()).add(earlier.ended.reason)
         if decided is not None:
             self._note_given_up(*decided[:3])
-            self._check_budgets(decided[0], decided[2], after)
+            self._check_budgets(decided[0], decided[1], decided[2], after)
+
+    def _round_before(self, workers: Workers) -> Workers | None:
+        """Return the round of the same run that came before another, as was stored."""
+        rdzv_id, run, number = workers
+        numbers = [n for job, of, n in self.rounds if (job, of) == (rdzv_id, run) and n < number]
+        return (rdzv_id, run, max(numbers)) if numbers else None
+
+    def _check_kept(self, workers: Workers, before: Membership | None, round_: Round) -> None:
+        """Whoever is kept took part in the round before, is not at fault, and goes on there."""
+        keepers = [p for p in round_.participants if p.kept]
+        if not keepers:
+            return
+        self.world.count("rounds with kept workers")
+        last = before.round if before is not None else None
+        if last is None or last.end is None or last.number + 1 < round_.number:
+            # The round before was adopted, or has ended, in the same step as this one began.
+            return
+        if not last.end.keep:
+            self.fail(f"keeping: {workers} keeps workers after {last.end}")
+        for participant in keepers:
+            for local_rank in participant.kept:
+                own = {(f.node_id, f.local_rank) for f in last.end.failures if not f.suspect}
+                if (participant.node_id, local_rank) in own:
+                    self.fail(f"keeping: {participant.node_id} keeps the culprit {local_rank}")
+                for parked in self._parked(participant.node_id, workers[0], local_rank):
+                    rank = participant.rank_first + local_rank
+                    if parked.workers == (*workers[:2], last.number) and self.honest:
+                        self._check_step(round_, rank, parked)
+
+    def _parked(self, node_id: str, rdzv_id: str, local_rank: int) -> Iterator[Parked]:
+        """Yield the parked workers of a node; where it comes twice, those of both."""
+        for agent in self.world.agents:
+            if agent.name == node_id and rdzv_id in agent.parts:
+                parked = agent.parts[rdzv_id].runner.parking.parked.get(local_rank)
+                if parked is not None:
+                    yield parked
+
+    def _check_step(self, round_: Round, rank: int, parked: Parked) -> None:
+        resume_step = round_.resume_step or 0
+        if not parked.torn and parked.sealed > resume_step:
+            self.fail(f"keeping: {resume_step=} is behind {parked}, RANK {rank}")
+        if rank == round_.source and (parked.torn or parked.sealed != resume_step):
+            self.fail(f"keeping: the source at {resume_step=} is {parked}, RANK {rank}")
+        if round_.source is None and (parked.torn or parked.sealed):
+            self.fail(f"keeping: nobody heals {parked}, RANK {rank}")
+        if abs(parked.sealed - resume_step) > 1:
+            self.fail(f"keeping: {parked}, RANK {rank}, is not in lock-step at {resume_step=}")
 
     def _check_durable(self, before: Membership, after: Membership) -> None:
         if after.next_round < before.next_round:
@@ -488,7 +542,9 @@ class Judge:
         elif new.number == old.number and not set(old.succeeded) <= set(new.succeeded):
             self.fail(f"durability: a success in round {old.number} was forgotten")
 
-    def _check_budgets(self, before: State, transition: Transition, after: Membership) -> None:
+    def _check_budgets(
+        self, before: State, command: Command, transition: Transition, after: Membership
+    ) -> None:
         """Count for myself what rounds end by, and how long each is waited for."""
         if self.era:
             return
@@ -499,6 +555,10 @@ class Judge:
                 case NodeStopped():
                     # What it has said counts, also if it is let go of in the same step.
                     seats.discard(event.node_id)
+                    offers = command.kept if isinstance(command, Join) else ()
+                    workers = (after.rdzv_id, after.run, event.round)
+                    steps = (offer.step or 0 for offer in offers)
+                    self.offered[event.node_id, workers] = max(steps, default=0)
                 case RoundEnded():
                     assert round_ is not None
                     round_ = replace(round_, end=event.end)
@@ -544,7 +604,9 @@ class Judge:
         # Above 0 by one, so that a job that has said nothing is below all.
         further = max(steps, default=-1) + 1 > mine["step"]
         mine["step"] = max(mine["step"], *(step + 1 for step in (*steps, -1)))
-        return further or any(one.snapshot for one in said)
+        sealed = max((self.offered.get((name, workers), 0) for name in names), default=0)
+        kept_on = round_.resume_step is not None and sealed > round_.resume_step
+        return further or kept_on or any(one.snapshot for one in said)
 
     def _check_spent(self, mine: Counter[str], after: Membership, settled: RoundSettled) -> None:
         settings, ended = after.settings, after.ended
@@ -760,6 +822,7 @@ class Judge:
             seat.role_world_size,
             (round_.master_addr, round_.master_port, round_.use_agent_store),
             round_.restarts,
+            (seat.kept, round_.source, round_.resume_step, seat.charged_suspects),
         )
         heard = (
             part.node_id,
@@ -770,6 +833,12 @@ class Judge:
             line.role_world_size,
             (line.master_addr, line.master_port, line.use_agent_store),
             line.restarts,
+            (
+                tuple(line.kept),
+                line.source if line.HasField("source") else None,
+                line.resume_step if line.HasField("resume_step") else None,
+                tuple(line.charged_suspects),
+            ),
         )
         if heard != expected and self.era == 0:
             self.fail(f"consistency: {part.node_id} hears {heard} of {workers}, not {expected}")
@@ -839,6 +908,10 @@ class Judge:
         self.world.count("workers started")
         if part.runner.workers is not None:
             self.fail(f"exclusivity: {part.node_id} starts {workers} beside {part.runner.workers}")
+        for local_rank in assignment.kept:
+            parked = part.runner.parking.parked.get(local_rank)
+            if parked is not None and parked.workers != self._round_before(workers):
+                self.fail(f"keeping: LOCAL_RANK {local_rank} of {part.node_id} was in {parked}")
         if (part.node_id, workers) in self.started and self.era == 0:
             self.fail(f"{part.node_id} starts {workers} twice")
         self.started.add((part.node_id, workers))
@@ -879,7 +952,7 @@ class Judge:
         outcome = part.outcome
         assert outcome is not None
         self.world.count(f"exit {outcome.exit_code}")
-        if part.runner.workers is not None:
+        if part.runner.workers is not None or part.runner.parking.parked:
             self.fail(f"{part.node_id} exits, and its workers run on")
         if outcome.result is Result.SUCCEEDED and outcome.exit_code != 0:
             self.fail(f"{part.node_id} exits {outcome.exit_code}, and the job has succeeded")
@@ -918,6 +991,8 @@ def _is_reason_to_stop(before: AgentState, event: agent_events.Event, after: Age
             return line is not None and event.run == line.run
         case agent_events.Refused():
             return event.code in ("RendezvousClosedError", "NodeSupersededError")
+        case agent_events.WorkerSuspected():
+            return True
         case agent_events.WorkerExited():
             return event.exit_code != 0 or after.phase is Phase.SUCCEEDED
         case agent_events.NoticeGiven():

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 CONFIG = Config(listen=Listen("127.0.0.1", 0), data_dir=Path("/dev/null"), store="memory")
-HISTORY_ROWS = 20
+HISTORY_ROWS = 1_000
 
 T = TypeVar("T")
 
@@ -74,6 +74,10 @@ class Disk:
     def forget(self) -> None:
         """Lose everything, as a store in memory does."""
         self.kept, self.leader = MemoryStore(HISTORY_ROWS), 0
+
+    def history(self, rdzv_id: str) -> tuple[Record, ...]:
+        """Return what is stored of a job's history."""
+        return tuple(self.kept._history.get(rdzv_id, ()))
 
     def document(self, name: str) -> bytes:
         """Return a document as it was last written; an empty one if it never was."""

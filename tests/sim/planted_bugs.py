@@ -13,8 +13,13 @@ RECOVERY = "rendezvous/rdzv/server/sessions/recovery.py"
 REPORTS = "rendezvous/rdzv/server/sessions/reports.py"
 QUARANTINE_TESTS = "tests/unit/core/test_quarantine.py tests/unit/server/test_quarantine_of_jobs.py"
 NOTICE_TESTS = "tests/unit/agent/test_agent_notice.py"
+LEDGER_TESTS = "tests/unit/view/test_ledger.py tests/unit/server/test_step_milestones.py"
 PLACER_TESTS = "tests/unit/server/test_placer.py"
 ROLE_TESTS = "tests/unit/server/test_roles.py"
+KEEPING_TESTS = (
+    "tests/unit/core/test_keeping.py tests/scenarios tests/unit/core/test_recovery_reports.py "
+    "tests/unit/server/test_announcements.py"
+)
 ADOPT_TESTS = "tests/unit/core/test_recovery_reports.py"
 
 
@@ -44,6 +49,40 @@ def _unit(*words: str) -> str:
 
 
 MUTANTS = (
+    # ---------------------------------------------------------- ledgers
+    Mutant(
+        "what is found broken before its round ends is in no phase",
+        "Book._book_round",
+        "        if round_.ended_ms is None and broke_ms >= ended_ms:",
+        "        if round_.ended_ms is None:",
+    ),
+    Mutant(
+        "a note about an old round is taken for a round that runs",
+        "Book._of",
+        "        if self._round is None and self.number is None and not self.booked:",
+        "        if self._round is None:",
+    ),
+    Mutant(
+        "rounds that never made a step have trained",
+        "Book._step",
+        "            self.booked = _starting(self.booked)",
+        "            pass",
+        by=LEDGER_TESTS,
+    ),
+    Mutant(
+        "steps that others made after a node's last word are detection",
+        "_broke_ms",
+        "    broke_ms = max(min(found), round_.at_ms, round_.last_ms or 0)",
+        "    broke_ms = max(min(found), round_.at_ms)",
+        by=LEDGER_TESTS,
+    ),
+    Mutant(
+        "the first step is noted with each report",
+        "StepMilestones.note",
+        "            self._rounds[said.rdzv_id] = known",
+        "            pass",
+        by=LEDGER_TESTS,
+    ),
     # ---------------------------------------------------------- drains
     Mutant(
         "who exits because it was told to has failed",
@@ -54,8 +93,8 @@ MUTANTS = (
     Mutant(
         "a drained node takes part in the next round",
         "machine._conclude",
-        "    if notice is not None and notice.due_ms is not None and not ends:",
-        "    if False and notice is not None and not ends:",
+        "    if notice is not None and notice.due_ms is not None and not _ends(state):",
+        "    if False and notice is not None and not _ends(state):",
         by="tests/unit/agent/test_agent_notice.py",
     ),
     Mutant(
@@ -485,8 +524,8 @@ MUTANTS = (
     Mutant(
         "a store host that fails is a worker failure",
         "report_store_host",
-        "    end_round(work, Cause.STORE_HOST, reason, broken=True)\n"
-        "    charge_instead(work, Cause.STORE_HOST, reason)",
+        "    end_round(work, Cause.STORE_HOST, reason, broken=True, node_id=command.node_id)\n"
+        "    charge_instead(work, Cause.STORE_HOST, reason, command.node_id)",
         "    end_round(work, Cause.WORKER_FAILURE, reason, broken=True)",
     ),
     Mutant(
@@ -498,13 +537,13 @@ MUTANTS = (
     Mutant(
         "a lost node does not end its round",
         "leaving.give_up",
-        "        end_round(work, Cause.NODE_LOST, text, broken=True)\n",
+        "        end_round(work, Cause.NODE_LOST, text, broken=True, node_id=node_id)\n",
         "",
     ),
     Mutant(
         "a lost node excuses nothing",
         "leaving.give_up",
-        "        charge_instead(work, Cause.NODE_LOST, text)\n",
+        "        charge_instead(work, Cause.NODE_LOST, text, node_id)\n",
         "",
     ),
     Mutant(
@@ -516,8 +555,164 @@ MUTANTS = (
     Mutant(
         "a round ends twice",
         "ending.end_round",
-        "    if round_ is None or not round_.live:\n        return\n    end = RoundEnd(",
-        "    if round_ is None:\n        return\n    end = RoundEnd(",
+        "    if round_ is None or not round_.live:\n        return\n    keep = keep and",
+        "    if round_ is None:\n        return\n    keep = keep and",
+    ),
+    # ---------------------------------------------------------- keeping
+    Mutant(
+        "keeping: a worker whose failure ended the round",
+        "keeping.keep",
+        "            elif worker in last.failed:",
+        "            elif False and worker in last.failed:",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: workers of any round",
+        "_LastRound.knows",
+        "return joined.left_round == self.number and size ==",
+        "return size ==",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: nodes that were not in the last round",
+        "_LastRound.knows",
+        "and size == participant.offer.local_world_size",
+        "",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: a torn state heals the others",
+        "keeping._source",
+        "if not offer.torn and _sealed(offer)]",
+        "if _sealed(offer)]",
+    ),
+    Mutant(
+        "keeping: the oldest state heals the others",
+        "keeping._source",
+        "key=lambda rank: (-_sealed(able[rank]), rank)",
+        "key=lambda rank: (_sealed(able[rank]), rank)",
+    ),
+    Mutant(
+        "keeping: the highest RANK heals the others",
+        "keeping._source",
+        "key=lambda rank: (-_sealed(able[rank]), rank)",
+        "key=lambda rank: (-_sealed(able[rank]), -rank)",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: workers that were not in lock-step",
+        "keeping.keep",
+        "abs(_sealed(offer) - sealed) > 1",
+        "abs(_sealed(offer) - sealed) > 2",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: again and again, without a step",
+        "_why_none",
+        "            return WhyNew.NO_STEP\n",
+        "            pass\n",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: torn states without one that is whole",
+        "_why_none",
+        "return WhyNew.TORN if source is None and torn else None",
+        "return None",
+    ),
+    Mutant(
+        "keeping: although the operator wants new processes",
+        "keeping.keep",
+        "            elif not last.keeps:",
+        "            elif False and not last.keeps:",
+    ),
+    Mutant(
+        "keeping: an operator's restart asks for no new processes",
+        "operator_commands.restart",
+        "broken=False, keep=False)",
+        "broken=False)",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: what torch's own agents restart",
+        "ending.end_round",
+        "keep = keep and work.membership.settings.max_restarts is not None",
+        "keep = keep",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: the suspect that is charged",
+        "keeping.keep",
+        "            elif worker == last.charged:",
+        "            elif False and worker == last.charged:",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: after a fence",
+        "joining._wait",
+        "kept=() if command.fenced else command.kept",
+        "kept=command.kept",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: a late join takes back what was offered since",
+        "joining._wait",
+        "_number(command.left_round) < _number(known.left_round)",
+        "False",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: suspects hide the failure",
+        "keep_earliest",
+        "key=lambda f: (f.suspect, f.at_ms))",
+        "key=lambda f: f.at_ms)",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: suspects are charged beside a failure",
+        "root_cause.root_cause",
+        "    by_time = [failure for failure in by_time if not failure.suspect] or by_time\n",
+        "",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: suspects are charged beside workers that survive SIGKILL",
+        "charged_failures",
+        "return () if given_up and failures and failures[0].suspect else failures",
+        "return failures",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: a step that was sealed does not count",
+        "joining._sealed_a_step",
+        "return round_.resume_step is not None and furthest > round_.resume_step",
+        "return False",
+    ),
+    Mutant(
+        "keeping: nodes are not told who is kept",
+        "announcements._assignment",
+        "        kept=participant.kept,\n",
+        "",
+    ),
+    Mutant(
+        "keeping: nodes are not told who is at fault",
+        "announcements.news",
+        "replace(over, culprits=own) if own else over",
+        "over",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: a server without memory forgets who was kept",
+        "recovery_reports._participant",
+        "        kept=report.kept,\n",
+        "",
+        by=KEEPING_TESTS,
+    ),
+    Mutant(
+        "keeping: a worker is offered twice",
+        "inbound_nodes._kept",
+        "    if len(by_rank) < len(messages):",
+        "    if False and len(by_rank) < len(messages):",
+        by="tests/unit/server/test_wire.py",
     ),
     # ---------------------------------------------------------- budgets
     Mutant(
@@ -600,7 +795,7 @@ MUTANTS = (
     Mutant(
         "only the last to stop says how far a round has come",
         "_confirm_stopped",
-        "moved=further(work.state.moved, command.moved))",
+        "moved=further(work.state.moved, moved))",
         "moved=command.moved)",
     ),
     Mutant(
@@ -944,8 +1139,8 @@ MUTANTS = (
     Mutant(
         "who comes back hears nothing of the end of its round",
         "_about_its_seat",
-        "    if round_.end is not None:\n        return RoundOver(",
-        "    if round_.end is not None and False:\n        return RoundOver(",
+        "    if round_.end is not None:\n        return _over(",
+        "    if round_.end is not None and False:\n        return _over(",
     ),
     Mutant(
         "who comes back hears nothing of its seat",
@@ -1041,7 +1236,7 @@ MUTANTS = (
     Mutant(
         "jobs are not told who is lost",
         "note_event",
-        "                self._presence.mark_soon(event.node_id, reason=event.reason)",
+        "                self._presence.mark_soon(event.node_id, lost=event)",
         "                pass",
     ),
     Mutant(
@@ -1074,8 +1269,8 @@ MUTANTS = (
     Mutant(
         "a node joins again before its workers are gone",
         "machine._stop",
-        "    work.do(StopWorkers(state.assignment.round, grace_ms, signum))",
-        "    work.do(StopWorkers(state.assignment.round, grace_ms, signum))\n"
+        "    work.do(StopWorkers(state.assignment.round, grace_ms, signum, keep_ms, kept_out))",
+        "    work.do(StopWorkers(state.assignment.round, grace_ms, signum, keep_ms, kept_out))\n"
         "    if phase is Phase.STOPPING:\n"
         "        _conclude(work)",
     ),
@@ -1095,9 +1290,16 @@ MUTANTS = (
     Mutant(
         "a seat of which the node has not heard is kept",
         "_confirm_unheard",
-        "moved=UNMOVED, fenced=False)\n        work.do(rejoin(work.state))",
-        "moved=UNMOVED, fenced=False)",
+        "            _end_kept(work)\n        work.do(rejoin(work.state))",
+        "            _end_kept(work)",
         by="tests/unit/agent/test_agent_machine.py",
+    ),
+    Mutant(
+        "keeping: workers parked since before a round that the node has not heard of",
+        "_confirm_unheard",
+        "        if state.kept:\n            _end_kept(work)\n",
+        "",
+        by="tests/unit/agent/test_agent_parking.py",
     ),
     Mutant(
         "losing the server stops workers",
@@ -1145,14 +1347,84 @@ MUTANTS = (
     Mutant(
         "a node exits beside its workers",
         "machine._finish",
-        "    if work.state.workers_gone:\n        _conclude(work)\n    elif",
-        "    if True:\n        _conclude(work)\n    elif",
+        "    if work.state.workers_gone:\n        _conclude(work, charged)\n    elif",
+        "    if True:\n        _conclude(work, charged)\n    elif",
     ),
     Mutant(
         "a success of the job is an error for who hears it",
         "machine._close",
         "        exit_code = EXIT_SUCCESS\n    else:",
         "        exit_code = EXIT_FAILED\n    else:",
+    ),
+    Mutant(
+        "a node exits beside its parked workers",
+        "machine._conclude",
+        "    if _ends(state) and not _is_empty(state):",
+        "    if False:",
+        by="tests/unit/agent/test_agent_parking.py",
+    ),
+    Mutant(
+        "a suspect is a failure like any other",
+        "machine._note_failure",
+        "        suspect=isinstance(event, WorkerSuspected),",
+        "        suspect=False,",
+        by="tests/unit/agent/test_agent_parking.py",
+    ),
+    Mutant(
+        "a worker that has exited is kept",
+        "machine._note_kept_exit",
+        "    work.state = replace(state, kept=kept)",
+        "    pass",
+        by="tests/unit/agent/test_agent_parking.py",
+    ),
+    Mutant(
+        "workers that are about to end enter a round",
+        "machine._start",
+        "    parked = () if state.ending_kept else tuple(",
+        "    parked = tuple(",
+        by="tests/unit/agent/test_agent_parking.py",
+    ),
+    Mutant(
+        "workers stay parked for ever",
+        "machine._park_due_ms",
+        "    return state.idle_since_ms + state.job.park_timeout_ms",
+        "    return None",
+        by="tests/unit/agent/test_agent_parking.py",
+    ),
+    Mutant(
+        "a parked worker that is still connected is kept",
+        "held_round.Round.verify_parked",
+        "            if to := link.connected_to():",
+        "            if (to := link.connected_to()) and False:",
+        by="tests/integration/test_parking.py",
+    ),
+    Mutant(
+        "what a dead worker has left behind lives on beside parked ones",
+        "workers.Workers.stays",
+        "        return any(link.owns(pid) for link in links)",
+        "        return True",
+        by="tests/integration/test_parking.py",
+    ),
+    Mutant(
+        "a worker that does not park delays all others for ever",
+        "held_round.Round.kill_late",
+        "            if now >= at and pid not in self._killed:",
+        "            if False:",
+        by="tests/integration/test_parking.py",
+    ),
+    Mutant(
+        "parked workers live on behind the fence",
+        "fence.Fence.check",
+        "            parked.end_all(0)\n",
+        "            pass\n",
+        by="tests/integration/test_parking.py",
+    ),
+    Mutant(
+        "a replacement starts beside the parked worker that it replaces",
+        "parked_workers.ParkedWorkers.end",
+        "            self._ending[link].append(then)",
+        "            then()",
+        by="tests/integration/test_parking.py",
     ),
     # ---------------------------------------------------------- operators
     Mutant(
@@ -1458,7 +1730,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a node believes is held against a job as it was before the same commit",
-        "latest",
+        "node_commands.NodeCommands.latest",
         "        return self._jobs.peek(rdzv_id) or state\n",
         "        return state\n",
         by="tests/unit/server/test_driver.py",
@@ -1548,7 +1820,7 @@ MUTANTS = (
         by="tests/unit/server/test_stacks_of_jobs.py",
     ),
     Mutant(
-        "who hangs no more is stopped all the same",
+        "who no longer hangs is stopped all the same",
         "Hangs._end_round",
         "            if not episode.hung:\n",
         "            if not episode:\n",
@@ -1570,7 +1842,7 @@ MUTANTS = (
     ),
     Mutant(
         "who hangs is blamed although the stacks show for whom it waits",
-        "verdict",
+        "hangs.verdict",
         "    if odd is not None and odd in stacks:",
         "    if False:",
         by="tests/unit/server/test_hangs_of_jobs.py",
@@ -1585,8 +1857,36 @@ MUTANTS = (
     Mutant(
         "a worker that has never said anything hangs",
         "why_hung",
-        "        if self.word is None or self.silent_ms < timeout_ms:",
+        "        if (self.word is None and not self.counts) or self.silent_ms < timeout_ms:",
         "        if self.silent_ms < timeout_ms:",
+        by="tests/unit/agent/test_agent_hangs.py",
+    ),
+    Mutant(
+        "a rank that waits for another is named in its place",
+        "collectives._missing",
+        "    idle = absent - somewhere\n",
+        "    idle = absent\n",
+        by="tests/unit/core/test_collectives.py",
+    ),
+    Mutant(
+        "a rank that is stopped, and gives no record, is not named",
+        "collectives._missing",
+        "    held = {rank for rank in absent | unknown if known[rank].state in _HELD}\n",
+        "    held = {rank for rank in absent if known[rank].state in _HELD}\n",
+        by="tests/unit/core/test_collectives.py",
+    ),
+    Mutant(
+        "records of a group that was made again are mixed up",
+        "flight_records.read_record",
+        "        if not entry.is_p2p and entry.pg_id == newest[name]:\n",
+        "        if not entry.is_p2p:\n",
+        by="tests/unit/agent/test_agent_flight_records.py",
+    ),
+    Mutant(
+        "a worker whose torch does not answer counts as silent",
+        "Vigil.after",
+        "            silent_ms=self.silent_ms + passed_ms if look.known else self.silent_ms,\n",
+        "            silent_ms=self.silent_ms + passed_ms,\n",
         by="tests/unit/agent/test_agent_hangs.py",
     ),
     Mutant(

@@ -22,6 +22,7 @@ from rdzv.structs import struct
 from tests.scenarios.interpreter import Stage
 from tests.scenarios.language import write_command, write_settings, write_state
 from tests.sim.checkers import LivenessError, SafetyError
+from tests.sim.ledgers import check_ledgers
 from tests.sim.swarm import BUDGET_TROUBLES, NODE_TROUBLES, OPERATOR_TROUBLES, SERVER_TROUBLES
 from tests.sim.world import World
 from tests.support.builders import SETTINGS
@@ -61,6 +62,7 @@ def judge(
     world = World(seed, only=only, without=without, counts=counts)
     try:
         world.live()
+        check_ledgers(world)
     except (SafetyError, LivenessError) as error:
         if counts is not None and any(words in str(error) for words in KNOWN):
             counts["known failure"] += 1
@@ -195,6 +197,7 @@ def show(seed: int, only: Sequence[int] | None, without: frozenset[str]) -> Fail
     failure = None
     try:
         world.live()
+        check_ledgers(world)
     except SafetyError as error:
         failure = Failure(seed, SAFETY, str(error))
     except LivenessError as error:

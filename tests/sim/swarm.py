@@ -93,6 +93,13 @@ CHANCES = ("slow stop", "workers stuck", "start fails", "store host is late", "p
 """What may happen whenever it can, each with its own chance."""
 
 
+KEEPING_SHARE = 0.4
+"""In how many histories workers can park, and be kept."""
+
+KEEPING_CHANCES = ("parks never", "dies parked", "torn", "wrong claims")
+"""What may happen there whenever it can."""
+
+
 @struct(frozen=True)
 class Trouble:
     """One thing that goes wrong, `gap_ms` after the one before."""
@@ -125,6 +132,9 @@ class Swarm:
     specs: dict[str, JobSpec] = field(default_factory=dict)
     """The jobs that are submitted, if nodes take such jobs."""
     quarantine: QuarantineTuning = field(default_factory=QuarantineTuning)
+    keep_timeout_ms: int = 0
+    """How long workers may take to park; 0: no worker is kept."""
+    park_timeout_ms: int = 600_000
 
     @classmethod
     def of(cls, seed: int, random: Random, without: frozenset[str] = frozenset()) -> Swarm:
@@ -132,6 +142,7 @@ class Swarm:
         swarm = cls._of(random, without)
         swarm = _with_budgets(swarm, Random(f"{seed}, with budgets"), without)
         swarm = cls._with_hangs(swarm, Random(f"{seed}, with hangs"), without)
+        swarm = _with_keeping(swarm, Random(f"{seed}, with keeping"), without)
         swarm = cls._with_aim(swarm, Random(f"{seed}, with aim"), without)
         return cls._with_operators(swarm, seed, without)
 
@@ -189,7 +200,8 @@ class Swarm:
             nodes=nodes,
             servers=random.choice((1, 1, 2, 3)),
             rates={**rates, "starts": 2.0},
-            chances={name: random.choice((0.0, 0.0, 0.05, 0.3)) for name in CHANCES},
+            chances={name: random.choice((0.0, 0.0, 0.05, 0.3)) for name in CHANCES}
+            | dict.fromkeys(KEEPING_CHANCES, 0.0),
             latencies_ms=random.choice(((1,), (1, 2, 5), (1, 5, 20, 200), (1, 2, 1_500))),
             store_latencies_ms=random.choice(((0,), (0,), (1, 3), (1, 20, 300))),
             server_timeout_ms=random.choice((20_000, 600_000)),
@@ -208,6 +220,8 @@ class Swarm:
                 local_world_size=submitted.local_world_size or gpus or 1,
                 shutdown_timeout_ms=spec.shutdown_timeout_ms,
                 server_timeout_ms=SERVER_TIMEOUT_MS,
+                keep_timeout_ms=self.keep_timeout_ms,
+                park_timeout_ms=self.park_timeout_ms,
             )
         return Job(
             rdzv_id=rdzv_id,
@@ -216,6 +230,8 @@ class Swarm:
             local_world_size=spec.workers,
             shutdown_timeout_ms=spec.shutdown_timeout_ms,
             server_timeout_ms=self.server_timeout_ms,
+            keep_timeout_ms=self.keep_timeout_ms,
+            park_timeout_ms=self.park_timeout_ms,
         )
 
     def plan(self, random: Random, count: int = TROUBLES) -> tuple[Trouble, ...]:
@@ -241,6 +257,22 @@ class Swarm:
                 value = ", ".join(_describe_node(node) for node in value)
             lines.append(f"{name}: {value}")
         return "\n".join(lines)
+
+
+def _with_keeping(swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
+    """Let workers be kept in some histories; all others are what they are without."""
+    if random.random() >= KEEPING_SHARE or "collective_fails" in without:
+        return swarm
+    chances = {name: random.choice((0.0, 0.0, 0.05, 0.3)) for name in KEEPING_CHANCES}
+    # A claim that is wrong takes from the judge what it could check.
+    chances["wrong claims"] = random.choice((0.0, 0.0, 0.0, 0.1))
+    return replace(
+        swarm,
+        keep_timeout_ms=random.choice((500, 10_000)),
+        park_timeout_ms=random.choice((2_000, 600_000)),
+        chances={**swarm.chances, **chances},
+        rates={**swarm.rates, "collective_fails": random.choice((0.0, 0.3, 1.0))},
+    )
 
 
 def _with_budgets(swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:

@@ -39,6 +39,7 @@ TRACED = ("store", "trouble", "attach", "refused", "chance")
 """Of what is counted only, what a trace shows too."""
 OF_A_PART = (
     "worker_fails",
+    "collective_fails",
     "crash_loops",
     "worker_hangs",
     "workers_succeed",
@@ -101,6 +102,7 @@ class World:
         self.operators = Operators(self)
         self._instances = 0
         self._uids = 0
+        self._pids = 0
         self.servers = [Server(self, number) for number in range(self.swarm.servers)]
         for server in self.servers:
             server.clock_offset_ms = random.choice(self.swarm.clock_offsets_ms)
@@ -145,6 +147,15 @@ class World:
     def new_uid(self) -> str:
         self._uids += 1
         return f"run-{self._uids}"
+
+    def new_pid(self, local_rank: int) -> int:
+        """Return the process id of a new worker; unique where a parked one may be taken for it."""
+        self._pids += bool(self.swarm.keep_timeout_ms)
+        return 100 + local_rank + 10 * self._pids
+
+    def steps_sealed(self, workers: Workers) -> int:
+        """Return how many steps a round has sealed: its workers go in lock-step."""
+        return Random(f"{self.seed}, {self.judge.era}, steps of {workers}").choice((0, 0, 1, 5))
 
     @property
     def leader(self) -> Server | None:
@@ -220,7 +231,7 @@ class World:
                 peer = part.runner.workers == workers and part.runner.era == era
                 if peer and not self.happens("peer hangs"):
                     in_ms = self.random.randint(1, 30)
-                    self.agenda.after(in_ms, partial(part.runner.fail, workers))
+                    self.agenda.after(in_ms, partial(part.runner.feel, workers))
 
     # -------------------------------------------------------------- trouble
 
@@ -249,6 +260,12 @@ class World:
         if workers is not None:
             self.blame()
             part.runner.fail(workers)
+
+    def _collective_fails(self, chance: Random, agent: Agent, part: Part) -> None:
+        """A collective fails on all nodes of a round, and nothing else does."""
+        if (workers := part.runner.workers) is not None:
+            self.blame()
+            self.collectives_break(workers, part.runner.era)
 
     def _crash_loops(self, chance: Random, agent: Agent, part: Part) -> None:
         """The script is wrong: whenever a round of the job runs, it fails soon."""

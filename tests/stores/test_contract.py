@@ -33,9 +33,9 @@ from rdzv.core.model import (
     RoundEnd,
     ScaleUp,
     Settings,
-    Spent,
     Submission,
 )
+from rdzv.core.spending import Spent
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -90,8 +90,8 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 def membership(rdzv_id: str = "job-7") -> Membership:
     """A membership in which every field says something."""
     offer = Offer("10.0.0.5", 8, "trainer", "rack-1", "n1.local", "m1", 4711, True, 5_000)
-    failure = Failure("n1", "10.0.0.5", 3, 3, 99, None, 9, "killed — ☠", "trace\nback", 1_234)
-    end = RoundEnd(Cause.WORKER_FAILURE, "rank 3 failed", 5_000, True, (failure,), True)
+    failure = Failure("n1", "10.0.0.5", 3, 3, 99, None, 9, "killed — ☠", "trace\nback", 1_234, True)
+    end = RoundEnd(Cause.WORKER_FAILURE, "rank 3 failed", 5_000, True, (failure,), True, keep=False)
     ended = Ended(Result.FAILED, "restarts spent", 6_000, True, (failure,))
     return Membership(
         rdzv_id=rdzv_id,
@@ -101,7 +101,18 @@ def membership(rdzv_id: str = "job-7") -> Membership:
         began_at_ms=1_763_700_000_000,
         round=Round(
             number=5,
-            participants=(Participant("n1", (1_763_700_000 << 32) + 1, offer, 0, 0, 8),),
+            participants=(
+                Participant(
+                    "n1",
+                    (1_763_700_000 << 32) + 1,
+                    offer,
+                    0,
+                    0,
+                    8,
+                    kept=(0, 7),
+                    charged_suspects=(3,),
+                ),
+            ),
             master_addr="10.0.0.5",
             master_port=4711,
             use_agent_store=True,
@@ -109,6 +120,8 @@ def membership(rdzv_id: str = "job-7") -> Membership:
             at_ms=4_000,
             gone=("n1",),
             end=end,
+            source=7,
+            resume_step=1 << 53,
         ),
         next_round=6,
         restarts=(4_500,),

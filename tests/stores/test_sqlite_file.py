@@ -833,7 +833,7 @@ async def test_a_disk_without_room_is_named_whether_there_is_data_or_not(
     with monkeypatch.context() as patch:
         patch.setattr(sqlite_file, "connect", no_notes)
         patch.setattr(sqlite_file.tempfile, "TemporaryFile", full)
-        with pytest.raises(InvalidRequestError, match="No space left on device; see to it"):
+        with pytest.raises(InvalidRequestError, match="No space left on device; make sure"):
             await SqliteStore.open(tmp_path)
         found = await offline.check(config)
     assert files(tmp_path) == before

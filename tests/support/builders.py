@@ -27,6 +27,7 @@ from rdzv.core.invariants import violations
 from rdzv.core.model import (
     UNMOVED,
     JobState,
+    KeptWorker,
     LeaveCause,
     Membership,
     Moved,
@@ -71,6 +72,7 @@ def join(
     refuse_reuse: bool = False,
     new_run: str = RUN,
     secret: str = "",
+    kept: Iterable[KeptWorker] = (),
     **offered: Any,
 ) -> Join:
     """Build a join; what is not a field of `Join` is what the node offers."""
@@ -86,6 +88,7 @@ def join(
         refuse_reuse=refuse_reuse,
         new_run=new_run,
         secret=secret,
+        kept=tuple(kept),
     )
 
 

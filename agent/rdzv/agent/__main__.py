@@ -87,7 +87,7 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
     """
     set_up_logging("rdzv-agent")
     try:
-        # Root checks the configuration that the unit runs as an account of its own.
+        # When root checks it, the unit may still run the agent under another account.
         as_root = (check_config or print_config) and os.geteuid() == 0
         config = read_config(path, for_another=as_root)
         if as_root and (why := why_not_here(config.settings)):
@@ -118,7 +118,7 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
 
 def _set_up(config: Config) -> None:
     """Set up logging as configured, and an empty stdin, which workers inherit."""
-    faulthandler.enable()  # If the watchdog kills a hung agent, its stack is in the journal.
+    faulthandler.enable()  # So if the watchdog kills a hung agent, its stack is in the journal.
     for handler in logging.getLogger("rdzv").handlers:
         handler.setFormatter(formatter_for(config.settings.log_format))
     _set_log_level(config.settings.log_level)

@@ -1,4 +1,4 @@
-"""Hooks for an agent's metrics: these do nothing, those of `agent_metrics` count.
+"""Hooks for an agent's metrics. These do nothing; those of `agent_metrics` count.
 
 So an agent without /metrics loads no metrics library.
 """

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, *, legacy: bool = False) -> NoReturn
     try:
         _run(argv, legacy=legacy)
     except KeyboardInterrupt:
-        # Ctrl-C before or after signals are handled: there is nothing to end.
+        # Ctrl-C came before or after signals are handled, so there is nothing to end.
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -87,7 +87,7 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
     runner = StartedRunner()
     try:
         with _without_garbage():
-            # Not before the command line is known to be valid.
+            # This is imported only once the command line is known to be valid.
             from rdzv.agent.node.node import take_part
         [outcome] = asyncio.run(
             take_part(

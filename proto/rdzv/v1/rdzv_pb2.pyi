@@ -626,7 +626,7 @@ global___Heartbeat = Heartbeat
 @typing.final
 class Join(google.protobuf.message.Message):
     """Asks for a place in the next round of a job. Naming a round in `left_round` confirms
-    that no worker of that round is left on the node.
+    that no worker takes part in that round on the node any more: each is gone, or parked.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -643,11 +643,12 @@ class Join(google.protobuf.message.Message):
     SNAPSHOT_CHANGED_FIELD_NUMBER: builtins.int
     SECRET_FIELD_NUMBER: builtins.int
     FENCED_AGE_MS_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     """The run that the node takes part in; empty for a fresh join."""
     left_round: builtins.int
-    """The round whose workers are gone from this node; unset for a fresh join."""
+    """The round that no worker of this node takes part in any more; unset for a fresh join."""
     refuse_reuse: builtins.bool
     """A closed run refuses this join, where otherwise a new run would begin."""
     fenced: builtins.bool
@@ -670,6 +671,12 @@ class Join(google.protobuf.message.Message):
     def failures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerFailure]:
         """Failures of `left_round` that the node has seen."""
 
+    @property
+    def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KeptWorker]:
+        """The workers of `left_round` that are parked here, and can take part in the next round. A later
+        join replaces them. They count only if `left_round` is the last round.
+        """
+
     def __init__(
         self,
         *,
@@ -685,15 +692,43 @@ class Join(google.protobuf.message.Message):
         snapshot_changed: builtins.bool = ...,
         secret: builtins.str = ...,
         fenced_age_ms: builtins.int = ...,
+        kept: collections.abc.Iterable[global___KeptWorker] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "fenced_age_ms", b"fenced_age_ms", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "fenced_age_ms", b"fenced_age_ms", "furthest_step", b"furthest_step", "kept", b"kept", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_left_round", b"_left_round"]) -> typing.Literal["left_round"] | None: ...
 
 global___Join = Join
+
+@typing.final
+class KeptWorker(google.protobuf.message.Message):
+    """A worker that is parked: it has cut its connections to the round that ended, and waits."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOCAL_RANK_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    TORN_FIELD_NUMBER: builtins.int
+    local_rank: builtins.int
+    step: builtins.int
+    """How many steps it has sealed since the job's state was first made; unset: none."""
+    torn: builtins.bool
+    """Its parameters were touched by a step that it has not sealed: it is never a source."""
+    def __init__(
+        self,
+        *,
+        local_rank: builtins.int = ...,
+        step: builtins.int | None = ...,
+        torn: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "local_rank", b"local_rank", "step", b"step", "torn", b"torn"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
+
+global___KeptWorker = KeptWorker
 
 @typing.final
 class Settings(google.protobuf.message.Message):
@@ -802,7 +837,7 @@ class Offer(google.protobuf.message.Message):
     can_host_store: builtins.bool
     """Whether the job's interpreter can serve that store from outside the workers."""
     shutdown_timeout_ms: builtins.int
-    """The longest that this node's workers are given between SIGTERM and SIGKILL."""
+    """The longest that this node's workers are given to end, or to park, before SIGKILL."""
     def __init__(
         self,
         *,
@@ -832,6 +867,7 @@ class WorkerFailure(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     TRACEBACK_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
+    SUSPECT_FIELD_NUMBER: builtins.int
     local_rank: builtins.int
     rank: builtins.int
     pid: builtins.int
@@ -844,6 +880,10 @@ class WorkerFailure(google.protobuf.message.Message):
     """The traceback, if the worker left an error file."""
     age_ms: builtins.int
     """How long ago it failed, by the node's own clock."""
+    suspect: builtins.bool
+    """A collective raised an exception in it, which may follow from another's failure. It is blamed
+    only if nothing else is; it has not exited, and parks.
+    """
     def __init__(
         self,
         *,
@@ -855,9 +895,10 @@ class WorkerFailure(google.protobuf.message.Message):
         message: builtins.str = ...,
         traceback: builtins.str = ...,
         age_ms: builtins.int = ...,
+        suspect: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_exit_code", b"_exit_code", "_signal", b"_signal", "exit_code", b"exit_code", "signal", b"signal"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_exit_code", b"_exit_code", "_signal", b"_signal", "age_ms", b"age_ms", "exit_code", b"exit_code", "local_rank", b"local_rank", "message", b"message", "pid", b"pid", "rank", b"rank", "signal", b"signal", "traceback", b"traceback"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_exit_code", b"_exit_code", "_signal", b"_signal", "age_ms", b"age_ms", "exit_code", b"exit_code", "local_rank", b"local_rank", "message", b"message", "pid", b"pid", "rank", b"rank", "signal", b"signal", "suspect", b"suspect", "traceback", b"traceback"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_exit_code", b"_exit_code"]) -> typing.Literal["exit_code"] | None: ...
     @typing.overload
@@ -1261,6 +1302,8 @@ class WorkerStack(google.protobuf.message.Message):
     NOTE_FIELD_NUMBER: builtins.int
     KERNEL_FIELD_NUMBER: builtins.int
     NODE_ID_FIELD_NUMBER: builtins.int
+    COLLECTIVES_FIELD_NUMBER: builtins.int
+    NO_RECORD_FIELD_NUMBER: builtins.int
     rank: builtins.int
     local_rank: builtins.int
     pid: builtins.int
@@ -1272,6 +1315,8 @@ class WorkerStack(google.protobuf.message.Message):
     """Why something is not there, and what would help."""
     node_id: builtins.str
     """Unset where the node itself speaks."""
+    no_record: builtins.str
+    """Why there is no such record."""
     @property
     def threads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ThreadStack]:
         """The thread that Python began with first. None where Python's frames could not be read."""
@@ -1279,6 +1324,10 @@ class WorkerStack(google.protobuf.message.Message):
     @property
     def kernel(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Where it sleeps in the kernel, as far as may be known: innermost first."""
+
+    @property
+    def collectives(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupRecord]:
+        """What torch has recorded of its collectives in this round, by process group."""
 
     def __init__(
         self,
@@ -1291,8 +1340,10 @@ class WorkerStack(google.protobuf.message.Message):
         note: builtins.str = ...,
         kernel: collections.abc.Iterable[builtins.str] | None = ...,
         node_id: builtins.str = ...,
+        collectives: collections.abc.Iterable[global___GroupRecord] | None = ...,
+        no_record: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kernel", b"kernel", "local_rank", b"local_rank", "node_id", b"node_id", "note", b"note", "pid", b"pid", "rank", b"rank", "state", b"state", "threads", b"threads"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["collectives", b"collectives", "kernel", b"kernel", "local_rank", b"local_rank", "no_record", b"no_record", "node_id", b"node_id", "note", b"note", "pid", b"pid", "rank", b"rank", "state", b"state", "threads", b"threads"]) -> None: ...
 
 global___WorkerStack = WorkerStack
 
@@ -1303,9 +1354,12 @@ class ThreadStack(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     MAIN_FIELD_NUMBER: builtins.int
     FRAMES_FIELD_NUMBER: builtins.int
+    HOLDS_GIL_FIELD_NUMBER: builtins.int
     name: builtins.str
     main: builtins.bool
     """The one that Python began with."""
+    holds_gil: builtins.bool
+    """It holds the interpreter's lock."""
     @property
     def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StackFrame]:
         """Innermost first."""
@@ -1316,10 +1370,71 @@ class ThreadStack(google.protobuf.message.Message):
         name: builtins.str = ...,
         main: builtins.bool = ...,
         frames: collections.abc.Iterable[global___StackFrame] | None = ...,
+        holds_gil: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frames", b"frames", "main", b"main", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "holds_gil", b"holds_gil", "main", b"main", "name", b"name"]) -> None: ...
 
 global___ThreadStack = ThreadStack
+
+@typing.final
+class GroupRecord(google.protobuf.message.Message):
+    """What one worker has done in one process group."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    ENTERED_FIELD_NUMBER: builtins.int
+    LATEST_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    """The name by which all its workers know it."""
+    description: builtins.str
+    entered: builtins.int
+    """The sequence number of the last collective that it has entered."""
+    @property
+    def latest(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CollectiveRecord]:
+        """The latest of them, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        description: builtins.str = ...,
+        entered: builtins.int = ...,
+        latest: collections.abc.Iterable[global___CollectiveRecord] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["description", b"description", "entered", b"entered", "group", b"group", "latest", b"latest"]) -> None: ...
+
+global___GroupRecord = GroupRecord
+
+@typing.final
+class CollectiveRecord(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    OPERATION_FIELD_NUMBER: builtins.int
+    SIZES_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
+    operation: builtins.str
+    sizes: builtins.str
+    """The shapes and types of its input."""
+    done: builtins.bool
+    age_ms: builtins.int
+    """How long ago it was entered."""
+    def __init__(
+        self,
+        *,
+        sequence: builtins.int = ...,
+        operation: builtins.str = ...,
+        sizes: builtins.str = ...,
+        done: builtins.bool = ...,
+        age_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "done", b"done", "operation", b"operation", "sequence", b"sequence", "sizes", b"sizes"]) -> None: ...
+
+global___CollectiveRecord = CollectiveRecord
 
 @typing.final
 class StackFrame(google.protobuf.message.Message):
@@ -1863,6 +1978,10 @@ class RoundCompleted(google.protobuf.message.Message):
     RESTARTS_FIELD_NUMBER: builtins.int
     MAX_RESTARTS_FIELD_NUMBER: builtins.int
     TALLY_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    RESUME_STEP_FIELD_NUMBER: builtins.int
+    CHARGED_SUSPECTS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
@@ -1881,9 +2000,27 @@ class RoundCompleted(google.protobuf.message.Message):
     restarts: builtins.int
     """Restarts spent so far, over the whole job."""
     max_restarts: builtins.int
+    source: builtins.int
+    """RANK of the kept worker whose state is the newest: it heals the others. Unset: none has sealed
+    a step yet, or nobody is kept.
+    """
+    resume_step: builtins.int
+    """How many steps the source has sealed; set if `source` is."""
     @property
     def tally(self) -> global___Tally:
         """What else the run has spent. A node keeps it for a server that has forgotten; unset: nothing."""
+
+    @property
+    def kept(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """LOCAL_RANKs of the workers that this node has offered and that take part in this round, as the
+        processes that they are. All others are new: what is still parked of them ends first.
+        """
+
+    @property
+    def charged_suspects(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """LOCAL_RANKs of parked workers of this node whose suspect failure was the root cause: they are
+        released to raise it, and end.
+        """
 
     def __init__(
         self,
@@ -1903,9 +2040,17 @@ class RoundCompleted(google.protobuf.message.Message):
         restarts: builtins.int = ...,
         max_restarts: builtins.int = ...,
         tally: global___Tally | None = ...,
+        kept: collections.abc.Iterable[builtins.int] | None = ...,
+        source: builtins.int | None = ...,
+        resume_step: builtins.int | None = ...,
+        charged_suspects: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["tally", b"tally"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["group_rank", b"group_rank", "group_world_size", b"group_world_size", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "tally", b"tally", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "_source", b"_source", "resume_step", b"resume_step", "source", b"source", "tally", b"tally"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "_source", b"_source", "charged_suspects", b"charged_suspects", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "kept", b"kept", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "resume_step", b"resume_step", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "source", b"source", "tally", b"tally", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_resume_step", b"_resume_step"]) -> typing.Literal["resume_step"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_source", b"_source"]) -> typing.Literal["source"] | None: ...
 
 global___RoundCompleted = RoundCompleted
 
@@ -1955,7 +2100,7 @@ global___Tally = Tally
 
 @typing.final
 class RoundEnded(google.protobuf.message.Message):
-    """The round is over: stop its workers, then join again."""
+    """The round is over: stop its workers, or have them park, then join again."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1965,6 +2110,8 @@ class RoundEnded(google.protobuf.message.Message):
     CAUSE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     BROKEN_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
+    CULPRITS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
@@ -1973,6 +2120,14 @@ class RoundEnded(google.protobuf.message.Message):
     """One sentence for people."""
     broken: builtins.bool
     """The collectives are broken, so that no SIGTERM handler can do its work: the short grace."""
+    keep: builtins.bool
+    """Workers that can park are to park, and are offered with the next join."""
+    @property
+    def culprits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """LOCAL_RANKs of this node's workers that are not kept, whatever they do: those whose failure
+        ended the round, as far as it is known.
+        """
+
     def __init__(
         self,
         *,
@@ -1982,8 +2137,10 @@ class RoundEnded(google.protobuf.message.Message):
         cause: global___Cause.ValueType = ...,
         reason: builtins.str = ...,
         broken: builtins.bool = ...,
+        keep: builtins.bool = ...,
+        culprits: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["broken", b"broken", "cause", b"cause", "rdzv_id", b"rdzv_id", "reason", b"reason", "round", b"round", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["broken", b"broken", "cause", b"cause", "culprits", b"culprits", "keep", b"keep", "rdzv_id", b"rdzv_id", "reason", b"reason", "round", b"round", "run", b"run"]) -> None: ...
 
 global___RoundEnded = RoundEnded
 
@@ -2162,6 +2319,9 @@ class JobStatus(google.protobuf.message.Message):
     OWNER_FIELD_NUMBER: builtins.int
     HAS_SECRET_FIELD_NUMBER: builtins.int
     REASON_TIMES_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    RESUME_STEP_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
@@ -2199,6 +2359,12 @@ class JobStatus(google.protobuf.message.Message):
     """
     has_secret: builtins.bool
     """Whether those who join must know a secret."""
+    kept: builtins.int
+    """Workers of the last complete round that took part in the one before, as the same processes."""
+    source: builtins.int
+    """RANK of the kept worker with the newest state; unset: there is none."""
+    resume_step: builtins.int
+    """How many steps the source had sealed."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -2256,9 +2422,12 @@ class JobStatus(google.protobuf.message.Message):
         owner: builtins.str = ...,
         has_secret: builtins.bool = ...,
         reason_times: collections.abc.Iterable[global___ReasonTime] | None = ...,
+        kept: builtins.int = ...,
+        source: builtins.int | None = ...,
+        resume_step: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "budgets", b"budgets", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "round", b"round", "submission", b"submission"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_round", b"_round", "backend", b"backend", "budgets", b"budgets", "has_secret", b"has_secret", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "budgets", b"budgets", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "source", b"source", "submission", b"submission"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "backend", b"backend", "budgets", b"budgets", "has_secret", b"has_secret", "kept", b"kept", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_end", b"_last_end"]) -> typing.Literal["last_end"] | None: ...
     @typing.overload
@@ -2268,7 +2437,11 @@ class JobStatus(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_restarts", b"_restarts"]) -> typing.Literal["restarts"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_resume_step", b"_resume_step"]) -> typing.Literal["resume_step"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_round", b"_round"]) -> typing.Literal["round"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_source", b"_source"]) -> typing.Literal["source"] | None: ...
 
 global___JobStatus = JobStatus
 
@@ -2877,6 +3050,7 @@ class StackReport(google.protobuf.message.Message):
     STACKS_FIELD_NUMBER: builtins.int
     LEFT_OUT_FIELD_NUMBER: builtins.int
     SILENT_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
@@ -2898,6 +3072,10 @@ class StackReport(google.protobuf.message.Message):
 
     @property
     def silent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SilentNode]: ...
+    @property
+    def cause(self) -> global___HangCause:
+        """Unset where the records of the collectives do not show one."""
+
     def __init__(
         self,
         *,
@@ -2911,10 +3089,66 @@ class StackReport(google.protobuf.message.Message):
         stacks: collections.abc.Iterable[global___WorkerStack] | None = ...,
         left_out: builtins.int = ...,
         silent: collections.abc.Iterable[global___SilentNode] | None = ...,
+        cause: global___HangCause | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "groups", b"groups", "left_out", b"left_out", "rdzv_id", b"rdzv_id", "reason", b"reason", "round", b"round", "run", b"run", "silent", b"silent", "stacks", b"stacks", "summary", b"summary"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cause", b"_cause", "cause", b"cause"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cause", b"_cause", "age_ms", b"age_ms", "cause", b"cause", "groups", b"groups", "left_out", b"left_out", "rdzv_id", b"rdzv_id", "reason", b"reason", "round", b"round", "run", b"run", "silent", b"silent", "stacks", b"stacks", "summary", b"summary"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_cause", b"_cause"]) -> typing.Literal["cause"] | None: ...
 
 global___StackReport = StackReport
+
+@typing.final
+class HangCause(google.protobuf.message.Message):
+    """Whom the workers of a round wait for, as the records of their collectives show."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    OPERATION_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
+    WAITING_MS_FIELD_NUMBER: builtins.int
+    SENTENCE_FIELD_NUMBER: builtins.int
+    DETAILS_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """`absent`, `other_operation`, `other_sizes`, `other_order`, `stopped`, `uninterruptible`, `dead`,
+    `loader`, `gil_held`, `unfinished`; others may follow.
+    """
+    group: builtins.str
+    """The collective that the others wait in."""
+    sequence: builtins.int
+    operation: builtins.str
+    waiting_ms: builtins.int
+    sentence: builtins.str
+    """All that in one sentence."""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Those that the others wait for."""
+
+    @property
+    def waiting(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def details(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What every group waits for: a line each."""
+
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        group: builtins.str = ...,
+        sequence: builtins.int = ...,
+        operation: builtins.str = ...,
+        waiting: collections.abc.Iterable[builtins.int] | None = ...,
+        waiting_ms: builtins.int = ...,
+        sentence: builtins.str = ...,
+        details: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["details", b"details", "group", b"group", "kind", b"kind", "operation", b"operation", "ranks", b"ranks", "sentence", b"sentence", "sequence", b"sequence", "waiting", b"waiting", "waiting_ms", b"waiting_ms"]) -> None: ...
+
+global___HangCause = HangCause
 
 @typing.final
 class StackGroup(google.protobuf.message.Message):
@@ -3339,6 +3573,7 @@ class Server(google.protobuf.message.Message):
     STATE_AGE_MS_FIELD_NUMBER: builtins.int
     INSECURE_FIELD_NUMBER: builtins.int
     STORE_AWAY_FIELD_NUMBER: builtins.int
+    UNIX_MS_FIELD_NUMBER: builtins.int
     address: builtins.str
     """Where nodes and operators reach it."""
     leads: builtins.bool
@@ -3355,6 +3590,8 @@ class Server(google.protobuf.message.Message):
     """
     store_away: builtins.str
     """As in ListJobsResponse; of the one that answers."""
+    unix_ms: builtins.int
+    """The time by its clock, as Unix time; 0: it is not the one that answers."""
     def __init__(
         self,
         *,
@@ -3366,8 +3603,9 @@ class Server(google.protobuf.message.Message):
         state_age_ms: builtins.int = ...,
         insecure: builtins.str = ...,
         store_away: builtins.str = ...,
+        unix_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store", "store_away", b"store_away"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "insecure", b"insecure", "leadership", b"leadership", "leads", b"leads", "server_version", b"server_version", "state_age_ms", b"state_age_ms", "store", b"store", "store_away", b"store_away", "unix_ms", b"unix_ms"]) -> None: ...
 
 global___Server = Server
 

@@ -44,7 +44,7 @@ SLOW_AFTER_S = 30.0
 RESTART_AFTER_S = (1.0, 30.0)
 """The wait before the process is restarted, which doubles from the first to the second..."""
 STEADY_AFTER_S = 60.0
-"""... and is the first again once the process has lived this long."""
+"""... and starts over once the process has lived this long."""
 END_TIMEOUT_S = 5.0
 """The time from the end of the conversation to that of the process; then it is killed."""
 BACKLOG = 1_024
@@ -154,7 +154,8 @@ class Facade:
 
     async def _take(self, answer: _Answer) -> tuple[str, ...]:
         """Record the result of a look; return the jobs that are closed now."""
-        # In a thread: a large state takes a while, during which the server could receive nothing.
+        # This runs in a thread, because a large state takes a while, and the server must go on
+        # receiving.
         states, unreadable = await asyncio.to_thread(_decoded, answer.states)
         for rdzv_id, why in unreadable.items():
             self._warn_of(rdzv_id, why)
@@ -336,7 +337,7 @@ async def _spawn(
     python: str, listening: socket.socket, control: socket.socket
 ) -> asyncio.subprocess.Process:
     """Start the process, passing it copies of two sockets."""
-    # From the main thread: the kernel would kill the process when another thread ends.
+    # It is started from the main thread, because the kernel kills it when the starting thread ends.
     return await asyncio.create_subprocess_exec(
         python,
         str(SCRIPT),

@@ -27,7 +27,7 @@ in its state."""
 GIVEN_UP_MS = 600_000
 """A job whose nodes are all silent for this long counts as stopped, although it was not closed."""
 STALE_MS = 5_000
-"""Looks happen once a second; a view older than this says that it is stale."""
+"""The store is read once a second; a view older than this says that it is stale."""
 MOST_CLOSED = 1_000
 """The most closed jobs that are still shown; the store never deletes them."""
 

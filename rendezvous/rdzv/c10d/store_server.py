@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import hashlib
 import importlib
 import json
@@ -99,7 +100,8 @@ def serve(fd: int) -> Any:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 
     host, port = reachable_at(fd)
-    return importlib.import_module("torch.distributed").TCPStore(
+    make = functools.partial(
+        importlib.import_module("torch.distributed").TCPStore,
         host,  # Where the store's own client connects; the socket decides where it listens.
         port,
         is_master=True,
@@ -108,6 +110,11 @@ def serve(fd: int) -> Any:
         master_listen_fd=fd,
         timeout=TIMEOUT,
     )
+    try:
+        return make()
+    except NotImplementedError:
+        # As in torch 2.4, where libuv's store, the default, takes no listening socket.
+        return make(use_libuv=False)
 
 
 def reachable_at(fd: int) -> tuple[str, int]:
@@ -174,7 +181,7 @@ class Looks:
         names = [name for name in self.jobs if name not in self.closed]
         for first in range(0, len(names), BATCH):
             batch = names[first : first + BATCH]
-            for name, value in zip(batch, self.values(batch), strict=True):
+            for name, value in zip(batch, self.values(batch)):  # noqa: B905 (Python 3.10 has strict)
                 digest = hashlib.blake2b(value, digest_size=16).digest() if value else None
                 if value is None or digest is None or self.told.get(name) == digest:
                     continue

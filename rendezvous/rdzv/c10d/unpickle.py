@@ -310,7 +310,7 @@ class _Machine:
 
 # ------------------------------------------------------------------------------------ the values
 
-# Each function looks one level down, so a value may contain itself.
+# Each function looks one level down, so that a value which contains itself does no harm.
 
 
 def _state(value: object) -> State:

@@ -11,7 +11,7 @@ from rdzv.structs import replace
 
 
 def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
-    """Keep the place of a node whose stream has ended, for the time being."""
+    """Keep the place of a node whose stream has ended for the time being."""
     known = work.state.away.get(command.node_id)
     since_ms = work.now_ms if known is None else known.since_ms
     away = Away(since_ms, command.until_ms, command.firm, command.may_run)
@@ -41,7 +41,7 @@ def mark_back(work: Draft, node_id: str) -> Ignored | None:
 
 
 def note_heard(work: Draft, node_id: str) -> Ignored | None:
-    """Note that no worker is left on a node that was given up, as it reports itself."""
+    """Note that a node that was given up reports that none of its workers is left."""
     departures = work.membership.departures
     if not any(d.may_run and d.node_id == node_id for d in departures):
         return Ignored.KNOWN
@@ -56,18 +56,18 @@ def unheard(state: State) -> tuple[str, ...]:
 
 
 def unheard_until_ms(state: State) -> int:
-    """Return by when runners have ended the workers of dead agents; 0: there are none."""
+    """Return by when runners have ended the workers of dead agents; 0 if there are none."""
     departures = state.membership.departures
     return max((d.at_ms + d.ends_after_ms for d in departures if d.may_run), default=0)
 
 
 def may_run_on(state: State, node_id: str) -> bool:
-    """Whether workers may still run on a node that was given up."""
+    """Return whether workers may still run on a node that was given up."""
     return node_id in unheard(state)
 
 
 def may_run(state: State, node_id: str) -> bool:
-    """Whether workers may be left on a node that is given up unheard."""
+    """Return whether workers may be left on a node that is given up unheard."""
     away = state.away.get(node_id)
     if node_id in state.waiting or is_placeholder(node_id):
         return False
@@ -89,7 +89,7 @@ def orphans_end_after_ms(work: Draft, node_id: str) -> int:
 
 
 def some_seat_away(state: State) -> bool:
-    """Whether a participant is away: it cannot stop in order, and may have succeeded unnoticed."""
+    """Return whether a participant is away, and so cannot stop in order or report its success."""
     return any(node_id in state.seats for node_id in state.away)
 
 

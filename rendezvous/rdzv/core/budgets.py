@@ -1,8 +1,8 @@
 """The budgets of a run, and how long it backs off before it restarts.
 
-A round ends for many causes. A worker failure spends one of `max_restarts`. What the machines do to
-a job (a node leaves or is lost, a store host fails) is free unless the job was launched with a
-budget for it. A job that keeps failing is slowed down or given up: consecutive restarts of rounds
+A round ends for many causes. A worker failure spends one of `max_restarts`. Ends that the machines
+cause (a node leaves or is lost, a store host fails) are free unless the job was launched with a
+budget for them. A job that keeps failing is slowed down or given up: consecutive restarts of rounds
 that failed soon *back off*, and, if configured, a job ends after restarts that did not *move* it
 on, to a new highest step or another snapshot.
 
@@ -12,7 +12,16 @@ keeps counting.
 
 from __future__ import annotations
 
-from rdzv.core.model import Cause, Membership, Moved, Round, RoundEnd, Settings, Spent, Tuning
+from rdzv.core.model import (
+    Cause,
+    Membership,
+    Moved,
+    Round,
+    RoundEnd,
+    Settings,
+    Tuning,
+)
+from rdzv.core.spending import Spent
 from rdzv.core.words import counted
 from rdzv.structs import struct
 
@@ -33,7 +42,9 @@ class Exceeded:
 def further(moved: Moved, said: Moved) -> Moved:
     """Add one more node's report of how far a round has come."""
     steps = [step for step in (moved.step, said.step) if step is not None]
-    return Moved(max(steps, default=None), moved.snapshot or said.snapshot)
+    return Moved(
+        max(steps, default=None), moved.snapshot or said.snapshot, moved.sealed or said.sealed
+    )
 
 
 def spend(
@@ -41,7 +52,7 @@ def spend(
 ) -> Spent:
     """Charge the end of a round, once everyone has stopped; a restart is charged separately."""
     spent, failed = membership.spent, end.cause is Cause.WORKER_FAILURE
-    has_moved = moved.snapshot or _is_further(moved.step, spent.step)
+    has_moved = moved.snapshot or moved.sealed or _is_further(moved.step, spent.step)
     soon, in_vain = spent.soon, spent.in_vain
     if has_moved or end.at_ms - round_.at_ms >= tuning.soon_ms:
         soon = 0
@@ -91,7 +102,7 @@ def exceeded(settings: Settings, end: RoundEnd, spent: Spent) -> Exceeded | None
 
 
 def backoff_ms(membership: Membership) -> int:
-    """Return how long after the end of its last round a run restarts; 0: at once."""
+    """Return how long after the end of its last round a run restarts; 0 means at once."""
     round_, settings = membership.round, membership.settings
     if round_ is None or round_.end is None or round_.end.cause is not Cause.WORKER_FAILURE:
         return 0
@@ -103,6 +114,6 @@ def backoff_ms(membership: Membership) -> int:
 
 
 def unbudgeted(settings: Settings) -> bool:
-    """Whether a job was launched without any of these budgets."""
+    """Return whether a job was launched without any of these budgets."""
     budgets = (settings.max_preemptions, settings.max_store_failures)
     return budgets == (None, None) and not settings.no_progress_restarts

@@ -11,6 +11,7 @@ from rdzv.core.model import (
     UNMOVED,
     Instance,
     JobSpec,
+    KeptWorker,
     LeaveCause,
     Moved,
     Offer,
@@ -32,18 +33,20 @@ class FailureReport:
     message: str
     traceback: str
     age_ms: int
+    suspect: bool = False
 
 
 @struct(frozen=True)
 class Join:
     """Ask for a place in the next round.
 
-    `left_round` confirms that no worker of that round is left on the node; `run` is empty for a
-    fresh join. With `fenced` the node was cut off, and has killed those workers itself,
-    `fenced_age_ms` ago; none had failed. `moved` is how far its workers had come. `recovery`
-    reports that round to a server that may not know it. `new_run` is the uid of a run that begins
-    with this join; a job without an owner then belongs to `owner`. `secret` is the hash of the job
-    secret that the node knows. `instance` is the instance that the incarnation numbers.
+    `left_round` confirms that no worker takes part in that round on the node any more: each is
+    gone, or parked and one of `kept`. `run` is empty for a fresh join. With `fenced` the node was
+    cut off, and has killed those workers itself, `fenced_age_ms` ago; none had failed. `moved` is
+    how far its workers had come. `recovery` reports that round to a server that may not know it.
+    `new_run` is the uid of a run that begins with this join; a job without an owner then belongs to
+    `owner`. `secret` is the hash of the job secret that the node knows. `instance` is the instance
+    that the incarnation numbers.
     """
 
     node_id: str
@@ -62,6 +65,7 @@ class Join:
     owner: str = ""
     secret: str = ""
     instance: Instance = UNKNOWN_INSTANCE
+    kept: tuple[KeptWorker, ...] = ()
 
 
 @struct(frozen=True)
@@ -170,11 +174,13 @@ class MarkLost:
     incarnation: int
     reason: str
     heard: bool = False
+    silent_ms: int = 0
+    """How long it has been silent, if its stream was still open."""
 
 
 @struct(frozen=True)
 class MarkHeard:
-    """A node that was given up is heard again, and no worker of this job is left on it."""
+    """A node that was given up has reported again: no worker of this job is left on it."""
 
     node_id: str
 
@@ -230,7 +236,7 @@ class Place:
 
 @struct(frozen=True)
 class Withdraw:
-    """Take back that these nodes were chosen. Who holds a seat keeps it, and its placement."""
+    """Withdraw the choice of these nodes. A node that holds a seat keeps it and its placement."""
 
     run: str
     node_ids: tuple[str, ...]

@@ -2,8 +2,8 @@
 
 A command that comes late, twice, or from an instance that has been replaced is no error. It is
 *ignored*: nothing changes, and `Transition.ignored` has the reason. Each condition looks at the
-state and one command, and returns the reason if it does not hold. What is *refused* raises; see
-`refusals`.
+state and one command, and returns the reason if it does not hold. A *refused* command raises an
+error; see `refusals`.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def of_submitted_run(state: State, _: object) -> Ignored | None:
 
 
 def is_barred(state: State, node_id: str) -> bool:
-    """Whether a submitted run has released this node, which is notified of it."""
+    """Return whether a submitted run has released this node, which is notified of it."""
     if node_id not in state.barred:
         return False
     return state.run_is_open and state.membership.submission is not None
 
 
 def joined_replaced_run(state: State, node_id: str, incarnation: int, run: str) -> bool:
-    """Whether a waiting node names the run that it joined, which an adopted run has replaced.
+    """Return whether a waiting node names the run that it joined, which was replaced by adoption.
 
     That run had formed no round, and the node may not know of the replacement.
     """

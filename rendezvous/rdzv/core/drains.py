@@ -11,11 +11,11 @@ class Drain:
     """The drain of a node: it leaves all its jobs and takes no others."""
 
     reason: str
-    """Why; empty if no reason was given."""
+    """The reason; empty if none was given."""
     due_ms: int
     """When the remaining workers are ended."""
     number: int = 0
-    """Number of the drain that an operator requested; 0: the node drains itself."""
+    """Number of the drain that an operator requested; 0 if the node drains itself."""
 
     @property
     def by_operator(self) -> bool:

@@ -9,7 +9,13 @@ from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft
 from rdzv.core.events import RoundEnded, RoundSettled, WorkerFailed
 from rdzv.core.model import UNMOVED, Cause, Failure, Membership, Result, Round, RoundEnd, State
-from rdzv.core.root_cause import describe_failure, keep_earliest, root_cause
+from rdzv.core.root_cause import (
+    charged_failures,
+    describe_failure,
+    keep_earliest,
+    only_suspects,
+    root_cause,
+)
 from rdzv.core.runs import close
 from rdzv.structs import replace
 
@@ -33,8 +39,8 @@ def report_store_host(work: Draft, command: ReportStoreHost) -> Ignored | None:
     """End the round whose c10d store has died, or charge its end to the store."""
     before = work.state
     reason = f"on {command.node_id}: {command.reason}"
-    end_round(work, Cause.STORE_HOST, reason, broken=True)
-    charge_instead(work, Cause.STORE_HOST, reason)
+    end_round(work, Cause.STORE_HOST, reason, broken=True, node_id=command.node_id)
+    charge_instead(work, Cause.STORE_HOST, reason, command.node_id)
     return Ignored.ROUND_ENDED if work.state is before else None
 
 
@@ -42,7 +48,8 @@ def end_by_failure(work: Draft, failures: tuple[Failure, ...]) -> None:
     """End the live round because workers failed."""
     first = root_cause(failures, work.state.tuning.root_cause_window_ms)
     reason = describe_failure(first[0]) if first else "a worker failed"
-    end_round(work, Cause.WORKER_FAILURE, reason, broken=True)
+    node_id = first[0].node_id if first else ""
+    end_round(work, Cause.WORKER_FAILURE, reason, broken=True, node_id=node_id)
     add_failures(work, failures)
 
 
@@ -65,6 +72,7 @@ def failures_from(
             message=report.message,
             traceback=report.traceback,
             at_ms=work.now_ms - report.age_ms,
+            suspect=report.suspect,
         )
         for report in reports
     )
@@ -78,20 +86,36 @@ def add_failures(work: Draft, failures: tuple[Failure, ...]) -> bool:
     kept = keep_earliest((*round_.end.failures, *failures))
     if kept == round_.end.failures:
         return False
-    known = {(f.node_id, f.local_rank) for f in round_.end.failures}
+    known = {(f.node_id, f.local_rank, f.suspect) for f in round_.end.failures}
     work.store_round(replace(round_, end=replace(round_.end, failures=kept)))
     work.events += [
-        WorkerFailed(round_.number, f) for f in kept if (f.node_id, f.local_rank) not in known
+        WorkerFailed(round_.number, f, max(work.now_ms - f.at_ms, 0))
+        for f in kept
+        if (f.node_id, f.local_rank, f.suspect) not in known
     ]
     return True
 
 
-def end_round(work: Draft, cause: Cause, reason: str, *, broken: bool, dead_ms: int = 0) -> None:
-    """End the live round, if there is one: everyone stops."""
+def end_round(
+    work: Draft,
+    cause: Cause,
+    reason: str,
+    *,
+    broken: bool,
+    dead_ms: int = 0,
+    node_id: str = "",
+    keep: bool = True,
+) -> None:
+    """End the live round, if there is one: everyone stops, and with `keep` parks if it can.
+
+    `node_id` is what the cause is about.
+    """
     round_ = work.membership.round
     if round_ is None or not round_.live:
         return
-    end = RoundEnd(cause, reason, work.now_ms, broken)
+    # An agent that restarts its workers by itself keeps none of them.
+    keep = keep and work.membership.settings.max_restarts is not None
+    end = RoundEnd(cause, reason, work.now_ms, broken, cause_node_id=node_id, keep=keep)
     work.store_round(replace(round_, end=end))
     work.state = replace(
         work.state,
@@ -102,11 +126,22 @@ def end_round(work: Draft, cause: Cause, reason: str, *, broken: bool, dead_ms: 
         charge_instead(work, Cause.NODE_LEFT, round_.excuse)
 
 
+def charge_stuck(work: Draft, node_id: str, reason: str) -> None:
+    """Give workers that survive SIGKILL as the reason of an end that only suspects explain."""
+    round_ = work.membership.round
+    if round_ is None or round_.end is None or round_.end.settled:
+        return
+    failed = round_.end.cause is Cause.WORKER_FAILURE and round_.end.failures
+    if failed and only_suspects(round_.end.failures):
+        end = replace(round_.end, reason=reason, cause_node_id=node_id)
+        work.store_round(replace(round_, end=end))
+
+
 _EXCUSES = (Cause.NODE_LEFT, Cause.STORE_HOST, Cause.NODE_LOST)
 """Causes that a worker failure may turn out to follow from, in rising order of weight."""
 
 
-def charge_instead(work: Draft, cause: Cause, reason: str) -> None:
+def charge_instead(work: Draft, cause: Cause, reason: str, node_id: str = "") -> None:
     """Charge an ended round to the cause behind its failures, if it becomes known in time.
 
     When a node's processes or the store die, the others' collectives fail within milliseconds,
@@ -117,7 +152,8 @@ def charge_instead(work: Draft, cause: Cause, reason: str) -> None:
         return
     weight = {Cause.WORKER_FAILURE: -1} | {c: i for i, c in enumerate(_EXCUSES)}
     if weight.get(round_.end.cause, len(weight)) < weight[cause]:
-        work.store_round(replace(round_, end=replace(round_.end, cause=cause, reason=reason)))
+        end = replace(round_.end, cause=cause, reason=reason, cause_node_id=node_id)
+        work.store_round(replace(round_, end=end))
 
 
 def settle_charge(work: Draft) -> bool:
@@ -130,10 +166,10 @@ def settle_charge(work: Draft) -> bool:
     end = replace(round_.end, settled=True)
     spent, store_failures = work.membership.restarts, work.membership.store_failures
     max_restarts = work.membership.settings.max_restarts
-    failures: tuple[Failure, ...] = ()
-    if end.cause is Cause.WORKER_FAILURE:
-        failures = root_cause(end.failures, work.state.tuning.root_cause_window_ms)
-        end = replace(end, reason=_failure_reason(end, failures))
+    failures = charged_failures(round_, work.state.tuning.root_cause_window_ms)
+    if failures:
+        root = failures[0]
+        end = replace(end, reason=describe_failure(root), cause_node_id=root.node_id)
     others = spend(work.membership, round_, end, work.state.moved, work.state.tuning)
     over = exceeded(work.membership.settings, end, others)
     budget_left = over is None
@@ -152,12 +188,12 @@ def settle_charge(work: Draft) -> bool:
             spent=others,
         )
     )
+    furthest = work.state.moved.step
     work.state = replace(work.state, stop_deadline_ms=None, moved=UNMOVED)
     counted = restarts_that_count(work.membership, work.now_ms)
     first = failures[0] if failures else None
-    work.events.append(
-        RoundSettled(round_.number, end.cause, end.reason, counted, max_restarts, first)
-    )
+    charge = (end.cause, end.reason, counted, max_restarts, first, end.cause_node_id)
+    work.events.append(RoundSettled(round_.number, *charge, furthest))
     if not budget_left:
         budget = f"restarts spent: {counted} of {max_restarts}"
         if max_restarts is None:
@@ -166,10 +202,6 @@ def settle_charge(work: Draft) -> bool:
         no_progress = over is not None and over.no_progress
         close(work, Result.FAILED, reason, failures=failures, no_progress=no_progress)
     return True
-
-
-def _failure_reason(end: RoundEnd, failures: tuple[Failure, ...]) -> str:
-    return describe_failure(failures[0]) if failures else end.reason
 
 
 def restarts_that_count(membership: Membership, now_ms: int) -> int:

@@ -6,6 +6,7 @@ most of them unchanged (`rdzv.view.history`), so never rename a field, and give 
 
 from __future__ import annotations
 
+from rdzv.core.keeping import NotKept
 from rdzv.core.model import Cause, Ended, Failure, Round, RoundEnd
 from rdzv.structs import struct
 
@@ -17,6 +18,10 @@ class RunBegan:
     run: str
     run_number: int
     reason: str
+    queued: bool = False
+    """It waits until the server places it."""
+    gpus_per_node: int | None = None
+    """GPUs that each node gives to the run; None if unknown."""
 
 
 @struct(frozen=True)
@@ -31,10 +36,12 @@ class NodeJoined:
 
 @struct(frozen=True)
 class NodeStopped:
-    """No worker of the ended round is left on the node, and it waits for the next."""
+    """No worker takes part in the ended round on the node any more, and it waits for the next."""
 
     node_id: str
     round: int
+    parked: int = 0
+    """How many of its workers it offers for the next round; the others are gone."""
 
 
 @struct(frozen=True)
@@ -47,7 +54,7 @@ class NodeSucceeded:
 
 @struct(frozen=True)
 class NodeLeaving:
-    """A node announced that it leaves; its workers are being stopped."""
+    """A node announced that it would leave; its workers are being stopped."""
 
     node_id: str
     reason: str
@@ -85,6 +92,8 @@ class NodeLost:
     reason: str
     may_run: bool = False
     """Its workers may still run, until it is heard from again."""
+    silent_ms: int = 0
+    """How long it had been silent; 0 if it was heard until the end."""
 
 
 @struct(frozen=True)
@@ -102,6 +111,8 @@ class WorkerFailed:
 
     round: int
     failure: Failure
+    age_ms: int = 0
+    """How long ago it failed."""
 
 
 @struct(frozen=True)
@@ -114,9 +125,12 @@ class LastCallBegan:
 
 @struct(frozen=True)
 class RoundCompleted:
-    """A round is complete: participants, ranks and meeting place are fixed."""
+    """A round is complete: participants, ranks, meeting place, and who is kept are fixed."""
 
     round: Round
+    enough_ms: int | None = None
+    """For how long enough nodes had been ready; None in rows of older versions."""
+    not_kept: tuple[NotKept, ...] = ()
 
 
 @struct(frozen=True)
@@ -156,6 +170,10 @@ class RoundSettled:
     max_restarts: int | None
     root_cause: Failure | None = None
     """The worker failure taken to be the first, if any was reported."""
+    cause_node_id: str = ""
+    """The node that the cause is about; empty if it is about several, none, or an unknown one."""
+    step: int | None = None
+    """The furthest step of the round; None if no worker has reported any."""
 
 
 @struct(frozen=True)
@@ -172,6 +190,8 @@ class NodesPlaced:
     """The server has chosen these nodes for a submitted run."""
 
     node_ids: tuple[str, ...]
+    was_queued: bool | None = None
+    """It had no node before, so it was queued until now; None in rows of older versions."""
 
 
 @struct(frozen=True)
@@ -201,7 +221,7 @@ class NodeQuarantined:
 
 @struct(frozen=True)
 class NodeNotQuarantined:
-    """A node was at fault too often, but stays in use."""
+    """A node was at fault too often, but it stays in use."""
 
     node_id: str
     fault: str
@@ -239,6 +259,8 @@ class WorkersHang:
     round: int
     node_id: str
     reason: str
+    silent_ms: int = 0
+    """The longest silence of any of them."""
 
 
 @struct(frozen=True)
@@ -247,6 +269,10 @@ class StacksTaken:
 
     round: int
     summary: str
+    cause: str = ""
+    """The kind of cause that the records of collectives show; empty if they show none."""
+    ranks: tuple[int, ...] = ()
+    """The workers that the others wait for, as far as those records show it."""
 
 
 @struct(frozen=True)
@@ -274,6 +300,39 @@ class RankCaughtUp:
     round: int
     rank: int
     node_id: str
+
+
+@struct(frozen=True)
+class FirstStepMade:
+    """A worker has reported the first step of a round."""
+
+    round: int
+    node_id: str
+    rank: int
+    step: int
+    age_ms: int
+    """How long ago it made the step."""
+
+
+@struct(frozen=True)
+class LostStepsRedone:
+    """A round has reached the furthest step of the rounds before it."""
+
+    round: int
+    step: int
+    """That furthest step."""
+    age_ms: int
+    """How long ago it was reached."""
+
+
+@struct(frozen=True)
+class LastStepMade:
+    """A round has ended; this was the last step that its workers reported."""
+
+    round: int
+    step: int
+    age_ms: int
+    """How long ago it was made."""
 
 
 @struct(frozen=True)
@@ -316,5 +375,8 @@ Event = (
     | HangOver
     | RankStraggles
     | RankCaughtUp
+    | FirstStepMade
+    | LostStepsRedone
+    | LastStepMade
     | RunEnded
 )

@@ -21,6 +21,7 @@ from rdzv.core.forming import (
     restart_due_ms,
     superseded_until_ms,
 )
+from rdzv.core.keeping import kept_workers
 from rdzv.core.model import (
     Departure,
     Ended,
@@ -54,7 +55,7 @@ _JOB_STATE_OF_RESULT = {
 _NO_DRAINS: Mapping[str, Drain] = MappingProxyType({})
 
 _MOST_TOLD = 4
-"""At most this many of the nodes about to leave are named with their job."""
+"""The most nodes about to leave that are named with their job."""
 
 
 @struct(frozen=True)
@@ -71,12 +72,12 @@ class NodeView:
     state_age_ms: int
     reason: str
     drain_left_ms: int | None = None
-    """Time that its workers have left, if it is about to leave; None: it stays."""
+    """Time that its workers have left if it is about to leave; None if it stays."""
 
 
 @struct(frozen=True)
 class BudgetsView:
-    """The budgets of a run other than restarts: spent and allowed; None: any number."""
+    """The budgets of a run other than restarts, spent and allowed; None where there is no limit."""
 
     preemptions: int
     max_preemptions: int | None
@@ -114,7 +115,7 @@ class JobView:
     last_end: str | None
     submission: Submission | None = None
     jobs_before: int | None = None
-    """For a submitted job that waits for nodes: how many jobs are served before it."""
+    """How many jobs are served before it, if it was submitted and waits for nodes."""
     budgets: BudgetsView | None = None
     """None if unknown."""
     no_progress: bool = False
@@ -125,6 +126,10 @@ class JobView:
     """As in `Membership`."""
     has_secret: bool = False
     """Whether nodes must know a secret to join."""
+    kept: int = 0
+    source: int | None = None
+    resume_step: int | None = None
+    """How many workers of the last complete round are kept; the other two as in `Round`."""
 
 
 def job_state(state: State) -> JobState:
@@ -181,7 +186,7 @@ def _explain_stopping(state: State, now_ms: int) -> str:
         names = listed(unheard(state))
         text = f"{why}; workers may still run on {names}: not heard, waited for "
         text = text + left(unheard_until_ms(state) - now_ms) + " more"
-    # Iterate over the nodes that are away: they are few where seats may be thousands.
+    # Iterate over the nodes that are away: there are few of them, and maybe thousands of seats.
     away = [node_id for node_id in state.away if node_id in state.seats]
     if away:
         text = text + f"; away: {listed(away)}"
@@ -368,6 +373,9 @@ def view(
         submission=membership.submission,
         owner=membership.owner,
         has_secret=bool(membership.secret),
+        kept=kept_workers(round_),
+        source=round_.source if round_ else None,
+        resume_step=round_.resume_step if round_ else None,
         jobs_before=wait.jobs_before if wait is not None else None,
         budgets=_budgets(membership),
         no_progress=membership.ended is not None and membership.ended.no_progress,

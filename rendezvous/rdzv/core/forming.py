@@ -7,6 +7,7 @@ from rdzv.core.budgets import backoff_ms
 from rdzv.core.draft import Draft
 from rdzv.core.ending import end_round, some_succeeded
 from rdzv.core.events import JobQueued, LastCallBegan, RoundCompleted
+from rdzv.core.keeping import keep
 from rdzv.core.model import Cause, NodeState, Result, Round, ScaleUp, Seat, State
 from rdzv.core.ranks import assign_seats
 from rdzv.core.reachability import master_addr
@@ -62,25 +63,29 @@ def complete_round(work: Draft) -> bool:
     state, membership = work.state, work.membership
     ready = {n: w for n, w in state.waiting.items() if n not in state.away}
     prior = membership.round.participants if membership.round else ()
-    participants = assign_seats(prior, ready, membership.max_nodes)
-    first = participants[0].offer
+    seated = assign_seats(prior, ready, membership.max_nodes)
+    first = seated[0].offer
+    keeping = keep(membership.round, seated, ready, state.tuning.root_cause_window_ms)
     round_ = Round(
         number=membership.next_round,
-        participants=participants,
-        master_addr=master_addr(participants),
+        participants=keeping.participants,
+        master_addr=master_addr(seated),
         master_port=first.store_port,
         use_agent_store=first.can_host_store and membership.store_failures < MAX_STORE_FAILURES,
         restarts=len(membership.restarts),
         at_ms=work.now_ms,
+        source=keeping.source,
+        resume_step=keeping.resume_step,
     )
     work.store(replace(membership, round=round_, next_round=round_.number + 1))
-    seated = {p.node_id for p in participants}
+    seats = {p.node_id: Seat(p.incarnation, work.now_ms) for p in seated}
     work.put(
-        seats={p.node_id: Seat(p.incarnation, work.now_ms) for p in participants},
-        waiting={n: w for n, w in state.waiting.items() if n not in seated},
+        seats=seats,
+        waiting={n: w for n, w in state.waiting.items() if n not in seats},
     )
     work.state = replace(work.state, superseded={})
-    work.events.append(RoundCompleted(round_))
+    since_ms = work.now_ms if state.enough_since_ms is None else state.enough_since_ms
+    work.events.append(RoundCompleted(round_, work.now_ms - since_ms, keeping.not_kept))
     return True
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rdzv.core.stacks import Report, as_traceback, odd_one_out, ranks_text
+from rdzv.core.stacks import Report, as_traceback, odd_one_out
+from rdzv.core.words import ranks_text
 from rdzv.structs import struct
 
 MAX_MESSAGE_CHARS = 1_000
@@ -16,7 +17,7 @@ MAX_MESSAGE_CHARS = 1_000
 
 @struct(frozen=True)
 class HangTimeout:
-    """How long a worker may report no progress; None: it is learned from the worker's own steps."""
+    """How long a worker may report no progress; None if that is learned from its own steps."""
 
     ms: int | None = None
 
@@ -55,20 +56,28 @@ def describe_hung(workers: Iterable[HungWorker]) -> str:
 
 
 def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Verdict:
-    """Decide whose failure it is among the hung workers, by node_id, and what they were doing.
+    """Decide which of the hung workers, by node_id, has failed, and describe what they were doing.
 
-    It is the one that the others wait for, if the stacks show it; else the one silent longest, and
-    the lowest RANK among several. Without a `report`, `why` says why there is none.
+    It is the one that the others wait for: as the records of the collectives show it, otherwise as
+    the stacks do; otherwise the one that was silent longest, and the lowest RANK among several.
+    Without a `report`, `why` says why there is none.
     """
     known = [(node_id, worker) for node_id, workers in hung.items() for worker in workers]
     told = describe_hung(worker for _, worker in known)
     what = report.summary if report is not None else f"no stacks were taken: {why}"
     message = f"hung: {what} ({told})"[:MAX_MESSAGE_CHARS]
     stacks = {stack.rank: stack for stack in report.stacks} if report is not None else {}
-    odd = odd_one_out(report.groups) if report is not None else None
+    odd = _waited_for(report) if report is not None else None
     if odd is not None and odd in stacks:
         of = stacks[odd]
         return Verdict(of.node_id, of.rank, of.local_rank, of.pid, message, as_traceback(of))
     node_id, worker = min(known, key=lambda one: (-one[1].silent_ms, one[1].rank))
     traceback = as_traceback(stacks[worker.rank]) if worker.rank in stacks else ""
     return Verdict(node_id, worker.rank, worker.local_rank, worker.pid, message, traceback)
+
+
+def _waited_for(report: Report) -> int | None:
+    """Return the RANK that the others wait for, if it is known."""
+    if report.cause is not None and report.cause.ranks:
+        return report.cause.ranks[0]
+    return odd_one_out(report.groups)

@@ -57,7 +57,7 @@ _OF_ONE_NODE = (
 
 
 def _moved(before: State, after: State, events: Sequence[Event]) -> Collection[str] | None:
-    """Name the nodes whose place may have changed; None: any node's may have."""
+    """Name the nodes whose place may have changed; None if any node's may have."""
     old, new = before.membership.round, after.membership.round
     if before.membership.run != after.membership.run or (old is None) != (new is None):
         return None
@@ -137,7 +137,7 @@ def _counted_seats(old: Round, after: State) -> list[str]:
 
 
 def _anybody_moved(before: State, after: State) -> bool:
-    """Whether any node has come, gone, or changed its place."""
+    """Return whether any node has come, gone, or changed its place."""
     return not (
         after.away is before.away
         and after.seats is before.seats
@@ -175,7 +175,7 @@ def _placements(before: State, after: State) -> list[str]:
 
 
 def _durability(before: Membership, after: Membership) -> list[str]:
-    """Check that rounds never go back, and that closed, spent and announced stay so."""
+    """Check that rounds never go back, and that what is closed, spent or announced stays so."""
     found = []
     if after.run_number < before.run_number:
         found.append("durability: run numbers went back")
@@ -185,7 +185,8 @@ def _durability(before: Membership, after: Membership) -> list[str]:
         return found if after.run_number > before.run_number else [*found, "durability: run uid"]
     if before.ended is not None and after.ended != before.ended:
         found.append("durability: a closed run changed")
-    # After the clock was stepped back, a future time counts as of now: earlier, never later.
+    # After the clock was stepped back, a future time becomes the present time, so it moves back
+    # only.
     pairs = list(zip(before.restarts, after.restarts, strict=False))
     if len(pairs) < len(before.restarts) or any(new > old for old, new in pairs):
         found.append("durability: a spent restart was forgotten")
@@ -200,7 +201,7 @@ def _durability(before: Membership, after: Membership) -> list[str]:
 
 
 def _continues(before: Round, after: Round | None) -> bool:
-    """Whether `after` is the same announced round, or a later one once everyone had stopped."""
+    """Return whether `after` is the same announced round, or one after everyone had stopped."""
     if after is None or after.number < before.number:
         return False
     if after.number > before.number:
@@ -234,6 +235,7 @@ def _new_round(before: State, after: State) -> list[str]:
         if participant.rank_first != rank_first:
             found.append(f"consistency: ranks of {participant.node_id} do not tile")
         rank_first += participant.offer.local_world_size
+    found += _kept_workers(round_)
     if round_.adopted:
         # It was completed by a server that knew which nodes had stopped. This server may know of it
         # from a node that has left it, so only what was known of the round counts.
@@ -245,8 +247,50 @@ def _new_round(before: State, after: State) -> list[str]:
     same_run = before.membership.run == after.membership.run
     # Where a later round was adopted in the same step, `before` has the seats of an older one.
     follows = round_.number == before.membership.next_round
+    if follows:
+        found += _lineage(old if same_run else None, round_)
     if same_run and follows and len(_unstopped(before, after)) > 1:
         found.append("exclusivity: a round completed while others of the last had not stopped")
+    return found
+
+
+def _kept_workers(round_: Round) -> list[str]:
+    """Check that kept workers are workers of their nodes, and that a source is one of them."""
+    found = []
+    kept: set[int] = set()
+    for participant in round_.participants:
+        ranks = {*participant.kept, *participant.charged_suspects}
+        if len(ranks) < len(participant.kept) + len(participant.charged_suspects):
+            found.append(f"keeping: a worker of {participant.node_id} is named twice")
+        if not ranks.issubset(range(participant.offer.local_world_size)):
+            found.append(f"keeping: {participant.node_id} does not have this worker")
+        kept.update(participant.rank_first + local_rank for local_rank in participant.kept)
+    if (round_.source is None) != (round_.resume_step is None):
+        found.append("keeping: a source without a step, or a step without a source")
+    if round_.source is not None and round_.source not in kept and not round_.adopted:
+        found.append("keeping: the source is not kept")
+    return found
+
+
+def _lineage(old: Round | None, round_: Round) -> list[str]:
+    """Check that kept workers took part in the round before, which their failures did not end."""
+    keepers = {p.node_id: p for p in round_.participants if p.kept}
+    if not keepers:
+        return []
+    if old is None:
+        return ["keeping: there is no round in which the kept workers took part"]
+    found = []
+    # A placeholder of an adopted round may have been replaced in this step.
+    if not old.adopted and keepers.keys() - {p.node_id for p in old.participants}:
+        found.append("keeping: a kept worker did not take part in the round before")
+    if old.end is None:
+        # It has ended in this step.
+        return found
+    if not old.end.keep:
+        found.append("keeping: the end of the round before asked for new processes")
+    failed = [f for f in old.end.failures if not f.suspect and f.node_id in keepers]
+    if any(f.local_rank in keepers[f.node_id].kept for f in failed):
+        found.append("keeping: a worker is kept whose failure ended the round before")
     return found
 
 

@@ -10,7 +10,7 @@ from rdzv.core.draft import Draft, without
 from rdzv.core.ending import add_failures, charge_instead, end_by_failure, end_round, failures_from
 from rdzv.core.events import NodeJoined, NodeStopped
 from rdzv.core.leaving import give_up
-from rdzv.core.model import Cause, Result, State, Waiting, is_placeholder
+from rdzv.core.model import Cause, Result, Round, State, Waiting, is_placeholder
 from rdzv.core.reachability import note_reach
 from rdzv.core.rebuilding import adopt
 from rdzv.core.refusals import refuse_join, replaces_run
@@ -101,11 +101,32 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
     ):
         others = without(work.state.superseded, command.node_id)
         work.state = replace(work.state, superseded=others)
-    waiting = Waiting(command.incarnation, command.offer, since_ms, command.instance)
-    if work.state.waiting.get(command.node_id) != waiting:
+    known = work.state.waiting.get(command.node_id)
+    waiting = Waiting(
+        incarnation=command.incarnation,
+        offer=command.offer,
+        since_ms=since_ms,
+        instance=command.instance,
+        left_round=command.left_round,
+        # A fence kills, and parks nobody.
+        kept=() if command.fenced else command.kept,
+    )
+    if known is not None and _number(command.left_round) < _number(known.left_round):
+        # It comes late: the node has offered what is parked since.
+        waiting = replace(waiting, left_round=known.left_round, kept=known.kept)
+    if known != waiting:
         work.put(waiting={**work.state.waiting, command.node_id: waiting})
     note_heard(work, command.node_id)
     mark_back(work, command.node_id)
+
+
+def _sealed_a_step(round_: Round, command: Join) -> bool:
+    furthest = max((offer.step or 0 for offer in command.kept), default=0)
+    return round_.resume_step is not None and furthest > round_.resume_step
+
+
+def _number(left_round: int | None) -> int:
+    return -1 if left_round is None else left_round
 
 
 def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
@@ -121,19 +142,21 @@ def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
                 "(--fence-after)"
             )
             dead_ms = command.fenced_age_ms
-            end_round(work, Cause.NODE_LEFT, reason, broken=True, dead_ms=dead_ms)
-            charge_instead(work, Cause.NODE_LEFT, reason)
+            node_id = command.node_id
+            end_round(work, Cause.NODE_LEFT, reason, broken=True, dead_ms=dead_ms, node_id=node_id)
+            charge_instead(work, Cause.NODE_LEFT, reason, node_id)
         elif round_.live and failures:
             end_by_failure(work, failures)
         elif round_.live:
             reason = f"{command.node_id}: it has stopped its workers, and joins again"
-            end_round(work, Cause.NODE_LEFT, reason, broken=False)
+            end_round(work, Cause.NODE_LEFT, reason, broken=False, node_id=command.node_id)
         else:
             add_failures(work, failures)
-        work.state = replace(work.state, moved=further(work.state.moved, command.moved))
+        moved = replace(command.moved, sealed=_sealed_a_step(round_, command))
+        work.state = replace(work.state, moved=further(work.state.moved, moved))
     work.put(
         seats=without(work.state.seats, command.node_id),
         stuck=without(work.state.stuck, command.node_id),
     )
     _wait(work, command, work.now_ms)
-    work.events.append(NodeStopped(command.node_id, number))
+    work.events.append(NodeStopped(command.node_id, number, len(command.kept)))

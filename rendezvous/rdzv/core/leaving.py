@@ -1,4 +1,4 @@
-"""How a node leaves a round or a job: done, voluntarily, stuck, or lost."""
+"""How a node leaves a round or a job: because it is done, by choice, stuck, or lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rdzv.core.absences import may_run, note_heard, orphans_end_after_ms, partic
 from rdzv.core.commands import Leave, MarkLost, ReportStuck, Succeed
 from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft, without
-from rdzv.core.ending import charge_instead, end_round, some_succeeded
+from rdzv.core.ending import charge_instead, charge_stuck, end_round, some_succeeded
 from rdzv.core.events import NodeLeaving, NodeLeft, NodeLost, NodeStuck, NodeSucceeded
 from rdzv.core.model import Cause, Departure, LeaveCause, NodeState, Offer, Round, State, Stuck
 from rdzv.core.submissions import decline, withdraw
@@ -48,7 +48,7 @@ def _note_success(work: Draft, round_: Round, node_id: str) -> None:
 
 
 def leave(work: Draft, command: Leave) -> Ignored | None:
-    """Let a node leave: at once without workers; else it keeps its seat until they are gone."""
+    """Let a node leave: at once if it has no workers, otherwise when they are gone."""
     round_ = work.membership.round
     seat = work.state.seats.get(command.node_id)
     if seat is None or round_ is None:
@@ -58,15 +58,17 @@ def leave(work: Draft, command: Leave) -> Ignored | None:
     if command.exited_zero and round_.live and not seat.succeeded and some_succeeded(work.state):
         # It was asked to leave, but its workers were done, as those of other nodes were.
         seat = replace(seat, succeeded=True, since_ms=work.now_ms)
-        # Or they were not: failures caused by their absence may be reported later than this.
+        # If they were not, failures caused by their absence may be reported later than this.
         round_ = replace(round_, excuse=f"{command.node_id}: {command.reason}")
         _note_success(work, round_, command.node_id)
     if round_.live and not seat.succeeded:
         cause = _CAUSE_OF_LEAVE.get(command.cause, Cause.NODE_LEFT)
-        end_round(work, cause, f"{command.node_id}: {command.reason}", broken=failed)
+        reason = f"{command.node_id}: {command.reason}"
+        end_round(work, cause, reason, broken=failed, node_id=command.node_id)
     # A node that leaves because its workers failed is no excuse for that failure.
     if not (seat.succeeded or seat.leaving or failed):
-        charge_instead(work, Cause.NODE_LEFT, f"{command.node_id}: {command.reason}")
+        reason = f"{command.node_id}: {command.reason}"
+        charge_instead(work, Cause.NODE_LEFT, reason, command.node_id)
     if seat.succeeded or command.left_round == round_.number:
         depart(work, command.node_id, NodeState.LEFT, command.reason, command.cause)
     elif seat.leaving:
@@ -90,8 +92,9 @@ def report_stuck(work: Draft, command: ReportStuck) -> None:
     assert round_ is not None
     pids = ", ".join(str(pid) for pid in command.pids)
     reason = f"workers survive SIGKILL (pid {pids})"
-    if round_.live:
-        end_round(work, Cause.WORKER_FAILURE, f"{command.node_id}: {reason}", broken=True)
+    text = f"{command.node_id}: {reason}"
+    end_round(work, Cause.WORKER_FAILURE, text, broken=True, node_id=command.node_id)
+    charge_stuck(work, command.node_id, text)
     _leave_seat(work, command.node_id)
     stuck = Stuck(command.incarnation, round_.number, command.pids, work.now_ms)
     work.put(stuck={**work.state.stuck, command.node_id: stuck})
@@ -100,11 +103,18 @@ def report_stuck(work: Draft, command: ReportStuck) -> None:
 
 def mark_lost(work: Draft, command: MarkLost) -> None:
     """Give up a node that the nodes core has lost."""
-    give_up(work, command.node_id, command.reason, heard=command.heard)
+    silent_ms = command.silent_ms
+    give_up(work, command.node_id, command.reason, heard=command.heard, silent_ms=silent_ms)
 
 
 def give_up(
-    work: Draft, node_id: str, reason: str, *, heard: bool = False, stopped_late: bool = False
+    work: Draft,
+    node_id: str,
+    reason: str,
+    *,
+    heard: bool = False,
+    stopped_late: bool = False,
+    silent_ms: int = 0,
 ) -> None:
     """Mark a node as lost, and apply the consequences for a live or unsettled round."""
     seat = work.state.seats.get(node_id)
@@ -118,9 +128,12 @@ def give_up(
         return
     if seat is not None and not seat.succeeded:
         text = f"{node_id}: {reason}"
-        end_round(work, Cause.NODE_LOST, text, broken=True)
-        charge_instead(work, Cause.NODE_LOST, text)
-    depart(work, node_id, NodeState.LOST, reason, None, ends_after_ms=ends_after_ms)
+        end_round(work, Cause.NODE_LOST, text, broken=True, node_id=node_id)
+        charge_instead(work, Cause.NODE_LOST, text, node_id)
+    if (away := work.state.away.get(node_id)) is not None:
+        silent_ms = max(work.now_ms - away.since_ms, silent_ms)
+    lost = (node_id, NodeState.LOST, reason, None)
+    depart(work, *lost, ends_after_ms=ends_after_ms, silent_ms=silent_ms)
 
 
 def depart(
@@ -131,6 +144,7 @@ def depart(
     cause: LeaveCause | None,
     *,
     ends_after_ms: int | None = None,
+    silent_ms: int = 0,
 ) -> None:
     """Take a node out of the job and remember why."""
     offer = _offer_of(work.state, node_id)
@@ -159,9 +173,10 @@ def depart(
         else:
             work.store_submission(withdraw(submission, (node_id,)))
     work.state = replace(work.state, last_leave=cause)
-    lost = how is NodeState.LOST
-    event = NodeLost(node_id, reason, departure.may_run) if lost else NodeLeft(node_id, reason)
-    work.events.append(event)
+    if how is NodeState.LOST:
+        work.events.append(NodeLost(node_id, reason, departure.may_run, silent_ms))
+    else:
+        work.events.append(NodeLeft(node_id, reason))
 
 
 def _offer_of(state: State, node_id: str) -> Offer:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 
+from rdzv.core.spending import Spent, Tally
 from rdzv.structs import struct
 
 
@@ -44,7 +45,7 @@ class LeaveCause(StrEnum):
     SIGNAL = "signal"
     START_FAILED = "start failed"
     TIMEOUT = "timeout"
-    """It gives up, and trying again is sensible: it has waited too long, or lost its runner."""
+    """It gives up, after waiting too long or losing its runner; trying again is sensible."""
     FAILED = "failed"
 
 
@@ -89,25 +90,26 @@ class Settings:
     min_nodes: int
     max_nodes: int
     max_restarts: int | None = 0
-    """None: each node's own agent restarts its workers and keeps the count, as torch's does. It
+    """None if each node's own agent restarts its workers and keeps the count, as torch's does. It
     reports only the last failure."""
     join_timeout_ms: int = 600_000
     last_call_timeout_ms: int = 30_000
     scale_up: ScaleUp = ScaleUp.EAGER
     restart_window_ms: int = 0
-    """Restarts older than this no longer count against `max_restarts`; 0: all count."""
+    """Restarts older than this no longer count against `max_restarts`; 0 if all count."""
     scale_up_after_ms: int = 0
     """With `ScaleUp.AFTER`: how long a round has run before newcomers may end it."""
     restart_backoff_ms: int = 1_000
-    """Wait before the second restart in a row of rounds that failed soon; doubles with each more.
-    0: restarts never wait."""
+    """Wait before the second restart in a row of rounds that failed soon; doubles with each further
+    one. With 0, restarts never wait."""
     restart_backoff_max_ms: int = 60_000
     max_preemptions: int | None = None
-    """Rounds that may end because a node was lost or left; None: any number."""
+    """Rounds that may end because a node was lost or left; None if there is no limit."""
     max_store_failures: int | None = None
-    """Rounds that may end because their store host failed; None: any number."""
+    """Rounds that may end because their store host failed; None if there is no limit."""
     no_progress_restarts: int = 0
-    """Number of consecutive restarts without progress after which the job fails; 0: never."""
+    """Number of consecutive restarts without progress after which the job fails; 0 if it never
+    does."""
 
 
 @struct(frozen=True)
@@ -163,11 +165,21 @@ class Instance:
     id: str = ""
     """Empty in what older servers have stored."""
     fence_after_ms: int = 0
-    """How long after the server last heard from it the node has killed its own workers; 0: it does
-    not."""
+    """How long after the server last heard from it the node has killed its own workers; 0 if it
+    does not kill them."""
 
 
 UNKNOWN_INSTANCE = Instance()
+
+
+@struct(frozen=True)
+class KeptWorker:
+    """A parked worker that its node offers for the next round."""
+
+    local_rank: int
+    step: int | None = None
+    torn: bool = False
+    """How many steps it has sealed, and whether another has touched its parameters."""
 
 
 @struct(frozen=True)
@@ -192,7 +204,10 @@ class RecoveryReport:
     settings: Settings
     offer: Offer
     tally: Tally | None = None
-    """None: nothing was spent, or its server did not report it."""
+    """None if nothing was spent, or if its server did not report it."""
+    kept: tuple[int, ...] = ()
+    source: int | None = None
+    resume_step: int | None = None
 
 
 @struct(frozen=True)
@@ -207,6 +222,9 @@ class Participant:
     role_world_size: int
     instance: Instance = UNKNOWN_INSTANCE
     """The one that the incarnation numbers; its server may have ended before sending the number."""
+    kept: tuple[int, ...] = ()
+    charged_suspects: tuple[int, ...] = ()
+    """LOCAL_RANKs of parked workers: of the kept ones, and of those charged with the last end."""
 
 
 @struct(frozen=True)
@@ -223,6 +241,8 @@ class Failure:
     message: str
     traceback: str
     at_ms: int
+    suspect: bool = False
+    """A collective raised an exception: it may follow from another failure. The worker parks."""
 
 
 @struct(frozen=True)
@@ -236,6 +256,10 @@ class RoundEnd:
     """The collectives broke, so that no SIGTERM handler can do its work."""
     failures: tuple[Failure, ...] = ()
     settled: bool = False
+    keep: bool = True
+    """Workers that can park may be kept in the next round."""
+    cause_node_id: str = ""
+    """The node that the cause is about; empty if it is about several, none, or an unknown one."""
 
 
 @struct(frozen=True)
@@ -258,6 +282,9 @@ class Round:
     """Rebuilt from its nodes' recovery reports. A node that has not reported has a placeholder."""
     excuse: str = ""
     """A node that left as done but may not have been, and why: failures may follow from it."""
+    source: int | None = None
+    resume_step: int | None = None
+    """RANK of the kept worker that has the newest state, and the number of steps it has sealed."""
 
     @property
     def world_size(self) -> int:
@@ -284,7 +311,7 @@ class Departure:
     may_run: bool = False
     """Its workers may still run: nothing proves them gone, and the node has been silent since."""
     ends_after_ms: int = 0
-    """If they do: how long after this their runner has ended them if their agent is dead."""
+    """How long after this the runner has ended such workers if their agent is dead."""
 
 
 @struct(frozen=True)
@@ -295,44 +322,12 @@ class Moved:
     """The highest step that any of them has reached."""
     snapshot: bool = False
     """Whether the snapshot that was named has changed since the round began."""
+    sealed: bool = False
+    """Whether a round with kept workers has sealed a step: it is not lost while they live."""
 
 
 UNMOVED = Moved()
 """The progress of a round whose workers have reported nothing."""
-
-
-@struct(frozen=True)
-class Spent:
-    """Counts of the ends of a run's rounds; restarts are kept separately, with their times."""
-
-    preemptions: int = 0
-    """Rounds that ended because a node was lost or left."""
-    store_failures: int = 0
-    """Rounds that ended because their store host failed."""
-    soon: int = 0
-    """Consecutive rounds that failed soon and without progress."""
-    in_vain: int = 0
-    """Consecutive restarts without progress."""
-    step: int | None = None
-    """The highest step that the job has ever reached."""
-
-
-MAX_RESTART_AGES = 64
-"""Number of restart ages sent to each node; older restarts count as being as old as the oldest of
-these."""
-
-
-@struct(frozen=True)
-class Tally:
-    """What a run had spent when a round was announced, in addition to the number of its restarts.
-
-    Its nodes keep it, so that a server without memory learns it from their recovery reports.
-    """
-
-    spent: Spent = Spent()
-    restart_ages_ms: tuple[int, ...] = ()
-    """Ages of the spent restarts that still lie within `restart_window`, oldest first; empty
-    without a window, for then all count."""
 
 
 @struct(frozen=True)
@@ -351,7 +346,7 @@ class Ended:
 
 @struct(frozen=True)
 class EndedRun:
-    """The memory of an earlier run: enough to tell a latecomer how it ended."""
+    """What is remembered of an earlier run: enough to tell a latecomer how it ended."""
 
     run: str
     ended: Ended
@@ -370,15 +365,15 @@ class JobSpec:
     priority: int = 0
     """Higher ones are placed first."""
     gpus_per_node: int | None = None
-    """None: one for each worker on nodes that have GPUs, and none elsewhere."""
+    """None for one GPU per worker on nodes that have GPUs, and none elsewhere."""
     local_world_size: int = 0
-    """Workers of each node; 0: the node counts its GPUs, and gives the job all of them."""
+    """Workers of each node; 0 if the node is to count its GPUs and give the job all of them."""
     needs_gpu: bool = False
     """A node without any GPU is not used."""
     submitter: str = ""
     """The submitter, as proven to the server; empty if no proof is required."""
     account: str = ""
-    """The account to run as; empty: the one that each node has for its submitter."""
+    """The account to run as; empty for the one that each node has for the submitter."""
 
 
 @struct(frozen=True)
@@ -435,13 +430,13 @@ class Membership:
     stopping: str = ""
     """Why an operator ends this run: it is closed when no seat of its round is held any more."""
     submission: Submission | None = None
-    """None: nodes join of their own accord, and the server does not choose them."""
+    """None if nodes join of their own accord and the server does not choose them."""
     spent: Spent = Spent()
     owner: str = ""
     """Who began the first run of this job, as proven to the server; empty if no proof was required,
     or if nodes began it by themselves."""
     secret: str = ""
-    """Hash of the secret that a node must know to join this run; empty: none is needed."""
+    """Hash of the secret that a node must know to join this run; empty if none is needed."""
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -472,12 +467,15 @@ class Seat:
 
 @struct(frozen=True)
 class Waiting:
-    """A node without workers that wants a place in the next round."""
+    """A node that wants a place in the next round, and whose workers take part in none."""
 
     incarnation: int
     offer: Offer
     since_ms: int
     instance: Instance = UNKNOWN_INSTANCE
+    left_round: int | None = None
+    kept: tuple[KeptWorker, ...] = ()
+    """Workers of `left_round` that are parked on it."""
 
 
 @struct(frozen=True)
@@ -514,7 +512,7 @@ class Superseded:
 
 
 _PLACEHOLDER = "(GROUP_RANK "
-"""No node's name begins with this."""
+"""The beginning of placeholders' names; no node's name begins with it."""
 
 
 def placeholder(group_rank: int) -> str:
@@ -523,7 +521,7 @@ def placeholder(group_rank: int) -> str:
 
 
 def is_placeholder(node_id: str) -> bool:
-    """Whether this names a placeholder instead of a node."""
+    """Return whether this names a placeholder instead of a node."""
     return node_id.startswith(_PLACEHOLDER)
 
 
@@ -572,7 +570,7 @@ class State:
         return bool(self.membership.run) and self.membership.ended is None
 
     def present(self, node_id: str) -> bool:
-        """Whether the node is in this job now, away or not."""
+        """Return whether the node is in this job now, away or not."""
         return node_id in self.seats or node_id in self.waiting or node_id in self.stuck
 
     @property

@@ -125,15 +125,15 @@ class NodeRecord:
     heard_ms: int
     lease_ms: int
     excused_until_ms: int = 0
-    """While no node is heard: its lease does not end before this."""
+    """Its lease does not end before this while no node is heard."""
     fence_after_ms: int = 0
-    """How long after it was last heard the node has killed its own workers; 0: it does not."""
+    """How long after it was last heard the node has killed its own workers; 0 if it does not."""
     until_ms: int = 0
-    """While away: when it is given up."""
+    """When it is given up, if it is away."""
     firm: bool = False
-    """While away: the wait is a promise, or a fence, which nothing shortens."""
+    """Whether the wait, if it is away, is a promise or a fence, which nothing shortens."""
     expected_instance: str = ""
-    """While the node is only expected: the id of the incarnation; empty if it was not stored."""
+    """The id of the incarnation if the node is only expected; empty if it was not stored."""
 
     @property
     def expires_at_ms(self) -> int:
@@ -270,6 +270,8 @@ class NodeLost:
     incarnation: int
     reason: str
     stream: int | None
+    silent_ms: int = 0
+    """How long it had been silent."""
 
 
 NodesEvent = NodeConnected | LeaseGrown | NodeAway | NodeLost
@@ -284,7 +286,7 @@ class NodesTransition:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """The time at which the next tick is due; None: never."""
+        """The time at which the next tick is due; None if none is."""
         return self.nodes.wake_at_ms
 
 
@@ -367,7 +369,7 @@ def check_fence(fence_after_ms: int, lease_ms: int) -> None:
 
 
 def _same_instance(old: NodeRecord, command: Connect, leadership: int) -> bool:
-    """Whether the sender is the instance on record, or has held its place since that was written.
+    """Return whether the sender is the instance on record, or has replaced it since.
 
     An instance that is only expected is identified by its id, or by the incarnation that a previous
     server gave it.
@@ -539,17 +541,14 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
     left = replace(
         nodes, records={n: record for n, record in nodes.records.items() if n not in gone}
     )
-    events = tuple(
-        NodeLost(record.node_id, record.incarnation, _why_lost(record, now_ms), record.stream)
-        for record in lost
-    )
+    events = tuple(_lost(record, now_ms) for record in lost)
     return NodesTransition(replace(left, wake_at_ms=_next_expiry(left)), events)
 
 
 def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
     """Return until when silence from connected nodes proves nothing; 0 if any of them is heard."""
     tuning = nodes.tuning
-    # Usually one of the first few was heard just now: no need to look at all.
+    # Usually one of the first few was heard just now, so there is no need to look at all of them.
     fresh_ms = now_ms - tuning.quiet_for(min(tuning.lease_ms, tuning.lease_max_ms))
     if any(r.heard_ms > fresh_ms and r.stream is not None for r in nodes.records.values()):
         return 0
@@ -589,19 +588,20 @@ def _late(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
 
 
 def _coming_back(nodes: Nodes, now_ms: int) -> bool:
-    """Whether expected nodes are coming back now, and some are still missing."""
+    """Return whether expected nodes are coming back now, and some are still missing."""
     if nodes.arrived_ms is None or now_ms >= nodes.arrived_ms + ARRIVALS_QUIET_MS:
         return False
     return any(not record.instance for record in nodes.records.values())
 
 
-def _why_lost(record: NodeRecord, now_ms: int) -> str:
+def _lost(record: NodeRecord, now_ms: int) -> NodeLost:
+    silent_ms = now_ms - (record.since_ms if record.stream is None else record.heard_ms)
+    reason = f"its stream ended and it did not come back within {silent_ms / 1000:.2g} s"
     if record.stream is not None:
-        return f"lease ran out: nothing heard for {(now_ms - record.heard_ms) / 1000:.1f} s"
-    away_s = (now_ms - record.since_ms) / 1000
-    if not record.instance:
-        return f"did not reconnect within {away_s:.0f} s of this server's take-over"
-    return f"its stream ended and it did not come back within {away_s:.2g} s"
+        reason = f"lease ran out: nothing heard for {silent_ms / 1000:.1f} s"
+    elif not record.instance:
+        reason = f"did not reconnect within {silent_ms / 1000:.0f} s of this server's take-over"
+    return NodeLost(record.node_id, record.incarnation, reason, record.stream, silent_ms)
 
 
 def _put(nodes: Nodes, record: NodeRecord) -> Nodes:

@@ -18,7 +18,7 @@ def stop(work: Draft, command: Stop) -> Ignored | None:
     if work.membership.stopping:
         return Ignored.KNOWN
     work.store(replace(work.membership, stopping=command.reason))
-    end_round(work, Cause.OPERATOR, command.reason, broken=False)
+    end_round(work, Cause.OPERATOR, command.reason, broken=False, keep=False)
     return None
 
 
@@ -30,7 +30,7 @@ def restart(work: Draft, command: Restart) -> Ignored | None:
         return Ignored.OTHER_ROUND
     if not round_.live:
         return Ignored.KNOWN
-    end_round(work, Cause.OPERATOR, command.reason, broken=False)
+    end_round(work, Cause.OPERATOR, command.reason, broken=False, keep=False)
     return None
 
 

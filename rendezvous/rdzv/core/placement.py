@@ -178,7 +178,7 @@ def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | N
 
 
 def _may_grow(state: State, now_ms: int) -> bool:
-    """Whether a job may get more nodes than it needs now."""
+    """Return whether a job may get more nodes than it needs now."""
     round_, settings = state.membership.round, state.membership.settings
     if round_ is None or not round_.live:
         return True
@@ -189,7 +189,7 @@ def _may_grow(state: State, now_ms: int) -> bool:
 
 
 def grows_at_ms(state: State) -> int | None:
-    """Return when time alone will let a running job have more nodes; None: it will not."""
+    """Return when time alone will let a running job have more nodes; None if it will not."""
     round_, settings = state.membership.round, state.membership.settings
     if round_ is None or not round_.live or some_succeeded(state):
         return None
@@ -199,7 +199,7 @@ def grows_at_ms(state: State) -> int | None:
 
 
 _MOST_REASONS = 3
-"""At most this many of the reasons why no node could run a job are reported with it."""
+"""The most reasons why no node could run a job that are reported with it."""
 
 
 def plan(demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = True) -> Plan:
@@ -281,7 +281,7 @@ class _Plan:
         self._give(job, ready, min(wanted, len(ready)))
 
     def _ready(self, job: Demand, host: Host) -> bool:
-        """Whether the job may have the node now."""
+        """Return whether the job may have the node now."""
         return (
             host.node_id not in job.here
             and not host.unusable

@@ -29,7 +29,7 @@ class Word:
     step: int
     age_ms: int
     rate: float | None
-    """Steps per second; None: not known."""
+    """Steps per second; None if not known."""
 
 
 def lags(words: Sequence[Word]) -> tuple[int, ...]:
@@ -69,7 +69,8 @@ def _steps(word: Word, for_ms: int) -> float:
 def _lag(word: Word, foremost: Word) -> int:
     """Compare two workers at the moment of the earlier of their reports.
 
-    If that is the foremost worker's, the other was no further then than it reports now.
+    If the earlier report is the foremost worker's, the other was then no further than it reports
+    now.
     """
     before_ms = max(word.age_ms - foremost.age_ms, 0)
     if before_ms and foremost.rate is None:

@@ -1,7 +1,7 @@
 """Which nodes get no more submitted jobs for a while, because workers fail there again and again.
 
 A *strike* is a round that ended by the fault of one node: the root cause was one of its workers, or
-its processes survived SIGKILL. Enough strikes within a window, and the node is quarantined.
+its processes survived SIGKILL. After enough strikes within a window, the node is quarantined.
 Failures alone do not show whether the node or the job is broken. To keep a user's bug from emptying
 a cluster,
 
@@ -37,12 +37,12 @@ class QuarantineTuning:
     """When a node is quarantined, and for how long; the same for all nodes of one server."""
 
     failures: int = 3
-    """This many strikes within the window are enough; 0: no node is ever quarantined."""
+    """The number of strikes within the window that is enough; 0 if no node is ever quarantined."""
     window_ms: int = 3_600_000
     ttl_ms: int = 12 * 3_600_000
     """How long a node is quarantined, unless an operator lifts it."""
     max_nodes: int = 0
-    """How many are quarantined at a time; 0: a quarter of the known daemons."""
+    """How many may be quarantined at a time; 0 stands for a quarter of the known daemons."""
 
 
 @struct(frozen=True)
@@ -88,7 +88,7 @@ class Verdict:
 
     record: Record
     event: NodeQuarantined | NodeNotQuarantined | None = None
-    """What was decided; None if nothing had to be."""
+    """The decision; None if none was needed."""
 
 
 def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Strike, ...]:

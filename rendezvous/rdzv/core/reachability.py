@@ -57,7 +57,7 @@ def _unreachable(node_id: str, offer: Offer, other: str) -> InvalidRequestError:
 
 
 def only_local(offer: Offer) -> bool:
-    """Whether this address is reachable only from the machine that offers it."""
+    """Return whether this address is reachable only from the machine that offers it."""
     return _is_loopback(offer.address) and not offer.host_name
 
 

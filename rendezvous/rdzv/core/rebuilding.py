@@ -1,4 +1,4 @@
-"""How a server that knows less than its nodes rebuilds its state, e.g. after a restart."""
+"""How a server that knows less than its nodes rebuilds its state, for example after a restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from rdzv.core.model import (
     Settings,
     State,
     Superseded,
-    Tally,
     Tuning,
     is_placeholder,
     placeholder,
@@ -36,6 +35,7 @@ from rdzv.core.recovery_reports import (
 )
 from rdzv.core.refusals import refuse_resume
 from rdzv.core.runs import close, next_run
+from rdzv.core.spending import Tally
 from rdzv.structs import replace
 
 

@@ -17,23 +17,21 @@ from operator import is_not
 
 from rdzv.core.commands import Join, Resume
 from rdzv.core.model import (
-    MAX_RESTART_AGES,
     Membership,
     Offer,
     Participant,
     RecoveryReport,
     Round,
-    Spent,
     State,
-    Tally,
     is_placeholder,
     placeholder,
 )
+from rdzv.core.spending import MAX_RESTART_AGES, Spent, Tally
 from rdzv.structs import replace
 
 
 def adoptable(state: State, run: str, number: int) -> bool:
-    """Whether a report of this round contains something that this server does not know.
+    """Return whether a report of this round contains something that this server does not know.
 
     An unknown run is not adopted beside an open one whose nodes are present: a job has one run at
     a time.
@@ -69,6 +67,8 @@ def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) ->
         restarts=report.restarts,
         at_ms=now_ms,
         adopted=True,
+        source=report.source,
+        resume_step=report.resume_step,
     )
 
 
@@ -93,7 +93,11 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
     filled = _filled(gap, ranks, place, participant)
     if filled is None:
         return None
-    return replace(round_, participants=(*seats[: gap.start], *filled, *seats[gap.stop :]))
+    participants = (*seats[: gap.start], *filled, *seats[gap.stop :])
+    if round_.source is None:
+        # An older node does not repeat it.
+        round_ = replace(round_, source=report.source, resume_step=report.resume_step)
+    return replace(round_, participants=participants)
 
 
 def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
@@ -150,11 +154,12 @@ def _participant(command: Join | Resume, report: RecoveryReport) -> Participant:
         role_rank_first=report.role_rank_first,
         role_world_size=report.role_world_size,
         instance=command.instance,
+        kept=report.kept,
     )
 
 
 def same_participants(before: Round, after: Round) -> bool:
-    """Whether a round has the same participants as before, except for replaced placeholders."""
+    """Return whether a round has the same participants, except for replaced placeholders."""
     if before.participants == after.participants:
         return True
     if not before.adopted or len(before.participants) != len(after.participants):

@@ -133,13 +133,13 @@ def refuse_submission(state: State, command: Submit) -> None:
         )
     by = f", submitted by {old.submission.submitted_by}" if old.submission else ""
     raise JobExistsError(
-        f"a job {old.rdzv_id} is there already{by}, and has not ended; choose another name, or "
+        f"a job {old.rdzv_id} exists already{by}, and has not ended; choose another name, or "
         "stop that one first"
     )
 
 
 def replaces_run(state: State, command: Join) -> bool:
-    """Whether a launch with other settings ends the open run, in which no other node is left."""
+    """Return whether a launch with other settings ends the open run, which has no other node."""
     if command.settings == state.membership.settings or not state.run_is_open:
         return False
     if command.run or state.membership.submission:

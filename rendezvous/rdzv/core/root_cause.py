@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rdzv.core.model import Failure
+from rdzv.core.model import Cause, Failure, Round
 
 MAX_FAILURES = 64
 """Number of failures kept per round; the earliest ones."""
@@ -33,6 +33,8 @@ _CONNECTION_ERRORS = (
 
 def is_connection_error(failure: Failure) -> bool:
     """Whether a worker failed because another one was gone."""
+    if failure.suspect:
+        return True
     text = f"{failure.message}\n{failure.traceback}".lower()
     return any(mark in text for mark in _CONNECTION_ERRORS)
 
@@ -42,9 +44,10 @@ def root_cause(failures: Iterable[Failure], window_ms: int) -> tuple[Failure, ..
 
     A failure with a traceback that is no connection error wins; then come those without information
     (killed by a signal, or no error file), then connection errors, which follow from another
-    failure; within each class, the earliest.
+    failure; within each class, the earliest. Suspects count only if there is nothing else.
     """
     by_time = sorted(failures, key=lambda f: (f.at_ms, f.node_id, f.local_rank))
+    by_time = [failure for failure in by_time if not failure.suspect] or by_time
     if not by_time:
         return ()
     earliest_ms = by_time[0].at_ms
@@ -58,18 +61,42 @@ def _tier(failure: Failure) -> int:
     return 0 if failure.traceback else 1
 
 
+def charged_failures(round_: Round, window_ms: int) -> tuple[Failure, ...]:
+    """Return the failures that the end of a round is charged to, the root cause first.
+
+    There are none if it is charged to something else. Suspects are innocent, too, if a participant
+    was given up before its workers were done: so it is if they survive SIGKILL.
+    """
+    end = round_.end
+    if end is None or end.cause is not Cause.WORKER_FAILURE:
+        return ()
+    failures = root_cause(end.failures, window_ms)
+    given_up = frozenset(round_.gone).difference(round_.succeeded)
+    return () if given_up and failures and failures[0].suspect else failures
+
+
+def only_suspects(failures: Iterable[Failure]) -> bool:
+    """Whether none of these failures is a worker's own."""
+    return all(failure.suspect for failure in failures)
+
+
 def keep_earliest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Keep one failure per worker, and the earliest `MAX_FAILURES` of all."""
+    """Keep one failure per worker, and the earliest `MAX_FAILURES` of all, suspects last.
+
+    A worker's own failure replaces the one for which it was a suspect.
+    """
     by_worker: dict[tuple[str, int], Failure] = {}
-    for failure in failures:
+    for failure in sorted(failures, key=lambda f: f.suspect):
         by_worker.setdefault((failure.node_id, failure.local_rank), failure)
-    return tuple(sorted(by_worker.values(), key=lambda f: f.at_ms)[:MAX_FAILURES])
+    return tuple(sorted(by_worker.values(), key=lambda f: (f.suspect, f.at_ms))[:MAX_FAILURES])
 
 
 def describe_failure(failure: Failure) -> str:
     """Describe in one line which worker failed, and how."""
     how = f": exit code {failure.exit_code}"
-    if failure.signal is not None:
+    if failure.suspect:
+        how = ": a collective failed"
+    elif failure.signal is not None:
         how = f": signal {failure.signal}"
     elif failure.exit_code is None:
         # It has hung, or how it ended was not observed: the message has all the information.

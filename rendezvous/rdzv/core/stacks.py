@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rdzv.core.words import listed
+from rdzv.core.collectives import Cause, Evidence, GroupRecord
+from rdzv.core.words import listed, ranks_text
 from rdzv.structs import struct
 
 STOPPED, TRACED, UNINTERRUPTIBLE, ZOMBIE = "T", "t", "D", "Z"
@@ -28,10 +29,13 @@ _ODD_STATES = {
     ZOMBIE: "dead, and not reaped",
 }
 
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/(python|pypy)[0-9.]+/|^<(?!string>)")
+_LIBRARY = re.compile(
+    r"/(site|dist)-packages/|/lib(64)?/(python|pypy)[0-9.]+/|/rdzv/agent/job_programs/|^<(?!string>)"
+)
 """Files that are not the user's own: installed packages, standard library, frozen modules."""
 
 _COLLECTIVE = re.compile(r"(^|/)torch/(distributed|nn/parallel)/")
+_LOADER = re.compile(r"(^|/)torch/utils/data/")
 
 
 @struct(frozen=True)
@@ -57,6 +61,8 @@ class Thread:
     """Whether it is Python's main thread."""
     frames: tuple[Frame, ...]
     """Innermost first."""
+    holds_gil: bool = False
+    """Whether it holds the interpreter's lock."""
 
 
 @struct(frozen=True)
@@ -75,6 +81,10 @@ class WorkerStack:
     kernel: tuple[str, ...] = ()
     """Where it sleeps in the kernel, as far as permissions show it: innermost first."""
     node_id: str = ""
+    collectives: tuple[GroupRecord, ...] = ()
+    """What it has done in each process group; empty if there is no record."""
+    no_record: str = ""
+    """Why there is no record of its collectives."""
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -135,11 +145,14 @@ class Report:
     left_out: int = 0
     """Workers that are in a group but not in `stacks`."""
     silent: tuple[SilentNode, ...] = ()
+    cause: Cause | None = None
+    """Whom the workers wait for, if the records of their collectives show it."""
 
     @property
     def summary(self) -> str:
-        """A line that says where the workers differ."""
-        return summarise(self.groups, self.silent)
+        """A line that says whom the workers wait for, if that is known, and where they differ."""
+        places = summarise(self.groups, self.silent)
+        return f"{self.cause.sentence}; {places}" if self.cause is not None else places
 
 
 Key = tuple[str, tuple[tuple[str, str, int], ...], tuple[str, ...]]
@@ -170,6 +183,24 @@ def where(stack: WorkerStack) -> str:
         text = "" if stack.state in _ODD_STATES else "somewhere: its stack could not be read"
     odd = _ODD_STATES.get(stack.state, "")
     return ", ".join(filter(None, (odd, text)))
+
+
+def evidence(stack: WorkerStack) -> Evidence:
+    """Return what a worker's stack and its record say of its part in a hang."""
+    frames, known = stack.frames, bool(stack.frames)
+    busy = ""
+    if any(_LOADER.search(frame.file) for frame in frames):
+        busy = "loader"
+    elif any(thread.holds_gil for thread in stack.threads):
+        busy = "gil_held"
+    return Evidence(
+        rank=stack.rank,
+        records=stack.collectives or None,
+        state=stack.state,
+        busy=busy,
+        where=where(stack) if known else "",
+        in_collective=stack.waits_for_others if known else None,
+    )
 
 
 def groups(ranks: Mapping[Key, Sequence[int]], one_of: Mapping[Key, WorkerStack]) -> list[Group]:
@@ -228,23 +259,6 @@ def summarise(found: Sequence[Group], silent: Sequence[SilentNode] = ()) -> str:
     if silent:
         parts.append(f"nothing is known of {listed(node.node_id for node in silent)}")
     return "; ".join(parts) or "no stacks"
-
-
-def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
-    """Write RANKs as ranges; of very many ranges, only the first.
-
-    >>> ranks_text([3, 0, 2, 4, 8]), ranks_text(range(0, 80, 2), most=3)
-    ('0,2-4,8', '0,2,4 and 37 more')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    told = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:most]]
-    more = sum(map(len, runs[most:]))
-    return ",".join(told) + (f" and {more} more" if more else "")
 
 
 def as_traceback(stack: WorkerStack) -> str:

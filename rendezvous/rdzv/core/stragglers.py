@@ -26,7 +26,7 @@ class Sample:
     role: str
     """Workers of one role are compared with each other."""
     step_s: float
-    """Seconds per step."""
+    """How long a step takes it, in seconds."""
 
 
 @struct(frozen=True)
@@ -36,9 +36,9 @@ class Straggler:
     rank: int
     step_s: float
     median_s: float
-    """Step time of the middle worker of its group; of two, the faster one."""
+    """Step time of the median worker of its group; of two in the middle, that of the faster one."""
     since_ms: int
-    """Since when it has been slow."""
+    """The time since which it has been slow."""
 
 
 @struct(frozen=True)
@@ -46,7 +46,7 @@ class Pace:
     """The known paces of one round's workers."""
 
     slow_since_ms: Mapping[int, int] = field(default_factory=dict)
-    """By RANK: since when a worker has been slow, straggling yet or not."""
+    """Since when each slow worker has been slow, by RANK, whether it straggles yet or not."""
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
     """By RANK."""
 

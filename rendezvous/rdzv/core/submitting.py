@@ -30,20 +30,23 @@ def submit(work: Draft, command: Submit) -> Ignored | None:
     reason = f"submitted by {command.submitted_by}"
     if submitter := command.spec.submitter:
         reason += f" [{submitter}]"
-    work.events.append(RunBegan(membership.run, membership.run_number, reason))
+    gpus = command.spec.gpus_per_node
+    work.events.append(
+        RunBegan(membership.run, membership.run_number, reason, queued=True, gpus_per_node=gpus)
+    )
     return None
 
 
 def choose_nodes(work: Draft, command: Place) -> Ignored | None:
     """Add nodes to those chosen for a submitted run."""
-    submission = _submission(work)
+    submission, was_queued = _submission(work), work.state.queued
     # A node may have been barred since it was chosen.
     chosen = [n for n in command.node_ids if n not in work.state.barred]
     work.store_submission(place(submission, chosen))
     added = work.state.placed[len(submission.placed) :]
     if not added:
         return Ignored.BARRED if chosen != list(command.node_ids) else Ignored.KNOWN
-    work.events.append(NodesPlaced(added))
+    work.events.append(NodesPlaced(added, was_queued))
     return None
 
 

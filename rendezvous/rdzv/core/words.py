@@ -15,7 +15,7 @@ def listed(names: Iterable[object]) -> str:
     >>> listed(["n1", "n2"]), listed(f"n{i}" for i in range(10))
     ('n1, n2', 'n0, n1, n2, n3, n4, n5, n6, n7 and 2 more')
     """
-    # Each of ten thousand nodes may get such a sentence: only the listed names are read.
+    # Each of ten thousand nodes may get such a sentence, so only the listed names are read.
     held = names if isinstance(names, Collection) else tuple(names)
     more = f" and {len(held) - LISTED} more" if len(held) > LISTED else ""
     return ", ".join(str(name) for name in islice(held, LISTED)) + more
@@ -47,3 +47,20 @@ def duration(ms: int) -> str:
     if seconds < 86_400:
         return f"{seconds // 3_600} h {seconds % 3_600 // 60} min"
     return f"{seconds // 86_400} d {seconds % 86_400 // 3_600} h"
+
+
+def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
+    """Write RANKs as ranges; of very many ranges, only the first.
+
+    >>> ranks_text([3, 0, 2, 4, 8]), ranks_text(range(0, 80, 2), most=3)
+    ('0,2-4,8', '0,2,4 and 37 more')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:most]]
+    more = sum(map(len, runs[most:]))
+    return ",".join(told) + (f" and {more} more" if more else "")

@@ -22,6 +22,7 @@ from rdzv.ctl.command_line import (
 )
 from rdzv.ctl.commands.access import audit_command, tokens
 from rdzv.ctl.commands.certs import certs
+from rdzv.ctl.commands.demo import demo_command
 from rdzv.ctl.commands.history import events_command, explain_command, trace_command
 from rdzv.ctl.commands.jobs import (
     forget_command,
@@ -39,8 +40,10 @@ from rdzv.ctl.commands.nodes import (
     uncordon_command,
     undrain_command,
 )
+from rdzv.ctl.commands.report import report_command
 from rdzv.ctl.commands.servers import backup_command, servers_command
 from rdzv.ctl.commands.submit import submit_command
+from rdzv.ctl.commands.support import doctor_command, support_bundle_command
 from rdzv.ctl.commands.workers import logs_command, stacks_command
 from rdzv.errors import (
     DeniedError,
@@ -51,6 +54,14 @@ from rdzv.errors import (
 from rdzv.version import VERSION
 
 _EPILOG = """\b
+Examples:
+  rdzvctl list -s running           which jobs run, on how many nodes
+  rdzvctl status gpt -w             one job, as it changes
+  rdzvctl explain gpt               what happened to it, in sentences
+  rdzvctl logs gpt --rank 3 -f      what one worker writes
+  rdzvctl drain n7 --deadline 5m    empty a node for maintenance
+
+\b
 Exit codes:
   0   ok
   1   what was asked for is not there, or the server refused
@@ -62,7 +73,7 @@ Exit codes:
 
 def main() -> None:
     """Run the command line of this process and exit."""
-    # gRPC's own log lines on stderr repeat the error, less clearly.
+    # gRPC's own log lines on stderr only repeat the error less clearly.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
         # Characters that the locale cannot encode are escaped rather than ending the program.
@@ -78,7 +89,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = rdzvctl.main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
         if isinstance(result, str):
-            # Not in the command: click would treat a closed pipe as a failure.
+            # It is not printed in the command, because click would treat a closed pipe as a
+            # failure.
             click.echo(result)
             sys.stdout.flush()
     except click.UsageError as error:
@@ -94,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         _drop_output()
-        return OK  # The reader, say `head`, has seen enough.
+        return OK  # The reader, such as `head`, has closed the pipe.
     except OSError as error:
         _drop_output()
         return complain(f"cannot write the output: {error.strerror}", REFUSED)
@@ -108,58 +120,13 @@ def _drop_output() -> None:
     os.close(nowhere)
 
 
-@click.group(
-    invoke_without_command=True,
-    epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-@connection_options
-@click.version_option(package_name="rdzv", message=f"{PROGRAM} %(version)s")
-@click.pass_context
-def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
-    """Show what the jobs of an rdzvd do, and why; submit, stop, restart and scale them."""
-    if server is None:
-        server = os.environ.get("RDZV_SERVER") or None
-    context.obj = Connection(server, timeout_s)
-    if context.invoked_subcommand is None:
-        raise click.UsageError("a command is missing", context)
-
-
-for _command in (
-    certs,
-    status_command,
-    list_command,
-    wait_command,
-    stop_command,
-    restart_command,
-    scale_command,
-    forget_command,
-    events_command,
-    explain_command,
-    trace_command,
-    logs_command,
-    stacks_command,
-    nodes_command,
-    cordon_command,
-    uncordon_command,
-    drain_command,
-    undrain_command,
-    audit_command,
-    tokens,
-    submit_command,
-    servers_command,
-    backup_command,
-):
-    rdzvctl.add_command(_command)
-
-
-@rdzvctl.command("version")
+@click.command("version")
 def _version() -> str:
     """Show the version of rdzvctl."""
     return f"{PROGRAM} {VERSION}"
 
 
-@rdzvctl.command("completion")
+@click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def _completion(shell: str) -> str:
     """Print the script with which SHELL completes rdzvctl's commands, options, jobs and nodes.
@@ -176,5 +143,56 @@ def _completion(shell: str) -> str:
     return completion(rdzvctl, {}, PROGRAM, "_RDZVCTL_COMPLETE").source()
 
 
+SECTIONS: dict[str, tuple[click.Command, ...]] = {
+    "See what jobs do, and why": (
+        *(list_command, status_command, explain_command, events_command, logs_command),
+        *(stacks_command, trace_command, report_command, wait_command),
+    ),
+    "Run and change jobs": (
+        *(submit_command, stop_command, restart_command, scale_command, forget_command),
+    ),
+    "Nodes": (nodes_command, cordon_command, uncordon_command, drain_command, undrain_command),
+    "Server and access": (servers_command, backup_command, audit_command, tokens, certs),
+    "When something is wrong": (doctor_command, support_bundle_command),
+    "This machine": (demo_command, _completion, _version),
+}
+"""All commands, by the task that they are for."""
+
+
+_SENTENCE = 200
+"""The number of characters of a command's first sentence that fit into the help of all."""
+
+
+class _Rdzvctl(click.Group):
+    """The group of all commands, whose help lists them by task."""
+
+    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands, those for one task together."""
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                rows = [(c.name or "", c.get_short_help_str(_SENTENCE)) for c in commands]
+                formatter.write_dl(rows)
+
+
+@click.group(
+    cls=_Rdzvctl,
+    invoke_without_command=True,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@connection_options
+@click.version_option(package_name="rdzv", message=f"{PROGRAM} %(version)s")
+@click.pass_context
+def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
+    """Show what the jobs of an rdzvd do, and why; submit, stop, restart and scale them."""
+    if server is None:
+        server = os.environ.get("RDZV_SERVER") or None
+    context.obj = Connection(server, timeout_s)
+    if context.invoked_subcommand is None:
+        raise click.UsageError("a command is missing", context)
+
+
+for _command in (command for section in SECTIONS.values() for command in section):
+    rdzvctl.add_command(_command)
 if __name__ == "__main__":
     main()

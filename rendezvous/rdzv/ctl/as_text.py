@@ -23,6 +23,7 @@ from rdzv.view.answers import (
     Submission,
     WorkerFailure,
 )
+from rdzv.view.history import KINDS
 from rdzv.view.log_lines import harmless
 
 _MOST_NODES = 40
@@ -32,7 +33,7 @@ _MOST_TRACEBACK_LINES = 60
 _STEADY_MS = 60_000
 """The rate of a worker that was silent for longer, and for several steps, is not shown."""
 _BEHIND_MS = 10_000
-"""A worker that has been silent for this much longer than others is shown separately."""
+"""A worker that has been silent this much longer than the others is shown separately."""
 
 _UNKNOWN = "-"
 _ENDED = ("succeeded", "failed", "stopped")
@@ -98,64 +99,27 @@ def scaled(before: JobStatus, job: JobStatus) -> str:
     return harmless(text)
 
 
-def jobs(
-    server: str, summaries: Sequence[JobSummary], page: Page, store_away: str | None = None
-) -> str:
-    """Show one line per job, and why changes are not stored, if they are not."""
-    away = page.sentence(store_away) if store_away else []
-    if not summaries:
-        return "\n".join([f"no jobs at {server}", *away])
-    header = ("JOB", "BACKEND", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
-    # The column is left out if all are the server's own.
-    others = any(map(_only_watched, summaries))
-    rows = [
-        (
-            Cell(job.rdzv_id),
-            Cell(job.backend if others else ""),
-            _state(job.state),
-            Cell(duration(job.state_age_ms)),
-            Cell(_seated(job)),
-            _number(job.world_size),
-            _number(job.round),
-            _budget(job),
-            Cell(f"hangs: {job.hangs}", "red") if job.hangs else Cell(job.reason or ""),
-        )
-        for job in summaries
-    ]
-    expendable = ("ROUND", "WORLD_SIZE", "RESTARTS")
-    return "\n".join([*page.table(header, rows, expendable=expendable, one_line=True), *away])
-
-
-def _seated(job: JobSummary) -> str:
-    if job.min_nodes is None or job.max_nodes is None:
-        return str(job.nodes)
-    return f"{job.nodes} of {job.min_nodes}:{job.max_nodes}"
-
-
-def _only_watched(job: JobStatus | JobSummary) -> bool:
+def only_watched(job: JobStatus | JobSummary) -> bool:
     """Return whether another backend forms the group, so that no command can change the job."""
     return job.backend != OWN_BACKEND
-
-
-def _budget(job: JobSummary) -> Cell:
-    if job.restarts is None or job.max_restarts is None:
-        return Cell(_UNKNOWN)
-    return Cell(f"{job.restarts} of {job.max_restarts}")
 
 
 def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
     """Show a job's history, oldest first."""
     if not history:
         return "\n".join(page.sentence(f"no events of {rdzv_id} are kept"))
-    rows = [
-        (
-            Cell(page.at(event.unix_ms)),
-            Cell(event.name, EVENT_STYLES.get(event.name, "")),
-            Cell(event.text),
-        )
-        for event in history
-    ]
-    return "\n".join(page.table(("TIME", "EVENT", "TEXT"), rows))
+    return "\n".join(page.table(("TIME", "EVENT", "TEXT"), [_event(e, page) for e in history]))
+
+
+def event_lines(history: Sequence[Event], page: Page) -> str:
+    """Show events that others may follow, so without a header and with room for every name."""
+    width = max(map(len, KINDS))
+    return "\n".join(page.line(*_event(event, page, width)) for event in history)
+
+
+def _event(event: Event, page: Page, width: int = 0) -> tuple[Cell, Cell, Cell]:
+    name = Cell(event.name.ljust(width), EVENT_STYLES.get(event.name, ""))
+    return Cell(page.at(event.unix_ms)), name, Cell(event.text)
 
 
 def servers(found: Sequence[Server], page: Page) -> str:
@@ -167,7 +131,7 @@ def servers(found: Sequence[Server], page: Page) -> str:
             Cell(server.address),
             Cell("leads", "green") if server.leads else Cell("stands by"),
             Cell(duration(server.state_age_ms)),
-            _number(server.leadership),
+            number_cell(server.leadership),
             Cell(server.version),
             Cell(server.store),
         )
@@ -195,21 +159,24 @@ def headline(job: JobStatus, page: Page) -> str:
     """Describe a job's state, and since when."""
     age, at = duration(job.state_age_ms), page.ago(job.state_age_ms)
     since = f"{age} ago, at {at}" if job.state in _ENDED else f"for {age}, since {at}"
-    mark = f"{job.backend}, read-only" if _only_watched(job) else ""
-    return page.line(Cell(job.rdzv_id, "bold"), _state(job.state), Cell(since), Cell(mark, "dim"))
+    mark = f"{job.backend}, read-only" if only_watched(job) else ""
+    return page.line(
+        Cell(job.rdzv_id, "bold"), state_cell(job.state), Cell(since), Cell(mark, "dim")
+    )
 
 
 def facts(job: JobStatus, page: Page) -> list[str]:
     """Show the facts about a job, one line each."""
     found = (
-        ("backend" if _only_watched(job) else "run", Cell(_run(job))),
+        ("backend" if only_watched(job) else "run", Cell(_run(job))),
         *((("owner", Cell(job.owner)),) if job.owner else ()),
         ("round", Cell(_round(job))),
         ("nodes", Cell(_node_counts(job))),
-        ("WORLD_SIZE", Cell(_of_round(_number(job.world_size).text, job))),
+        ("WORLD_SIZE", Cell(_of_round(number_cell(job.world_size).text, job))),
         ("restarts", _restarts(job)),
         *((("budgets", Cell(text)),) if (text := budgets(job)) else ()),
         ("MASTER_ADDR", Cell(_of_round(_master(job), job))),
+        *((("kept", Cell(kept(job))),) if job.kept else ()),
         *((("progress", Cell(progress(job))),) if job.progress else ()),
         *((("straggling", Cell(straggling(job), "yellow")),) if job.stragglers else ()),
     )
@@ -218,7 +185,7 @@ def facts(job: JobStatus, page: Page) -> list[str]:
 
 def _run(job: JobStatus) -> str:
     began = f"{duration(job.run_age_ms)} ago"
-    if _only_watched(job):
+    if only_watched(job):
         return f"{job.backend}, which forms the group; here it is only watched, first seen {began}"
     number = _UNKNOWN if job.run_number is None else str(job.run_number)
     return f"{number} (uid {job.run or _UNKNOWN}), began {began}"
@@ -288,6 +255,14 @@ def _of(spent: int, most: int | None) -> str:
     ('2 of 3', '3 of 3', '2')
     """
     return str(spent) if most is None else f"{min(spent, most)} of {most}"
+
+
+def kept(job: JobStatus) -> str:
+    """Describe how many workers of the round are kept, and from which step they went on."""
+    text = f"{counted(job.kept, 'worker')} of the round before"
+    if job.source is not None:
+        text += f", from step {job.resume_step} of RANK {job.source}"
+    return _of_round(text, job)
 
 
 def _master(job: JobStatus) -> str:
@@ -491,13 +466,13 @@ def _node_row(
     node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProgress], *, with_role: bool
 ) -> tuple[Cell, ...]:
     return (
-        _number(node.group_rank),
+        number_cell(node.group_rank),
         Cell(node.node_id),
-        _state(node.state),
+        state_cell(node.state),
         Cell(duration(node.state_age_ms)),
         Cell(_ranks(node)),
         Cell(_node_steps(node, job, by_rank)),
-        _number(node.local_world_size),
+        number_cell(node.local_world_size),
         Cell(node.role or _UNKNOWN) if with_role else Cell(""),
         Cell(node.address or _UNKNOWN),
         Cell(_node_reason(node, job)),
@@ -516,7 +491,7 @@ def _node_steps(node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProg
     if node.rank_first is None or not by_rank:
         return ""
     ranks = range(node.rank_first, node.rank_first + (node.local_world_size or 1))
-    # Not the other way round: a server may report any size.
+    # The reports are searched, and not the RANKs, because a server may report any size.
     said = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
     return _steps(said, job) if said else _UNKNOWN
 
@@ -571,6 +546,8 @@ def _how(failure: WorkerFailure) -> str:
         return f"signal {failure.signal}{_signal_name(failure.signal)}"
     if failure.exit_code is not None:
         return f"exit code {failure.exit_code}"
+    if failure.suspect:
+        return "a collective failed in it"
     hung = (failure.message or "").startswith("hung: ")
     return "it hung" if hung else "how it ended is not known"
 
@@ -604,9 +581,11 @@ def _failed_too(others: Sequence[WorkerFailure], page: Page, everything: bool) -
     return lines
 
 
-def _state(state: str) -> Cell:
+def state_cell(state: str) -> Cell:
+    """Return a state, in the color that it has everywhere."""
     return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
 
 
-def _number(number: int | None) -> Cell:
+def number_cell(number: int | None) -> Cell:
+    """Return a number, or a dash if it is unknown."""
     return Cell(_UNKNOWN if number is None else str(number))

@@ -23,7 +23,7 @@ def parse_life(text: str) -> int:
     found = _LIFE.fullmatch(text.strip())
     if found is None:
         raise InvalidRequestError(
-            f"--expires={text} is no time; give a number with h or d behind it, such as 30d"
+            f"--expires={text} is not a time; give a number with h or d behind it, such as 30d"
         )
     return int(found[1]) * _LIFE_UNITS_MS[found[2]]
 

@@ -31,7 +31,7 @@ def parse_tail(text: str) -> tuple[int, int]:
     count = int(found[1]) if found else 0
     if found is None or count == 0 or (not found[2] and count > _MOST_LINES):
         raise InvalidRequestError(
-            f"--tail={text} is no number of lines or bytes; give, for example, 100 or 64k"
+            f"--tail={text} is not a number of lines or bytes; give, for example, 100 or 64k"
         )
     return (0, count * _UNITS[found[2]]) if found[2] else (count, 0)
 

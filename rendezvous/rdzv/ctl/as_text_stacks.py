@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rdzv.core.stacks import ranks_text
-from rdzv.core.words import counted, duration
+from rdzv.core.words import counted, duration, ranks_text
 from rdzv.ctl.layout import Cell, Page
-from rdzv.view.answers import StackReport, WorkerStack
+from rdzv.view.answers import CollectiveRecord, GroupRecord, StackReport, WorkerStack
 
 _MOST_FRAMES = 12
 _MOST_GROUPS = 16
@@ -21,6 +20,11 @@ def text(report: StackReport, page: Page, *, raw: bool) -> str:
     lines = [page.line(Cell(report.rdzv_id, "bold"), round_, Cell(taken))]
     lines += page.sentence(report.reason)
     lines.append("")
+    if report.cause is not None:
+        lines += page.sentence(report.cause.sentence)
+        for detail in report.cause.details:
+            lines += page.block(detail, indent=2)
+        lines.append("")
     groups = report.groups if raw else report.groups[:_MOST_GROUPS]
     for group in groups:
         lines += page.sentence(f"RANK {ranks_text(group.ranks)} {group.where}")
@@ -75,4 +79,23 @@ def _stack(stack: WorkerStack, page: Page, raw: bool) -> list[str]:
         lines += page.block(f"in the kernel: {place}", indent=4)
     if stack.note:
         lines += page.block(stack.note, indent=4)
+    for record in stack.collectives:
+        lines += page.block(_record(record), indent=4)
+        for one in record.latest if raw else ():
+            lines += page.block(f"  {_collective(one)}", indent=4)
+    if stack.no_record:
+        lines += page.block(f"no record of its collectives: {stack.no_record}", indent=4)
     return lines
+
+
+def _record(record: GroupRecord) -> str:
+    """Describe a worker's last collective in a group."""
+    name = " ".join(filter(None, (record.group, record.description)))
+    if not record.latest:
+        return f"group {name}: it has entered no collective"
+    return f"group {name}: last {_collective(record.latest[-1])}"
+
+
+def _collective(one: CollectiveRecord) -> str:
+    state = "done" if one.done else f"waits since {duration(one.age_ms)}"
+    return " ".join(filter(None, (one.operation, f"#{one.sequence}", one.sizes, f"({state})")))

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from rdzv.core.events import NodeLeft, NodeLost
 from rdzv.core.model import Cause
 from rdzv.core.words import counted, duration
+from rdzv.ctl import as_text_report
 from rdzv.ctl.layout import Cell, Page
 from rdzv.view.answers import Event, JobStatus, NodeStatus
 from rdzv.view.history import read
+from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
 from rdzv.view.life import Round, Run, following, name_present, runs_of
 
 FIRST, LAST = 3, 5
@@ -24,10 +26,11 @@ NODES_TOLD = 8
 _ENDED = ("succeeded", "failed", "stopped")
 _STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped": "yellow"}
 
-# Already part of the sentences about rounds, or no help to someone who asks why.
+# They are part of the sentences about rounds, or do not help to explain anything.
 _QUIET = {
     *("NodeJoined", "NodeStopped", "NodeSucceeded", "NodeWentAway", "NodeCameBack", "NodeAdopted"),
     *("LastCallBegan", "NodesPlaced", "NodeLeaving"),
+    *("FirstStepMade", "LostStepsRedone", "LastStepMade"),
 }
 
 
@@ -42,10 +45,13 @@ def explain(status: JobStatus, history: Sequence[Event], page: Page) -> str:
     else:
         name_present(run, status)
         lines += [page.line(Cell("What happened", "bold")), *_story(run, runs, page, now_ms)]
-        if run.failures:
-            lines += ["", page.line(Cell("First failure", "bold")), *_first_failure(run, page)]
-        if costs := _costs(run, now_ms):
+        if failures := _failures(run):
+            first = _first_failure(run, failures, page)
+            lines += ["", page.line(Cell("First failure", "bold")), *first]
+        spent = next(one for one in ledgers_of(history, now_ms, status.state) if one.run == run.run)
+        if run.rounds:
             lines += ["", page.line(Cell("What it cost", "bold"))]
+            costs = [*_costs(run, now_ms), *_spent(spent)]
             lines += [line for cost in costs for line in page.sentence(cost)]
     lines += ["", page.line(Cell("Now", "bold")), *_now(status, page)]
     return "\n".join(lines)
@@ -139,7 +145,7 @@ def _round(run: Run, round_: Round, page: Page, now_ms: int) -> list[tuple[int, 
         text = f"Round {round_.number} is complete"
         if round_ is run.rounds[0]:
             text += f", {duration(round_.at_ms - round_.since_ms)} after the first had come"
-        text += f": {counted(round_.workers, 'worker')} on {who}."
+        text += f": {counted(round_.workers, 'worker')} on {who}{round_.kept}."
         told.append((round_.at_ms, text))
     if round_.ended_ms is not None:
         told.append((round_.ended_ms, _end(run, round_)))
@@ -197,15 +203,21 @@ def _sentence(text: str) -> str:
 # ------------------------------------------------------------------ failures, costs, now
 
 
-def _first_failure(run: Run, page: Page) -> list[str]:
+def _failures(run: Run) -> Sequence[tuple[int, str]]:
+    """Return the worker failures; suspects only where one was charged, and nothing else failed."""
+    charged = any(round_.charge == Cause.WORKER_FAILURE for round_ in run.rounds)
+    return run.failures or (run.suspects if charged else ())
+
+
+def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) -> list[str]:
     """Name the worker that failed first; the server decides among simultaneous failures."""
-    at_ms, text = run.failures[0]
+    at_ms, text = failures[0]
     weighed = [r for r in run.rounds if r.charge == "worker failure" and r.ended_ms is not None]
     if weighed and weighed[0].ended_ms is not None and at_ms >= weighed[0].at_ms:
         at_ms, text = weighed[0].ended_ms, weighed[0].charge_reason
     lines = _told([(at_ms, _sentence(text))], page)
-    if len(run.failures) > 1:
-        others = counted(len(run.failures) - 1, "other worker failure")
+    if len(failures) > 1:
+        others = counted(len(failures) - 1, "other worker failure")
         lines += page.sentence(f"{others} followed in this run; `rdzvctl events` has each of them.")
     return lines
 
@@ -225,17 +237,24 @@ def _costs(run: Run, now_ms: int) -> list[str]:
         cause = round_.charge or round_.cause
         number[cause] += 1
         lost_ms[cause] += max(until_ms - round_.ended_ms + round_.dead_ms, 0)
-    told = [
+    return [
         f"  {cause}: {_times(number[cause])}, {duration(lost_ms[cause])} without a round."
         for cause, _ in lost_ms.most_common()
     ]
-    end_ms = now_ms if run.ended_ms is None else run.ended_ms
-    whole_ms, live_ms = max(end_ms - run.began_ms, 0), run.live_ms(now_ms)
-    if run.rounds and whole_ms > 0:
-        share = min(live_ms / whole_ms, 1)
-        told.append(
-            f"  A round was live for {duration(live_ms)} of {duration(whole_ms)} ({share:.0%})."
-        )
+
+
+def _spent(spent: Ledger) -> list[str]:
+    """Say what share of the time was training, and what else took time."""
+    if not spent.wall_ms:
+        return []
+    phases = dict(spent.phases)
+    trained_ms = phases.pop(LedgerPhase.TRAINING)
+    share = as_text_report.share(spent.goodput, steps_reported=spent.steps_reported)
+    told = [f"  Training took {duration(trained_ms)} of {duration(spent.wall_ms)} ({share})."]
+    rest = [f"{phase} {duration(ms)}" for phase, ms in phases.items() if ms]
+    if rest:
+        told.append(f"  The rest: {', '.join(rest)}; `rdzvctl report` has causes and nodes.")
+    told += [f"  {note}" for note in as_text_report.notes(spent)]
     return told
 
 

@@ -244,7 +244,7 @@ def _host(name: str) -> x509.GeneralName:
     except ValueError:
         if not _HOST.fullmatch(name):
             raise InvalidRequestError(
-                f"{name!r} is no host name or address; give those by which the server is asked "
+                f"{name!r} is not a host name or address; give those by which the server is asked "
                 "for, without a port"
             ) from None
         return x509.DNSName(name)
@@ -296,7 +296,7 @@ def _refuse_present(files: Made, *, replace: bool) -> None:
     """Refuse before anything is written: a new key is of no use beside an old certificate."""
     for path in (files.cert, files.key):
         if not replace and path.exists():
-            raise InvalidRequestError(f"{path} is there already; --force replaces it")
+            raise InvalidRequestError(f"{path} exists already; --force replaces it")
 
 
 def _write(files: Made, key: _Key, certificate: x509.Certificate, *, replace: bool) -> None:

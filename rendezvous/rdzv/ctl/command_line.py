@@ -101,7 +101,7 @@ CREDENTIALS_KEY = "rdzv.credentials"
 
 
 def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the options of `Credentials`. No command needs their values: `_credentials` finds them.
+    """Add the options of `Credentials`. No command needs their values: `credentials_of` finds them.
 
     An option after the name of a command overrides one before it.
     """
@@ -124,7 +124,7 @@ def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
     return command
 
 
-def _credentials(context: click.Context) -> Credentials:
+def credentials_of(context: click.Context) -> Credentials:
     """Return the credentials from the command line and the environment."""
     from rdzv.transport.channels import Credentials
 
@@ -171,7 +171,7 @@ def complete_names(
         named = context.parent.params.get("server")
     try:
         endpoints = parse_endpoints(named or os.environ.get("RDZV_SERVER") or DEFAULT_SERVER)
-        credentials = _credentials(context)
+        credentials = credentials_of(context)
         with ControlClient(endpoints[:1], COMPLETION_TIMEOUT_S, credentials, 0) as client:
             names = (
                 [job.rdzv_id for job in client.jobs()]
@@ -206,7 +206,7 @@ def opened_client(server: str | None, timeout_s: float | None) -> Iterator[Contr
     try:
         endpoints = parse_endpoints(DEFAULT_SERVER if named is None else named)
         within_s = timeout_s or before.timeout_s or _DEFAULT_TIMEOUT_S
-        client = ControlClient(endpoints, within_s, _credentials(context))
+        client = ControlClient(endpoints, within_s, credentials_of(context))
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
     with client:
@@ -217,7 +217,7 @@ def opened_client(server: str | None, timeout_s: float | None) -> Iterator[Contr
 
 
 def _with_server(message: str, endpoint: str, named: str | None) -> str:
-    """Add which server was asked: at night, often not the intended one."""
+    """Add to an error which server was asked, because it is often not the intended one."""
     if named is None:
         hint = f" ({endpoint} is the default; --server or RDZV_SERVER names another)"
         # If two clients are open, an error passes through both.

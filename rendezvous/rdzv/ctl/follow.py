@@ -1,17 +1,26 @@
-"""`submit --follow`: the output of a run's workers, what the run waits for, and how it ended."""
+"""Commands that follow a job line by line.
+
+`submit --follow` shows the output of a run's workers, what the run waits for, and how it ended;
+`events --follow` shows its events.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Sequence
 
 import click
 
 from rdzv.client import ControlClient
 from rdzv.core.timed_text import without_times
+from rdzv.ctl import as_text
 from rdzv.ctl.as_text_logs import show
-from rdzv.ctl.watch import EXIT_CODES, exit_code, watching
+from rdzv.ctl.layout import page_for
+from rdzv.ctl.watch import EXIT_CODES, HISTORY_EVENTS, exit_code, one_of_many, watching
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousError
-from rdzv.view.answers import JobStatus
+from rdzv.view import as_json
+from rdzv.view.answers import Event, JobStatus
 from rdzv.view.log_lines import harmless
 
 
@@ -91,3 +100,41 @@ class _Story:
 
 def _say(text: str) -> None:
     click.echo(harmless(f"rdzvctl: {text}"), err=True)
+
+
+def follow_events(
+    client: ControlClient, watcher: ControlClient, rdzv_id: str, known: Sequence[Event], output: str
+) -> None:
+    """Show the `known` events of a job, then each new one, until the job has ended.
+
+    The server pushes that the job has changed; the events are then asked for.
+    """
+    _show_events(rdzv_id, known, output)
+    with watching(watcher, rdzv_id) as news:
+        ended = False
+        while not ended:
+            found = news.get()
+            if isinstance(found, RendezvousError):
+                raise found
+            ended = found.status.state in EXIT_CODES
+            newest = client.events(rdzv_id, HISTORY_EVENTS)
+            _show_events(rdzv_id, _after(known, newest), output)
+            known = newest
+
+
+def _after(known: Sequence[Event], newest: Sequence[Event]) -> Sequence[Event]:
+    """Return the newest events that come after those already known."""
+    for count, event in enumerate(reversed(newest)):
+        if known and event == known[-1]:
+            return newest[len(newest) - count :]
+    return newest
+
+
+def _show_events(rdzv_id: str, some: Sequence[Event], output: str) -> None:
+    if not some:
+        return
+    if output == "text":
+        text = as_text.event_lines(some, page_for(sys.stdout))
+    else:
+        text = one_of_many(output, as_json.events(rdzv_id, some))
+    print(text, flush=True)  # noqa: T201

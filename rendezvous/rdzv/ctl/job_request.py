@@ -12,14 +12,14 @@ import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rdzv.core.model import JobSpec, Settings
 from rdzv.core.words import listed
 from rdzv.ctl import job_file
 from rdzv.errors import InvalidRequestError, short
 from rdzv.launch_options import flags, job_options
-from rdzv.launch_options.flags import Given, Option
+from rdzv.launch_options.flags import Given, Option, switch, value
 from rdzv.launch_options.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN
 from rdzv.structs import struct
 
@@ -238,81 +238,67 @@ def _of_rdzvrun() -> list[Option]:
     ]
 
 
-def _option(*names: str, **settings: Any) -> Option:
-    return names, settings
-
-
 def _of_job() -> list[Option]:
     return [
-        _option(
+        value(
             "--env",
-            action="append",
-            metavar="NAME[=VALUE]",
-            help="a variable of the job's environment, with the caller's value if none is given; "
+            "NAME[=VALUE]",
+            "a variable of the job's environment, with the caller's value if none is given; "
             "may be repeated. Values are never shown, but stored with the job",
+            action="append",
         ),
-        _option(
+        value(
             "--chdir",
-            default=None,
-            metavar="DIR",
-            help="working directory on every node (default: the caller's own, for nodes that "
+            "DIR",
+            "working directory on every node (default: the caller's own, for nodes that "
             "share a file system)",
         ),
-        _option(
-            "--labels",
-            default="",
-            metavar="NAME=VALUE,...",
-            help="only nodes that have all of these labels",
-        ),
-        _option(
+        value("--labels", "NAME=VALUE,...", "only nodes that have all of these labels", default=""),
+        value(
             "--gpus-per-node",
-            type=int,
-            default=None,
-            metavar="N",
-            help="GPUs of each node (default: one for each worker on nodes that have GPUs; all "
+            "N",
+            "GPUs of each node (default: one for each worker on nodes that have GPUs; all "
             "with --nproc-per-node=gpu or auto)",
+            type=int,
         ),
-        _option(
+        value(
             "--priority",
+            "N",
+            "jobs with a higher one are placed first (default 0); what runs goes on",
             type=int,
             default=0,
-            metavar="N",
-            help="jobs with a higher one are placed first (default 0); what runs goes on",
         ),
-        _option(
+        value(
             "--user",
-            default="",
-            metavar="NAME",
-            help="the account of the nodes that it runs as, if they give it to you (default: the "
+            "NAME",
+            "the account of the nodes that it runs as, if they give it to you (default: the "
             "first that each has for you)",
+            default="",
         ),
     ]
 
 
 def _of_command() -> list[Option]:
     return [
-        _option("--file", default=None, metavar="FILE", help="TOML with all or some of this"),
-        _option(
+        value("--file", "FILE", "TOML with all or some of this"),
+        switch(
             "--follow",
-            action="store_true",
-            help="show what the workers write until the job has ended, and exit with its code; "
+            "show what the workers write until the job has ended, and exit with its code; "
             "Ctrl-C leaves it running",
         ),
-        _option("--dry-run", action="store_true", help="check all of it, show it, send nothing"),
-        _option(
-            "-o",
+        switch("--dry-run", "check all of it, show it, send nothing"),
+        value(
             "--output",
+            "FORMAT",
+            "text for people (default); json or yaml for programs",
+            short="-o",
             default="text",
             choices=("text", "json", "yaml"),
-            metavar="FORMAT",
-            help="text for people (default); json or yaml for programs",
         ),
-        _option("--server", default=None, metavar="HOST:PORT", help="the rdzvd to ask"),
-        _option(
-            "--timeout", default=None, metavar="SECONDS", help="how long to wait for an answer"
-        ),
+        value("--server", "HOST:PORT", "the rdzvd to ask"),
+        value("--timeout", "SECONDS", "how long to wait for an answer"),
         *(option for option in flags.described() if _dest(option) in CREDENTIALS),
-        _option("-h", "--help", action="store_true", help="show this"),
+        switch("--help", "show this", short="-h"),
     ]
 
 
@@ -367,6 +353,7 @@ def _check_for_nodes(
     job_options.parse_streams("--tee", args.tee, local_world_size)
     job_options.fence_after_ms(args.fence_after)
     job_options.hang_timeout(args.hang_timeout)
+    job_options.keep_timeouts_ms(args.keep_timeout, args.park_timeout)
     if args.shutdown_timeout is not None:
         given = f"--shutdown-timeout={args.shutdown_timeout:g}"
         job_options.shutdown_timeout_ms(given, str(args.shutdown_timeout))
@@ -443,7 +430,7 @@ def _from_caller(name: str, given: str, environ: Mapping[str, str]) -> str:
 def _check_variable(given: str, name: str) -> None:
     if not VARIABLE.fullmatch(name):
         raise InvalidRequestError(
-            f"{given}: {name!r} is no name of a variable; give letters, digits and _, not "
+            f"{given}: {name!r} is not the name of a variable; give letters, digits and _, not "
             "beginning with a digit, as NAME=VALUE or NAME"
         )
 
@@ -464,7 +451,7 @@ def _check_value(name: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError:
         raise InvalidRequestError(
-            f"variable {name}: its value is no UTF-8; give it another, or put it into a file"
+            f"variable {name}: its value is not UTF-8; give it another, or put it into a file"
         ) from None
 
 
@@ -472,7 +459,7 @@ def _check_utf8(what: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"{what} {text!r} cannot be used: no UTF-8") from None
+        raise InvalidRequestError(f"{what} {text!r} cannot be used: it is not UTF-8") from None
     if "\0" in text:
         raise InvalidRequestError(f"{what} {text!r} cannot be used: it has a NUL character")
 

@@ -108,7 +108,7 @@ class Page:
     def clock(self, unix_ms: int) -> str:
         """Format a point in time to the second: the time of day, with the date unless it is today.
 
-        For a column in which most times are of today.
+        It is meant for a column in which most times are of today.
         """
         return self.ago(round(self.now_s * 1000) - unix_ms)
 

@@ -174,7 +174,7 @@ class _Bars:
         self.full, self.empty = ("█", "░") if blocks else ("#", ".")
 
     def of(self, part: float, whole: float) -> str:
-        """Return a bar filled in proportion; a fraction is never shown as empty or full."""
+        """Return a bar filled in proportion. Only 0 is shown as empty, and only 1 as full."""
         share = min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
         cells = math.ceil(share * self.width) if share < 0.5 else math.floor(share * self.width)
         return self.full * cells + self.empty * (self.width - cells)
@@ -251,7 +251,7 @@ def _ran(share: Sequence[tuple[float, float]], bars: _Bars) -> list[str]:
     """Draw a line from the first known event until now: full where a round ran."""
     cells = [bars.empty] * bars.width
     for first, last in share:
-        # Gaps are what the reader looks for, so a cell is full only if a round ran all the time.
+        # Readers look for gaps, so a cell is full only if a round ran all the time.
         for cell in range(math.ceil(first * bars.width), math.floor(last * bars.width)):
             cells[cell] = bars.full
     percent = 100 * sum(last - first for first, last in share)

@@ -1,4 +1,4 @@
-"""The file that `rdzvctl backup` writes: it exists as a whole, or not at all."""
+"""Writes a file, such as a backup or a certificate, as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
     """
     _check(path, replace)
     try:
-        # Beside it, so that renaming takes effect at once; with mode 0600.
+        # The file is made beside `path`, so that it can be renamed at once, with mode 0600.
         number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -48,9 +48,9 @@ def _check(path: Path, replace: bool) -> None:
     if not os.path.lexists(path):
         return
     if not path.is_file():
-        raise InvalidRequestError(f"{path} is no regular file; give the name of one")
+        raise InvalidRequestError(f"{path} is not a regular file; give the name of one")
     if not replace:
-        raise InvalidRequestError(f"{path} is there already; give another name, or --force")
+        raise InvalidRequestError(f"{path} exists already; give another name, or --force")
 
 
 def _name(written: str, path: Path) -> None:

@@ -46,7 +46,7 @@ def parse_deadline(text: str) -> int:
     found = _DURATION.fullmatch(text.strip())
     if found is None or found[2] not in _UNITS_MS:
         raise InvalidRequestError(
-            f"--deadline={text} is no time; give a number with s, m or h behind it, such as 5m"
+            f"--deadline={text} is not a time; give a number with s, m or h behind it, such as 5m"
         )
     ms = round(float(found[1]) * _UNITS_MS[found[2]])
     if ms > MAX_DEADLINE_MS:
@@ -87,7 +87,7 @@ def wait_empty(client: ControlClient, node_id: str, say: Callable[[str], None]) 
         if found is None or (not found.jobs and found.drain):
             return found
         if found.drain is None:
-            raise UnknownNodeError(f"{node_id} is not drained any more: somebody has lifted it")
+            raise UnknownNodeError(f"{node_id} is no longer drained: its drain was lifted")
         names = ", ".join(job.rdzv_id for job in found.jobs)
         told = _say_once(f"{node_id}: waiting for {names} to leave", told, say)
         time.sleep(LOOK_EVERY_S)
@@ -125,7 +125,7 @@ def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) ->
     node_ids = [node.node_id for node in client.nodes() if _has(node, name, value)]
     if not node_ids:
         raise UnknownNodeError(
-            f"no node that is known has the label {name}={value}; `rdzvctl nodes` shows them"
+            f"no known node has the label {name}={value}; `rdzvctl nodes` shows them"
         )
     node_ids.sort(key=_natural)
     say(harmless(f"{len(node_ids)} with {name}={value}: {', '.join(node_ids)}"))
@@ -156,7 +156,7 @@ def _drain_when_it_may(
         try:
             found = next(iter(client.nodes(node_id)), None)
             if found is None:
-                say("it is not known any more, and is passed over")
+                say("it is no longer known, and is skipped")
                 return ()
             if found.drained_by_operator:
                 say("it is drained already")

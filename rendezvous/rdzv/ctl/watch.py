@@ -20,7 +20,7 @@ import click
 from rdzv.client import ControlClient
 from rdzv.ctl import as_text, live
 from rdzv.ctl.layout import page_for
-from rdzv.errors import RendezvousError
+from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.structs import struct
 from rdzv.view import as_json
 from rdzv.view.answers import Event, JobStatus
@@ -36,6 +36,9 @@ REDRAW_S = 1.0
 """How often ages are updated on a terminal."""
 
 LEAST_REDRAW_S = 0.1
+
+REPEAT_S = 2.0
+"""How often a list is asked for again: the server pushes single jobs only."""
 
 HISTORY_EVENTS = 500
 """How many events the screen's history covers, including nodes that come and go."""
@@ -129,12 +132,39 @@ def show(
                 text = as_text.status(seen.status, page_for(sys.stdout), everything=everything)
                 print(f"{text}\n", flush=True)  # noqa: T201
             else:
-                print(_one_of_many(output, as_json.status(seen.status)), flush=True)  # noqa: T201
+                print(one_of_many(output, as_json.status(seen.status)), flush=True)  # noqa: T201
             if seen.status.state in EXIT_CODES:
                 return
 
 
-def _one_of_many(output: str, document: str) -> str:
+def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
+    """Show what `shown` returns, now and every `REPEAT_S`, until the user interrupts.
+
+    On a terminal and `as_screen`, it is redrawn in place. A server that does not answer any more is
+    reported, and asked again.
+    """
+    smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and as_screen
+    text = shown()  # A server that was never there is an error.
+    with _own_screen() if smart else contextlib.nullcontext():
+        while True:
+            if smart:
+                _draw(_cut(text.splitlines(), shutil.get_terminal_size().lines))
+            else:
+                print(text, flush=True)  # noqa: T201
+            time.sleep(REPEAT_S)
+            try:
+                text = shown()
+            except RendezvousConnectionError as error:
+                _tries_again(error)
+
+
+def _cut(lines: Sequence[str], height: int) -> Sequence[str]:
+    """Return as many lines as a terminal has room for, the last of which may say that some miss."""
+    return lines if len(lines) <= height else [*lines[: height - 1], "..."]
+
+
+def one_of_many(output: str, document: str) -> str:
+    """Return a JSON document as one of a stream: as a line, or as YAML after ---."""
     if output == "json":
         return as_json.one_line(document)
     from rdzv.ctl import as_yaml
@@ -209,7 +239,8 @@ def _own_screen() -> Iterator[None]:
 
 
 def _draw(lines: Sequence[str]) -> None:
-    # In one piece, over the present text: clearing the screen first would make it flicker.
+    # It is written in one piece over the present text, since clearing the screen would make it
+    # flicker.
     text = "\r\n".join(f"{line}{_CLEAR_LINE}" for line in lines)
     sys.stdout.write(f"{_HOME}{text}{_CLEAR_BELOW}")
     sys.stdout.flush()

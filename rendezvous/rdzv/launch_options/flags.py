@@ -67,12 +67,16 @@ OWN = frozenset(
     {
         "--fence-after",
         "--hang-timeout",
+        "--keep-timeout",
         "--log-line-prefix-template",
         "--max-preemptions",
         "--max-store-failures",
         "--no-progress-restarts",
+        "--no-collective-trace",
+        "--no-warm",
         "--node-id",
         "--notice-signal",
+        "--park-timeout",
         "--preemption-file",
         "--restart-backoff",
         "--restart-window",
@@ -220,7 +224,7 @@ def add(
     if text is None or action.dest in _WITHOUT_ENVIRONMENT:
         return action
     if action.nargs != 0:
-        # A text: argparse parses it like the option's value.
+        # argparse parses a text like the option's value.
         action.default = text
     elif text.isdecimal():
         action.default = bool(int(text))
@@ -270,109 +274,97 @@ def _underscored(name: str) -> str:
     return "--" + name[2:].replace("-", "_") if name.startswith("--") else name
 
 
-def _option(*names: str, **settings: Any) -> Option:
-    return names, settings
+def value(
+    name: str, metavar: str | None, text: str, *, short: str | None = None, **settings: Any
+) -> Option:
+    """Declare a flag that has a value: `text` is its help, and `settings` are argparse's."""
+    names = (name,) if short is None else (short, name)
+    return names, {"default": None, "metavar": metavar, "help": text, **settings}
+
+
+def switch(name: str, text: str, *, short: str | None = None) -> Option:
+    """Declare a flag without a value: `text` is its help."""
+    names = (name,) if short is None else (short, name)
+    return names, {"action": "store_true", "help": text}
 
 
 def _where() -> list[Option]:
     """List the options of the job, its nodes and their server."""
     conf = "; ".join(f"{key}: {text}" for key, text in CONF_KEYS.items())
     return [
-        _option(
-            "--nnodes",
-            default="1:1",
-            metavar="N|MIN:MAX",
-            help="number of nodes of the job (default 1:1)",
-        ),
-        _option(
+        value("--nnodes", "N|MIN:MAX", "number of nodes of the job (default 1:1)", default="1:1"),
+        value(
             "--nproc-per-node",
-            default="1",
-            metavar="N",
-            help="workers on this node (default 1): a number; gpu, xpu or cpu, as many as it has; "
+            "N",
+            "workers on this node (default 1): a number; gpu, xpu or cpu, as many as it has; "
             "auto, the first of these that it has",
+            default="1",
         ),
-        _option(
+        value(
             "--rdzv-backend",
-            default="",
-            metavar="NAME",
-            help="rdzv: a standing rdzvd at the endpoint; c10d: the node that owns the endpoint's "
+            "NAME",
+            "rdzv: a standing rdzvd at the endpoint; c10d: the node that owns the endpoint's "
             "host serves; static: node rank 0 serves (default: static if --node-rank or --master-* "
             "is given, or one node serves itself at an endpoint that is free, else rdzv)",
+            default="",
         ),
-        _option(
+        value(
             "--rdzv-endpoint",
-            default="",
-            metavar="HOST[:PORT]",
-            help="the server (default port 29400; c10d: 0 for a free one); several rdzvd with "
+            "HOST[:PORT]",
+            "the server (default port 29400; c10d: 0 for a free one); several rdzvd with "
             "commas between them",
-        ),
-        _option(
-            "--rdzv-id", default=None, metavar="JOB", help="name of the job, the same on all nodes"
-        ),
-        _option("--rdzv-conf", default="", metavar="K=V,...", help=conf),
-        _option("--standalone", action="store_true", help="one node, with a server of its own"),
-        _option(
-            "--node-id",
             default="",
-            metavar="NAME",
-            help="name of this node (default: host name and process id)",
         ),
-        _option(
-            "--node-rank", type=int, default=None, metavar="N", help="static: rank of this node"
+        value("--rdzv-id", "JOB", "name of the job, the same on all nodes"),
+        value("--rdzv-conf", "K=V,...", conf, default=""),
+        switch("--standalone", "one node, with a server of its own"),
+        value(
+            "--node-id", "NAME", "name of this node (default: host name and process id)", default=""
         ),
-        _option(
+        value("--node-rank", "N", "static: rank of this node", type=int),
+        value(
             "--master-addr",
+            "ADDR",
+            "static: address of node rank 0 (default 127.0.0.1)",
             default="",
-            metavar="ADDR",
-            help="static: address of node rank 0 (default 127.0.0.1)",
         ),
-        _option(
+        value(
             "--master-port",
+            "PORT",
+            "static: port at which node rank 0 serves the rendezvous (default 29500)",
             type=int,
-            default=None,
-            metavar="PORT",
-            help="static: port at which node rank 0 serves the rendezvous (default 29500)",
         ),
-        _option(
+        value(
             "--local-addr",
+            "ADDR",
+            "address of this node for the others (default: its address towards the server)",
             default="",
-            metavar="ADDR",
-            help="address of this node for the others (default: its address towards the server)",
         ),
-        _option(
+        value(
             "--topology",
+            "LABEL",
+            "this node's place in the network, e.g. its rack; ranks of one place are adjacent",
             default="",
-            metavar="LABEL",
-            help="this node's place in the network, e.g. its rack; ranks of one place are adjacent",
         ),
-        _option(
+        value(
             "--tls-ca",
+            "FILE",
+            "reach rdzvd by TLS: the CA of its certificate (PEM; default RDZV_TLS_CA)",
             type=Path,
-            default=None,
-            metavar="FILE",
-            help="reach rdzvd by TLS: the CA of its certificate (PEM; default RDZV_TLS_CA)",
         ),
-        _option(
+        value(
             "--tls-cert",
+            "FILE",
+            "this node's certificate for rdzvd (PEM; default RDZV_TLS_CERT)",
             type=Path,
-            default=None,
-            metavar="FILE",
-            help="this node's certificate for rdzvd (PEM; default RDZV_TLS_CERT)",
         ),
-        _option(
-            "--tls-key",
-            type=Path,
-            default=None,
-            metavar="FILE",
-            help="the key of that certificate (default RDZV_TLS_KEY)",
-        ),
-        _option(
+        value("--tls-key", "FILE", "the key of that certificate (default RDZV_TLS_KEY)", type=Path),
+        value(
             "--token-file",
-            type=Path,
-            default=None,
-            metavar="FILE",
-            help="the token for rdzvd (default RDZV_TOKEN_FILE, or the token in RDZV_TOKEN); it is "
+            "FILE",
+            "the token for rdzvd (default RDZV_TOKEN_FILE, or the token in RDZV_TOKEN); it is "
             "sent only by TLS, or to this machine",
+            type=Path,
         ),
     ]
 
@@ -380,135 +372,143 @@ def _where() -> list[Option]:
 def _what() -> list[Option]:
     """List the options of the workers."""
     return [
-        _option(
+        value(
             "--max-restarts",
+            "N",
+            "worker failures that the whole job survives (default 0); a node that is lost, "
+            "leaves or joins does not count",
             type=int,
             default=0,
-            metavar="N",
-            help="worker failures that the whole job survives (default 0); a node that is lost, "
-            "leaves or joins does not count",
         ),
-        _option(
+        value(
             "--restart-window",
-            default=None,
-            metavar="SECONDS",
-            help="restarts longer ago no longer count (default: all count)",
+            "SECONDS",
+            "restarts longer ago no longer count (default: all count)",
         ),
-        _option(
+        value(
             "--restart-backoff",
-            default=None,
-            metavar="BASE[:MAX]",
-            help="seconds before the second restart in a row if rounds fail within a minute, "
+            "BASE[:MAX]",
+            "seconds before the second restart in a row if rounds fail within a minute, "
             "doubled with each further one, up to MAX; the first never waits (default 1:60; 0: no "
             "wait)",
         ),
-        _option(
+        value(
             "--max-preemptions",
-            type=int,
-            default=None,
-            metavar="N",
-            help="rounds that may end because a node was lost or left; the next fails the job "
+            "N",
+            "rounds that may end because a node was lost or left; the next fails the job "
             "(default: any number)",
+            type=int,
         ),
-        _option(
+        value(
             "--max-store-failures",
-            type=int,
-            default=None,
-            metavar="N",
-            help="rounds that may end because their store failed; the next fails the job "
+            "N",
+            "rounds that may end because their store failed; the next fails the job "
             "(default: any number)",
-        ),
-        _option(
-            "--no-progress-restarts",
             type=int,
-            default=0,
-            metavar="K",
-            help="fail, with exit code 93, after K restarts in a row without progress: "
+        ),
+        value(
+            "--no-progress-restarts",
+            "K",
+            "fail, with exit code 93, after K restarts in a row without progress: "
             "no step in RDZV_PROGRESS_FILE above all before, and no change of --snapshot "
             "(default 0: any number)",
+            type=int,
+            default=0,
         ),
-        _option(
+        value(
             "--snapshot",
+            "PATH",
+            "file or folder that the job saves its state to; a change of it is progress",
             type=Path,
-            default=None,
-            metavar="PATH",
-            help="file or folder that the job saves its state to; a change of it is progress",
         ),
-        _option("--role", default="default", metavar="ROLE", help="role of this node's workers"),
-        _option("-m", "--module", action="store_true", help="run a module, as python -m does"),
-        _option("--no-python", action="store_true", help="run a program, without python"),
-        _option(
-            "--run-path",
-            action="store_true",
-            help="run the script with runpy.run_path, as a library might",
-        ),
-        _option(
+        value("--role", "ROLE", "role of this node's workers", default="default"),
+        switch("--module", "run a module, as python -m does", short="-m"),
+        switch("--no-python", "run a program, without python"),
+        switch("--run-path", "run the script with runpy.run_path, as a library might"),
+        value(
             "--shutdown-timeout",
+            "SECONDS",
+            "between SIGTERM and SIGKILL when workers are stopped (default 30)",
             type=float,
-            default=None,
-            metavar="SECONDS",
-            help="between SIGTERM and SIGKILL when workers are stopped (default 30)",
         ),
-        _option(
+        value(
             "--fence-after",
-            type=float,
-            default=None,
-            metavar="SECONDS",
-            help="kill this node's workers after this time without proof that the server hears the "
+            "SECONDS",
+            "kill this node's workers after this time without proof that the server hears the "
             "node, so that they are gone before others take their place; at least 1 s below the "
             "server's lease of 5 s or more (default: they continue without a server)",
+            type=float,
         ),
-        _option(
+        value(
             "--hang-timeout",
-            default=None,
-            metavar="SECONDS|auto",
-            help="a worker that has reported progress (RDZV_PROGRESS_FILE) and then none for "
-            "this time hangs: its round ends as by a failure, and the stacks of all workers are "
-            "kept; auto: learned from its steps (default: off); see docs/hangs.md",
+            "SECONDS|auto",
+            "a worker that has reported progress (RDZV_PROGRESS_FILE), or completed collectives, "
+            "and then none for this time hangs: its round ends as by a failure, and the stacks of "
+            "all workers are kept; auto: learned from its steps (default: off); see docs/hangs.md",
         ),
-        _option(
+        switch(
+            "--no-collective-trace",
+            "do not open torch's record of collectives to the agent, which names the worker that "
+            "the others wait for; see docs/hangs.md",
+        ),
+        value(
+            "--keep-timeout",
+            "SECONDS",
+            "when a round ends, the time for workers that use rdzv.worker to cut their "
+            "connections and wait, to go on in the next round as the same processes; "
+            "0: all workers are stopped (default 10); see docs/workers-that-stay.md",
+            type=float,
+            default=10.0,
+        ),
+        value(
+            "--park-timeout",
+            "SECONDS",
+            "end such workers after this time without a next round, as they hold their GPUs "
+            "(default 600)",
+            type=float,
+            default=600.0,
+        ),
+        value(
             "--notice-signal",
-            default="SIGTERM",
-            metavar="SIG",
-            help="signal to the workers when this node is about to leave (a drain, a preemption), "
+            "SIG",
+            "signal to the workers when this node is about to leave (a drain, a preemption), "
             "early enough to save their state; none: only the file that RDZV_NOTICE_FILE names "
             "(default SIGTERM)",
+            default="SIGTERM",
         ),
-        _option(
+        value(
             "--preemption-file",
-            type=Path,
-            default=None,
-            metavar="PATH",
-            help="when this file appears, this node is about to be taken away: its workers get a "
+            "PATH",
+            "when this file appears, this node is about to be taken away: its workers get a "
             "notice, and it leaves; the first line may be the seconds that are left (default 30)",
+            type=Path,
         ),
-        _option(
+        value(
             "--signals-to-handle",
-            default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-            metavar="SIG,...",
-            help="signals on which this node leaves; its workers get them, too "
+            "SIG,...",
+            "signals on which this node leaves; its workers get them, too "
             "(default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
+            default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         ),
-        _option(
-            "--virtual-local-rank",
-            action="store_true",
-            help="LOCAL_RANK is 0 for every worker, which sees one GPU",
-        ),
-        _option(
+        switch("--virtual-local-rank", "LOCAL_RANK is 0 for every worker, which sees one GPU"),
+        value(
             "--warm",
+            "MODULES",
+            "fork the workers of all rounds from an interpreter that has imported these "
+            "(default torch, and with it torch._dynamo); docs/warm.md lists what they must not do",
             nargs="?",
             const="torch",
-            default=None,
-            metavar="MODULES",
-            help="fork the workers of each restart from an interpreter that has imported these "
-            "(default torch, and with it torch._dynamo); docs/warm.md lists what they must not do",
         ),
-        _option(
+        switch(
+            "--no-warm",
+            "start the workers of restarts cold, too; without this and --warm they are forked "
+            "from an interpreter that imports torch once the first workers have",
+        ),
+        value(
             "--numa-binding",
-            default=None,
-            metavar="MODE",
+            "MODE",
+            "bind each worker to CPUs near its GPU: node, socket, exclusive or core-complex",
             choices=("node", "socket", "exclusive", "core-complex"),
-            help="bind each worker to CPUs near its GPU: node, socket, exclusive or core-complex",
         ),
     ]
 
@@ -517,52 +517,49 @@ def _output() -> list[Option]:
     """List the options of the workers' output."""
     streams = "1 stdout, 2 stderr, 3 both; for all, or by LOCAL_RANK as in 0:3,1:2"
     return [
-        _option(
+        value(
             "--log-dir",
-            default=None,
+            "DIR",
+            "folder of worker logs and error files (default: a new one in the temporary folder)",
             type=Path,
-            metavar="DIR",
-            help="folder of worker logs and error files (default: a new one in the temporary "
-            "folder)",
         ),
-        _option(
-            "-r",
+        value(
             "--redirects",
+            "0..3|RANK:N,...",
+            f"worker output that goes to files in the log folder: {streams}",
+            short="-r",
             default="0",
-            metavar="0..3|RANK:N,...",
-            help=f"worker output that goes to files in the log folder: {streams}",
         ),
-        _option(
-            "-t",
+        value(
             "--tee",
+            "0..3|RANK:N,...",
+            f"worker output that goes to files and, with a prefix, to the console: {streams}",
+            short="-t",
             default="0",
-            metavar="0..3|RANK:N,...",
-            help=f"worker output that goes to files and, with a prefix, to the console: {streams}",
         ),
-        _option(
+        value(
             "--local-ranks-filter",
+            "RANK,...",
+            "show the output of these LOCAL_RANKs only; files have that of all",
             default="",
-            metavar="RANK,...",
-            help="show the output of these LOCAL_RANKs only; files have that of all",
         ),
-        _option(
+        value(
             "--duplicate-stdout-filters",
-            default="",
-            metavar="TEXT,...",
-            help="copy teed stdout lines with any of these texts into filtered_stdout.log; ,, is a "
+            "TEXT,...",
+            "copy teed stdout lines with any of these texts into filtered_stdout.log; ,, is a "
             "comma",
-        ),
-        _option(
-            "--duplicate-stderr-filters",
             default="",
-            metavar="TEXT,...",
-            help="the same for stderr, into filtered_stderr.log",
         ),
-        _option(
+        value(
+            "--duplicate-stderr-filters",
+            "TEXT,...",
+            "the same for stderr, into filtered_stderr.log",
+            default="",
+        ),
+        value(
             "--log-line-prefix-template",
-            default=None,
-            metavar="TEXT",
-            help="prefix of teed lines; ${role_name}, ${rank} and ${local_rank} are replaced "
+            "TEXT",
+            "prefix of teed lines; ${role_name}, ${rank} and ${local_rank} are replaced "
             "(default: TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, else [${role_name}${local_rank}]:)",
         ),
     ]
@@ -571,25 +568,25 @@ def _output() -> list[Option]:
 def _torchrun_only() -> list[Option]:
     """List the options that only torchrun needs."""
     return [
-        _option("--monitor-interval", type=float, default=0.1, metavar="S", help=_NO_EFFECT),
-        _option(
+        value("--monitor-interval", "S", _NO_EFFECT, type=float, default=0.1),
+        value(
             "--start-method",
+            None,
+            _NO_EFFECT,
             default="spawn",
             choices=("spawn", "fork", "forkserver"),
-            help=_NO_EFFECT,
         ),
-        _option(
+        value(
             "--event-log-handler",
-            default="null",
-            metavar="NAME",
-            help="where torchelastic's events go: null (default), console, or a name that is "
+            "NAME",
+            "where torchelastic's events go: null (default), console, or a name that is "
             "registered with torch in the job's interpreter",
+            default="null",
         ),
-        _option(
+        value(
             "--logs-specs",
-            default=None,
-            metavar="NAME",
-            help="class that decides where workers' output goes: an entry point of the group "
+            "NAME",
+            "class that decides where workers' output goes: an entry point of the group "
             "torchrun.logs_specs in the job's interpreter",
         ),
     ]
@@ -598,9 +595,5 @@ def _torchrun_only() -> list[Option]:
 def _legacy() -> list[Option]:
     """List the options that torch.distributed.launch has besides torchrun's."""
     return [
-        _option(
-            "--use-env",
-            action="store_true",
-            help="pass no --local-rank to the script: LOCAL_RANK is in the environment",
-        ),
+        switch("--use-env", "pass no --local-rank to the script: LOCAL_RANK is in the environment"),
     ]

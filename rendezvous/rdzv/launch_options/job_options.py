@@ -18,7 +18,8 @@ from rdzv.errors import InvalidRequestError, short
 from rdzv.launch_options.flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS
 
 MAX_COUNT = 1_000_000
-"""Above every limit of a server, which enforces its own; no message holds a larger number."""
+"""Larger than the limits of any server, which enforces its own; no message holds a larger
+number."""
 MAX_CONF_S = 30 * 86_400
 MAX_SHUTDOWN_S = 86_400
 BACKOFF_MS, BACKOFF_MAX_MS = 1_000, 60_000
@@ -63,7 +64,7 @@ def check_words(args: argparse.Namespace) -> None:
 
     """
     if args.rdzv_id == "":
-        # Most likely from an unset variable: a random name would be wrong.
+        # It most likely comes from an unset variable, so a random name would be wrong.
         raise InvalidRequestError("--rdzv-id is empty; give the job's name, or leave it out")
     for option in _NAMES:
         check_printable(f"--{option.replace('_', '-')}", getattr(args, option) or "")
@@ -267,7 +268,7 @@ def conf_bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
 
 
 def parse_scale_up(text: str) -> tuple[ScaleUp, int]:
-    """Read when new nodes may end a running round, and how long it must have run (0: any time).
+    """Read when new nodes may end a running round, and how long it must have run by then.
 
     >>> parse_scale_up("on-restart"), parse_scale_up("after:600")
     ((<ScaleUp.ON_RESTART: 'on-restart'>, 0), (<ScaleUp.AFTER: 'after'>, 600000))
@@ -310,8 +311,22 @@ def shutdown_timeout_ms(given: str, text: str) -> int:
     return round(seconds * 1000)
 
 
+def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
+    """Read how long workers may take to park (0: none is kept), and how long they stay parked.
+
+    >>> keep_timeouts_ms(10, 600)
+    (10000, 600000)
+    """
+    for flag, seconds in (("--keep-timeout", keep_s), ("--park-timeout", park_s)):
+        if not 0 <= seconds <= MAX_SHUTDOWN_S:
+            raise InvalidRequestError(
+                f"{flag}={seconds:g}: give a number of seconds from 0 to {MAX_SHUTDOWN_S}"
+            )
+    return round(keep_s * 1000), round(park_s * 1000)
+
+
 def fence_after_ms(seconds: float | None) -> int:
-    """Read how long workers run on without proof of contact to the server; 0: no limit."""
+    """Read how long workers run on without proof of contact to the server; 0 if without limit."""
     if seconds is None:
         return 0
     if not 1 <= seconds <= MAX_FENCE_S:
@@ -323,7 +338,7 @@ def fence_after_ms(seconds: float | None) -> int:
 
 
 def hang_timeout(text: str | None) -> HangTimeout | None:
-    """Read the time without progress after which a worker counts as hung; None: never.
+    """Read the time without progress after which a worker counts as hung; None if none does.
 
     >>> hang_timeout("600"), hang_timeout("auto"), hang_timeout(None)
     (HangTimeout(ms=600000), HangTimeout(ms=None), None)
@@ -362,7 +377,7 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def parse_notice_signal(text: str) -> signal.Signals | None:
-    """Read the signal of a notice to workers; None: the notice file alone.
+    """Read the signal of a notice to workers; None if only the notice file is written.
 
     >>> parse_notice_signal("SIGUSR1"), parse_notice_signal("none")
     (<Signals.SIGUSR1: 10>, None)

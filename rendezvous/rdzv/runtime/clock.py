@@ -64,7 +64,7 @@ class Timer:
         return self._due_ms
 
     def arm(self, at_ms: int | None) -> None:
-        """Fire at `at_ms` and at no other time; None: not at all."""
+        """Fire at `at_ms` and at no other time; with None, do not fire at all."""
         if at_ms == self._due_ms:
             return
         self.cancel()

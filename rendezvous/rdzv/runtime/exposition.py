@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Collect = Callable[[], Iterable[Metric]]
 
-# Otherwise a gauge with the creation time would follow each counter and histogram.
+# Without this, each counter and histogram would get a gauge with its creation time.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 

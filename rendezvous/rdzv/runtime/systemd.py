@@ -87,8 +87,8 @@ async def _beat(every_s: float) -> None:
 def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
     """Return what systemd is about to do with this process's unit: "stop", "restart", ...
 
-    Empty if nothing, or if unknown: this process is no service, or systemd does not answer within
-    `ASK_TIMEOUT_S`. Blocks until systemd answers, or for that long.
+    Return "" if there is nothing to do, if this process is no service, or if systemd does not
+    answer within `ASK_TIMEOUT_S`. Blocks until then.
     """
     try:
         unit, of_user = unit_of(cgroups.read_text(errors="replace"))

@@ -10,7 +10,7 @@ import signal
 import sys
 import tomllib
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -367,21 +367,33 @@ def _metrics(
 async def _meter(
     replica: Replica, metrics: Metrics | None, config: Config
 ) -> AsyncIterator[Meter | None]:
-    """Yield the observer of events; where traces are configured, trace until the body ends."""
-    if config.otlp is None:
-        yield metrics
-        return
+    """Yield the observer of events: metrics, traces and notifications, as far as configured."""
     from rdzv.server.telemetry.metrics_hooks import Meters
+
+    async with AsyncExitStack() as stack:
+        meters: list[Meter] = [] if metrics is None else [metrics]
+        if config.notify is not None:
+            from rdzv.server.telemetry.notifications import notifying
+
+            meters.append(await stack.enter_async_context(notifying(config.notify)))
+        if config.otlp is not None:
+            meters.append(await stack.enter_async_context(_tracing(replica, config, config.otlp)))
+        yield Meters(*meters) if len(meters) > 1 else next(iter(meters), None)
+
+
+@asynccontextmanager
+async def _tracing(replica: Replica, config: Config, otlp: str) -> AsyncIterator[Meter]:
+    """Send rounds as traces until the body ends."""
     from rdzv.server.telemetry.otlp import OtlpSender
     from rdzv.server.telemetry.traces import tracing
 
     async def history(rdzv_id: str, limit: int) -> Sequence[Record]:
         return await replica.driver.views.history(rdzv_id, limit)
 
-    sender = OtlpSender(config.otlp, VERSION)
+    sender = OtlpSender(otlp, VERSION)
     try:
         async with tracing(history, sender.send) as traces:
-            yield traces if metrics is None else Meters(metrics, traces)
+            yield traces
     finally:
         await sender.close(config.timings.traces_close_ms)
 

@@ -302,7 +302,7 @@ class Driver:
         self.watchers.job_changed(rdzv_id)
 
     def _show_store(self, rdzv_id: str | None) -> None:
-        """Wake watchers when a job starts waiting for the store; None: all jobs start or stop."""
+        """Wake watchers when a job, or all jobs with None, start or stop waiting for the store."""
         if rdzv_id is not None:
             self.watchers.job_changed(rdzv_id)
             return

@@ -1,15 +1,20 @@
 """Values that the driver exchanges with nodes and operators: reports in, announcements out.
 
-Values only. `wire` converts them from and to protobuf; `announcements` decides who gets which.
+`wire` converts them from and to protobuf; `announcements` decides which node gets which.
 """
 
 from __future__ import annotations
 
 from rdzv.core.commands import Command
 from rdzv.core.hangs import HungWorker
-from rdzv.core.model import Ended, JobSpec, RoundEnd, Tally
+from rdzv.core.model import (
+    Ended,
+    JobSpec,
+    RoundEnd,
+)
 from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import FailingCheck, Resources
+from rdzv.core.spending import Tally
 from rdzv.core.stacks import WorkerStack
 from rdzv.structs import struct
 
@@ -28,15 +33,15 @@ class Hello:
     leadership: int
     incarnation: int
     fence_after_ms: int = 0
-    """The node kills its workers after this time without an answer; 0: never."""
+    """The node kills its workers after this time without an answer; 0 if it never does."""
     version: str = ""
     resources: Resources | None = None
-    """None: it accepts no submitted jobs."""
+    """None if it accepts no submitted jobs."""
     holdings: tuple[Holding, ...] = ()
     failing: tuple[FailingCheck, ...] = ()
-    """The node's own checks that fail."""
+    """The health checks of the node that fail."""
     metrics: str = ""
-    """Where its agent answers /metrics, as HOST:PORT; empty: nowhere that others can reach."""
+    """Where its agent serves /metrics, as HOST:PORT; empty if other machines cannot reach it."""
     draining: Draining | None = None
     """Set if the node is about to leave all its jobs."""
 
@@ -48,7 +53,7 @@ class Draining:
     left_ms: int
     reason: str
     number: int
-    """The number of the drain that a server has ordered; 0: none."""
+    """The number of the drain that a server has ordered; 0 if none has."""
     own: bool
 
 
@@ -95,7 +100,7 @@ class RankProgress:
 
 @struct(frozen=True)
 class Progress:
-    """The progress of a node's workers in one round; only of those that have reported any."""
+    """The progress of those of a node's workers in one round that have reported any."""
 
     rdzv_id: str
     run: str
@@ -105,7 +110,7 @@ class Progress:
 
 @struct(frozen=True)
 class LogPiece:
-    """A piece of a worker's output. Without data: what follows is of `round`."""
+    """A piece of a worker's output. Without data, it only announces pieces of `round`."""
 
     request: int
     round: int = 0
@@ -117,12 +122,12 @@ class LogPiece:
     last: bool = False
     """Whether this is the last piece."""
     error: str = ""
-    """Why something is missing or, with `last`, everything that follows."""
+    """Why something is missing; with `last`, why everything that follows is missing."""
 
 
 @struct(frozen=True)
 class Hung:
-    """All workers of one round on a node that hang; empty: none hangs any longer."""
+    """All hung workers of one round on a node; empty once none hangs any longer."""
 
     rdzv_id: str
     run: str
@@ -197,16 +202,22 @@ class Assignment:
     restarts: int
     max_restarts: int | None
     tally: Tally | None = None
+    kept: tuple[int, ...] = ()
+    source: int | None = None
+    resume_step: int | None = None
+    charged_suspects: tuple[int, ...] = ()
 
 
 @struct(frozen=True)
 class RoundOver:
-    """The round is over: the node stops its workers."""
+    """The round is over: the node stops its workers, or has them park."""
 
     rdzv_id: str
     run: str
     round: int
     end: RoundEnd
+    culprits: tuple[int, ...] = ()
+    """LOCAL_RANKs of the node's workers that are not kept."""
 
 
 @struct(frozen=True)
@@ -248,7 +259,7 @@ class LogPosition:
 
 @struct(frozen=True)
 class ReadLog:
-    """A request for the output of the node's workers. None: see `rdzv.proto`."""
+    """A request for the output of the node's workers. `rdzv.proto` says what None means."""
 
     request: int
     rdzv_id: str
@@ -292,7 +303,7 @@ class Withdrawn:
 
 @struct(frozen=True)
 class LookAgain:
-    """An operator has checked the node: it runs its checks now."""
+    """An operator has looked at the node, which is to run its health checks again."""
 
 
 @struct(frozen=True)
@@ -345,7 +356,7 @@ Announcement = (
 
 @struct(frozen=True)
 class LogsWanted:
-    """A selection of one job's logs. None: all RANKs, the last round."""
+    """A selection of one job's logs. None stands for all RANKs, and for the last round."""
 
     rank: int | None = None
     round: int | None = None
@@ -374,62 +385,3 @@ class LogLines:
     offset: int = 0
     data: bytes = b""
     note: str = ""
-
-
-@struct(frozen=True)
-class NodeJob:
-    """A job that a node is in, holds, or was selected for."""
-
-    rdzv_id: str
-    gpus: int
-    state: str
-    """placed, holding, or its state within the job."""
-
-
-@struct(frozen=True)
-class NodeSummary:
-    """One node, across its jobs."""
-
-    node_id: str
-    state: str
-    """connected, away, or gone: known only because it is cordoned or quarantined."""
-    state_age_ms: int
-    program: str
-    address: str
-    version: str
-    resources: Resources | None
-    gpus_free: int
-    jobs: tuple[NodeJob, ...]
-    cordoned: bool
-    cordon_reason: str
-    cordon_age_ms: int
-    metrics: str = ""
-    """Where its agent answers /metrics; empty: nowhere."""
-    quarantine: str = ""
-    """Why it is quarantined; empty if it is not."""
-    quarantine_age_ms: int = 0
-    quarantine_left_ms: int = 0
-    unhealthy: str = ""
-    """The node's own checks that fail; empty: none."""
-    unhealthy_age_ms: int = 0
-    drain: str = ""
-    """draining, drained, or empty."""
-    drain_reason: str = ""
-    drain_left_ms: int = 0
-    drained_by_operator: bool = False
-
-
-@struct(frozen=True)
-class ServerView:
-    """One of the rdzvd servers that share a store."""
-
-    address: str
-    leads: bool
-    leadership: int
-    store: str
-    version: str
-    state_age_ms: int
-    insecure: str = ""
-    """Why every caller may do everything; known for this server only."""
-    store_away: str = ""
-    """Why it can store nothing now; known for this server only."""

@@ -76,7 +76,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     """The class of its values: `int`, `tuple`, a class with a classmethod `parse`, ..."""
     reason: str
     default: Any
-    """None: the setting has no value unless it is set."""
+    """None if the setting has no value unless it is set."""
     default_words: str = ""
     """The default in words, if `default` does not show it."""
     unit: str = ""
@@ -88,12 +88,12 @@ class Setting(Struct, frozen=True, kw_only=True):
     check: Callable[[str], object] | None = None
     """Refuses a text, also one in a list or table, with an `InvalidRequestError`."""
     each: type[Table] | None = None
-    """For a list of tables: the class of each."""
+    """The class of each table, for a list of tables."""
     required: bool = False
     reload: bool = False
     """Whether a reload applies a change; otherwise it needs a restart."""
     sets: tuple[str, ...] = ()
-    """For the program: the fields that receive the value."""
+    """The fields of the program's own configuration that receive the value."""
 
     @property
     def type(self) -> Any:
@@ -114,12 +114,12 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def kind_words(self) -> str:
-        """The kind of its values, for people."""
+        """A description of the kind of its values."""
         return "a list of tables" if self.each else _KINDS.get(self.kind, "a text")
 
     @property
     def bounds(self) -> str:
-        """The allowed values, for people; empty if the kind says it all."""
+        """A description of the allowed values; empty if the kind says it all."""
         if self.choices:
             return ", ".join(map(quoted, self.choices))
         if self.least is not None and self.most is not None:
@@ -135,7 +135,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def default_text(self) -> str:
-        """Its default, for people."""
+        """A description of its default."""
         if self.required:
             return "none: it must be set"
         return self.default_words or (self.spelled(self.default) if self.has_default else "not set")

@@ -126,7 +126,7 @@ def read_document(path: Path, source: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise _unusable(source, f"it is not TOML: {error}; correct it") from error
     except (RecursionError, ValueError) as error:
-        # Nested too deeply, or a number with thousands of digits.
+        # The file is nested too deeply, or has a number with thousands of digits.
         raise _unusable(source, f"it cannot be read: {error}; name another file") from error
 
 
@@ -339,13 +339,14 @@ class Reload(Struct, Generic[T], frozen=True):
     """The changes that a reload makes in a running program."""
 
     loaded: Loaded[T]
-    """The configuration now in effect: new only where a reload applies a change."""
+    """The configuration now in effect; it differs from the former one only where a reload
+    applies."""
     applied: tuple[str, ...]
     """The keys that changed and are in effect at once."""
     waiting: tuple[str, ...]
     """The keys that changed and need a restart."""
     lines: tuple[str, ...]
-    """The same in words, one line for each key."""
+    """The changes in words, one line for each key."""
 
 
 def compare(running: Loaded[T], wanted: Loaded[T]) -> Reload[T]:

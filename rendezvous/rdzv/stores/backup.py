@@ -1,9 +1,9 @@
 """Backups: the whole contents of a store, as lines of JSON that any kind of store can restore.
 
-A header, the documents, every job followed by its history, then a trailer with counts and the
-SHA-256 of all bytes before it. So a file that was cut, changed or put together by hand is
-detected, and people can read it. Each job and document is as of one commit; two of them may be
-from different moments.
+A backup has a header, the documents, every job followed by its history, and a trailer with counts
+and the SHA-256 of all bytes before it. So people can read it, and a file that was cut, changed or
+put together by hand is detected. Each job and each document is as of one commit, but two of them
+may be from different moments.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _EVERY_ROW = 2**31 - 1
 _MOST_READS = 10
 """How often a job is read before it counts as changing too fast."""
 _MOST_LINE_BYTES = 64 * 1024 * 1024
-"""Far above the membership of the largest job; a file that is not a backup may have no lines."""
+"""Far above the membership of the largest job. A file that is no backup may have no lines at
+all."""
 _ROWS_AT_ONCE = 100
 """History rows restored in one commit, because some stores limit their transactions."""
 
@@ -46,7 +47,7 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="backup"):
     """The first line: the source, the author and the time of the backup."""
 
     source: str
-    """Where the data was, for people: `/var/lib/rdzv (sqlite)`."""
+    """A description of where the data was, such as `/var/lib/rdzv (sqlite)`."""
     leadership: int
     """The number of the server that wrote it; a restored store gives higher ones."""
     unix_ms: int
@@ -175,7 +176,7 @@ def _written(line: _Line) -> bytes:
 
 
 async def _read(store: Store, rdzv_id: str) -> tuple[Stored, tuple[Record, ...]] | None:
-    """Read a job and its history as of one commit; None if it was deleted meanwhile."""
+    """Read a job and its history as of one commit; None if it was deleted in the meantime."""
     before = await store.load(rdzv_id)
     for _ in range(_MOST_READS):
         rows = await store.history(rdzv_id, _EVERY_ROW)
@@ -336,7 +337,7 @@ async def restore(store: Store, file: BinaryIO, name: str) -> Summary:
 
 
 async def _fill(store: Store, file: BinaryIO, name: str, header: Header) -> None:
-    # First, so that numbers do not go back even in a store that is only partly filled.
+    # This comes first, so that numbers do not go back even if the store is only partly filled.
     await store.take_over(at_least=header.leadership)
     file.seek(0)
     rows: list[Record] = []

@@ -1,8 +1,8 @@
 """The contract of every store, and the errors that a store may raise.
 
-An error is *definite* if certainly nothing was written, and *indefinite* if perhaps it was: then
-the caller reads back before it decides again. When in doubt, a store raises the indefinite one,
-a plain `RendezvousConnectionError`.
+An error is *definite* if certainly nothing was written. It is *indefinite* if something may have
+been written; the caller then reads back before it decides again. When in doubt, a store raises the
+indefinite error, a plain `RendezvousConnectionError`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StoreRefusedError(RendezvousConnectionError):
 
 
 class DeposedError(StoreRefusedError):
-    """This server is not the leader, or not any more; nothing was written, nor will be.
+    """This server is not the leader, or no longer is. Nothing was written, and nothing will be.
 
     The store stays refused for this server's term: the next leader opens another.
     """
@@ -96,7 +96,7 @@ def check_document(name: str, data: bytes) -> None:
     """
     if not re.fullmatch("[a-z-]+", name):
         raise InvalidRequestError(
-            f"{name!r} is no name of a document; give one of lower-case letters and -"
+            f"{name!r} is not the name of a document; give one of lower-case letters and -"
         )
     if len(data) > DOCUMENT_BYTES:
         raise LimitExceededError(
@@ -113,11 +113,11 @@ class Store(Protocol):
 
     @property
     def place(self) -> str:
-        """Where the data is, for people: `/var/lib/rdzv (sqlite)`."""
+        """A description of where the data is, such as `/var/lib/rdzv (sqlite)`."""
         ...
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written; None if it never was.
+        """Return a job as last written; None if it was never written.
 
         Raises:
             RendezvousStateError: it is there and cannot be read; it is left untouched.
@@ -165,12 +165,12 @@ class Store(Protocol):
     def pages(self) -> AsyncGenerator[Page, None]:
         """Yield all stored jobs in pages: reading one by one costs far more.
 
-        A job written meanwhile appears in its old or its new state, or not at all.
+        A job that is written in the meantime appears in its old or its new state, or not at all.
         """
         ...
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records that no membership write carries."""
+        """Write records on their own, without a membership."""
         ...
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
@@ -181,7 +181,7 @@ class Store(Protocol):
         ...
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document as last written, and its revision; None if it never was."""
+        """Return a document and its revision; None if it was never written."""
         ...
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:

@@ -30,7 +30,7 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.election")
 
 RENEWALS_PER_TTL = 6
-"""Lets a lost renewal be repeated at another member, even while etcd elects its own leader."""
+"""So a lost renewal can be repeated at another member, even while etcd elects its own leader."""
 
 ANSWER_S = 0.5
 """The least time a member has to answer a renewal before the next member is asked."""
@@ -54,7 +54,7 @@ class Fence:
 
 @struct(frozen=True)
 class Leader:
-    """The leader. Times are by the leader's own clock, for people."""
+    """The leader. Its times are by its own clock, and only shown to people."""
 
     address: str
     since_unix_ms: int
@@ -84,7 +84,7 @@ class _Session:
         self.renewed(sent_s)
 
     def renewed(self, sent_s: float) -> None:
-        """Count from when the renewal was sent: etcd counts from later."""
+        """Count from the moment when the renewal was sent; etcd counts from a later one."""
         self.sent_s = sent_s
         self.proven_until_s = sent_s + self.ttl_s * (1 - _MARGIN)
 
@@ -112,7 +112,7 @@ class Election:
         self._held: KeyValue | None = None
         """The leader key as last seen, ..."""
         self._seen_revision = -1
-        """... at this revision; -1: never."""
+        """... at this revision; -1 if it was never seen."""
         self._news = asyncio.Event()
         """Set, and replaced, whenever one of the above changes."""
         self._last_loss = "this server has not led yet"
@@ -320,7 +320,7 @@ class Election:
         session.lose(reason)
         if session.fence is not None:
             self._last_loss = session.lost or reason
-            log.info("%s does not lead any more: %s", self._address, self._last_loss)
+            log.info("%s no longer leads: %s", self._address, self._last_loss)
         try:
             async with asyncio.timeout(RESIGN_S):
                 await self._client.revoke(session.lease)
@@ -344,7 +344,7 @@ class Election:
                         for change in some:
                             self._see(change.kv, change.revision)
             except RendezvousConnectionError as error:
-                # Compaction is no failure, but the pause after one does no harm here.
+                # Compaction is no failure, but the pause that follows a failure does no harm here.
                 self._etcd_is_away(error)
                 await asyncio.sleep(RETRY_S)
 
@@ -380,7 +380,7 @@ class Election:
     def _etcd_is_back(self) -> None:
         if self._away:
             self._away = False
-            log.warning("the election goes on: etcd answers again")
+            log.warning("the election continues: etcd answers again")
 
 
 # ------------------------------------------------------------------------------------ values
@@ -403,7 +403,7 @@ def _read_replica(kv: KeyValue) -> Replica | None:
     try:
         return msgspec.json.decode(kv.value, type=Replica)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        log.warning("%s is no replica that can be read", kv.key.decode(errors="replace"))
+        log.warning("%s is not a replica that can be read", kv.key.decode(errors="replace"))
         return None
 
 

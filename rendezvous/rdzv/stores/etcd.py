@@ -45,13 +45,13 @@ from rdzv.stores.etcd_values import (
 )
 
 KEYS_PER_PAGE = 1_000
-"""For a page of keys alone: names are short."""
+"""The size of a page of keys without values; names are short."""
 
 JOBS_PER_PAGE = 10
 """A membership may have 1.5 MiB, and a whole page must fit into one answer."""
 
 BATCHES_PER_PAGE = 500
-"""For a page of history: some 12 MiB at most, and rarely above 100 KiB."""
+"""The size of a page of history: at most some 12 MiB, and rarely above 100 KiB."""
 
 BATCH_BYTES = 24 * 1024
 """The data of one history key; longer data continues in the next key."""
@@ -66,7 +66,7 @@ _SLOW_PARTICIPANTS = 256
 """... and larger memberships are deflated in one."""
 
 _Rows = list[tuple[int, str, str, str]]
-"""unix_ms, run, name, data: the job is part of the key."""
+"""Rows of unix_ms, run, name and data; the job is part of the key."""
 
 _rows_decoder: msgspec.json.Decoder[_Rows] = msgspec.json.Decoder(_Rows)
 _number_decoder = msgspec.json.Decoder(int)
@@ -99,7 +99,7 @@ class EtcdStore:
         return self._client.config.place
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written; None if it never was."""
+        """Return a job as last written; None if it was never written."""
         self._check_open()
         kv, _ = await self._client.get(self._job_key(rdzv_id))
         if kv is None:
@@ -171,7 +171,7 @@ class EtcdStore:
         ]
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records that no membership write carries; very many take several commits."""
+        """Write records on their own, without a membership; very many take several commits."""
         fence = self._check_fence()
         plan = await self._plan(fence, records)
         for operations in plan.transactions(MAX_OPERATIONS):
@@ -198,7 +198,7 @@ class EtcdStore:
         return tuple(reversed(newest_first[: max(wanted, 0)]))
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document as last written, and its revision; None if it never was."""
+        """Return a document and its revision; None if it was never written."""
         self._check_open()
         kv, _ = await self._client.get(self._document_key(name))
         return (kv.value, kv.mod_revision) if kv else None
@@ -300,7 +300,7 @@ class EtcdStore:
     def _deposed(self, leader: KeyValue | None) -> DeposedError:
         now = f"{read_leader(leader).address} leads now" if leader else "nobody leads now"
         return DeposedError(
-            f"{self.place}: this server does not lead any more, {now}; nothing was written"
+            f"{self.place}: this server no longer leads, {now}; nothing was written"
         )
 
     def _check_fence(self) -> Fence:

@@ -57,7 +57,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 0),
-    # A member that was restarted is soon used again.
+    # A restarted member is soon used again.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -284,7 +284,7 @@ class EtcdClient:
                 return await self._attempt(index, method, request, min(attempt_s, left))
             except grpc.RpcError as error:
                 failure = error
-            # A timeout tells less than an earlier error did.
+            # A timeout says less than an earlier error.
             reason = _reason(failure) if not (reason and _is_silence(failure)) else reason
             self._leave(index)
             tried += 1
@@ -294,7 +294,7 @@ class EtcdClient:
                 await asyncio.sleep(RETRY_S)
 
     async def _once(self, method: _Method[Request, Response], request: Request) -> Response:
-        """Call where there is a connection; once the call is under way, it is never repeated."""
+        """Call an endpoint with a connection; a call that is under way is never repeated."""
         index = await self._connection()
         try:
             return await self._attempt(index, method, request, self._timeout_s)

@@ -15,8 +15,8 @@ DEFAULT_PORT = 2379
 """The port where etcd listens for clients."""
 
 
-def first_line(file: Path) -> str:
-    """Read a password from the first line of a file.
+def first_line(file: Path, what: str = "etcd password file") -> str:
+    """Read a secret from the first line of a file; `what` names the file in errors.
 
     Raises:
         InvalidRequestError: the file has none, or cannot be read.
@@ -25,9 +25,9 @@ def first_line(file: Path) -> str:
     try:
         line = file.read_text().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"etcd password file {file} cannot be read: {error}") from None
+        raise InvalidRequestError(f"{what} {file} cannot be read: {error}") from None
     if not line:
-        raise InvalidRequestError(f"etcd password file {file}: its first line is empty")
+        raise InvalidRequestError(f"{what} {file}: its first line is empty")
     return line
 
 
@@ -86,7 +86,7 @@ class EtcdConfig:
             raise InvalidRequestError("no etcd endpoint is given; give HOST:PORT,HOST:PORT")
         if not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", self.prefix):
             raise InvalidRequestError(
-                f"etcd prefix {self.prefix!r} cannot be used: it is no path of letters, digits "
+                f"etcd prefix {self.prefix!r} cannot be used: it is not a path of letters, digits "
                 "and . _ -; give one like /rdzv"
             )
         if not 2 <= self.ttl_s <= 300:
@@ -133,8 +133,8 @@ def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
         scheme, found, rest = part.strip().partition("://")
         if found and scheme not in ("http", "https"):
             raise InvalidRequestError(
-                f"etcd endpoint {part.strip()!r} cannot be used: {scheme!r} is no scheme of "
-                "etcd's; give http, https or none"
+                f"etcd endpoint {part.strip()!r} cannot be used: {scheme!r} is not a scheme of "
+                "etcd; give http, https or none"
             )
         schemes.add(scheme if found else "http")
         endpoint = parse_endpoint(rest.removesuffix("/") if found else scheme, DEFAULT_PORT)

@@ -19,7 +19,7 @@ class KeyValue:
 
 @struct(frozen=True)
 class Created:
-    """Holds if the key was created at this revision; 0: if it does not exist."""
+    """Holds if the key was created at this revision; with 0, if the key does not exist."""
 
     key: bytes
     revision: int
@@ -27,7 +27,7 @@ class Created:
 
 @struct(frozen=True)
 class Modified:
-    """Holds if the key was last written at this revision; 0: if it does not exist."""
+    """Holds if the key was last written at this revision; with 0, if the key does not exist."""
 
     key: bytes
     revision: int

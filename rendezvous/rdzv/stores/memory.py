@@ -36,7 +36,7 @@ class MemoryStore:
         return "memory"
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written; None if it never was."""
+        """Return a job as last written; None if it was never written."""
         self._check_open()
         if (held := self._jobs.get(rdzv_id)) is None:
             return None
@@ -79,7 +79,7 @@ class MemoryStore:
             yield page
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records that no membership write carries."""
+        """Write records on their own, without a membership."""
         self._check_open()
         self._record(records)
 
@@ -90,7 +90,7 @@ class MemoryStore:
         return rows[max(len(rows) - limit, 0) :]
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document as last written, and its revision; None if it never was."""
+        """Return a document and its revision; None if it was never written."""
         self._check_open()
         return self._documents.get(name)
 

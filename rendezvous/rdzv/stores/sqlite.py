@@ -1,6 +1,6 @@
 """The default store: one SQLite file in a directory that one rdzvd owns.
 
-Write-ahead log and `synchronous=FULL`, so an acknowledged commit survives a power cut.
+It uses a write-ahead log and `synchronous=FULL`, so an acknowledged commit survives a power cut.
 `sqlite_connection` has the thread and the commits, `sqlite_tables` the statements,
 `sqlite_directory` the lock, `sqlite_file` the schema and the migration from older ones.
 """
@@ -93,7 +93,7 @@ class SqliteStore:
         return f"{self._directory} (sqlite)"
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a job as last written; None if it never was."""
+        """Return a job as last written; None if it was never written."""
         return await self.connection.call(self._tables.load, rdzv_id)
 
     async def compare_and_swap(
@@ -124,7 +124,7 @@ class SqliteStore:
             after = page[-1][0]
 
     async def append(self, records: Sequence[Record]) -> None:
-        """Write records that no membership write carries."""
+        """Write records on their own, without a membership."""
         await self.connection.write(partial(self._tables.append, records))
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
@@ -134,7 +134,7 @@ class SqliteStore:
         )
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a document as last written, and its revision; None if it never was."""
+        """Return a document and its revision; None if it was never written."""
         return await self.connection.call(self._tables.load_document, name)
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:

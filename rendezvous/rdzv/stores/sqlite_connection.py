@@ -1,4 +1,4 @@
-"""One SQLite file, used by one thread: waiting writes share a commit.
+"""One SQLite file, used by one thread; writes that wait share a commit.
 
 The event loop never waits for a disk, and SQLite never sees two threads. While a commit is under
 way further writes wait, and are then written in one commit. Each commit is counted in the file and
@@ -93,7 +93,7 @@ class Connection:
         return await loop.run_in_executor(self._thread, function, *arguments)
 
     async def write(self, apply: Callable[[], T]) -> T:
-        """Run a function in the thread, in a transaction; return when it is committed.
+        """Run a function in the thread within a transaction; return when it is committed.
 
         Raises:
             StoreRefusedError: too many writes are waiting, or the store is closed.
@@ -163,7 +163,7 @@ class Connection:
         """Open the file and change nothing; with `beside_server` a server may be using it now."""
         if not has_data(self.path):
             raise InvalidRequestError(f"{self.path} holds no data yet; rdzvd will create it")
-        # Before the file: a server may be writing to both.
+        # This is read before the file, because a server may be writing to both.
         mark = sqlite_mark.read(self.path)
         # Beside a server, SQLite must use the server's own files; otherwise it must create none.
         opened = closing(connect(self.path, "ro")) if beside_server else looking(self.path)
@@ -214,7 +214,7 @@ class Connection:
                 return
             self._rollback()
             if len(batch) > 1:
-                # One write failed for all; writing each alone shows which.
+                # One write has made all fail; writing each alone shows which.
                 for write in batch:
                     self._commit([write])
             return

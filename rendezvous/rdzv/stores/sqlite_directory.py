@@ -16,8 +16,8 @@ _NETWORK_FILESYSTEMS = frozenset(
     | {"beegfs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.cephfs", "fuse.s3fs"}
 )
 """File systems where another machine may have the same files: there flock, the write-ahead log's
-shared memory and fsync do not work as on a disk. 9p too: it keeps locks to its own guest.
-virtiofs is not among them: it is the local disk of many containers."""
+shared memory and fsync do not work as on a disk. 9p is one of them, as it keeps locks within its
+guest; virtiofs is not, as it is the local disk of many containers."""
 
 
 def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
@@ -27,7 +27,7 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
         InvalidRequestError: it cannot be used, is in use, or is on a network file system.
 
     """
-    # Before anything is created there.
+    # This is checked before anything is created there.
     _refuse_network_filesystem(directory, mountinfo)
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -35,7 +35,8 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
     except OSError as error:
         raise _unusable(directory, error) from error
     try:
-        # Again, since an automounter mounts at the first access, and the file may be a link.
+        # This is checked again, since an automounter mounts at the first access, and the file may
+        # be a link.
         _refuse_network_filesystem(directory, mountinfo)
         _refuse_network_filesystem(directory / "rdzv.db", mountinfo)
         _lock(lock, directory)

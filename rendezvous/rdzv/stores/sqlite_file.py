@@ -234,7 +234,7 @@ def _shown(path: Path) -> Iterator[Path]:
         for file in files:
             shutil.copyfile(file, Path(name, file.name))
         with closing(connect(Path(name, path.name), "rw")) as db:
-            # Rolls back, so that the copy can be read like any other.
+            # This rolls back, so that the copy can be read like any other.
             db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         yield Path(name, path.name)
 
@@ -340,7 +340,7 @@ def _migrate(path: Path, version: int) -> None:
         with closing(connect(copy, "rw")) as db:
             for number in range(version, SCHEMA_VERSION):
                 _step(db, number)
-        # Opened again, because a connection trusts what it has cached.
+        # It is opened again, because a connection trusts what it has cached.
         with closing(connect(copy, "rw")) as db:
             if problems := problems_in(db):
                 raise sqlite3.DatabaseError("; ".join(problems))
@@ -354,7 +354,7 @@ def _migrate(path: Path, version: int) -> None:
         _remove(beside(former, ".new"))
         raise RendezvousStateError(
             f"{path} could not be brought from schema version {version} to {SCHEMA_VERSION}: "
-            f"{error}; it was left as it was. Start the rdzvd version that wrote it, or see to "
+            f"{error}; it was left as it was. Start the rdzvd version that wrote it, or make "
             "room for two copies of it and try again"
         ) from error
     log.warning(
@@ -412,7 +412,7 @@ def mapped(path: Path) -> Iterator[None]:
         raise foreign(path, error) from error
     except OSError as error:
         raise InvalidRequestError(
-            f"{path} cannot be used: {error.strerror or error}; see to it that rdzvd may write "
+            f"{path} cannot be used: {error.strerror or error}; make sure that rdzvd may write "
             "there and has room, or give another directory with --data-dir"
         ) from error
 

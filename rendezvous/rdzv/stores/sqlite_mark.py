@@ -104,7 +104,7 @@ class MarkFile:
 
 
 def lost(beside: Mark | None, inside: Mark | None) -> str:
-    """Explain which commits a file has lost; empty if none, as far as can be known.
+    """Explain which commits a file has lost; empty if it has lost none, as far as is known.
 
     `beside` must be read before the file: a server may be writing to both.
 

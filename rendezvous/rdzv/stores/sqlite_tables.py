@@ -204,7 +204,7 @@ class Tables:
             self._prune(rdzv_id)
 
     def _prune(self, rdzv_id: str) -> None:
-        """Prune a job's history to its limit; not at every row, as finding the place is a scan."""
+        """Prune a job's history to its limit. Not done for every row, because it takes a scan."""
         if self._unpruned[rdzv_id] <= self._history_rows // 10:
             return
         self._connection.db.execute(

@@ -66,7 +66,7 @@ class Options:
     topology: str = ""
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
-    """The job secret, which every participant presents; empty: none."""
+    """The job secret, which every participant presents; empty if there is none."""
     close_timeout_s: float = 30.0
     """How long a node whose workers have succeeded waits for the end of the job."""
     read_timeout_s: float = 60.0
@@ -97,7 +97,7 @@ def read_options(params: RendezvousParameters) -> Options:
         settings=Settings(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
-            # torch's agent keeps this count, one for each node.
+            # torch's agent keeps this count for each node.
             max_restarts=None,
             join_timeout_ms=round(_seconds(conf, "join_timeout", 600) * 1000) or 1,
             last_call_timeout_ms=round(_seconds(conf, "last_call_timeout", 30) * 1000),

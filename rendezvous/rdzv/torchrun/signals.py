@@ -95,7 +95,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
 def _close_left(write_end: int) -> None:
     """Close a pipe whose watch was asked to end, once its thread no longer reads from it.
 
-    Not earlier: the thread that asks may be about to write to the pipe.
+    It is not closed earlier, because the thread that asks may be about to write to the pipe.
     """
     read_end, thread = _left.pop(write_end)
     _watched.remove(write_end)

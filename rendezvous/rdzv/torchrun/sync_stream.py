@@ -129,7 +129,7 @@ class NodeStream:
             metadata = self._credentials.metadata(endpoint)
             opened = self._credentials.channel(endpoint, STREAM_OPTIONS)
         except InvalidRequestError as error:
-            # It may be about to be renewed.
+            # The certificate may be about to be renewed.
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {error}")
         with opened as channel:
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
@@ -137,8 +137,8 @@ class NodeStream:
             try:
                 with self._lock:
                     if self._closing.is_set():
-                        # Nothing would end this stream: it did not exist when `close` looked for
-                        # it.
+                        # Nothing else would end this stream, since it did not exist when `close`
+                        # looked for it.
                         return RendezvousConnectionError("it was closed before it was open")
                     # Later messages follow this Hello; the state before is in it.
                     self._hello.ClearField("beliefs")
@@ -214,7 +214,7 @@ class NodeStream:
         """Distinguish a refusal, which is final, from a failure, after which it tries again."""
         if not self._attempts.welcome and call.code() is grpc.StatusCode.CANCELLED:
             return RendezvousConnectionError(
-                f"no answer of {endpoint} within {WELCOME_TIMEOUT_S:g} s"
+                f"no answer from {endpoint} within {WELCOME_TIMEOUT_S:g} s"
             )
         failure = error_from_status(
             call.code(),

@@ -66,7 +66,7 @@ class Credentials:
 
     @classmethod
     def parse(cls, given: Mapping[str, Path | None], environ: Mapping[str, str]) -> Credentials:
-        """Take the given files, and the rest from the environment; check them.
+        """Read the credentials from the given files, and the rest from the environment.
 
         Raises:
             InvalidRequestError: the options conflict, or a file cannot be used.
@@ -169,7 +169,7 @@ class Credentials:
             if not token:
                 raise InvalidRequestError(f"{where} is empty; put a token into it")
         if token and not _TOKEN.fullmatch(token):
-            # Not shown: it is a secret, even if damaged.
+            # It is not shown, because even a damaged token is a secret.
             raise InvalidRequestError(f"{where} holds no token; put into it what made the token")
         return token
 

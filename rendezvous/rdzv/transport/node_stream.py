@@ -31,6 +31,7 @@ from rdzv.structs import struct
 from rdzv.transport import protocol
 from rdzv.transport.channels import PLAIN, Credentials, handshake_trouble
 from rdzv.transport.endpoints import Endpoint, parse_endpoint
+from rdzv.transport.same_fields import to_message
 from rdzv.v1 import rdzv_pb2 as pb
 
 PROTOCOL_VERSION = protocol.VERSION
@@ -58,7 +59,7 @@ STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    # One after each heartbeat: with ten thousand nodes the server makes both rare.
+    # One ping follows each heartbeat; with ten thousand nodes, the server makes both rare.
     ("grpc.http2.max_pings_without_data", 1),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -89,25 +90,11 @@ _DEFAULT = Settings(min_nodes=1, max_nodes=1)
 
 def settings_message(settings: Settings) -> pb.Settings:
     """Encode a job's launch settings; every node of it, with whichever agent, sends the same."""
-    message = pb.Settings(
-        min_nodes=settings.min_nodes,
-        max_nodes=settings.max_nodes,
-        max_restarts=settings.max_restarts,
-        join_timeout_ms=settings.join_timeout_ms,
-        last_call_timeout_ms=settings.last_call_timeout_ms,
-        scale_up=_SCALE_UPS[settings.scale_up],
-        restart_window_ms=settings.restart_window_ms,
-        scale_up_after_ms=settings.scale_up_after_ms,
-        max_preemptions=settings.max_preemptions,
-        max_store_failures=settings.max_store_failures,
-        no_progress_restarts=settings.no_progress_restarts,
-    )
-    # Older nodes omit these fields, so omitting the defaults keeps settings equal.
-    if settings.restart_backoff_ms != _DEFAULT.restart_backoff_ms:
-        message.restart_backoff_ms = settings.restart_backoff_ms
-    if settings.restart_backoff_max_ms != _DEFAULT.restart_backoff_max_ms:
-        message.restart_backoff_max_ms = settings.restart_backoff_max_ms
-    return message
+    # Older nodes do not send the backoff, so omitting the defaults keeps settings equal.
+    backoff = ("restart_backoff_ms", "restart_backoff_max_ms")
+    omitted = {name for name in backoff if getattr(settings, name) == getattr(_DEFAULT, name)}
+    message = pb.Settings(scale_up=_SCALE_UPS[settings.scale_up])
+    return to_message(message, settings, without={"scale_up", *omitted})
 
 
 class Rota:
@@ -148,7 +135,8 @@ class Backoff:
     """The shortest wait; it doubles with each failed attempt."""
     max_s: float = 5.0
     takeover_s: float = 0.5
-    """The wait while servers stand by and their leader does not answer; lasts for a few seconds."""
+    """The wait while servers stand by and their leader does not answer, which lasts a few
+    seconds."""
     steady_s: float = 5.0
     """After a stream that lasted this long, the next attempt follows at once."""
     spread: Callable[[float, float], float] = random.uniform
@@ -190,8 +178,9 @@ class Attempts:
     ) -> float | None:
         """Note why the attempt or the stream ended; return how long to wait before the next.
 
-        The wait is 0 after the first attempt and after a good stream, else at most `most_s`. None:
-        the server has named the leader, which is asked at once; nothing is lost yet.
+        The wait is 0 after the first attempt and after a good stream, and otherwise at most
+        `most_s`. None means that the server has named the leader, which is asked at once; nothing
+        is lost yet.
 
         If a server welcomes this node and then ends the stream each time, there is a pause between
         attempts.

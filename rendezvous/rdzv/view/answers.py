@@ -35,6 +35,8 @@ class WorkerFailure:
     signal: int | None
     message: str | None
     traceback: str | None
+    suspect: bool = False
+    """A collective failed in it, which may follow from another failure; it has not exited."""
 
 
 @struct(frozen=True)
@@ -137,12 +139,12 @@ class Submission:
     submitter: str | None = None
     """The authenticated name of the submitter; None if authentication is not required."""
     account: str | None = None
-    """The account it asks to run as; None: each node's own account for the submitter."""
+    """The account it asks to run as; None for each node's own account for the submitter."""
 
 
 @struct(frozen=True)
 class Budgets:
-    """How often rounds of a run ended by each cause, and the limits; None: no limit.
+    """How often rounds of a run ended by each cause, and the limits; None where there is no limit.
 
     `restarts_in_vain` counts consecutive restarts without progress, beyond `furthest_step` or to
     another snapshot; after `no_progress_restarts` of them the job fails, unless that is 0.
@@ -194,10 +196,16 @@ class JobStatus:
     stragglers: tuple[Straggler, ...] = ()
     """Workers that have been slow for a while, by RANK."""
     owner: str | None = None
-    """The only caller, besides admins, that may change the job; None: only admins."""
+    """The only caller, besides admins, that may change the job; None if only admins may."""
     has_secret: bool = False
     """Whether joining requires a secret."""
     reason_times: tuple[TimeInText, ...] = ()
+    kept: int = 0
+    """Workers of the last complete round that took part in the one before."""
+    source: int | None = None
+    """RANK of the kept worker with the newest state; None: there is none."""
+    resume_step: int | None = None
+    """How many steps the source had sealed."""
     """The durations in `reason` that change with time."""
 
 
@@ -298,9 +306,12 @@ class Server:
     version: str
     state_age_ms: int
     insecure: str | None = None
-    """Why everyone who can reach it is allowed everything; only for the server that answers."""
+    """Why everyone who can reach it may do everything; known only for the server that answers."""
     store_away: str | None = None
-    """Why it cannot store now, since when, and what waits; only for the server that answers."""
+    """Why it cannot store now, since when, and what waits; known only for the server that
+    answers."""
+    unix_ms: int | None = None
+    """The time by its clock; only for the server that answers."""
 
 
 @struct(frozen=True)
@@ -336,6 +347,32 @@ class ThreadStack:
     name: str
     main: bool
     frames: tuple[StackFrame, ...]
+    holds_gil: bool = False
+    """Whether it holds the interpreter's lock."""
+
+
+@struct(frozen=True)
+class CollectiveRecord:
+    """One collective that a worker has entered. `sizes` are the shapes and types of its input."""
+
+    sequence: int
+    operation: str
+    sizes: str
+    done: bool
+    age_ms: int
+
+
+@struct(frozen=True)
+class GroupRecord:
+    """What one worker has done in one process group: the latest of it, oldest first.
+
+    `entered` is the sequence number of the last collective that it has entered.
+    """
+
+    group: str
+    description: str
+    entered: int
+    latest: tuple[CollectiveRecord, ...]
 
 
 @struct(frozen=True)
@@ -350,6 +387,10 @@ class WorkerStack:
     threads: tuple[ThreadStack, ...]
     kernel: tuple[str, ...]
     note: str | None
+    collectives: tuple[GroupRecord, ...] = ()
+    """What torch has recorded of its collectives; empty if there is no record."""
+    no_record: str | None = None
+    """Why there is no record of its collectives."""
 
 
 @struct(frozen=True)
@@ -371,6 +412,28 @@ class SilentNode:
 
 
 @struct(frozen=True)
+class HangCause:
+    """Whom the workers of a round wait for, as the records of their collectives show.
+
+    `sentence` says it in words; `details` has a line for each process group that waits.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    """Those that the others wait for; none where it may be either side."""
+    group: str
+    """The collective that the others wait in: its process group, ..."""
+    sequence: int
+    operation: str
+    waiting: tuple[int, ...]
+    """... who waits in it, ..."""
+    waiting_ms: int
+    """... and for how long."""
+    sentence: str
+    details: tuple[str, ...]
+
+
+@struct(frozen=True)
 class StackReport:
     """The stacks of one round's workers at one moment."""
 
@@ -384,6 +447,8 @@ class StackReport:
     stacks: tuple[WorkerStack, ...]
     left_out: int
     silent: tuple[SilentNode, ...]
+    cause: HangCause | None = None
+    """Whom the workers wait for, if the records of their collectives show it."""
 
 
 @struct(frozen=True)

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from rdzv.core.model import JobSpec, Settings
 from rdzv.structs import as_dict
 from rdzv.view.answers import Event, JobStatus, JobSummary, Node, Server, StackReport, Token
+from rdzv.view.ledger import Ledger
+from rdzv.view.reports import Report
 
 VERSION = 1
 """The version of all documents together."""
@@ -40,6 +42,19 @@ def events(rdzv_id: str, history: Sequence[Event], indent: int | None = INDENT) 
     """Return the document of a job's history, oldest first."""
     fields = {"rdzv_id": rdzv_id, "events": [as_dict(event) for event in history]}
     return _document(fields, indent)
+
+
+def ledger(
+    rdzv_id: str, run_numbers: Sequence[int], found: Ledger, indent: int | None = INDENT
+) -> str:
+    """Return the document of one run's ledger; `run_numbers` are those of all runs kept."""
+    fields = {"rdzv_id": rdzv_id, "run_numbers": [*run_numbers], "ledger": as_dict(found)}
+    return _document(fields, indent)
+
+
+def report(found: Report) -> str:
+    """Return the document of a report on all jobs: the fields of `Report`, by name."""
+    return _document(as_dict(found))
 
 
 def stacks(report: StackReport) -> str:

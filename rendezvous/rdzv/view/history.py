@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from rdzv.core import events
+from rdzv.core.keeping import kept_workers
 from rdzv.core.model import Cause, Failure, Result, Round
 from rdzv.core.words import LISTED
 from rdzv.structs import struct
@@ -53,11 +54,26 @@ class WorkerFailed:
     exit_code: int | None
     signal: int | None
     message: str
+    age_ms: int = 0
+    suspect: bool = False
+
+
+@struct(frozen=True)
+class NotKept:
+    """Workers that might have been kept, and are new; `ranks` are the first few of `workers`."""
+
+    why: str
+    workers: int
+    ranks: tuple[int, ...]
 
 
 @struct(frozen=True)
 class RoundCompleted:
-    """A round is complete. `participants` are the first few of its `nodes`."""
+    """A round is complete. `participants` are the first few of its `nodes`.
+
+    Of its workers `kept` took part in the round before; RANK `source` heals the others, at
+    `resume_step`.
+    """
 
     round: int
     nodes: int
@@ -65,6 +81,11 @@ class RoundCompleted:
     participants: tuple[Place, ...]
     master_addr: str
     master_port: int
+    enough_ms: int | None = None
+    kept: int = 0
+    source: int | None = None
+    resume_step: int | None = None
+    not_kept: tuple[NotKept, ...] = ()
 
 
 @struct(frozen=True)
@@ -84,6 +105,7 @@ class RoundEnded:
     reason: str
     broken: bool
     dead_ms: int = 0
+    cause_node_id: str = ""
 
 
 @struct(frozen=True)
@@ -99,6 +121,8 @@ class RoundSettled:
     restarts: int
     max_restarts: int | None
     root_cause: Worker | None
+    cause_node_id: str = ""
+    step: int | None = None
 
 
 @struct(frozen=True)
@@ -107,6 +131,7 @@ class NodesPlaced:
 
     nodes: int
     node_ids: tuple[str, ...]
+    was_queued: bool | None = None
 
 
 @struct(frozen=True)
@@ -159,6 +184,9 @@ Kept = (
     | events.HangOver
     | events.RankStraggles
     | events.RankCaughtUp
+    | events.FirstStepMade
+    | events.LostStepsRedone
+    | events.LastStepMade
     | RunEnded
 )
 
@@ -174,19 +202,20 @@ def kept(event: events.Event) -> Kept:
     """Return the part of an event that history keeps."""
     match event:
         case events.WorkerFailed(round=number, failure=failure):
-            return _failed(number, failure)
+            return _failed(number, failure, event.age_ms)
         case events.RoundCompleted(round=round_):
-            return _completed(round_)
+            return _completed(round_, event)
         case events.RoundAdopted(round=round_):
             return RoundAdopted(round_.number, len(round_.participants))
         case events.RoundEnded(round=number, end=end):
-            return RoundEnded(number, end.cause, end.reason, end.broken, event.dead_ms)
+            how = (end.cause, end.reason, end.broken)
+            return RoundEnded(number, *how, event.dead_ms, end.cause_node_id)
         case events.RoundSettled(root_cause=root):
             worker = Worker(root.node_id, root.rank, root.local_rank) if root else None
-            counts = (event.restarts, event.max_restarts)
-            return RoundSettled(event.round, event.cause, event.reason, *counts, worker)
+            charge = (event.cause, event.reason, event.restarts, event.max_restarts)
+            return RoundSettled(event.round, *charge, worker, event.cause_node_id, event.step)
         case events.NodesPlaced(node_ids=node_ids):
-            return NodesPlaced(len(node_ids), node_ids[:LISTED])
+            return NodesPlaced(len(node_ids), node_ids[:LISTED], event.was_queued)
         case events.NodesWithdrawn(node_ids=node_ids):
             return NodesWithdrawn(len(node_ids), node_ids[:LISTED], event.reason)
         case events.RunEnded(run=run, ended=ended):
@@ -195,7 +224,7 @@ def kept(event: events.Event) -> Kept:
             return event
 
 
-def _failed(number: int, failure: Failure) -> WorkerFailed:
+def _failed(number: int, failure: Failure, age_ms: int) -> WorkerFailed:
     return WorkerFailed(
         round=number,
         node_id=failure.node_id,
@@ -205,10 +234,12 @@ def _failed(number: int, failure: Failure) -> WorkerFailed:
         exit_code=failure.exit_code,
         signal=failure.signal,
         message=failure.message,
+        age_ms=age_ms,
+        suspect=failure.suspect,
     )
 
 
-def _completed(round_: Round) -> RoundCompleted:
+def _completed(round_: Round, event: events.RoundCompleted) -> RoundCompleted:
     places = tuple(
         Place(p.node_id, p.rank_first, p.offer.local_world_size)
         for p in round_.participants[:LISTED]
@@ -220,6 +251,13 @@ def _completed(round_: Round) -> RoundCompleted:
         participants=places,
         master_addr=round_.master_addr,
         master_port=round_.master_port,
+        enough_ms=event.enough_ms,
+        kept=kept_workers(round_),
+        source=round_.source,
+        resume_step=round_.resume_step,
+        not_kept=tuple(
+            NotKept(one.why.value, len(one.ranks), one.ranks[:LISTED]) for one in event.not_kept
+        ),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from rdzv.core import events
 from rdzv.view import history
 from rdzv.view.answers import Event, JobStatus
-from rdzv.view.sentences import failure, one_line
+from rdzv.view.sentences import failure, kept, one_line
 
 
 @dataclass(slots=True)
@@ -44,6 +44,8 @@ class Round:
     """By node: when it had stopped its workers or was gone."""
     dead_ms: int = 0
     """How long its workers had been dead when it ended: killed by a node that was cut off."""
+    kept: str = ""
+    """Which of its workers were kept, in words; empty if none could be."""
     restarts: str = ""
     """The restarts spent by then, such as `1 of 3`; empty if the nodes count them."""
 
@@ -65,6 +67,8 @@ class Run:
     rounds: list[Round] = field(default_factory=list)
     failures: list[tuple[int, str]] = field(default_factory=list)
     """The time and description of each worker failure."""
+    suspects: list[tuple[int, str]] = field(default_factory=list)
+    """Likewise of each worker whose collective failed; the reason is most often elsewhere."""
     nodes: dict[str, None] = field(default_factory=dict)
     """All nodes named in its history, in order of appearance."""
     happenings: list[Event] = field(default_factory=list)
@@ -77,14 +81,6 @@ class Run:
     def round(self) -> Round | None:
         """The last complete round."""
         return self.rounds[-1] if self.rounds else None
-
-    def live_ms(self, now_ms: int) -> int:
-        """Return how long rounds were live, in all."""
-        until_ms = now_ms if self.ended_ms is None else self.ended_ms
-        return sum(
-            max((until_ms if r.live_until_ms is None else r.live_until_ms) - r.at_ms, 0)
-            for r in self.rounds
-        )
 
 
 def runs_of(past: Iterable[Event]) -> list[Run]:
@@ -128,7 +124,8 @@ def note(run: Run, event: Event) -> None:
         case history.RunEnded():
             run.ended_ms, run.result, run.reason = now_ms, known.result, one_line(known.reason)
         case history.WorkerFailed():
-            run.failures.append((now_ms, failure(known)))
+            failed = run.suspects if known.suspect else run.failures
+            failed.append((now_ms, failure(known)))
         case _:
             _note_node(run, known, now_ms)
             run.happenings.append(event)
@@ -160,7 +157,8 @@ def _completed(run: Run, known: history.RoundCompleted, now_ms: int) -> Round:
     last = run.round
     since_ms = run.began_ms if last is None or last.ended_ms is None else last.ended_ms
     more = max(known.nodes - len(nodes), 0)
-    return Round(known.round, since_ms, now_ms, nodes, more, known.world_size)
+    which = one_line(kept(known))
+    return Round(known.round, since_ms, now_ms, nodes, more, known.world_size, kept=which)
 
 
 def _round(run: Run, number: int) -> Round:

@@ -77,7 +77,7 @@ class Printer:
             self._begun[source] = rest
 
     def _line_ends(self, text: bytes) -> list[int]:
-        """Return where lines end. A progress bar's steps end in CR: each is a line of its own."""
+        """Return where lines end. The steps of a progress bar end in CR, and each is a line."""
         lines = text.splitlines(keepends=True)
         ends, at = [], 0
         for line in lines:

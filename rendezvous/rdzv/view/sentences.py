@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rdzv.core import events
+from rdzv.core.keeping import WHY_NEW
 from rdzv.core.model import Failure
 from rdzv.core.root_cause import describe_failure
-from rdzv.core.words import counted, duration
+from rdzv.core.words import counted, duration, ranks_text
 from rdzv.view import history
 from rdzv.view.history import Fields, Kept, read
 
@@ -50,6 +51,7 @@ def failure(event: history.WorkerFailed) -> str:
                 message=event.message,
                 traceback="",
                 at_ms=0,
+                suspect=event.suspect,
             )
         )
     )
@@ -92,6 +94,14 @@ def _of_round(event: Kept) -> str:
             return f"RANK {event.rank} on {event.node_id} straggles: {pace}"
         case events.RankCaughtUp():
             return f"RANK {event.rank} on {event.node_id} no longer straggles"
+        case events.FirstStepMade():
+            worker = f"RANK {event.rank} on {event.node_id}"
+            return f"first step of round {event.round}: step {event.step} by {worker}"
+        case events.LostStepsRedone():
+            return f"round {event.round} is back at step {event.step}: no step is redone any more"
+        case events.LastStepMade():
+            ago = _seconds(event.age_ms)
+            return f"last step of round {event.round}: step {event.step}, {ago} before its end"
         case history.RunEnded():
             return f"run {event.run} {event.result}: {event.reason}"
         case _:
@@ -104,7 +114,8 @@ def _of_node(event: Kept) -> str:
             workers = counted(event.local_world_size, "worker")
             return f"{event.node_id} joined from {event.address} with {workers}"
         case events.NodeStopped():
-            return f"{event.node_id} stopped its workers of round {event.round}"
+            parked = f"; {event.parked} parked" if event.parked else ""
+            return f"{event.node_id} stopped its workers of round {event.round}{parked}"
         case events.NodeSucceeded():
             return f"{event.node_id} succeeded in round {event.round}"
         case events.NodeLeaving():
@@ -152,8 +163,32 @@ def _round(event: history.RoundCompleted) -> str:
     others = f" and {counted(more, 'more node')}" if more else ""
     return (
         f"round {event.round} complete: {places}{others}, world_size {event.world_size}, "
-        f"MASTER {_host_port(event.master_addr, event.master_port)}"
+        f"MASTER {_host_port(event.master_addr, event.master_port)}{kept(event)}"
     )
+
+
+def kept(event: history.RoundCompleted) -> str:
+    """Describe which workers of a round are kept, and why others are new; empty if none could be.
+
+    >>> torn = history.NotKept("failed", 1, (3,))
+    >>> kept(history.RoundCompleted(1, 2, 4, (), "h", 1, None, 3, 0, 7, (torn,)))
+    '; 3 of 4 workers kept, from step 7 of RANK 0; new: RANK 3 (failed in the last round)'
+    """
+    if not (event.kept or event.not_kept):
+        return ""
+    text = f"; {event.kept} of {event.world_size} workers kept"
+    if event.source is not None:
+        text += f", from step {event.resume_step} of RANK {event.source}"
+    new = "; ".join(
+        f"RANK {ranks_text(one.ranks)}{_more(one.workers - len(one.ranks))} "
+        f"({WHY_NEW.get(one.why, one.why)})"
+        for one in event.not_kept
+    )
+    return text + (f"; new: {new}" if new else "")
+
+
+def _more(number: int) -> str:
+    return f" and {number} more" if number > 0 else ""
 
 
 def _listed(names: Sequence[str], of: int) -> str:

@@ -2,6 +2,7 @@
 
 import { age, chip, fillAnew, h, icon, keyed, mark, put, s, shape, tell, tone, updateAge, updateChip } from "./dom.js";
 import { nodeLink } from "./fleet.js";
+import { Ledger } from "./ledger.js";
 import { LogView } from "./logs.js";
 import { Rounds } from "./rounds.js";
 import { Stacks } from "./stacks.js";
@@ -30,6 +31,7 @@ export class JobView {
     this.others = h("ul", { class: "others" });
     this.legend = h("p", { class: "legend" });
     this.rounds = new Rounds();
+    this.ledger = new Ledger(this.name);
     this.failure = h("section", { class: "card failure", "aria-labelledby": "failure", hidden: true });
     this.progress = h("section", { class: "card progress", "aria-labelledby": "progress", hidden: true });
     this.submission = h("section", { class: "card", "aria-labelledby": "submission", hidden: true });
@@ -52,6 +54,7 @@ export class JobView {
       this.failure,
       this.progress,
       this.stacks.element,
+      this.ledger.element,
       this.rounds.element,
       this.logs.element,
       this.submission,
@@ -75,6 +78,7 @@ export class JobView {
 
   close() {
     this.logs.close();
+    this.ledger.close();
     this.stacks.close();
   }
 
@@ -110,6 +114,7 @@ export class JobView {
     this.tick();
     if (whats.has("events") || whats.has("ready") || whats.has("all")) {
       this.rounds.draw(stream.events, job);
+      this.ledger.draw(stream.events, job);
       this.announceHangs(this.stacks.draw(stream.events, job));
       this.drawHistory(stream.events);
     }
@@ -122,6 +127,7 @@ export class JobView {
     tell(this.reason, aged(job.reason, job.reason_times, more) || "The server gives no reason.");
     for (const element of this.others.children) put(element.lastChild, aged(element.node.reason, element.node.reason_times, more));
     this.rounds.tick();
+    this.ledger.tick();
   }
 
   announce(job) {
@@ -147,6 +153,7 @@ export class JobView {
       ["Nodes", `${here} of ${bounds(job)}`],
       ["Round", orNone(job.round, "none yet")],
       ["WORLD_SIZE", orNone(job.world_size)],
+      ...(job.kept ? [["Kept workers", job.source === null ? job.kept : `${job.kept}, from step ${job.resume_step} of RANK ${job.source}`]] : []),
       ["Restarts", job.max_restarts === null ? "counted by the nodes" : `${job.restarts} of ${job.max_restarts}`],
       ...(job.budgets?.preemptions ? [["Lost or left", spent(job.budgets.preemptions, job.budgets.max_preemptions)]] : []),
       ...(job.budgets?.store_failures ? [["Store hosts failed", spent(job.budgets.store_failures, job.budgets.max_store_failures)]] : []),

@@ -136,7 +136,7 @@ export class Rounds {
     let ran = 0;
     for (const round of this.rounds) ran += (round.ended ?? now) - round.began;
     const whole = now - this.rounds[0].began;
-    put(this.share, whole > 0 ? `A round ran ${((100 * ran) / whole).toFixed(ran === whole ? 0 : 1)} % of the ${duration(whole)} since round ${this.rounds[0].number} began.` : "");
+    put(this.share, whole > 0 ? `A round was live for ${((100 * ran) / whole).toFixed(ran === whole ? 0 : 1)} % of the ${duration(whole)} since round ${this.rounds[0].number} began.` : "");
     for (const row of this.rows.children) put(row.children[2], duration((row.round.ended ?? now) - row.round.began));
     const last = this.rounds[this.rounds.length - 1];
     if (last.ended === null || this.ends()) this.drawLine();

@@ -84,6 +84,7 @@ export class Stacks {
     const workers = left.reduce((sum, group) => sum + group.ranks.length, 0);
     fillAnew(
       this.groups,
+      report.cause ? h("p", { class: "cause" }, h("strong", {}, report.cause.sentence), h("ul", { class: "others" }, report.cause.details.map((detail) => h("li", {}, detail)))) : null,
       groups.map((group) => {
         const stack = one.get(group.ranks.find((rank) => one.has(rank)));
         return h("details", { open: groups.length <= 4 }, h("summary", {}, `RANK ${rankList(group.ranks)} ${group.where}`), stack ? stackOf(stack) : null);
@@ -101,6 +102,13 @@ function stackOf(stack) {
   if (frames.length > FRAMES) lines.push(`... ${frames.length - FRAMES} frames more`);
   if (!frames.length) lines.push("(no Python frames)");
   lines.push(...stack.kernel.map((place) => `in the kernel: ${place}`), ...(stack.note ? [stack.note] : []));
+  lines.push(...stack.collectives.map(recordOf), ...(stack.no_record ? [`no record of its collectives: ${stack.no_record}`] : []));
   const who = `RANK ${stack.rank} on ${stack.node_id}, LOCAL_RANK ${stack.local_rank}, pid ${stack.pid}${stack.state ? `, state ${stack.state}` : ""}`;
   return h("div", {}, h("p", { class: "dim" }, who), h("pre", { class: "trace", tabindex: "0", "aria-label": `Stack of RANK ${stack.rank}` }, lines.join("\n")));
+}
+
+function recordOf(record) {
+  const last = record.latest.at(-1);
+  const name = `group ${record.group} ${record.description}`.trim();
+  return last ? `${name}: last ${last.operation} #${last.sequence} ${last.sizes} (${last.done ? "done" : "waits"})` : `${name}: it has entered no collective`;
 }

@@ -124,7 +124,7 @@ def test_a_submitter_has_the_account_that_is_mapped(
     ("rules", "submitter", "wanted", "why"),
     [
         ([SubmitterRule("ada")], "bob", "", "no account is mapped to its submitter 'bob'"),
-        ([SubmitterRule(EVERYONE)], "", "", "nobody knows who submitted it"),
+        ([SubmitterRule(EVERYONE)], "", "", "its submitter is not known"),
         ([SubmitterRule(EVERYONE)], "nobody7", "", "this node has no account 'nobody7'"),
         ([SubmitterRule("ada")], "ada", "team", "may not run jobs as 'team' on this node, only as"),
         ([SubmitterRule("ada")], "ada", "root", "may not run jobs as 'root'"),
@@ -167,12 +167,12 @@ def test_limits_and_umask_go_with_the_account() -> None:
     ("name", "text", "why"),
     [
         ("files", "1", "'files' cannot be limited; give one of "),
-        ("nofile", "many", "nofile = 'many' is no limit"),
-        ("nofile", "-1", "is no limit"),
-        ("nofile", "", "is no limit"),
+        ("nofile", "many", "nofile = 'many' is not a limit"),
+        ("nofile", "-1", "is not a limit"),
+        ("nofile", "", "is not a limit"),
         ("nofile", "9:8", "has a soft limit above the hard one"),
         ("nofile", "unlimited:8", "has a soft limit above the hard one"),
-        ("core", str(1 << 63), "is no limit"),
+        ("core", str(1 << 63), "is not a limit"),
     ],
 )
 def test_a_limit_that_makes_no_sense_is_refused(name: str, text: str, why: str) -> None:
@@ -183,7 +183,7 @@ def test_a_limit_that_makes_no_sense_is_refused(name: str, text: str, why: str) 
 
 @pytest.mark.parametrize("text", ["", "8", "u=rwx", "1000", "-1"])
 def test_a_umask_that_makes_no_sense_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="is no umask"):
+    with pytest.raises(InvalidRequestError, match="is not a umask"):
         parse_umask(text)
 
 
@@ -403,7 +403,7 @@ def test_a_job_is_declined_whose_program_its_account_can_not_run(shared: Path) -
     program.chmod(0o700)
     launch = Launch(JOB, str(program), no_python=True, chdir=home)
     check_startable(launch)
-    with pytest.raises(InvalidRequestError, match="is no program on this node"):
+    with pytest.raises(InvalidRequestError, match="is not a program on this node"):
         check_startable(replace(launch, account=account(home)))
     program.chmod(0o755)
     check_startable(replace(launch, account=account(home)))
@@ -588,9 +588,9 @@ async def test_a_pipe_in_the_place_of_the_next_rounds_file_stops_nobody(shared: 
         files.open_round(LINE, 1)
         assert files.folder is not None
         with acting_as(ADA):
-            trap = files.folder / "round_4" / "0"
-            trap.mkdir(parents=True)
-            os.mkfifo(trap / "progress")
+            trap = files.folder / "0" / "progress"
+            trap.unlink()
+            os.mkfifo(trap)
         files.open_round(replace(LINE, round=4), 1)
         assert files.file(0) == "", "without its file a worker says no steps"
     finally:
@@ -648,14 +648,14 @@ async def test_a_file_is_watched_with_the_workers_rights(shared: Path) -> None:
 
 @pytest.mark.slow
 @needs_root
-async def test_the_end_of_a_round_removes_progress_of_any_depth_with_the_workers_rights(
+async def test_the_end_of_a_job_removes_progress_of_any_depth_with_the_workers_rights(
     shared: Path,
 ) -> None:
     progress = ProgressFiles(lambda _: None, shared, ADA)
     progress.open_round(LINE, 1)
     folder = progress.folder
     assert folder is not None
-    inner = os.open(folder / "round_3", os.O_RDONLY)
+    inner = os.open(folder / "0", os.O_RDONLY)
     for _ in range(1_300):
         os.mkdir("d", dir_fd=inner)
         os.chown("d", ADA.uid, ADA.gid, dir_fd=inner)
@@ -666,8 +666,8 @@ async def test_the_end_of_a_round_removes_progress_of_any_depth_with_the_workers
     (folder / "roots").mkdir()
     (folder / "roots" / "kept").touch()
     progress.close_round()
-    assert not (folder / "round_3").exists()
     progress.close()
+    assert not (folder / "0").exists()
     assert (folder / "roots" / "kept").exists(), "the account could not remove it"
 
 

@@ -287,12 +287,12 @@ class Runner:
     def keep(self, name: str, value: str) -> None:
         self.keeps[name] = value
 
-    def start_workers(self, round_: int, workers: Any) -> None:
+    def start_workers(self, round_: int, workers: Any, *_: Any) -> None:
         if "start" not in self.deaf_to:
             self.last_round = round_
             self.asked.append(("start", round_, len(workers)))
 
-    def stop_workers(self, round_: int, signum: int, grace_ms: int) -> None:
+    def stop_workers(self, round_: int, signum: int, grace_ms: int, *_: Any) -> None:
         if "stop" not in self.deaf_to:
             self.asked.append(("stop", round_, signum, grace_ms))
 
@@ -576,7 +576,7 @@ async def test_what_has_ended_has_ended(s: Story) -> None:
 
 async def test_progress_is_read_from_where_the_workers_write_it(s: Story) -> None:
     await s.begin_round(s.line())
-    (file,) = s.folder.glob("rdzv_progress_*/round_0/0/progress")
+    (file,) = s.folder.glob("rdzv_progress_*/0/progress")
     await s.die_and_come_back()
     file.write_text("17\n")
     async with asyncio.timeout(PATIENCE_S):
@@ -622,6 +622,8 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     s.runner.tell(runner_link.WorkersGone(0))
     await s.until(lambda: s.phase() == pb.Belief.JOINING)
     s.driver.post(events.RoundCompleted(s.line(1)))
+    await s.until(lambda: ("stop", 1) in [asked[:2] for asked in s.runner.asked])
+    s.runner.tell(runner_link.WorkersGone(1))
     async with asyncio.timeout(PATIENCE_S):
         outcome = await s.driver.wait()
     assert "its arguments are refused" in outcome.text

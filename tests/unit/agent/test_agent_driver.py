@@ -22,7 +22,11 @@ from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.client import Endpoint
-from rdzv.core.model import Cause, Settings, Tally
+from rdzv.core.model import (
+    Cause,
+    Settings,
+)
+from rdzv.core.spending import Tally
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -168,7 +172,7 @@ async def test_its_machine_is_asked_again_when_it_wants_to_be(
 async def test_workers_start_in_the_jobs_folder_with_the_jobs_environment(f: Fixture) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     await until(lambda: f.runner.asked)
-    ((what, round_, (worker,)),) = f.runner.asked
+    ((what, round_, (worker,), _),) = f.runner.asked
     assert (what, round_) == ("start", 0)
     assert worker.cwd == str(f.launch.chdir)
     assert worker.env["OWN"] == "1"
@@ -422,12 +426,15 @@ async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
     assert [what for what, *_ in f.runner.asked if what == "start"] == []
 
 
-async def test_a_start_that_fails_leaves_the_job_and_nothing_is_waited_for(
+async def test_a_start_that_fails_leaves_the_job(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
     f.driver.post(events.RoundCompleted(LINE))
     await until(lambda: opening)
     opening[0].set_exception(OSError("the disk is full"))
+    await until(lambda: f.runner.asked)
+    assert f.runner.asked[-1][:2] == ("stop", 0)
+    f.runner.tell(runner_link.WorkersGone(0))
     async with asyncio.timeout(PATIENCE_S):
         outcome = await f.driver.wait()
     assert "the disk is full" in outcome.text
@@ -456,5 +463,5 @@ async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fi
     f.runner.tell(runner_link.WorkersGone(0))
     await asyncio.sleep(0.01)
     assert not f.driver.written.is_over(1)
-    (_, _, (worker,)) = f.runner.asked[-1]
+    (_, _, (worker,), _) = f.runner.asked[-1]
     assert await in_thread(Path(worker.env["RDZV_PROGRESS_FILE"]).exists)

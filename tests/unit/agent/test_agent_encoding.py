@@ -25,10 +25,10 @@ from rdzv.core.model import (
     Result,
     ScaleUp,
     Settings,
-    Spent,
-    Tally,
 )
 from rdzv.core.placement import Gpu, Resources
+from rdzv.core.root_cause import MAX_FAILURES
+from rdzv.core.spending import Spent, Tally
 from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_nodes
 from rdzv.structs import field_names, replace
@@ -520,3 +520,11 @@ def test_the_unheard_of_is_no_obstacle() -> None:
     closed = encoding.event(pb.ServerMessage(closed=pb.Closed()), NOW_MS)
     assert isinstance(closed, events.RunClosed)
     assert closed.result is Result.FAILED
+
+
+def test_a_crowd_of_suspects_never_hides_the_failure() -> None:
+    crowd = tuple(replace(FAILURE, local_rank=n, at_ms=n, suspect=True) for n in range(2, 99))
+    said = commands.SayFailed("r1", 5, (*crowd, FAILURE))
+    reported = encoding.report(said, "job-7", NOW_MS).failed.failures
+    assert len(reported) == MAX_FAILURES
+    assert [one.suspect for one in reported[:2]] == [False, True]

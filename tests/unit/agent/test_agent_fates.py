@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rdzv.agent.core import begin, events, step
-from rdzv.agent.core.model import AgentState, Assignment, Job, NodeFailure
+from rdzv.agent.core.model import AgentState, Assignment, Job, KeptWorker, NodeFailure
 from rdzv.agent.launch.launch import EventSink, Launch
 from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import FateRecorder, NodeOutcome, Stop
@@ -209,3 +209,19 @@ def test_what_the_handler_does_not_take_is_counted_not_waited_for(play: Play) ->
     play.recorder.send = lambda event: False  # type: ignore[method-assign]
     play.run()
     assert play.event_log._lost == 4
+
+
+def test_a_parked_worker_that_is_ended_with_the_job_has_its_exit() -> None:
+    p = Play()
+    p.run()
+    p.exit(1, None, 9)
+    p.see(
+        events.WorkersGone(3, kept=(KeptWorker(0, 70),)),
+        events.RunClosed("r", Result.FAILED, "no restart is left", False, ()),
+        events.KeptExited(0, 70, 0, None),
+        events.KeptGone(),
+    )
+    assert p.outcome is not None
+    first, second = p.outcome.workers
+    assert (first.exit_code, first.failed, first.stopped) == (0, False, Stop(15, 5_000))
+    assert (second.signal, second.failed) == (9, True)

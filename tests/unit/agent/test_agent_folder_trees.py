@@ -140,7 +140,7 @@ def test_a_folder_that_was_moved_while_it_is_looked_at_takes_nobody_elsewhere(
         return inner
 
     monkeypatch.setattr(folder_trees, "_enter", move)
-    with pytest.raises(OSError, match="moved meanwhile"):
+    with pytest.raises(OSError, match="moved in the meantime"):
         remove_tree(top)
     assert sorted(path.name for path in outside.iterdir()) == ["b", "moved"]
 

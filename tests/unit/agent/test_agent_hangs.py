@@ -107,6 +107,40 @@ def test_intervals_are_those_between_words_and_the_first_from_the_start() -> Non
     assert len(many.intervals_ms) == AUTO_INTERVALS
 
 
+# ------------------------------------------------------------------ counts of collectives
+
+
+def counts(*numbers: int | None, known: bool = True) -> tuple[Look, ...]:
+    return tuple(Look(None, "S", None, n, 0, known) for n in numbers)
+
+
+def test_a_worker_that_reports_nothing_is_judged_by_its_collectives() -> None:
+    vigil = watched(*counts(None, 10, 20, *[20] * 5))
+    assert vigil.why_hung(5_000) == "no collective completed for 5 s, limit 5 s"
+    assert watched(*counts(None, 10, 20, *[20] * 5, 21)).why_hung(5_000) == ""
+
+
+def test_a_worker_that_starts_slowly_does_not_hang_by_its_few_collectives() -> None:
+    """It may import, wrap and compile between its first ones."""
+    assert watched(*counts(None, 1, 2, *[2] * 50)).why_hung(5_000) == ""
+    assert "for 60 s, limit 60 s" in watched(*counts(None, 1, 2, *[2] * 60)).why_hung(5_000)
+
+
+def test_a_worker_that_reports_progress_is_not_judged_by_its_collectives() -> None:
+    vigil = watched(*words(1, 1), *counts(10, 20, 30, 40))
+    assert vigil.why_hung(5_000) == "no word of its progress for 5 s, limit 5 s"
+
+
+def test_a_worker_that_cannot_be_asked_is_not_silent() -> None:
+    assert watched(*counts(10, 20), *counts(*[20] * 60, known=False)).why_hung(5_000) == ""
+
+
+def test_pauses_between_counts_are_no_longer_than_they_must_have_been() -> None:
+    """Counted every 6 s: 60 collectives in one interval are none of 6 s each."""
+    looks = [Look(None, "S", None, n, 6_000) for n in (10, 70, 70, 70, 130)]
+    assert watched(*looks, every_ms=6_000).intervals_ms == (6_000, 100, 12_000)
+
+
 # ------------------------------------------------------------------ files and processes
 
 

@@ -270,7 +270,7 @@ def test_a_program_is_run_as_it_is() -> None:
         ),
         (
             Launch(JOB, "nowhere", no_python=True),
-            "'nowhere' is no program on this node; give its path, or make it executable",
+            "'nowhere' is not a program on this node; give its path, or make it executable",
         ),
         (
             Launch(JOB, "train.py", python="/nowhere/python"),
@@ -326,7 +326,7 @@ def test_programs_are_looked_for_in_the_jobs_own_path(tmp_path: Path) -> None:
     (tmp_path / "mine").chmod(0o755)
     here = Launch(JOB, "mine", no_python=True, environ={"PATH": str(tmp_path)})
     check_startable(here)
-    with pytest.raises(InvalidRequestError, match="'mine' is no program on this node"):
+    with pytest.raises(InvalidRequestError, match="'mine' is not a program on this node"):
         check_startable(replace(here, environ={"PATH": "/nowhere"}))
 
 
@@ -335,7 +335,7 @@ def test_a_folder_that_workers_can_not_start_in_is_refused_by_name(tmp_path: Pat
     check_chdir(tmp_path)
     for folder, why in (
         (tmp_path / "no", "cannot be used on this node (No such file or directory)"),
-        (tmp_path / "file", "is no directory on this node"),
+        (tmp_path / "file", "is not a directory on this node"),
         (tmp_path / "file" / "below", "cannot be used on this node (Not a directory)"),
         (Path("/a\0b"), "cannot be used on this node"),
     ):

@@ -120,18 +120,21 @@ def broken_promises(
         "after the exit nothing is done": state.phase is not Phase.ENDED
         or (not after.commands and new == state),
         "it exits at most once, without workers, and last": len(exits) <= 1
-        and (not exits or (new.workers_gone and after.commands[-1] == exits[0])),
+        and (not exits or (new.workers_gone and not new.kept and after.commands[-1] == exits[0])),
         "it has ended if, and only if, it exits": (new.phase is Phase.ENDED)
         == bool(exits or state.phase is Phase.ENDED),
         "the timer is set only for what is due, later": after.wake_at_ms is None
         or after.wake_at_ms > now_ms,
         "without workers it waits for the server, or for a deadline, or has ended": has_workers
         or new.phase is Phase.ENDED
+        or new.ending_kept
         or (
             waits_for_server and (new.disconnected_since_ms is None or after.wake_at_ms is not None)
         ),
         "workers run only in phases that have some": has_workers
-        or new.phase not in (Phase.RUNNING, Phase.STOPPING, Phase.LEAVING),
+        or new.phase not in (Phase.RUNNING, Phase.STOPPING, Phase.LEAVING)
+        or (new.phase is Phase.LEAVING and new.ending_kept),
+        "workers are parked only beside none that take part": not new.kept or new.workers_gone,
         "joining means that nobody is left": new.phase is not Phase.JOINING
         or (
             new.workers_gone

@@ -23,13 +23,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from rdzv.agent.app.agent_config import read_config
 from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.core import commands
-from rdzv.agent.core.model import Assignment
+from rdzv.agent.core.model import Assignment, KeptWorker
 from rdzv.agent.node.agent_metrics import AgentMetrics, announced, serving_metrics
 from rdzv.agent.node.placements import Occupancy, Placements
 from rdzv.agent.runner_link import (
+    KeptExited,
     RunnerExited,
     StoreHostExited,
     WorkerExited,
+    WorkerResumed,
     WorkersFenced,
     WorkersGone,
     WorkersStartedCold,
@@ -108,7 +110,21 @@ def history(n: Node) -> None:
     job.decided(start(1, restarts=1))
     n.now_s += 0.2
     job.runner_said(WorkersStartedCold(1, (0, 1), "the zygote is gone"))
-    job.runner_said(WorkerStarted(1, 0, 102))
+    job.runner_said(WorkerStarted(1, 0, 102, "cold"))
+    keeps = n.metrics.job(local_world_size=2)
+    keeps.decided(start(3))
+    keeps.runner_said(WorkerStarted(3, 0, 300, "cold"))
+    keeps.runner_said(WorkerStarted(3, 1, 301, "warm"))
+    keeps.decided(commands.StopWorkers(3, 5_000, None, 10_000))
+    n.now_s += 0.04
+    keeps.runner_said(WorkersGone(3, (KeptWorker(0, 300), KeptWorker(1, 301))))
+    keeps.decided(start(4))
+    keeps.runner_said(WorkerStarted(4, 0, 300, "kept"))
+    n.now_s += 0.02
+    keeps.runner_said(WorkerResumed(4, 0, 300, 7, 0, False, 3, 0))
+    keeps.decided(commands.StopWorkers(4, 5_000, None, 10_000))
+    keeps.runner_said(WorkersGone(4, (KeptWorker(0, 300), KeptWorker(1, 301))))
+    keeps.runner_said(KeptExited(1, 301, None, 9))
     n.metrics.stream_ended(welcomed=True, on_purpose=False)
     n.metrics.stream_opened()
 

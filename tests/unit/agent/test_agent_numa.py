@@ -249,7 +249,7 @@ def test_nonsense_in_sysfs_is_refused(tmp_path: Path) -> None:
 
 
 def test_nonsense_as_address_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"'\.\./\.\.' is no PCI address"):
+    with pytest.raises(InvalidRequestError, match=r"'\.\./\.\.' is not a PCI address"):
         bound_cpus(NumaBinding.NODE, 0, 1, ["../.."], allowed=frozenset({0}), sysfs=tmp_path)
 
 

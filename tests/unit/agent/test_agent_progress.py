@@ -23,6 +23,7 @@ from rdzv.agent.observers.progress_files import (
     read_step,
 )
 from rdzv.agent.system import file_watches
+from rdzv.structs import replace
 
 DEADLINE_S = 100.0
 ROOT = Path(__file__).parents[3]
@@ -61,7 +62,7 @@ def test_a_step_is_a_decimal_number(content: bytes, step: int | None) -> None:
     ],
 )
 def test_anything_else_is_no_step(content: bytes) -> None:
-    with pytest.raises(ValueError, match=r"is no step; write a decimal number"):
+    with pytest.raises(ValueError, match=r"is not a step; write a decimal number"):
         read_step(content)
 
 
@@ -246,7 +247,7 @@ async def test_garbage_warns_once_and_the_last_step_stays(
         desk.path(1).write_text(str(step))
         await desk.expect(r4=5, r5=step)
     assert caplog.text.count("progress of RANK 4: ") == 1
-    assert "b'five' is no step; write a decimal number" in caplog.text
+    assert "b'five' is not a step; write a decimal number" in caplog.text
     desk.path(0).write_text("6")
     await desk.expect(r4=6, r5=3)
 
@@ -269,15 +270,32 @@ async def test_a_new_round_begins_with_nothing(desk: Desk) -> None:
     old.write_text("5")
     await desk.expect(r4=5)
     desk.files.close_round()
-    assert not old.exists()
     assert desk.files.file(0) == ""
     desk.said.clear()
     desk.files.say_again()
     desk.files.open_round(line(4), 2)
+    assert (desk.path(0), old.read_text()) == (old, "")
     desk.files.say_again()
     assert not desk.said
     desk.path(1).write_text("1")
     assert (await desk.expect(r5=1)).round == 4
+
+
+async def test_a_worker_that_is_kept_goes_on_with_the_file_that_it_has(desk: Desk) -> None:
+    desk.files.open_round(line(3), 2)
+    kept, new = desk.path(0), desk.path(1)
+    with kept.open("r+") as held:
+        held.write("5")
+        held.flush()
+        new.write_text("5")
+        desk.files.close_round()
+        desk.files.open_round(replace(line(4), kept=(0,)), 2)
+        assert (desk.path(0), kept.read_text()) == (kept, "5")
+        assert new.read_text() == ""
+        held.seek(0)
+        held.write("6")
+        held.flush()
+        assert (await desk.expect(r4=6)).round == 4
 
 
 @pytest.mark.parametrize(("nodes", "least_ms"), [(2, 1_000), (500, 1_000), (5_000, 10_000)])

@@ -310,5 +310,5 @@ def test_what_was_never_given_can_be_taken_back() -> None:
 
 def test_more_gpus_than_there_are_is_refused_and_not_waited_for() -> None:
     ledger().check(4)
-    with pytest.raises(InvalidRequestError, match="5 GPUs are asked for, and this node has 4"):
+    with pytest.raises(InvalidRequestError, match="5 GPUs are requested, and this node has 4"):
         ledger().check(5)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.observers import stack_sampling
+from rdzv.agent.observers.collective_records import RecordReader
 from rdzv.agent.observers.stack_sampling import (
     StackAnswers,
     StacksAsked,
@@ -236,7 +237,7 @@ async def test_an_answer_ends_with_its_last_word_whatever_happens(
     async def say(number: int, workers: tuple[WorkerStack, ...], last: bool, error: str) -> None:
         said.append((number, len(workers), last, error))
 
-    answers = StackAnswers(say)
+    answers = StackAnswers(say, RecordReader("j1", on=False))
     answers.answer(ASKED, (), "its workers have all exited")
     answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
     await _until(lambda: len(said) == 3)
@@ -266,7 +267,7 @@ async def test_those_who_ask_too_often_hear_so(
     async def say(number: int, workers: tuple[WorkerStack, ...], last: bool, error: str) -> None:
         said.append(error)
 
-    answers = StackAnswers(say)
+    answers = StackAnswers(say, RecordReader("j1", on=False))
     for _ in range(stack_sampling.MAX_ASKED + 1):
         answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
     await _until(lambda: bool(said))

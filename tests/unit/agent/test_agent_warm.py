@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,7 +50,9 @@ def test_a_default_for_all_jobs_is_in_the_environment(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("text", ["", "a-b", "torch,", "1", "a..b"])
 def test_what_is_no_module_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="is no module's name; give such as --warm=torch"):
+    with pytest.raises(
+        InvalidRequestError, match="is not the name of a module; give names such as --warm=torch"
+    ):
         launch(f"--warm={text}")
 
 
@@ -57,6 +60,35 @@ def test_what_ddp_imports_comes_with_torch() -> None:
     assert warm.preloaded(["numpy", "torch"]) == ("numpy", "torch", "torch._dynamo")
     assert warm.preloaded(["torch", "torch._dynamo"]) == ("torch", "torch._dynamo")
     assert warm.preloaded(["numpy"]) == ("numpy",)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ((), False),
+        (("--max-restarts=1",), True),
+        (("--nnodes=1:2", "--rdzv-endpoint=server:1", "--rdzv-id=job"), True),
+        (("--nnodes=2", "--rdzv-endpoint=server:1", "--rdzv-id=job"), False),
+        (("--max-restarts=1", "--no-warm"), False),
+        (("--max-restarts=1", "--no-python"), False),
+        (("--max-restarts=1", "--no-python", "--run-path"), True),
+        (("--max-restarts=1", "--warm=numpy"), False),
+    ],
+)
+def test_restarts_are_warm_if_there_can_be_some(argv: tuple[str, ...], expected: bool) -> None:
+    assert launch(*argv).warm_restarts is expected
+
+
+def test_no_warm_turns_off_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_WARM", "torch")
+    found = launch("--no-warm", "--max-restarts=1")
+    assert (found.warm, found.warm_restarts) == ((), False)
+
+
+def test_a_zygote_for_restarts_imports_torch_after_the_workers() -> None:
+    zygote = warm.zygote_spec(launch("--max-restarts=1"), environ_of(0), (None,))
+    assert (zygote.modules, zygote.after_import) == (("torch", "torch._dynamo"), True)
+    assert zygote_of(environ_of(0)).after_import is False
 
 
 # ---------------------------------------------------------------------- the zygote's environment
@@ -174,6 +206,51 @@ def test_a_wait_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert zygote_of({}).wait_s == 0.0
     monkeypatch.setenv("RDZV_WARM_WAIT", "2.5")
     assert zygote_of({}).wait_s == 2.5
+
+
+# ---------------------------------------------------------------------- what no fork can use
+
+
+@pytest.mark.parametrize("device", ["/dev/infiniband/uverbs0", "/dev/kfd", "/dev/davinci3"])
+@pytest.mark.parametrize("how", ["opens", "maps"])
+def test_an_import_that_uses_a_device_is_refused(
+    device: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, mapped = ({7: device}, set[str]()) if how == "opens" else ({}, {"/lib/c.so", device})
+    monkeypatch.setattr(zygote_module, "_open_fds", lambda: opened)
+    monkeypatch.setattr(zygote_module, "_mapped", lambda: mapped)
+    monkeypatch.setattr(zygote_module, "_threads", list)
+    monkeypatch.setattr(zygote_module, "_children", list)
+    monkeypatch.setattr(zygote_module.sys, "_current_frames", dict)
+    with pytest.raises(
+        zygote_module.RefusedError, match=f"import plugin {how} a device, .*{device}"
+    ):
+        zygote_module._check_forkable("plugin", 1, set())
+
+
+def test_mapped_files_are_found() -> None:
+    mapped = zygote_module._mapped()
+    assert str(Path(sys.executable).resolve()) in mapped
+    assert not any(path.startswith("[") for path in mapped)
+
+
+HANGING = """
+import os, time
+from rdzv.agent.job_programs import zygote
+zygote.CANARY_TIMEOUT_S = 0.2
+os.register_at_fork(after_in_child=lambda: time.sleep(99))
+try:
+    zygote._try_fork()
+except zygote.RefusedError as error:
+    print(error)
+"""
+
+
+def test_a_fork_that_hangs_is_refused_and_killed() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "a fork of it hangs: it has not computed within 0.2 s\n"
 
 
 # ---------------------------------------------------------------------- asking beforehand

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rdzv.agent.runner import zygote_process
 from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.children import Child, Children
 from rdzv.agent.runner.fence import Fence
@@ -28,6 +30,7 @@ from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner.store_hosts import StoreHosts
 from rdzv.agent.runner.warm_forks import WarmForks
 from rdzv.agent.runner.workers import Workers
+from rdzv.agent.runner.zygote_process import NEEDS_BYTES
 
 
 @pytest.fixture
@@ -110,6 +113,35 @@ def test_a_zygote_that_cannot_be_forked_is_tried_again(
             about = {"reason": "cannot start 'python': no more processes", "retry_s": retry_s}
             assert said.pop() == ("zygote_lost", about)
         assert open_fds() == before
+
+
+@pytest.mark.parametrize(
+    ("free", "begun"), [(None, True), (NEEDS_BYTES, True), (NEEDS_BYTES - 1, False)]
+)
+@pytest.mark.parametrize("after_import", [True, False])
+def test_a_zygote_for_restarts_is_started_only_with_memory_to_spare(
+    loop: Loop,
+    agent: AgentLink,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int | None,
+    begun: bool,
+    after_import: bool,
+) -> None:
+    """It is tried again later; one that was asked for is started whatever is free."""
+    said = []
+    monkeypatch.setattr(agent, "emit", lambda kind, **about: said.append(about))
+    monkeypatch.setattr(zygote_process, "free_bytes", lambda: free)
+    with closing(NoChildren(loop)) as children:
+        zygote = WarmForks(loop, children, agent).zygote
+        zygote.spec = ZygoteSpec(("python",), {}, None, (), after_import=after_import)
+        zygote.begin()
+        assert bool(children.begun) == (begun or not after_import)
+        if not children.begun:
+            reason = "it is not started with less than 1024 MiB of memory free"
+            assert said == [{"reason": reason, "retry_s": 1.0}]
+            monkeypatch.setattr(zygote_process, "free_bytes", lambda: None)
+            zygote.do_due(time.monotonic() + 1.1)
+            assert children.begun
 
 
 def test_a_store_host_whose_socket_was_lost_has_not_started(

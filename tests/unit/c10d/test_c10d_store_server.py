@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -302,3 +303,22 @@ async def test_a_bug_in_a_look_costs_nobody_the_store(
     async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
         await until_logged(caplog, "please report it: a look is lost")
     assert "have lost their store" not in caplog.text
+
+
+def test_where_libuv_takes_no_listening_socket_the_older_server_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in torch 2.4, where rdzvd did not start."""
+
+    class Torch:
+        @staticmethod
+        def TCPStore(*where: object, use_libuv: bool = True, **options: object) -> str:  # noqa: N802
+            if use_libuv:
+                raise NotImplementedError("the libuv back-end does not support a listen fd")
+            return "served"
+
+    monkeypatch.setattr(store_server.importlib, "import_module", lambda name: Torch)
+    monkeypatch.setattr(store_server.os, "environ", {})
+    monkeypatch.setattr(store_server.sys, "path", [])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert store_server.serve(listening.fileno()) == "served"

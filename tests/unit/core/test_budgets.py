@@ -20,9 +20,9 @@ from rdzv.core.model import (
     Round,
     RoundEnd,
     Settings,
-    Spent,
     Tuning,
 )
+from rdzv.core.spending import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, offer, report, running
 

@@ -14,9 +14,9 @@ from rdzv.core.model import (
     NodeState,
     ScaleUp,
     Settings,
-    Spent,
     State,
 )
+from rdzv.core.spending import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, report, running
 

@@ -18,16 +18,14 @@ from rdzv.core.events import (
     RunEnded,
 )
 from rdzv.core.model import (
-    MAX_RESTART_AGES,
     Cause,
     JobState,
+    KeptWorker,
     LeaveCause,
     Membership,
     RecoveryReport,
     Result,
     Settings,
-    Spent,
-    Tally,
     is_placeholder,
     placeholder,
 )
@@ -38,6 +36,7 @@ from rdzv.core.recovery_reports import (
     spent_known,
     tally_of,
 )
+from rdzv.core.spending import MAX_RESTART_AGES, Spent, Tally
 from rdzv.errors import DeniedError, RendezvousClosedError, UnknownNodeError
 from rdzv.structs import replace
 
@@ -118,6 +117,23 @@ def test_an_adopted_round_is_like_any_other():
     job.stopped("n0", "n1", "n2")
     assert job.job_state is JobState.FAILED, "max_restarts is 0"
     assert job.last(RunEnded).ended.failures[0].node_id == "n1"
+
+
+def test_who_was_kept_is_known_from_the_reports():
+    """Also if the first is of an older node, which has not kept what it does not know."""
+    settings, told = replace(SETTINGS, max_restarts=3), {"source": 1, "resume_step": 70}
+    job = Job(settings)
+    job.do(resume(1, settings=settings))
+    job.do(resume(0, settings=settings, kept=(0, 1), **told))
+    job.do(resume(2, settings=settings, kept=(2,), **told))
+    assert [p.kept for p in job.round.participants] == [(0, 1), (), (2,)]
+    assert (job.round.source, job.round.resume_step) == (1, 70)
+    # So a round that fails without a step is followed by new processes here, too.
+    job.fail("n0")
+    for node, size in enumerate(SIZES):
+        job.stopped(f"n{node}", local_world_size=size, kept=[KeptWorker(0, 70)])
+    assert job.round.number == 8
+    assert [p.kept for p in job.round.participants] == [(), (), ()]
 
 
 def test_restarts_spent_stay_spent():

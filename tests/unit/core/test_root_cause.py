@@ -12,6 +12,7 @@ from rdzv.core.root_cause import (
     keep_earliest,
     root_cause,
 )
+from rdzv.structs import replace
 
 WINDOW_MS = 500
 RESET = "RuntimeError: [Rank 1] Connection reset by peer"
@@ -119,3 +120,9 @@ def test_a_failure_is_described_in_one_line() -> None:
         "rank 0 (local_rank 0) on n1: exit code 1: boom"
     )
     assert describe_failure(failure("n1", 0, signal=9)).endswith("on n1: signal 9")
+
+
+def test_a_suspect_is_no_fault_of_its_node() -> None:
+    suspect = replace(failure("a", 0, "ValueError: no", "trace"), suspect=True, exit_code=None)
+    assert is_connection_error(suspect)
+    assert describe_failure(suspect).endswith("on a: a collective failed: ValueError: no")

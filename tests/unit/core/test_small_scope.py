@@ -26,7 +26,7 @@ from rdzv.core.commands import (
     Succeed,
     Tick,
 )
-from rdzv.core.model import LeaveCause, Moved, Settings, State
+from rdzv.core.model import KeptWorker, LeaveCause, Moved, Settings, State
 from rdzv.core.rendezvous import step
 from rdzv.errors import RendezvousError
 from rdzv.structs import replace
@@ -59,6 +59,8 @@ def everything_said(state: State) -> Iterator[Command]:
                 yield join(node_id, now, run=run, settings=settings, left_round=left_round)
             moved = Moved(step=number, snapshot=node_id == "n3")
             yield join(node_id, now, run=run, settings=settings, left_round=number, moved=moved)
+            kept = (KeptWorker(0, number or None, torn=node_id == "n2"),)
+            yield join(node_id, now, run=run, settings=settings, left_round=number, kept=kept)
             yield join(node_id, now + 1, run=run, settings=settings, left_round=number)
             yield Resume(node_id, now + 1, run, number)
         if state.present(node_id):
@@ -68,6 +70,7 @@ def everything_said(state: State) -> Iterator[Command]:
 
 def everything_present(node_id: str, now: int, run: str, number: int) -> Iterator[Command]:
     yield Fail(node_id, now, run, number, (report(message=node_id),))
+    yield Fail(node_id, now, run, number, (report(exit_code=None, suspect=True),))
     yield Succeed(node_id, now, run, number)
     yield Leave(node_id, now, run, LeaveCause.SIGNAL, "SIGTERM")
     yield Leave(node_id, now, run, LeaveCause.SIGNAL, "SIGTERM", left_round=number)

@@ -26,7 +26,7 @@ import pytest
 from fake_control import FakeControl, serving
 
 from rdzv.client import ControlClient, parse_endpoint
-from rdzv.ctl import as_text
+from rdzv.ctl import as_text, job_list
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
@@ -84,14 +84,14 @@ def test_golden_list(control: FakeControl) -> None:
         control.jobs[name] = job
     control.hanging["gpt-small"] = "RANK 3: no progress for 61 s"
     with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
-        compare("list", as_text.jobs(endpoint, client.jobs(), PAGE) + "\n")
+        compare("list", job_list.as_lines(endpoint, client.jobs(), PAGE) + "\n")
 
 
 def test_golden_list_with_a_job_that_is_only_watched(control: FakeControl) -> None:
     for job in (control_samples.running(), control_samples.watched()):
         control.jobs[job.rdzv_id] = job
     with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
-        compare("list-watched", as_text.jobs("here", client.jobs(), PAGE) + "\n")
+        compare("list-watched", job_list.as_lines("here", client.jobs(), PAGE) + "\n")
 
 
 def test_golden_events(control: FakeControl) -> None:
@@ -248,6 +248,9 @@ def test_status_for_programs(
         "owner",
         "has_secret",
         "reason_times",
+        "kept",
+        "source",
+        "resume_step",
     ]
     assert (document["version"], document["backend"]) == (1, "rdzv")
     assert (document["round"], document["restarts"], document["master_port"]) == (5, 3, 29511)
@@ -276,6 +279,7 @@ def test_status_for_programs(
         "signal": None,
         "message": control_samples.OUT_OF_MEMORY,
         "traceback": control_samples.TRACEBACK,
+        "suspect": False,
     }
 
 

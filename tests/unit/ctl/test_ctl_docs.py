@@ -12,7 +12,7 @@ from rdzv.core.timed_text import TimeInText
 from rdzv.ctl import job_request
 from rdzv.ctl.__main__ import rdzvctl
 from rdzv.structs import field_names
-from rdzv.view import answers, history
+from rdzv.view import answers, history, ledger, reports
 
 TEXT = (Path(__file__).parents[3] / "docs" / "rdzvctl.md").read_text()
 
@@ -71,6 +71,8 @@ def test_every_flag_that_is_refused_is_there(dest: str) -> None:
                 *(answers.StackFrame, answers.SilentNode),
             ),
         ),
+        ("A ledger", (ledger.Ledger, ledger.Cost, ledger.Interval)),
+        ("A report", (reports.Report, reports.JobLine, reports.Loss)),
         ("What would be submitted", (Settings, JobSpec)),
     ],
 )

@@ -11,14 +11,19 @@ from pathlib import Path
 import pytest
 from stories import STORIES, crashing, fenced, many_nodes, told
 
+from rdzv.core.commands import Fail, FailureReport
+from rdzv.core.model import KeptWorker
+from rdzv.ctl import as_text
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.as_text_story import FIRST, LAST, explain
 from rdzv.structs import replace
 from rdzv.view.answers import Event
 from rdzv.view.life import runs_of
 from rdzv.view.spans import Phase, spans_of
+from tests.unit.core.test_small_scope import SETTINGS
 from tests.unit.ctl.test_ctl import control, server  # noqa: F401
-from tests.unit.server.test_metrics import history
+from tests.unit.server.test_driver import join
+from tests.unit.server.test_metrics import Scraped, history
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "explain"
 
@@ -59,13 +64,44 @@ async def test_workers_that_a_fence_has_killed_are_not_live() -> None:
     text = explain(of.status, of.history, of.page(width=None))
     assert "n1: it was cut off, and has killed its workers 22 s ago (--fence-after)." in text
     assert "node left: once, 22 s without a round." in text
-    assert "A round was live for 56 s of 1 min 18 s (72%)." in text
+    assert "Training took 56 s of 1 min 18 s (at most 71.8%)." in text
+    assert "The rest: detecting 22 s; " in text
     spans = [
         (span.phase, span.until_ms - span.since_ms)
         for span in spans_of(runs_of(of.history)[0], of.now_ms)
     ]
     assert [ms for phase, ms in spans if phase is Phase.LIVE] == [30_000, 26_000]
     assert [ms for phase, ms in spans if phase is Phase.STOPPING] == [22_000]
+
+
+async def test_who_is_kept_is_told_and_why_others_are_not() -> None:
+    async def story(s: Scraped) -> None:
+        settings = replace(SETTINGS, min_nodes=2, max_nodes=2, max_restarts=3)
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        for node in (n1, n2):
+            await s.say(node, join(node, (1, 1), settings=settings))
+        suspect = FailureReport(0, 0, 98, None, None, "connection closed", "", 0, suspect=True)
+        await s.say(n1, Fail("n1", n1.incarnation, "run-1", 0, (suspect,)))
+        report = FailureReport(0, 2, 99, 1, None, "no", "", 0)
+        await s.say(n2, Fail("n2", n2.incarnation, "run-1", 0, (report,)))
+        for node, kept in ((n1, (KeptWorker(0, 70),)), (n2, ())):
+            again = join(node, (1, 1), settings=settings, run="run-1", left_round=0)
+            await s.say(node, replace(again, kept=kept))
+
+    of = await told(story)
+    said = (
+        "1 of 4 workers kept, from step 70 of RANK 0; new: RANK 1,3 (ended, or not parked in "
+        "time); RANK 2 (failed in the last round)"
+    )
+    text = explain(of.status, of.history, of.page(width=None))
+    assert f"Round 1 is complete: 4 workers on n1, n2; {said}." in text
+    assert "rank 0 (local_rank 0) on n1: a collective failed: connection closed" in text
+    (row,) = [row for row in of.history if row.name == "RoundCompleted" and "kept" in row.text]
+    assert row.fields is not None
+    assert (row.fields["kept"], row.fields["source"], row.fields["resume_step"]) == (1, 0, 70)
+    assert row.fields["not_kept"][1] == {"why": "failed", "workers": 1, "ranks": [2]}
+    lines = as_text.status(of.status, of.page(width=None)).splitlines()
+    assert any("1 worker of the round before, from step 70 of RANK 0" in line for line in lines)
 
 
 async def test_a_queued_job_is_queued_and_says_so_once() -> None:

@@ -237,7 +237,7 @@ REFUSED = [
     ("--labels=a=\x1b t", "--labels: the value of a cannot be used"),
     ("--rdzv-id= t", "--rdzv-id is empty; give the job's name, or leave it out"),
     ("--env =1 t", "--env: there is no name before the `=`; give NAME=VALUE, or NAME"),
-    ("--env A-B=1 t", "--env A-B: 'A-B' is no name of a variable"),
+    ("--env A-B=1 t", "--env A-B: 'A-B' is not the name of a variable"),
     ("--env NOPE t", "--env NOPE: it is not set here; set it, or give NOPE=VALUE"),
     ("--env A=1 --env A=2 t", "--env A is given twice; leave one of them out"),
     ("--env WORLD_SIZE=2 t", "variable WORLD_SIZE: every worker is given its own in every round"),
@@ -296,8 +296,8 @@ def test_an_environment_has_bounds() -> None:
 def test_arguments_have_bounds_and_can_travel() -> None:
     assert read("t", "x" * (job_request.ARGS_BYTES - 1))
     assert "the arguments have 131073 bytes" in refusal("t", "x" * job_request.ARGS_BYTES)
-    assert "argument '\\udcff' cannot be used: no UTF-8" in refusal("t", "\udcff")
-    assert "--chdir '/\\udcff' cannot be used: no UTF-8" in refusal("--chdir=/\udcff", "t")
+    assert "argument '\\udcff' cannot be used: it is not UTF-8" in refusal("t", "\udcff")
+    assert "--chdir '/\\udcff' cannot be used: it is not UTF-8" in refusal("--chdir=/\udcff", "t")
 
 
 def test_what_has_no_effect_is_noted() -> None:
@@ -400,7 +400,7 @@ BAD_FILES = [
     ("[env]\nA = 31337", "`env.A` is no text; put its value in quotes"),
     ("env_from = 'A'", "`env_from` is no list of texts"),
     ("script='t'\nenv_from = ['NOPE']", "env_from: NOPE: it is not set here"),
-    ("script='t'\n[env]\n'A-B' = '1'", "'A-B' is no name of a variable"),
+    ("script='t'\n[env]\n'A-B' = '1'", "'A-B' is not the name of a variable"),
     ("[labels]\na = 'x,y'", "`labels.a` 'x,y' cannot be used; give text without commas"),
     ("[labels]\na = ['x']", "`labels.a` ['x'] cannot be used"),
     ("script = 't'\nnnodes = '4:2'", "--nnodes=4:2: the minimum 4 is above the maximum 2"),
@@ -551,9 +551,9 @@ def test_help_of_the_script_is_the_scripts(control: SubmitControl, server: str) 
 def test_a_name_that_is_taken_is_refused(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    control.error = JobExistsError("a job night is there already; choose another name")
+    control.error = JobExistsError("a job night exists already; choose another name")
     assert run(["submit", "--rdzv-id=night", "t"]) == 1
-    assert "a job night is there already" in capsys.readouterr().err
+    assert "a job night exists already" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------ bad connections

@@ -5,6 +5,7 @@ Golden files as in test_ctl.py.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -318,3 +319,35 @@ def test_a_server_that_goes_away_is_told_once_each_time(
     for line in lines:
         assert line.startswith(f"rdzvctl: cannot reach rdzvd at {endpoint}: the other side closed")
         assert line.endswith("; trying again")
+
+
+class GrowingControl(WatchControl):
+    """Tells one more event with each answer, as a job would."""
+
+    def ListEvents(  # noqa: N802
+        self, request: pb.ListEventsRequest, context: grpc.ServicerContext
+    ) -> pb.ListEventsResponse:
+        whole = control_samples.history()
+        self.history = whole[: len(self.history) + 1]
+        return super().ListEvents(request, context)
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_events_are_followed_until_the_job_has_ended(
+    output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control = GrowingControl()
+    control.jobs["gpt-small"] = control_samples.running()
+    control.pushed = [control_samples.running(), control_samples.failed()]
+    control.go_on.set()
+    with serving(control) as endpoint:
+        command = ["--server", endpoint, "events", "gpt-small", "-f", "-n", "1", "-o", output]
+        assert run(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    expected = [event.name for event in control.history]
+    assert len(expected) >= 2, "some were known before the job changed, some were not"
+    if output == "text":
+        assert [line.split()[2] for line in lines] == expected
+    else:
+        documents = map(json.loads, lines)
+        assert [e["name"] for document in documents for e in document["events"]] == expected

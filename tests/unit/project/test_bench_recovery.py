@@ -32,7 +32,14 @@ def test_the_examples_hold(module: object) -> None:
 
 def test_the_old_world_is_no_recovery() -> None:
     old = stages("n0", 1, 2, "steady") + stages("n1", 2, 2, "steady")
-    assert new_world(old, frozenset({1, 2}), ["n0", "n1"]) is None
+    assert new_world(old, frozenset({(1, 0), (2, 0)}), ["n0", "n1"]) is None
+
+
+def test_a_process_that_stays_is_of_the_new_world_in_its_next_round() -> None:
+    old = stages("n0", 1, 1, "steady")
+    kept = [Stage(s.stage, s.at_s + 10, s.pid, s.node, s.world_size, round=1) for s in old[2:]]
+    world = new_world([*old, *kept], frozenset({(1, 0)}), ["n0"])
+    assert world == {"grouped": 12.0, "reduced": 13.0, "stepped": 14.0, "steady": 15.0}
 
 
 def test_a_world_of_which_one_node_is_not_steady_has_not_recovered() -> None:

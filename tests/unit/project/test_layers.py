@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SOURCES = (ROOT / "rendezvous", ROOT / "agent")
+SOURCES = (ROOT / "rendezvous", ROOT / "agent", ROOT / "worker")
 
 IMPURE = {
     *("asyncio", "concurrent", "ctypes", "datetime", "fcntl", "grpc", "http", "io", "logging"),
@@ -26,7 +26,7 @@ IMPURE = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Which files may not import what, and why. Paths are from rendezvous/rdzv or agent/rdzv."""
+    """Which files may not import what, and why. Paths are below `rdzv/` of any source root."""
 
     why: str
     files: str
@@ -100,9 +100,21 @@ RULES = (
         "**/*.py",
         never=of("torch"),
         but=of(
-            "agent/job_programs/*.py",
-            *("torchrun.py", "torchrun/*.py", "c10d/store_server.py"),
+            *("agent/job_programs/*.py", "agent/job_programs/collectives_hook/*.py"),
+            *("torchrun.py", "torchrun/*.py", "c10d/store_server.py", "demo/training.py"),
+            "worker/*.py",
         ),
+    ),
+    Rule(
+        "the job's interpreter may have the worker's library and nothing else of rdzv",
+        "worker/*.py",
+        only=of("rdzv.worker", "torch"),
+    ),
+    Rule(
+        "nothing else needs the library that scripts import",
+        "**/*.py",
+        never=of("rdzv.worker"),
+        but=of("worker/*.py"),
     ),
     Rule(
         "programs that are started by path start fast, and no environment can break them",
@@ -142,6 +154,16 @@ RULES = (
         "torch's store is served by an interpreter that may have nothing of rdzv",
         "c10d/store_server.py",
         only=of("torch"),
+    ),
+    Rule(
+        "the demo's training runs in the job's interpreter, which may have nothing of rdzv",
+        "demo/training.py",
+        only=of("torch"),
+    ),
+    Rule(
+        "the demo asks what a user can ask, of programs of their own",
+        "demo/*.py",
+        never=of("rdzv.server", "rdzv.stores", "rdzv.agent", "rdzv.client", "rdzv.v1"),
     ),
     Rule(
         "the operator's command speaks to the server through the client alone",
@@ -335,7 +357,7 @@ def mapped() -> list[str]:
         path = "".join(folder for _, folder in above) + name
         if name.endswith("/"):
             above.append((indent, name))
-        if path.startswith(("rendezvous/rdzv/", "agent/rdzv/")):
+        if path.startswith(("rendezvous/rdzv/", "agent/rdzv/", "worker/rdzv/")):
             found.append(path.split("rdzv/", 1)[1])
     return [path for path in found if path]
 

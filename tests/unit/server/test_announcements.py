@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from builders import Job, join, offer
+from builders import RUN, Job, join, offer, report
 
-from rdzv.core.commands import Resume
+from rdzv.core.commands import Fail, Resume
 from rdzv.core.events import RunBegan
-from rdzv.core.model import RecoveryReport, Settings
+from rdzv.core.model import KeptWorker, RecoveryReport, Settings
 from rdzv.core.rendezvous import step
 from rdzv.server.engine import announcements
-from rdzv.server.messages import Assignment, Joined, RoundOver
+from rdzv.server.messages import Assignment, Belief, Joined, RoundOver
 from rdzv.structs import replace
 
 SETTINGS = Settings(1, 3, last_call_timeout_ms=60_000)
@@ -48,3 +48,52 @@ def test_who_runs_a_round_that_a_later_one_has_followed_elsewhere_hears_so() -> 
     for message in heard.values():
         assert isinstance(message, RoundOver)
         assert (message.round, message.end.reason) == (0, "round 9 has followed it")
+
+
+def test_a_node_hears_which_of_its_workers_are_not_kept() -> None:
+    """A hang is reported in the place of its node, whose other workers are to park."""
+    job = Job(replace(SETTINGS, min_nodes=2, max_nodes=2, max_restarts=3))
+    job.join("n1", "n2", local_world_size=2)
+    before, hung = job.state, report(3, None, "hung: RANK 3", local_rank=1)
+    transition = step(before, Fail("n2", 1, RUN, 0, (hung,)), job.now_ms)
+    heard = dict(announcements.news(before, transition.state, transition.events, 0))
+    assert {n: m.culprits for n, m in heard.items() if isinstance(m, RoundOver)} == {
+        "n1": (),
+        "n2": (1,),
+    }
+    assert all(isinstance(m, RoundOver) and m.end.keep for m in heard.values())
+    # One that was away for that moment hears the same when it comes back.
+    belief = Belief("job-7", RUN, 0, has_workers=True)
+    (over,) = announcements.owed(transition.state, "n2", belief, 0)
+    assert isinstance(over, RoundOver)
+    assert (over.culprits, over.end.keep) == ((1,), True)
+
+
+def test_workers_of_a_round_that_another_has_followed_need_not_park() -> None:
+    job = Job(replace(SETTINGS, min_nodes=1, max_nodes=2))
+    job.join("n1", "n2")
+    job.lost("n2")
+    job.stopped("n1")
+    belief = Belief("job-7", RUN, 0, has_workers=True)
+    (over,) = announcements.owed(job.state, "n2", belief, 0)
+    assert isinstance(over, RoundOver)
+    assert (job.round.number, over.round, over.end.keep) == (1, 0, False)
+
+
+def test_a_server_that_takes_over_says_again_who_is_kept() -> None:
+    """Also which suspect has to end: its node may have heard of neither."""
+    job = Job(replace(SETTINGS, min_nodes=2, max_nodes=2, max_restarts=3))
+    job.join("n1", "n2", local_world_size=2)
+    job.fail("n2", report(2, None, suspect=True))
+    for node_id in ("n1", "n2"):
+        offers = (KeptWorker(0, 70), KeptWorker(1, 69, torn=True))
+        job.stopped(node_id, local_world_size=2, kept=offers)
+    job.crash()
+    belief = Belief("job-7", RUN, 0, has_workers=False)
+    told = {n: announcements.owed(job.state, n, belief, 0)[-1] for n in ("n1", "n2")}
+    lines = {n: line for n, line in told.items() if isinstance(line, Assignment)}
+    assert {n: (line.kept, line.charged_suspects) for n, line in lines.items()} == {
+        "n1": ((0, 1), ()),
+        "n2": ((1,), (0,)),
+    }
+    assert {(line.source, line.resume_step) for line in lines.values()} == {(0, 70)}

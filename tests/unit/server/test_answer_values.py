@@ -14,22 +14,19 @@ from rdzv.core.model import (
     JobSpec,
     Submission,
 )
-from rdzv.core.placement import Gpu, Resources
 from rdzv.core.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
 from rdzv.core.stragglers import Straggler
 from rdzv.core.timed_text import left, past
 from rdzv.errors import UnknownJobError
 from rdzv.server.messages import (
     LogLines,
-    NodeJob,
-    NodeSummary,
     RankProgress,
-    ServerView,
 )
 from rdzv.server.operations import answer_values
 from rdzv.server.security.tokens import Token
 from rdzv.server.wire import outbound
 from rdzv.structs import replace
+from rdzv.view import answers
 from rdzv.view import from_messages as client
 from tests.unit.server.test_driver import server
 from tests.unit.server.test_wire import NODE, VIEW
@@ -68,26 +65,18 @@ FULL = replace(
     owner="ada",
     has_secret=True,
 )
-PLAIN_NODE = NodeSummary("n1", "gone", 5, "", "", "", None, 0, (), False, "", 0)
-NODE_JOB = NodeJob("job-7", 2, "holding")
-HAS = Resources(
-    8, 1 << 36, (Gpu("GPU-1", "H100", 80 << 30), Gpu("GPU-2", "", 0)), (("zone", "a"),), 2, "rack 1"
+PLAIN_NODE = answers.Node(
+    *("n1", "gone", 5, None, None, None, None, None, (), False, None, None),
 )
-FULL_NODE = NodeSummary(
-    *(
-        "n1",
-        "connected",
-        5,
-        "rdzv-agent",
-        "10.0.0.1",
-        "0.1.0",
-        HAS,
-        0,
-        (NODE_JOB,),
-        True,
-        "disk",
-        9,
-    ),
+HAS = answers.Resources(
+    *(8, 1 << 36, (answers.Gpu("GPU-1", "H100", 80 << 30), answers.Gpu("GPU-2", None, None))),
+    *({"zone": "a"}, 2, "rack 1"),
+)
+NO_RESOURCES = answers.Resources(None, None, (), {}, 1, None)
+EMPTY_NODE = replace(PLAIN_NODE, resources=NO_RESOURCES, gpus_free=0)
+FULL_NODE = answers.Node(
+    *("n1", "connected", 5, "rdzv-agent", "10.0.0.1", "0.1.0", HAS, 0),
+    *((answers.NodeJob("job-7", 2, "holding"),), True, "disk", 9),
     metrics="10.0.0.1:29481",
     **{"quarantine": "at fault", "quarantine_age_ms": 1, "quarantine_left_ms": 0},
     **{"unhealthy": "disk /data", "unhealthy_age_ms": 0, "drain": "drained"},
@@ -121,14 +110,14 @@ SLOW = (Straggler(3, 2.5, 0.5, 9_500),)
             for view, hangs in ((VIEW, ""), (BARE, "RANK 3"), (ZEROS, ""), (FULL, "RANK 3"))
         ),
         *(
-            (answer_values.node(node), outbound.node, client.node_of)
-            for node in (PLAIN_NODE, FULL_NODE, replace(PLAIN_NODE, resources=Resources()))
+            (node, outbound.node, client.node_of)
+            for node in (PLAIN_NODE, FULL_NODE, EMPTY_NODE)
         ),
         *(
-            (answer_values.server(view), outbound.server, client.server_of)
+            (view, outbound.server, client.server_of)
             for view in (
-                ServerView("h:1", False, 0, "memory", "0.1.0", 5),
-                ServerView("h:1", True, 7, "sqlite", "0.1.0", 0, "no auth", "away"),
+                answers.Server("h:1", False, None, "memory", "0.1.0", 5),
+                answers.Server("h:1", True, 7, "sqlite", "0.1.0", 0, "no auth", "away"),
             )
         ),
         *(

@@ -212,9 +212,13 @@ async def test_the_documents_are_those_of_rdzvctl() -> None:
         status = await answers.status("job-7")
         assert await s.get("/jobs/job-7") == json.loads(as_json.status(status))
         assert as_json.status(status, indent=None) == as_json.one_line(as_json.status(status))
-        assert await s.get("/nodes") == json.loads(as_json.nodes(await answers.nodes()))
+        assert await s.get("/nodes") == json.loads(as_json.nodes(answers.nodes()))
         found = json.loads(as_json.servers(await answers.servers()))
-        assert await s.get("/servers") == found
+        served = await s.get("/servers")
+        # The machine's own clock goes on between the two.
+        before_ms, after_ms = (d["servers"][0].pop("unix_ms") for d in (found, served))
+        assert 0 < before_ms <= after_ms
+        assert served == found
 
 
 async def test_history_nodes_and_servers_are_answered() -> None:
@@ -234,6 +238,20 @@ async def test_history_nodes_and_servers_are_answered() -> None:
         assert (await s.get("/nodes/n1"))["jobs"][0]["rdzv_id"] == "job-7"
         (server,) = (await s.get("/servers"))["servers"]
         assert server["leads"] and server["version"] == "1.2.3"
+
+
+async def test_the_ledger_of_a_run_is_answered() -> None:
+    async with asked() as s:
+        await s.pair()
+        await s.clock.advance(4_000)
+        found = await s.get("/jobs/job-7/ledger")
+        assert (found["version"], found["rdzv_id"], found["run_numbers"]) == (1, "job-7", [1])
+        assert found["ledger"]["phases"]["training"] == found["ledger"]["wall_ms"] == 4_000
+        (interval,) = found["ledger"]["intervals"]
+        assert (interval["phase"], interval["round"], interval["node_ms"]) == ("training", 0, 8_000)
+        assert await s.get("/jobs/job-7/ledger?run=1") == found
+        error = await s.get("/jobs/job-7/ledger?run=2", 404)
+        assert "run 2 of job-7 is not kept; those that are: 1" in error["message"]
 
 
 async def test_the_stacks_that_a_hang_has_left_are_answered_and_none_are_taken() -> None:
@@ -267,6 +285,7 @@ async def test_the_stacks_that_a_hang_has_left_are_answered_and_none_are_taken()
     [
         ("/jobs/nobody", 404, "UnknownJobError", "no job nobody is known here"),
         ("/jobs/nobody/events", 404, "UnknownJobError", "nobody"),
+        ("/jobs/nobody/ledger", 404, "UnknownJobError", "nobody"),
         ("/jobs/nobody/logs", 404, "UnknownJobError", "nobody"),
         ("/nodes/nobody", 404, "UnknownNodeError", "no node nobody is known here"),
         ("/jobs/nobody/stacks", 404, "UnknownJobError", "no job nobody is known here"),
@@ -351,7 +370,7 @@ async def test_a_bug_is_an_error_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with asked() as s:
-        monkeypatch.setattr(Shown, "summaries", lambda self: 1 / 0)
+        monkeypatch.setattr(Shown, "nodes", lambda self: 1 / 0)
         error = await s.get("/nodes", 500)
     assert error["code"] == "RendezvousError" and "bug" in error["message"]
     assert "ZeroDivisionError" not in json.dumps(error)

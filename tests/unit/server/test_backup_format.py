@@ -233,7 +233,7 @@ def _unreadable_membership(data: bytes) -> bytes:
         (_twice, "it holds more than one backup"),
         (_job_twice, "job a is in it twice"),
         (_document_twice, "document cordoned is in it twice"),
-        (_document_of_no_name, "'../other' is no name of a document"),
+        (_document_of_no_name, "'../other' is not the name of a document"),
         (_document_too_large, "document large would have 1048579 bytes"),
         (_strange_history, "history of job a is not below that job"),
         (_foreign_membership, "job c calls itself d"),
@@ -388,9 +388,7 @@ def _write(path: Path, replace: bool = False) -> None:
 def test_a_file_that_is_there_is_replaced_only_if_that_is_said(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(
-        InvalidRequestError, match="is there already; give another name, or --force"
-    ):
+    with pytest.raises(InvalidRequestError, match="exists already; give another name, or --force"):
         _write(path)
     assert path.read_bytes() == b"old"
     _write(path, replace=True)
@@ -406,7 +404,7 @@ def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
             file.write(b"new")
             path.write_bytes(b"theirs")
 
-    with pytest.raises(InvalidRequestError, match="is there already"):
+    with pytest.raises(InvalidRequestError, match="exists already"):
         body()
     assert path.read_bytes() == b"theirs"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
@@ -415,7 +413,7 @@ def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("replace", [False, True])
 def test_what_is_no_file_is_never_replaced(tmp_path: Path, replace: bool) -> None:
     for path in (tmp_path, Path("/dev/null")):
-        with pytest.raises(InvalidRequestError, match="is no regular file"):
+        with pytest.raises(InvalidRequestError, match="is not a regular file"):
             _write(path, replace)
 
 

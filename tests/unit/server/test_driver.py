@@ -1278,7 +1278,7 @@ async def test_a_broken_guarantee_about_who_came_back_without_a_job_ends_no_stre
         again = s.attach("n1")
         await s.driver.recovery.greet(again, [asks_for("job-8", again)])
         assert again.open and again.greeted
-        assert "job job-7 could not be told about n1: a bug of rdzvd" in caplog.text
+        assert "job job-7 could not be updated about n1: a bug of rdzvd" in caplog.text
         assert (await s.driver.jobs.look("job-8")).present("n1")
 
 
@@ -1305,7 +1305,7 @@ async def test_what_a_node_holds_no_more_of_a_broken_job_ends_no_stream(
         broken_for(monkeypatch, "job-7", MarkLost)
         await s.driver.reports.note_holdings(n1, ())
         assert n1.open
-        assert "job job-7 could not be told about n1: a bug of rdzvd" in caplog.text
+        assert "job job-7 could not be updated about n1: a bug of rdzvd" in caplog.text
 
 
 # ---------------------------------------------------------------- what is kept, and for how long
@@ -1638,6 +1638,9 @@ def every_event() -> list[events.Event]:
         events.HangOver(0),
         events.RankStraggles(0, 3, "n1", 2.1, 0.5),
         events.RankCaughtUp(0, 3, "n1"),
+        events.FirstStepMade(1, "n1", 3, 101, 300),
+        events.LostStepsRedone(1, 140, 200),
+        events.LastStepMade(1, 190, 1_400),
         events.RunEnded("run-1", ended),
     ]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rdzv.core.collectives import Collective, GroupRecord
 from rdzv.core.commands import Leave
 from rdzv.core.hangs import HungWorker, verdict
 from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings
@@ -16,6 +17,7 @@ from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.server.messages import Hung, RoundOver, TakeStacks
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 from rdzv.view.answers import event_in
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, read, server, settle
 from tests.unit.server.test_stacks_of_jobs import say, stack
@@ -135,6 +137,42 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
         assert s.driver.diagnosis.hangs.episodes == 0
         rows = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert rows[-4:] == ["WorkersHang", "StacksTaken", "RoundEnded", "WorkerFailed"]
+
+
+def recorded(rank: int, line: int, sequence: int, *, done: bool) -> WorkerStack:
+    last = Collective(sequence, "all_reduce", "[4] Float", done=done, age_ms=60_000)
+    return replace(
+        stack(rank, line=line),
+        collectives=(GroupRecord("0", "default_pg", sequence, (last,)),),
+    )
+
+
+async def test_the_records_of_collectives_are_more_certain_than_the_stacks() -> None:
+    """By its stack it would be RANK 2: the only one at another line."""
+    clock = FakeClock()
+    async with server(MemoryStore(), clock) as s:
+        n1, n2 = await s.pair()
+        hang(s, n1, 0, 1)
+        hang(s, n2, 2)
+        await settle()
+        await say(s, n1, recorded(0, 41, 9, done=False), recorded(1, 41, 9, done=False))
+        await say(s, n2, recorded(2, 7, 9, done=False), recorded(3, 41, 8, done=True))
+        found = await failure(s)
+        assert (found.node_id, found.rank, found.pid) == ("n2", 3, 103)
+        sentence = (
+            "RANK 3 has not entered all_reduce #9 of the default group; "
+            "RANK 0-2 wait in it since 60 s"
+        )
+        assert found.message.startswith(f"hung: {sentence}; RANK 0-1,3 in step at train.py:41; ")
+        kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 0)
+        assert kept is not None and kept.cause is not None
+        assert (kept.cause.kind, kept.cause.sentence) == ("absent", sentence)
+        assert kept.stacks[3].collectives[0].entered == 8
+        rows = await s.driver.views.history("job-7", 100)
+        (row,) = [row for row in rows if row.name == "StacksTaken"]
+        fields = event_in(row).fields
+        assert fields is not None
+        assert (fields["cause"], fields["ranks"]) == ("absent", [3])
 
 
 async def test_once_every_node_has_said_so_nobody_is_waited_for() -> None:

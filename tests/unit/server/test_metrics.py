@@ -20,7 +20,18 @@ from rdzv.c10d.observations import Watch
 from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import NodeLost, RunBegan
 from rdzv.core.explain import JobView, explain, job_state, node_views
-from rdzv.core.model import Away, JobSpec, JobState, Offer, Result, Seat, Settings, State, Tuning
+from rdzv.core.model import (
+    Away,
+    JobSpec,
+    JobState,
+    KeptWorker,
+    Offer,
+    Result,
+    Seat,
+    Settings,
+    State,
+    Tuning,
+)
 from rdzv.core.placement import Gpu, Resources
 from rdzv.core.rendezvous import step
 from rdzv.core.runs import vacant
@@ -37,6 +48,7 @@ from rdzv.server.telemetry.job_metrics import (
 )
 from rdzv.server.telemetry.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
 from rdzv.server.telemetry.metrics_hooks import Figures, Meter, Meters
+from rdzv.stores.base import Record
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
 from tests.unit.core import test_small_scope as small_scope
@@ -351,6 +363,27 @@ async def test_who_stands_by_tells_of_no_jobs() -> None:
 # ------------------------------------------------------------------ counts
 
 
+async def test_a_suspect_is_a_failure_only_where_it_is_charged() -> None:
+    async with scraped() as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        settings = replace(join(n1, (2, 2)).settings, max_restarts=3)
+        for node in (n1, n2):
+            await s.say(node, join(node, (2, 2), settings=settings))
+        suspect = FailureReport(0, 0, 99, None, None, "connection closed", "", 0, suspect=True)
+        own = FailureReport(1, 1, 98, 1, None, "no", "", 0)
+        again = join(n1, (2, 2), settings=settings, run="run-1")
+        for number, reports in enumerate(((suspect, own), (suspect,))):
+            await s.say(n1, Fail("n1", n1.incarnation, "run-1", number, reports))
+            for node in (n1, n2):
+                command = replace(again, node_id=node.node_id, incarnation=node.incarnation)
+                kept = (KeptWorker(0, number + 7), KeptWorker(1, number + 7))
+                await s.say(node, replace(command, left_round=number, kept=kept))
+            found = await s.values()
+            assert found["rdzv_worker_failures_total"] == number + 1
+            assert found["rdzv_round_workers_total{kind=kept}"] == 3 * (number + 1)
+            assert found["rdzv_round_workers_total{kind=new}"] == 4 + number + 1
+
+
 async def test_a_restart_is_counted_where_it_is_charged() -> None:
     async with scraped() as s:
         n1 = await s.connect("n1")
@@ -633,6 +666,17 @@ async def test_any_name_of_a_job_is_written_so_that_it_can_be_read(name: str) ->
     metrics = Metrics(lambda: figures, CONFIG, "1.2.3")
     metrics.stepped(state, began.state, began.events, 0)
     assert values(await metrics.text())[f"rdzv_job_min_nodes{{rdzv_id={name}}}"] == 2
+
+
+async def test_hangs_are_counted_by_what_the_records_show() -> None:
+    metrics = Metrics(lambda: Figures(0, 1, 0, 0, 0, 0, 0, ()), CONFIG, "1.2.3")
+    fields = ('{"round": 0, "summary": "x", "cause": "absent"}', '{"round": 0, "summary": "x"}')
+    metrics.recorded([Record(0, "job-7", "run-1", "StacksTaken", text) for text in fields])
+    metrics.recorded([Record(0, "job-7", "run-1", "HangOver", '{"round": 0}')])
+    found = values(await metrics.text())
+    counted = {kind: found[f"rdzv_hangs_total{{cause={kind}}}"] for kind in ("absent", "none")}
+    assert counted == {"absent": 1, "none": 1}
+    assert found["rdzv_hangs_total{cause=gil_held}"] == 0
 
 
 def test_results_and_states_have_the_same_words() -> None:

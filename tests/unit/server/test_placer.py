@@ -116,7 +116,7 @@ async def test_what_is_submitted_again_is_submitted_once() -> None:
         await s.driver.operations.submit_job("job-7", submission())
         await s.driver.operations.submit_job("job-7", submission())
         assert (await s.driver.views.status("job-7")).run_number == 1
-        with pytest.raises(JobExistsError, match=r"a job job-7 is there already, submitted by ada"):
+        with pytest.raises(JobExistsError, match=r"a job job-7 exists already, submitted by ada"):
             await s.driver.operations.submit_job("job-7", submission("sub-2"))
 
 
@@ -413,7 +413,7 @@ async def test_a_drain_outlives_the_server_and_is_told_again_with_what_is_left()
         assert placements(n1) == []
         assert "n1: drained (fan)" in await reason(s, "job-7")
         # It is told that it may stay, and is placed on.
-        assert (await s.driver.nodes.undrain("n1")).drain == ""
+        assert (await s.driver.nodes.undrain("n1")).drain is None
         await s.clock.advance(QUIET_MS)
         assert [type(told) for told in read(n1)] == [UndrainNode, Placed]
 
@@ -460,7 +460,7 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         # Another start of its agent does not wish it any more.
         s.driver.connections.detach(n1)
         await s.connect("n1", instance="two", resources=HAS)
-        assert s.driver.node_views.summaries(["n1"])[0].drain == ""
+        assert s.driver.node_views.summaries(["n1"])[0].drain is None
 
 
 async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() -> None:
@@ -498,7 +498,7 @@ async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
             match=(r"^job-7 would have 1 of the 2 nodes that it needs, and 0 others free for it$"),
         ):
             await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
-        assert s.driver.node_views.summaries(["n1"])[0].drain == ""
+        assert s.driver.node_views.summaries(["n1"])[0].drain is None
         await s.driver.nodes.undrain("n3")
         read(n3)
         # n3 would be placed for it.
@@ -729,7 +729,7 @@ async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> Non
         shown = {
             n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.node_views.summaries()
         }
-        assert shown == {"n1": ("disk /data has 1 % free", 500), "n2": ("", 0)}
+        assert shown == {"n1": ("disk /data has 1 % free", 500), "n2": (None, None)}
         s.driver.reports.note_health(n1, ())
         await s.clock.advance(QUIET_MS)
         assert (await s.driver.views.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]

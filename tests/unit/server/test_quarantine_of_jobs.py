@@ -20,12 +20,13 @@ from rdzv.core.nodes import AgentKind
 from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError, UnknownNodeError
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Assignment, NodeSummary, Placed, Withdrawn
+from rdzv.server.messages import Assignment, Placed, Withdrawn
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
+from rdzv.view.answers import Node
 from tests.support.builders import Job
 from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, settle
 from tests.unit.server.test_placer import QUIET_MS, daemons, live, submission
@@ -102,7 +103,7 @@ async def fails(s: Server, at_fault: Stream, others: Sequence[Stream], message: 
     await s.clock.advance(QUIET_MS)
 
 
-async def shown(s: Server, node_id: str) -> NodeSummary:
+async def shown(s: Server, node_id: str) -> Node:
     return next(node for node in s.driver.node_views.summaries() if node.node_id == node_id)
 
 
@@ -176,7 +177,7 @@ def test_who_is_barred_since_it_was_chosen_is_not_placed() -> None:
     job.do(submission())
     job.do(Bar((("n1", "quarantined: it is slow"),)))
     assert job.do(Place("sub-1", ("n1",))) == ()
-    assert job.do(Place("sub-1", ("n1", "n2"))) == (NodesPlaced(("n2",)),)
+    assert job.do(Place("sub-1", ("n1", "n2"))) == (NodesPlaced(("n2",), was_queued=True),)
 
 
 def test_the_echo_of_a_join_lets_nobody_in_who_is_barred() -> None:

@@ -58,6 +58,7 @@ EXPECTED_PATHS = {
     **dict.fromkeys(("/metrics", "/sd"), READERS),
     **dict.fromkeys(("/api/v1/jobs", "/api/v1/jobs/{rdzv_id}", "/api/v1/servers"), READERS),
     **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/events", "/api/v1/nodes"), READERS),
+    "/api/v1/jobs/{rdzv_id}/ledger": READERS,
     **dict.fromkeys(("/api/v1/nodes/{node_id}", "/api/v1/stream"), READERS),
     "/api/v1/openapi.json": READERS,
     "/api/v1/jobs/{rdzv_id}/logs": SUBMITTERS,

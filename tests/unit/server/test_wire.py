@@ -13,6 +13,7 @@ from rdzv.core.model import (
     Ended,
     Failure,
     JobState,
+    KeptWorker,
     LeaveCause,
     Moved,
     NodeState,
@@ -22,10 +23,9 @@ from rdzv.core.model import (
     RoundEnd,
     ScaleUp,
     Settings,
-    Spent,
-    Tally,
 )
 from rdzv.core.nodes import AgentKind
+from rdzv.core.spending import Spent, Tally
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import (
     Announcement,
@@ -107,6 +107,10 @@ def join(**changes: object) -> pb.Join:
     return pb.Join(**(good | changes))  # type: ignore[arg-type]
 
 
+def parked(local_rank: int, **changes: object) -> pb.KeptWorker:
+    return pb.KeptWorker(local_rank=local_rank, **changes)  # type: ignore[arg-type]
+
+
 # ---------------------------------------------------------------- what nodes say
 
 
@@ -142,6 +146,20 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
         (
             pb.NodeMessage(join=join(run="", left_round=0, failures=[failure()])),
             replace(CORE_JOIN, run="", left_round=0, failures=(CORE_FAILURE,)),
+        ),
+        (
+            pb.NodeMessage(join=join(failures=[failure(suspect=True)])),
+            replace(CORE_JOIN, failures=(replace(CORE_FAILURE, suspect=True),)),
+        ),
+        (
+            # In any order; no sealed step is not the same as step 0.
+            pb.NodeMessage(
+                join=join(kept=[parked(7, step=2**53, torn=True), parked(0), parked(3, step=0)])
+            ),
+            replace(
+                CORE_JOIN,
+                kept=(KeptWorker(0), KeptWorker(3, 0), KeptWorker(7, 2**53, torn=True)),
+            ),
         ),
         (pb.NodeMessage(join=join(refuse_reuse=True)), replace(CORE_JOIN, refuse_reuse=True)),
         (
@@ -221,7 +239,9 @@ PB_TALLY = pb.Tally(
     furthest_step=500,
     restart_ages_ms=[70_000, 1_000],
 )
+WITH_KEPT = pb.RoundCompleted(kept=[3, 0, 3], source=5, resume_step=7)
 WITH_TALLY = pb.RoundCompleted(tally=PB_TALLY)
+WITH_KEPT.MergeFrom(LINE)
 WITH_TALLY.MergeFrom(LINE)
 
 
@@ -242,6 +262,16 @@ WITH_TALLY.MergeFrom(LINE)
             ),
             False,
             [replace(CORE_JOIN, left_round=2, recovery=replace(REPORT_OF_ROUND, tally=TALLY))],
+        ),
+        (
+            pb.Belief(phase=pb.Belief.RUNNING, join=join(), round=WITH_KEPT),
+            True,
+            [
+                replace(
+                    RESUME,
+                    recovery=replace(REPORT_OF_ROUND, kept=(0, 3), source=5, resume_step=7),
+                )
+            ],
         ),
         (
             pb.Belief(
@@ -378,6 +408,12 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_join(offer=offer(topology="x" * 300)), "topology"),
         (read_join(offer=offer(shutdown_timeout_ms=2**63)), "shutdown_timeout '"),
         (read_join(failures=[failure(local_rank=4_096)]), "local_rank 4096"),
+        (read_join(kept=[parked(8)]), "kept: local_rank 8 is out of bounds; give 0 to 7"),
+        (read_join(kept=[parked(2**32 - 1)]), "kept: local_rank 4294967295 is out of bounds"),
+        (read_join(kept=[parked(0), parked(3), parked(0)]), "kept 3 workers have 2 local_ranks"),
+        (read_join(kept=[parked(n % 8) for n in range(9)]), "kept 9 are more parked workers"),
+        (read_join(kept=[parked(0, step=2**53 + 1)]), "kept: step 9007199254740993 is out of"),
+        (read_join(kept=[parked(0, step=2**64 - 1)]), "kept: step 18446744073709551615"),
         (read_belief(phase=0), "phase 0 is not known"),
         (read_belief(phase=9), "phase 9 is not known"),
         (read_belief(round=None), "needs a round and its run"),
@@ -520,6 +556,51 @@ A_LINE = Assignment(
                     cause=pb.NODE_LOST,
                     reason="n2 was lost",
                     broken=True,
+                    keep=True,
+                )
+            ),
+        ),
+        (
+            RoundOver(
+                "job-7",
+                "feed",
+                2,
+                RoundEnd(Cause.OPERATOR, "restart", 0, broken=False, keep=False),
+                culprits=(0, 5),
+            ),
+            pb.ServerMessage(
+                round_ended=pb.RoundEnded(
+                    rdzv_id="job-7",
+                    run="feed",
+                    round=2,
+                    cause=pb.OPERATOR,
+                    reason="restart",
+                    culprits=[0, 5],
+                )
+            ),
+        ),
+        (
+            replace(A_LINE, kept=(0, 3), source=11, resume_step=70, charged_suspects=(2,)),
+            pb.ServerMessage(
+                round_completed=pb.RoundCompleted(
+                    rdzv_id="job-7",
+                    run="feed",
+                    round=2,
+                    group_rank=1,
+                    group_world_size=4,
+                    rank_first=8,
+                    world_size=32,
+                    role_rank_first=4,
+                    role_world_size=16,
+                    master_addr="10.0.0.5",
+                    master_port=4711,
+                    use_agent_store=True,
+                    restarts=1,
+                    max_restarts=3,
+                    kept=[0, 3],
+                    source=11,
+                    resume_step=70,
+                    charged_suspects=[2],
                 )
             ),
         ),
@@ -615,6 +696,9 @@ VIEW = JobView(
         restart_window_ms=8,
     ),
     no_progress=True,
+    kept=5,
+    source=1,
+    resume_step=70,
 )
 
 

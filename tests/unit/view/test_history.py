@@ -43,8 +43,8 @@ def test_what_is_written_is_read_again(event: events.Event) -> None:
 
 def test_a_row_is_small_however_large_the_job() -> None:
     names = tuple(f"n{number}" for number in range(10_000))
-    placed = an_event(kept(events.NodesPlaced(names)))
-    assert placed.fields == {"nodes": 10_000, "node_ids": list(names[:8])}
+    placed = an_event(kept(events.NodesPlaced(names, was_queued=True)))
+    assert placed.fields == {"nodes": 10_000, "node_ids": list(names[:8]), "was_queued": True}
     assert placed.text == "placed on n0, n1, n2, n3, n4, n5, n6, n7 and 9992 more"
     withdrawn = an_event(kept(events.NodesWithdrawn(names, "scaled down")))
     assert withdrawn.text.endswith("n7 and 9992 more: scaled down")

@@ -37,7 +37,7 @@ class Config:
     loaded: Loaded[AgentSettings]
     endpoints: tuple[Endpoint, ...]
     launches: tuple[Launch, ...] = ()
-    """The jobs named in the file itself; none: the agent takes submitted ones."""
+    """The jobs named in the file itself; if there are none, the agent takes submitted ones."""
     credentials: Credentials = PLAIN
     """The files and token for the connection to the server."""
 
@@ -184,7 +184,7 @@ def _read_job(args: tuple[str, ...], endpoints: tuple[Endpoint, ...], node_id: s
     given = list(args)
     said = io.StringIO()
     try:
-        # The reason is at the end of a usage message.
+        # The reason is the end of the usage message.
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             launch, meeting = parse_launch(
                 [

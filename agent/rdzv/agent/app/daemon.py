@@ -119,7 +119,7 @@ class Daemon:
         cls, path: Path, config: Config, set_log_level: Callable[[str], None]
     ) -> Daemon:
         """Inspect this machine, and get ready."""
-        # First of all: the previous agent's runners wait no longer than a lease.
+        # This comes first, because the previous agent's runners wait no longer than a lease.
         settings = config.settings
         heritage = Heritage(settings.runtime_dir, settings.node_id)
         orphans = await heritage.take_up()
@@ -183,7 +183,8 @@ class Daemon:
         """Serve until a signal ends it."""
         with self._signals():
             if not self._orphans:
-                # So that the first Hello has the result. The server waits for a node with workers.
+                # The first Hello is to have the result. If workers run, it is sent at once instead,
+                # because the server waits for it.
                 await self._health.look()
             async with asyncio.TaskGroup() as tasks:
                 talk = tasks.create_task(self._link.run())
@@ -236,7 +237,7 @@ class Daemon:
     async def _ask_why(self, signum: signal.Signals) -> None:
         job = await in_thread(systemd.queued_job)
         if self._ending.is_set():
-            return  # Another signal has ended the agent meanwhile.
+            return  # Another signal has ended the agent in the meantime.
         if job in RESTARTS:
             self._hand_over(f"{signum.name}, of a {job} by systemd")
         else:
@@ -286,7 +287,8 @@ class Daemon:
             self._placements.leave(signum, signum.name)
             return
         deadline_ms = round(self._config.settings.drain_deadline * 1000)
-        # Beyond the unit's timeout: saving may take workers long, and ending them takes more time.
+        # This may take longer than the unit's timeout: saving takes long, and so may ending the
+        # workers.
         systemd.notify(f"EXTEND_TIMEOUT_USEC={(deadline_ms + END_MS) * 1000}")
         self._placements.take_no_more()
         self._link.drain_node(deadline_ms, f"its agent received {signum.name}")
@@ -335,7 +337,7 @@ class Daemon:
     # ------------------------------------------------------------------ logs
 
     async def _sweep_now_and_then(self) -> None:
-        """Remove, at intervals, the folders of runs that are too old or use too much disk space."""
+        """Remove run folders that are too old or use too much disk space, at intervals."""
         while True:
             logs = self._config.settings.logs
             try:

@@ -42,10 +42,10 @@ class Meeting:
     """Where this node meets the others."""
 
     endpoints: tuple[Endpoint, ...]
-    """The servers to connect to; none: this node hosts its own server, for itself alone."""
+    """The servers to connect to; if there are none, this node hosts a server for itself alone."""
     rdzv_id: str
     host_at: Endpoint | None = None
-    """Where this node serves the job itself; without endpoints, to its own workers alone."""
+    """Where this node serves the job itself; without endpoints, only its own workers."""
     elect_by: EtcdConfig | None = None
     """The etcd in which the nodes elect the one that serves them."""
     node_id: str = ""
@@ -53,8 +53,8 @@ class Meeting:
     why: str = ""
     """The choice, as a log line."""
     files: Mapping[str, Path | None] | None = None
-    """The files of `Credentials` given for a standing rdzvd; None: the server is one of the nodes,
-    which serve without TLS."""
+    """The files of `Credentials` given for a standing rdzvd; None if the server is one of the
+    nodes, which serve without TLS."""
 
     def credentials(self, environ: Mapping[str, str]) -> Credentials:
         """Return the credentials; the environment supplies files that the command line does not.
@@ -70,7 +70,7 @@ class Meeting:
 
 @struct(frozen=True)
 class Wish:
-    """The rendezvous options of a command line. Empty and None: not given."""
+    """The rendezvous options of a command line; empty or None if not given."""
 
     backend: str
     endpoint: str
@@ -104,9 +104,9 @@ class Wish:
 def choose(wish: Wish) -> Meeting:
     """Choose where to meet, as torchrun would interpret the same command line.
 
-    Without a back-end: this node alone if there is no endpoint or port and at most one node,
-    `static` if --node-rank or --master-* is given, or an endpoint for one node where this node can
-    serve as torchrun would, else an rdzvd at the endpoint.
+    If no back-end is given, it is: this node alone, if there is no endpoint or port and at most one
+    node; `static`, if --node-rank or --master-* is given, or an endpoint for one node where this
+    node can serve as torchrun would; otherwise an rdzvd at the endpoint.
 
     Raises:
         InvalidRequestError: the line does not say enough, or contradicts itself.
@@ -131,7 +131,7 @@ def choose(wish: Wish) -> Meeting:
 
 
 def _means_static(wish: Wish) -> bool:
-    """Whether a command line without a back-end means torchrun's static back-end, its default.
+    """Return whether a command line without a back-end means torchrun's default, the static one.
 
     One node with an endpoint does, unless the endpoint can only be a standing rdzvd: the line has
     options for it, or the endpoint is on another machine, or a server already listens there.
@@ -144,7 +144,7 @@ def _means_static(wish: Wish) -> bool:
 
 
 def _alone(wish: Wish) -> bool:
-    """Whether the job has one node, which needs no rendezvous with others."""
+    """Return whether the job has one node, which needs no rendezvous with others."""
     if wish.endpoint or wish.max_nodes > 1:
         return False
     if wish.backend in ("", "static"):

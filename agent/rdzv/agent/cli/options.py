@@ -16,6 +16,7 @@ from rdzv.agent.core.model import Job
 from rdzv.agent.launch.launch import NO_FILES, EventSink, Launch, Output, count_cpus, count_devices
 from rdzv.agent.launch.numa import NumaBinding
 from rdzv.agent.output.tee import parse_filters, parse_ranks
+from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import flags
 from rdzv.launch_options.job_options import (
@@ -24,6 +25,7 @@ from rdzv.launch_options.job_options import (
     conf_ms,
     fence_after_ms,
     hang_timeout,
+    keep_timeouts_ms,
     parse_conf,
     parse_nnodes,
     parse_notice_signal,
@@ -74,12 +76,15 @@ def parse_launch(
     if size is None:
         size = _count(args.nproc_per_node, python, environ)
     job = _job(args, conf, meeting, size, environ)
+    warm = () if args.no_warm else parse_modules(args.warm)
+    no_python = args.no_python and not args.run_path
+    can_be_warm = not (args.no_warm or no_python)
     return Launch(
         job=job,
         script=args.training_script,
         args=script_args,
         module=args.module,
-        no_python=args.no_python and not args.run_path,
+        no_python=no_python,
         run_path=args.run_path,
         python=python,
         environ=without_secrets(environ),
@@ -92,12 +97,19 @@ def parse_launch(
         refuse_reuse=not conf_bool(conf, "reuse", default=True),
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=NumaBinding(args.numa_binding) if args.numa_binding else None,
-        warm=parse_modules(args.warm),
+        warm=warm,
+        warm_restarts=can_be_warm and not warm and _may_restart(job.settings),
+        collective_trace=not args.no_collective_trace,
         hang_timeout=hang_timeout(args.hang_timeout),
         signals=parse_signals(args.signals_to_handle),
         output=_output(args, size, environ, chdir),
         event_log=EventSink(args.event_log_handler, _backend(args.rdzv_backend, meeting)),
     ), meeting
+
+
+def _may_restart(settings: Settings) -> bool:
+    """Return whether a round may be followed by another in the same run, as far as is known."""
+    return settings.max_restarts != 0 or settings.min_nodes < settings.max_nodes
 
 
 def parse_modules(text: str | None) -> tuple[str, ...]:
@@ -110,7 +122,8 @@ def parse_modules(text: str | None) -> tuple[str, ...]:
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise InvalidRequestError(
-                f"--warm={text}: {name!r} is no module's name; give such as --warm=torch,numpy"
+                f"--warm={text}: {name!r} is not the name of a module; give names "
+                "such as --warm=torch,numpy"
             )
     return names
 
@@ -132,7 +145,7 @@ def _output(
         or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         logs_specs=args.logs_specs or "",
     )
-    # As under torchrun: without files all output goes to the console, whatever else is requested.
+    # As under torchrun, without files all output goes to the console, whatever else is requested.
     if output.log_dir == NO_FILES and not output.logs_specs:
         return Output(log_dir=NO_FILES)
     return output
@@ -177,6 +190,7 @@ def _job(
     local_world_size: int,
     environ: Mapping[str, str],
 ) -> Job:
+    keep_ms, park_ms = keep_timeouts_ms(args.keep_timeout, args.park_timeout)
     own_name = args.node_id or f"{socket.gethostname()}-{os.getpid()}"
     return Job(
         rdzv_id=meeting.rdzv_id,
@@ -187,6 +201,8 @@ def _job(
         failure_stop_timeout_ms=conf_ms(conf, "failure_stop_timeout", 5),
         server_timeout_ms=conf_ms(conf, "server_timeout", 600),
         fence_after_ms=_fence_after_ms(args.fence_after, meeting),
+        keep_timeout_ms=keep_ms,
+        park_timeout_ms=park_ms,
         notice_signum=parse_notice_signal(args.notice_signal) or 0,
     )
 
@@ -210,7 +226,7 @@ def _conf(text: str) -> dict[str, str]:
     conf = parse_conf(text)
     for key in conf:
         if key in flags.TORCH_CONF_KEYS:
-            log.info("--rdzv-conf: %s is of torchrun's store, and has no effect here", key)
+            log.info("--rdzv-conf: %s is a key of torchrun's store, and has no effect here", key)
     for key in unknown_keys(conf):
         known = ", ".join(flags.CONF_KEYS)
         log.warning("--rdzv-conf: unknown key %s; known: %s", key, known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.agent.core.model import Assignment, Leaving, Outcome, WorkerFailure
+from rdzv.agent.core.model import Assignment, KeptWorker, Leaving, Outcome, WorkerFailure
 from rdzv.core.model import UNMOVED, Moved
 from rdzv.structs import struct
 
@@ -17,6 +17,8 @@ class SayJoin:
     fenced: bool = False
     """Whether the round ended on this node only because of its fence."""
     moved: Moved = UNMOVED
+    kept: tuple[KeptWorker, ...] = ()
+    """The parked workers that may enter the next round."""
 
 
 @struct(frozen=True)
@@ -65,7 +67,10 @@ class SayStoreHostFailed:
 
 @struct(frozen=True)
 class StartWorkers:
-    """Start the local worker group, and the round's store host if this node serves it."""
+    """Start the local worker group, and the round's store host if this node serves it.
+
+    The parked workers in `assignment.kept` enter the round. Those that are not end first.
+    """
 
     assignment: Assignment
 
@@ -74,12 +79,27 @@ class StartWorkers:
 class StopWorkers:
     """End every process of the round: the signal, then SIGKILL after `grace_ms`.
 
-    Without `signum`, the runner's usual SIGTERM.
+    Without `signum`, the runner's usual SIGTERM. With `keep_ms`, workers that can be kept are asked
+    to park instead, and killed if they have not after that time; those in `not_kept` are killed at
+    once.
     """
 
     round: int
     grace_ms: int
     signum: int | None = None
+    keep_ms: int | None = None
+    not_kept: tuple[int, ...] = ()
+
+
+@struct(frozen=True)
+class EndKept:
+    """End all parked workers: SIGTERM, then SIGKILL after `grace_ms`; `KeptGone` follows.
+
+    Those in `charged` raise the exception that they had reported as suspects instead.
+    """
+
+    grace_ms: int
+    charged: tuple[int, ...] = ()
 
 
 @struct(frozen=True)
@@ -125,6 +145,7 @@ Command = (
     | SayStoreHostFailed
     | StartWorkers
     | StopWorkers
+    | EndKept
     | NotifyWorkers
     | TakeBackNotice
     | StopStoreHost

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.agent.core.model import Assignment, NodeFailure
+from rdzv.agent.core.model import Assignment, KeptWorker, NodeFailure
 from rdzv.core.model import UNMOVED, Cause, Moved, Result
 from rdzv.structs import struct
 
@@ -43,6 +43,10 @@ class RoundEnded:
     cause: Cause
     reason: str
     broken: bool
+    keep: bool = False
+    """Whether workers may be kept for the next round."""
+    culprits: tuple[int, ...] = ()
+    """LOCAL_RANKs of this node's workers that caused the end and are not kept."""
 
 
 @struct(frozen=True)
@@ -88,6 +92,18 @@ class WorkerExited:
 
 
 @struct(frozen=True)
+class WorkerSuspected:
+    """A collective has failed in a worker `age_ms` ago, perhaps because of a peer; it parks."""
+
+    round: int
+    local_rank: int
+    pid: int
+    message: str
+    traceback: str
+    age_ms: int
+
+
+@struct(frozen=True)
 class StartFailed:
     """The workers of a round could not be started."""
 
@@ -97,10 +113,27 @@ class StartFailed:
 
 @struct(frozen=True)
 class WorkersGone:
-    """No process of the round is left on the node, except its store host."""
+    """No process on the node takes part in the round any more, except its store host."""
 
     round: int
     moved: Moved = UNMOVED
+    kept: tuple[KeptWorker, ...] = ()
+    """The workers that are parked; all other processes of the round are gone."""
+
+
+@struct(frozen=True)
+class KeptExited:
+    """A parked worker has exited."""
+
+    local_rank: int
+    pid: int
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+@struct(frozen=True)
+class KeptGone:
+    """No parked worker is left."""
 
 
 @struct(frozen=True)
@@ -190,8 +223,11 @@ Event = (
     | RunClosed
     | Refused
     | WorkerExited
+    | WorkerSuspected
     | StartFailed
     | WorkersGone
+    | KeptExited
+    | KeptGone
     | WorkersStuck
     | Fenced
     | Unhealthy

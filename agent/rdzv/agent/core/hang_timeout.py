@@ -1,5 +1,6 @@
 """Detects a hung worker: it has reported progress, and then reports none for too long.
 
+One that has reported none is judged by the collectives that it completes, where they are counted.
 Pure: the looks at a worker add up to a `Vigil`, which tells whether it hangs. Only time under
 observation counts, so a pause of the agent or of the machine does not make a worker silent.
 """
@@ -20,6 +21,11 @@ AUTO_LONGEST_FACTOR = 2
 AUTO_LONGEST_MS = 30 * 60_000
 """... which counts for at most this: one silence must not hide all later ones."""
 
+START_COLLECTIVES = 16
+"""A worker that has completed fewer collectives is starting: it imports, wraps, compiles, ..."""
+START_LEAST_MS = 60_000
+"""... and may complete none for so long at least, whatever the limit: a slow start is no hang."""
+
 UNINTERRUPTIBLE, TRACED = "D", "t"
 
 
@@ -33,6 +39,12 @@ class Look:
     """State of its process, as in /proc."""
     switches: int | None = None
     """Its context switches so far; the number stands still while the process sleeps."""
+    completed: int | None = None
+    """The collectives that it has completed, which count without reports; None: not known."""
+    counted_every_ms: int = 0
+    """How often they are counted: a pause may be that much shorter than it seems."""
+    known: bool = True
+    """Whether anything new would have been seen."""
 
 
 @struct(frozen=True)
@@ -47,6 +59,8 @@ class Vigil:
     blocked_ms: int = 0
     """How long it has been seen in the same uninterruptible sleep."""
     switches: int | None = None
+    completed: int | None = None
+    """The collectives that it had completed when they were last counted."""
 
     def after(self, look: Look, passed_ms: int) -> Vigil:
         """Return the vigil after a look, `passed_ms` after the one before."""
@@ -54,15 +68,29 @@ class Vigil:
         seen = replace(
             self,
             word=look.word if look.word is not None else self.word,
-            silent_ms=self.silent_ms + passed_ms,
+            silent_ms=self.silent_ms + passed_ms if look.known else self.silent_ms,
             blocked_ms=self.blocked_ms + passed_ms if blocked else 0,
             switches=look.switches if look.state == UNINTERRUPTIBLE else None,
+            completed=look.completed if look.completed is not None else self.completed,
         )
         if seen.word != self.word:
-            intervals = (*self.intervals_ms, seen.silent_ms)[-AUTO_INTERVALS:]
-            return replace(seen, silent_ms=0, intervals_ms=intervals)
+            return seen._heard(seen.silent_ms)
+        if seen.counts and seen.completed != self.completed:
+            more = (seen.completed or 0) - (self.completed or 0)
+            pause_ms = max(seen.silent_ms - look.counted_every_ms, seen.silent_ms // max(more, 1))
+            return seen._heard(seen.silent_ms if self.completed is None else pause_ms)
         # A user who holds it with a debugger knows that it does not run.
         return replace(seen, silent_ms=self.silent_ms) if look.state == TRACED else seen
+
+    def _heard(self, pause_ms: int) -> Vigil:
+        """Return the vigil after a sign of life, which came after this pause or a shorter one."""
+        intervals = (*self.intervals_ms, pause_ms)[-AUTO_INTERVALS:]
+        return replace(self, silent_ms=0, intervals_ms=intervals)
+
+    @property
+    def counts(self) -> bool:
+        """Whether its collectives are its signs of life, since it reports none itself."""
+        return self.word is None and self.completed is not None
 
     def why_hung(self, timeout_ms: int) -> str:
         """Explain why it hangs; empty if it does not.
@@ -72,10 +100,13 @@ class Vigil:
         """
         if self.blocked_ms >= timeout_ms:
             return f"in D state for {self.blocked_ms / 1000:.0f} s without a break"
-        if self.word is None or self.silent_ms < timeout_ms:
+        if self.counts and (self.completed or 0) < START_COLLECTIVES:
+            timeout_ms = max(timeout_ms, START_LEAST_MS)
+        if (self.word is None and not self.counts) or self.silent_ms < timeout_ms:
             return ""
         silent_s, limit_s = self.silent_ms / 1000, timeout_ms / 1000
-        return f"no word of its progress for {silent_s:.0f} s, limit {limit_s:g} s"
+        what = "no collective completed" if self.counts else "no word of its progress"
+        return f"{what} for {silent_s:.0f} s, limit {limit_s:g} s"
 
 
 def timeout_ms(timeout: HangTimeout, vigil: Vigil, longest_ms: int) -> int:

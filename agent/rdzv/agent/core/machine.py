@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rdzv.agent.core.commands import (
     Command,
+    EndKept,
     Exit,
     NotifyWorkers,
     SayFailed,
@@ -27,6 +28,8 @@ from rdzv.agent.core.events import (
     Event,
     Fenced,
     Joined,
+    KeptExited,
+    KeptGone,
     NoticeGiven,
     NoticeLifted,
     Refused,
@@ -46,6 +49,7 @@ from rdzv.agent.core.events import (
     WorkerExited,
     WorkersGone,
     WorkersStuck,
+    WorkerSuspected,
 )
 from rdzv.agent.core.model import (
     AgentState,
@@ -106,10 +110,10 @@ def begin(job: Job, now_ms: int, run: str = "") -> AgentState:
 def step(state: AgentState, event: Event, now_ms: int) -> Transition:
     """Apply one event and decide what follows from it.
 
-    Guarantees: workers of a round are started once, and only when those of the round before are
-    gone; running workers are stopped only by their own failure, a signal to this agent, or a
-    positive statement of the server about this run and round; nothing more is done after the
-    end.
+    Guarantees: workers of a round are started once, and only when none takes part in the round
+    before any more: each is gone, or parked; running workers are stopped only by their own failure,
+    a signal to this agent, or a positive statement of the server about this run and round; nothing
+    more is done after the end.
     """
     work = _Step(state, now_ms)
     if state.phase is not Phase.ENDED:
@@ -149,8 +153,19 @@ def _apply(work: _Step, event: Event) -> None:
             _accept_refusal(work, event)
         case Unhealthy():
             _note_unhealthy(work, event)
-        case WorkerExited() | WorkersGone() | WorkersStuck() | Fenced() | StartFailed():
+        case (
+            WorkerExited()
+            | WorkerSuspected()
+            | WorkersGone()
+            | WorkersStuck()
+            | Fenced()
+            | StartFailed()
+        ):
             _apply_to_workers(work, event)
+        case KeptExited():
+            _note_kept_exit(work, event)
+        case KeptGone():
+            _note_kept_gone(work)
         case StoreHostReady():
             if _is_current(work.state, event.round):
                 work.state = replace(work.state, store_host_due_ms=None)
@@ -180,7 +195,7 @@ def _note_server_found(work: _Step) -> None:
     work.state = replace(state, disconnected_since_ms=None)
     if state.assignment is None:
         return
-    if state.stuck_pids and not state.workers_gone:
+    if state.stuck_pids and not _is_empty(state):
         work.do(SayStuck(state.run, state.assignment.round, state.stuck_pids))
     if state.store_host_failed and state.phase in (*_NEEDS_STORE, Phase.STOPPING):
         work.do(SayStoreHostFailed(state.run, state.assignment.round, state.store_host_failed))
@@ -201,6 +216,10 @@ def _start(work: _Step, assignment: Assignment) -> None:
     stale = state.left_round is not None and assignment.round <= state.left_round
     if state.phase is not Phase.JOINING or stale or (state.run and assignment.run != state.run):
         return
+    if state.outcome is not None:
+        return  # Only the end of the parked workers is awaited.
+    parked = () if state.ending_kept else tuple(worker.local_rank for worker in state.kept)
+    assignment = replace(assignment, kept=tuple(n for n in assignment.kept if n in parked))
     due_ms = work.now_ms + state.job.store_host_timeout_ms
     work.state = replace(
         state,
@@ -209,6 +228,8 @@ def _start(work: _Step, assignment: Assignment) -> None:
         assignment=assignment,
         alive=frozenset(range(state.job.local_world_size)),
         workers_gone=False,
+        kept=(),
+        ending_kept=False,
         failures=(),
         moved=UNMOVED,
         stopping_since_ms=None,
@@ -234,7 +255,8 @@ def _end_round(work: _Step, event: RoundEnded) -> None:
             # Its workers may be saving after the notice; no broken collective hinders them.
             _leave(work, _leaving(notice), _notice_grace_ms(work), signum=None)
             return
-        _stop(work, job.failure_stop_timeout_ms if event.broken else job.shutdown_timeout_ms)
+        grace_ms = job.failure_stop_timeout_ms if event.broken else job.shutdown_timeout_ms
+        _stop(work, grace_ms, keep=event.keep, not_kept=event.culprits)
     elif work.state.phase is Phase.SUCCEEDED:
         work.state = replace(work.state, phase=Phase.STOPPING)
         if work.state.workers_gone:
@@ -246,6 +268,9 @@ def _confirm_unheard(work: _Step, round_: int) -> None:
     state = work.state
     if state.left_round is None or state.left_round < round_:
         work.state = replace(state, left_round=round_, failures=(), moved=UNMOVED, fenced=False)
+        if state.kept:
+            # They took part in an earlier round, so they can be kept in none any more.
+            _end_kept(work)
         work.do(rejoin(work.state))
 
 
@@ -257,10 +282,13 @@ def _close(work: _Step, event: RunClosed) -> None:
     else:
         exit_code = EXIT_TRY_AGAIN if event.retry_sensible else EXIT_FAILED
         exit_code = EXIT_NO_PROGRESS if event.no_progress else exit_code
+    node_id, kept = work.state.job.node_id, {worker.local_rank for worker in work.state.kept}
+    charged = {failure.local_rank for failure in event.failures if failure.node_id == node_id}
     text = f"the job has {event.result}: {event.reason}"
     if event.result is Result.STOPPED:
         text = f"the job was stopped: {event.reason}"
-    _finish(work, Outcome(exit_code, text, event.failures, event.result))
+    outcome = Outcome(exit_code, text, event.failures, event.result)
+    _finish(work, outcome, charged=tuple(sorted(charged & kept)))
 
 
 def _accept_refusal(work: _Step, event: Refused) -> None:
@@ -284,13 +312,18 @@ def _accept_refusal(work: _Step, event: Refused) -> None:
 
 
 def _apply_to_workers(
-    work: _Step, event: WorkerExited | WorkersGone | WorkersStuck | Fenced | StartFailed
+    work: _Step,
+    event: WorkerExited | WorkerSuspected | WorkersGone | WorkersStuck | Fenced | StartFailed,
 ) -> None:
-    if not _is_current(work.state, event.round) or work.state.workers_gone:
+    if not _is_current(work.state, event.round) or _is_empty(work.state):
+        return
+    if work.state.workers_gone and not isinstance(event, WorkersStuck):
         return
     match event:
         case WorkerExited():
             _note_exit(work, event)
+        case WorkerSuspected():
+            _note_suspect(work, event)
         case WorkersGone():
             work.state = replace(
                 work.state,
@@ -298,6 +331,7 @@ def _apply_to_workers(
                 alive=frozenset(),
                 idle_since_ms=work.now_ms,
                 moved=event.moved,
+                kept=event.kept,
             )
             if work.state.phase is not Phase.SUCCEEDED or work.state.outcome is not None:
                 _conclude(work)
@@ -316,6 +350,11 @@ def _is_current(state: AgentState, round_: int) -> bool:
     return state.assignment is not None and state.assignment.round == round_
 
 
+def _is_empty(state: AgentState) -> bool:
+    """Whether no worker is left on this node, parked or not."""
+    return state.workers_gone and not state.kept and not state.ending_kept
+
+
 def _note_exit(work: _Step, event: WorkerExited) -> None:
     state = work.state
     if event.local_rank not in state.alive:
@@ -329,26 +368,42 @@ def _note_exit(work: _Step, event: WorkerExited) -> None:
         _succeed(work)
 
 
-def _note_failure(work: _Step, event: WorkerExited) -> None:
+def _note_failure(work: _Step, event: WorkerExited | WorkerSuspected) -> None:
     """Record a worker that failed by itself; one stopped by the agent is no failure."""
     state, failed_at_ms = work.state, work.now_ms - event.age_ms
     if state.stopping_since_ms is not None and failed_at_ms >= state.stopping_since_ms:
         return
     assignment = state.assignment
+    exit_code, signum = None, None
+    if isinstance(event, WorkerExited):
+        exit_code, signum = event.exit_code, event.signal
     failure = WorkerFailure(
         local_rank=event.local_rank,
         rank=event.local_rank + (assignment.rank_first if assignment else 0),
         pid=event.pid,
-        exit_code=event.exit_code,
-        signal=event.signal,
+        exit_code=exit_code,
+        signal=signum,
         message=event.message,
         traceback=event.traceback,
         at_ms=failed_at_ms,
+        suspect=isinstance(event, WorkerSuspected),
     )
     work.state = replace(state, failures=(*state.failures, failure))
     if state.phase is Phase.RUNNING:
         work.do(SayFailed(state.run, event.round, work.state.failures))
-        _stop(work, state.job.failure_stop_timeout_ms)
+        _stop(work, state.job.failure_stop_timeout_ms, keep=True)
+
+
+def _note_suspect(work: _Step, event: WorkerSuspected) -> None:
+    """Record a broken collective as a failure that may be a peer's; its worker parks by itself."""
+    state = work.state
+    if event.local_rank not in state.alive:
+        return
+    if state.phase is Phase.RUNNING and _follows_notice(work, event):
+        assert state.notice is not None
+        _leave(work, _leaving(state.notice), _notice_grace_ms(work), signum=None)
+    else:
+        _note_failure(work, event)
 
 
 def _note_fence(work: _Step, event: Fenced) -> None:
@@ -396,14 +451,23 @@ def _succeed(work: _Step) -> None:
     work.do(StopWorkers(state.assignment.round, 0))
 
 
-def _stop(work: _Step, grace_ms: int, signum: int | None = None) -> None:
-    """Stop the workers; the next step follows once they are gone."""
+def _stop(
+    work: _Step,
+    grace_ms: int,
+    signum: int | None = None,
+    *,
+    keep: bool = False,
+    not_kept: tuple[int, ...] = (),
+) -> None:
+    """Stop the workers, or `keep` those that can park; the next step follows once none is left."""
     state = work.state
     assert state.assignment is not None
+    keep_ms = (state.job.keep_timeout_ms or None) if keep else None
+    kept_out = not_kept if keep_ms is not None else ()
     phase = Phase.LEAVING if state.phase is Phase.LEAVING else Phase.STOPPING
     since_ms = work.now_ms if state.stopping_since_ms is None else state.stopping_since_ms
     work.state = replace(state, phase=phase, stopping_since_ms=since_ms)
-    work.do(StopWorkers(state.assignment.round, grace_ms, signum))
+    work.do(StopWorkers(state.assignment.round, grace_ms, signum, keep_ms, kept_out))
 
 
 def _fail_store_host(work: _Step, reason: str) -> None:
@@ -418,21 +482,71 @@ def _fail_store_host(work: _Step, reason: str) -> None:
 def _lose_runner(work: _Step, event: RunnerLost) -> None:
     """Note that the runner and its workers are dead. This node cannot continue; the job may."""
     leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
-    work.state = replace(work.state, workers_gone=True, alive=frozenset())
+    work.state = replace(
+        work.state, workers_gone=True, alive=frozenset(), kept=(), ending_kept=False
+    )
     if work.state.leaving is None:
         _leave(work, leaving, grace_ms=0, signum=None)
     else:
         _conclude(work)
 
 
+# ------------------------------------------------------------------ parked workers
+
+
+def _note_kept_exit(work: _Step, event: KeptExited) -> None:
+    """Offer a parked worker that has exited no more."""
+    state = work.state
+    kept = tuple(worker for worker in state.kept if worker.pid != event.pid)
+    if kept == state.kept:
+        return
+    work.state = replace(state, kept=kept)
+    if not _ends(state) and not state.ending_kept:
+        work.do(rejoin(work.state))
+
+
+def _note_kept_gone(work: _Step) -> None:
+    """Go on without parked workers: those that were told to end are gone, or the fence has come."""
+    state = work.state
+    if not state.kept and not state.ending_kept:
+        return
+    work.state = replace(state, kept=(), ending_kept=False)
+    if _ends(state):
+        _conclude(work)
+    else:
+        work.do(rejoin(work.state))
+
+
+def _end_kept(work: _Step, charged: tuple[int, ...] = ()) -> None:
+    """End the parked workers; the next step follows once they are gone."""
+    state = work.state
+    if not state.ending_kept:
+        work.state = replace(state, ending_kept=True)
+        work.do(EndKept(state.job.failure_stop_timeout_ms, charged))
+
+
+def _park_due_ms(state: AgentState) -> int | None:
+    """Return when the parked workers of a node without a place in a round end."""
+    if state.phase is not Phase.JOINING or not state.kept or state.ending_kept:
+        return None
+    return state.idle_since_ms + state.job.park_timeout_ms
+
+
 # ------------------------------------------------------------------ the end
+
+
+def _ends(state: AgentState) -> bool:
+    """Whether the job is about to end for this node."""
+    return state.leaving is not None or state.outcome is not None
 
 
 def _leave_by_signal(work: _Step, event: Signalled) -> None:
     """Leave in an orderly way; a second signal cuts the grace short."""
-    if work.state.leaving is not None or work.state.outcome is not None:
+    if _ends(work.state):
         if not work.state.workers_gone:
             _stop(work, 0, event.signum)
+        elif work.state.ending_kept:
+            work.do(EndKept(0))
         return
     reason = f"its agent received {event.name}"
     leaving = Leaving(LeaveCause.SIGNAL, reason, 128 + event.signum)
@@ -487,8 +601,8 @@ def _lift_notice(work: _Step) -> None:
         work.state = replace(state, notice=None)
 
 
-def _follows_notice(work: _Step, event: WorkerExited) -> bool:
-    """Whether a worker has exited after it was notified that the node leaves."""
+def _follows_notice(work: _Step, event: WorkerExited | WorkerSuspected) -> bool:
+    """Whether a worker has exited or failed after it was notified that the node leaves."""
     notice = work.state.notice
     return notice is not None and work.now_ms - event.age_ms >= notice.since_ms
 
@@ -569,26 +683,33 @@ def _leave(work: _Step, leaving: Leaving, grace_ms: int, signum: int | None) -> 
     if had_workers:
         work.do(SayLeave(work.state.run, leaving, None))
         _stop(work, grace_ms, signum)
-    else:
-        _conclude(work)
+        return
+    if not _is_empty(work.state):
+        work.do(SayLeave(work.state.run, leaving, None))
+    _conclude(work)
 
 
-def _finish(work: _Step, outcome: Outcome) -> None:
-    """Set the outcome and end any remaining workers."""
+def _finish(work: _Step, outcome: Outcome, charged: tuple[int, ...] = ()) -> None:
+    """Set the outcome and end any remaining workers; `charged` ones raise their exceptions."""
+    if work.state.leaving is not None and work.state.workers_gone:
+        return  # It has left, and only its parked workers still end.
     if work.state.outcome is None:
         work.state = replace(work.state, outcome=outcome)
     if work.state.workers_gone:
-        _conclude(work)
+        _conclude(work, charged)
     elif work.state.phase is Phase.RUNNING:
         _stop(work, work.state.job.shutdown_timeout_ms)
 
 
-def _conclude(work: _Step) -> None:
-    """Join again, or end, now that no worker is left."""
+def _conclude(work: _Step, charged: tuple[int, ...] = ()) -> None:
+    """Join again, or end, now that no worker takes part in a round; first end parked workers."""
     state = work.state
-    notice, ends = state.notice, state.leaving is not None or state.outcome is not None
-    if notice is not None and notice.due_ms is not None and not ends:
+    notice = state.notice
+    if notice is not None and notice.due_ms is not None and not _ends(state):
         state = work.state = replace(state, leaving=_leaving(notice), phase=Phase.LEAVING)
+    if _ends(state) and not _is_empty(state):
+        _end_kept(work, charged)
+        return
     round_ = state.assignment.round if state.assignment else None
     if round_ is not None:
         work.do(StopStoreHost(round_))
@@ -610,9 +731,10 @@ def _conclude(work: _Step) -> None:
 
 
 def rejoin(state: AgentState) -> SayJoin:
-    """Return the join request of a node without workers."""
+    """Return the join request of a node whose workers take part in no round."""
     fenced = state.fenced and not state.failures
-    return SayJoin(state.run, state.left_round, state.failures, fenced, state.moved)
+    kept = () if state.ending_kept else state.kept
+    return SayJoin(state.run, state.left_round, state.failures, fenced, state.moved, kept)
 
 
 def _exit(work: _Step, outcome: Outcome) -> None:
@@ -629,6 +751,9 @@ def _check_deadlines(work: _Step) -> None:
     if due_ms is not None and work.now_ms >= due_ms:
         _fail_store_host(work, f"not ready within {state.job.store_host_timeout_ms / 1000:g} s")
     _keep_notice(work)
+    due_ms = _park_due_ms(work.state)
+    if due_ms is not None and work.now_ms >= due_ms:
+        _end_kept(work)
     due_ms = _server_due_ms(work.state)
     if due_ms is not None and work.now_ms >= due_ms:
         _finish(work, _without_server(work.state))
@@ -644,6 +769,8 @@ def _server_due_ms(state: AgentState) -> int | None:
     since_ms = state.disconnected_since_ms
     if since_ms is None or not state.workers_gone or state.phase is Phase.ENDED:
         return None
+    if _ends(state):
+        return None  # Only the end of the parked workers is awaited.
     if state.assignment is None:
         return since_ms + state.job.settings.join_timeout_ms
     return max(since_ms, state.idle_since_ms) + state.job.server_timeout_ms
@@ -660,8 +787,10 @@ def _without_server(state: AgentState) -> Outcome:
     text = f"no server for {seconds:g} s ({why}); judging by this node's own workers"
     if state.phase is Phase.SUCCEEDED:
         return Outcome(EXIT_SUCCESS, f"{text}: all exited 0")
-    if state.failures:
-        return Outcome(EXIT_FAILED, f"{text}: {state.failures[0].message}")
+    # A suspect may have felt the death of a peer.
+    own = [failure for failure in state.failures if not failure.suspect]
+    if own:
+        return Outcome(EXIT_FAILED, f"{text}: {own[0].message}")
     if state.fenced:
         return Outcome(EXIT_TRY_AGAIN, f"{text}: they were killed, as --fence-after asks for")
     return Outcome(EXIT_TRY_AGAIN, f"{text}: they were stopped for a new round that never came")
@@ -670,5 +799,10 @@ def _without_server(state: AgentState) -> Outcome:
 def _wake_at_ms(state: AgentState) -> int | None:
     if state.phase is Phase.ENDED:
         return None
-    due = (_store_host_due_ms(state), _server_due_ms(state), _notice_due_ms(state))
+    due = (
+        _store_host_due_ms(state),
+        _server_due_ms(state),
+        _notice_due_ms(state),
+        _park_due_ms(state),
+    )
     return min((due_ms for due_ms in due if due_ms is not None), default=None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import field
 from enum import StrEnum
 
-from rdzv.core.model import UNMOVED, LeaveCause, Moved, Result, Settings, Tally
+from rdzv.core.model import UNMOVED, LeaveCause, Moved, Result, Settings
+from rdzv.core.spending import Tally
 from rdzv.structs import struct
 
 
@@ -31,6 +32,10 @@ class Job:
     notice_signum: int = 15
     """Signal that notifies workers that their node is about to leave, beside the notice file; 0:
     none."""
+    keep_timeout_ms: int = 0
+    """How long workers may take to park when a round ends; 0: no worker is kept."""
+    park_timeout_ms: int = 600_000
+    """How long workers stay parked while their node has no place in a round."""
 
 
 class Phase(StrEnum):
@@ -64,6 +69,14 @@ class Assignment:
     tally: Tally | None = field(default=None, compare=False)
     """What the run had spent by then. Only kept for a server that has forgotten it."""
     heard_at_ms: int = field(default=0, compare=False)
+    kept: tuple[int, ...] = ()
+    """LOCAL_RANKs of the parked workers that take part; the others are new processes."""
+    source: int | None = None
+    """RANK of the worker whose state the others take over; None: there is none."""
+    resume_step: int | None = None
+    """The last sealed step of the source."""
+    charged_suspects: tuple[int, ...] = ()
+    """LOCAL_RANKs of the suspects that were the failure; each raises its exception, and exits."""
 
     @property
     def hosts_store(self) -> bool:
@@ -83,6 +96,20 @@ class WorkerFailure:
     message: str
     traceback: str
     at_ms: int
+    suspect: bool = False
+    """Whether it only reports a broken collective, so that a peer may be the cause."""
+
+
+@struct(frozen=True)
+class KeptWorker:
+    """A parked worker: it takes part in no round, and may enter the next one."""
+
+    local_rank: int
+    pid: int
+    step: int | None = None
+    """The last step that it has sealed; None: none yet."""
+    torn: bool = False
+    """Whether an unsealed step has changed its parameters."""
 
 
 @struct(frozen=True)
@@ -150,7 +177,11 @@ class AgentState:
     alive: frozenset[int] = frozenset()
     """LOCAL_RANKs of the workers that have not exited."""
     workers_gone: bool = True
-    """Whether the runner has confirmed that no process of the round is left."""
+    """Whether the runner has confirmed that no process takes part in the round any more."""
+    kept: tuple[KeptWorker, ...] = ()
+    """The parked workers on this node."""
+    ending_kept: bool = False
+    """Whether the runner was told to end the parked workers, and has not confirmed it."""
     failures: tuple[WorkerFailure, ...] = ()
     """Failures of the last round on this node."""
     moved: Moved = UNMOVED
@@ -169,7 +200,7 @@ class AgentState:
     disconnected_reason: str = "none was tried"
     """Why there is no server, or why the last one was lost."""
     idle_since_ms: int = 0
-    """Since when there have been no workers on this node."""
+    """Since when no worker on this node has taken part in a round."""
     notice: Notice | None = None
     """Set while the node is about to leave, or its workers still believe so."""
     leaving: Leaving | None = None

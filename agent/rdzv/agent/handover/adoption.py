@@ -1,4 +1,4 @@
-"""The previous agent's remains: its instance, and the runners that have outlived it.
+"""What the previous agent has left: its instance, and the runners that have outlived it.
 
 ::
 
@@ -118,7 +118,7 @@ class Heritage:
     async def _meet(self, path: Path) -> FoundRunner | None:
         try:
             if (found := await FoundRunner.meet(path)) is None:
-                # A runner removes its socket itself, unless it was killed.
+                # A runner removes its own socket unless it was killed.
                 await in_time(STRAYS_WITHIN_S, kill_strays, mark_of(path))
                 _remove(path)
             return found

@@ -49,7 +49,7 @@ class KeptPlacement:
     environ: dict[str, str]
     """The node's environment for all jobs, as it was when this one began."""
     account: Account | None = None
-    """The account that it runs as; None: the agent's."""
+    """The account that it runs as; None for the agent's own."""
     format: int = 1
     """The oldest format whose agents handle this placement correctly."""
 
@@ -62,6 +62,8 @@ class KeptStop:
     grace_ms: int
     signum: int | None
     at_ms: int
+    keep_ms: int | None = None
+    not_kept: tuple[int, ...] = ()
 
 
 @struct(frozen=True)
@@ -84,6 +86,9 @@ class KeptState:
     outputs: tuple[KeptOutput, ...] = ()
     """The outputs of the last round, by LOCAL_RANK."""
     progress_folder: str | None = None
+    progress_by_worker: bool = False
+    """Whether each worker keeps its progress file from round to round; older agents made new ones
+    for each round."""
 
 
 @struct(frozen=True)
@@ -102,7 +107,7 @@ def format_for(account: Account | None) -> int:
 
 def encode(kept: KeptPlacement | KeptState) -> str:
     """Return the text from which the matching `decode_*` function restores an equal value."""
-    # With json, which also accepts file names that are not valid text.
+    # This uses json, which also accepts file names that are not valid text.
     return json.dumps(msgspec.to_builtins(kept), separators=(",", ":"))
 
 

@@ -80,14 +80,14 @@ def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:
             if pid != os.getpid() and _kill_if_marked(pid, wanted):
                 found.append(pid)
         except OSError as error:
-            # Otherwise it is gone, another user's, or has made its environment unreadable.
+            # In other cases it is gone, is another user's, or has made its environment unreadable.
             if error.errno in _LACKING:
                 unseen = error
     return found, unseen
 
 
 def _kill_if_marked(pid: int, wanted: bytes) -> bool:
-    # Pinned first, because the pid may be reused by another process.
+    # It is pinned first, because another process may reuse the pid.
     pidfd = os.pidfd_open(pid)
     try:
         if wanted not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):

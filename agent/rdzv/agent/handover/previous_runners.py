@@ -1,4 +1,4 @@
-"""Runners of a former agent that this one has not adopted: they end, but not at once.
+"""Runners of a former agent that this one has not adopted. They end, but not at once.
 
 A runner that cannot be adopted ends at its orphan timeout or earlier; a process in the kernel may
 take longer. Until then its GPUs must not be given to other jobs. So each runner is recorded in the
@@ -65,7 +65,7 @@ class Runners:
             process = os.pidfd_open(int(path.name))
         except OSError:
             return None
-        # Checked only now, because the pid may have been reused by another process.
+        # It is checked only now, because another process may have reused the pid.
         if self._is_it(path):
             return process
         os.close(process)

@@ -61,10 +61,10 @@ class Health:
         """Call `on_change` when `failing` changes; `unused_gpus` returns the GPUs without a job."""
         self.unused_gpus = unused_gpus
         self.is_idle: Callable[[], bool] = lambda: True
-        """Returns whether no job is on this node. While there is one, checks run only when needed:
-        they must not slow down workers."""
+        """Returns whether no job is on this node. While there is one, checks run only when needed,
+        since they must not slow down workers."""
         self.idle_interval_s = 0.0
-        """The interval of checks while the node is idle; 0: they run only when needed."""
+        """The interval of checks while the node is idle; 0 if they run only when needed."""
         self.on_change = on_change
         self.failing: tuple[FailingCheck, ...] = ()
         """The last result."""
@@ -112,7 +112,7 @@ class Health:
                 async with asyncio.timeout(check.timeout_s):
                     await check.lift()
             except OSError as error:
-                # A timeout is one, too.
+                # A timeout is an OSError as well.
                 log.error("%s: what was before still counts: %s", check.name, error)
 
     async def run(self) -> None:
@@ -136,7 +136,7 @@ class Health:
                         continue
                     retry_s = min(retry_s * 2, LONGEST_RETRY_S)
                 else:
-                    # Requested, or a failure was just found, which is retried in time.
+                    # A check was requested, or a failure was just found, which is retried in time.
                     retry_s = FIRST_RETRY_S
                     continue
             self._asked = False

@@ -73,7 +73,7 @@ async def _guarded(work: Coroutine[None, None, None]) -> None:
     try:
         await work
     except Exception:
-        log.exception("a bug of rdzv-agent: preemptions are not noticed any more")
+        log.exception("a bug of rdzv-agent: preemptions are no longer noticed")
 
 
 class _Watching:
@@ -93,7 +93,7 @@ class _Watching:
         try:
             while True:
                 changed.clear()
-                # Before the read: a later write wakes us again.
+                # The watch is set before the read, so that a later write wakes us again.
                 await in_thread(watches.arm, source)
                 text = await in_thread(_read, path)
                 if text == "" and await _soon(changed, HALF_WRITTEN_S):
@@ -134,7 +134,9 @@ class _Watching:
         left_ms = left_ms_of(text)
         if left_ms is None:
             if text:
-                log.warning("%s: %r is no number of seconds; the usual time is left", why, text)
+                log.warning(
+                    "%s: %r is not a number of seconds; the default time applies", why, text
+                )
             left_ms = self._preemption.left_ms
         log.warning("%s: this node leaves all its jobs within %s", why, duration(left_ms))
         self._give(left_ms, why)
@@ -213,8 +215,8 @@ async def _run(command: Sequence[str]) -> tuple[int, str]:
 async def _run_into(
     command: Sequence[str], said: asyncio.StreamReader, write_fd: int
 ) -> tuple[int, str]:
-    # Not a pipe of asyncio's: it would wait for all processes that inherited it, not for the
-    # command alone.
+    # This is no pipe of asyncio's, which would wait for all processes that have inherited it, and
+    # not just for the command.
     try:
         process = await runner_link.start_spared(
             *command, stdin=subprocess.DEVNULL, stdout=write_fd, start_new_session=True

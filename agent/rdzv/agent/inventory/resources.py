@@ -11,7 +11,7 @@ import ctypes
 import importlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from rdzv.agent.launch.launch import count_cpus
 from rdzv.core.placement import Gpu, Resources
 from rdzv.core.words import counted, listed
 from rdzv.errors import InvalidRequestError
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -33,6 +34,7 @@ CGROUP = Path("/sys/fs/cgroup")
 _UUID_PREFIXES = ("GPU-", "MIG-")
 _NO_LIMIT_BYTES = 1 << 62
 """cgroup v1 expresses "no limit" by a number above any machine's memory."""
+_V1_FILES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")
 
 
 def find_resources(
@@ -94,24 +96,39 @@ def _machine_bytes(proc: Path) -> list[int]:
 
 def _cgroup_bytes(proc: Path, cgroup: Path) -> list[int]:
     """Return the limits of this process's cgroup and its ancestors."""
-    limits = []
+    texts = [_read(place.limit).strip() for place in memory_cgroups(proc, cgroup)]
+    return [int(text) for text in texts if text.isdigit() and 0 < int(text) < _NO_LIMIT_BYTES]
+
+
+@struct(frozen=True)
+class MemoryCgroup:
+    """One cgroup that bounds memory, and its files."""
+
+    name: str
+    """Its path as the kernel names it, from the top of the hierarchy."""
+    limit: Path
+    peak: Path
+    events: Path
+    """Contains a line `oom_kill NUMBER`."""
+
+
+def memory_cgroups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryCgroup]:
+    """Yield this process's memory cgroup and its ancestors; their files need not exist."""
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            top, file = cgroup, "memory.max"
+            top, files = cgroup, ("memory.max", "memory.peak", "memory.events")
             if not (top / "cgroup.controllers").exists():
                 top = cgroup / "unified"
         elif "memory" in controllers.split(","):
-            top, file = cgroup / "memory", "memory.limit_in_bytes"
+            top, files = cgroup / "memory", _V1_FILES
         else:
             continue
         below = Path(path.lstrip("/"))
         # Inside a container the path may be the host's, and only its top is visible.
         for place in (below, *below.parents):
-            text = _read(top / place / file).strip()
-            if text.isdigit() and 0 < int(text) < _NO_LIMIT_BYTES:
-                limits.append(int(text))
-    return limits
+            limit, peak, events = (top / place / name for name in files)
+            yield MemoryCgroup("/" if place == Path() else f"/{place}", limit, peak, events)
 
 
 def _read(path: Path) -> str:
@@ -184,11 +201,11 @@ def parse_gpus(text: str) -> tuple[str, ...]:
     for uuid in uuids:
         if not uuid.startswith(_UUID_PREFIXES) or not uuid.isascii() or not uuid.isprintable():
             raise InvalidRequestError(
-                f"{uuid!r} is no UUID of a GPU; give those that `nvidia-smi -L` shows, with commas "
+                f"{uuid!r} is not the UUID of a GPU; give those of `nvidia-smi -L`, with commas "
                 f'between them, or "{NVML}", or "{NONE}"'
             )
         if uuids.count(uuid) > 1:
-            raise InvalidRequestError(f"{uuid} stands there twice; name each GPU once")
+            raise InvalidRequestError(f"{uuid} is named twice; name each GPU once")
     if not uuids:
         raise InvalidRequestError(f'no GPU is named; give UUIDs, or "{NVML}", or "{NONE}"')
     return uuids
@@ -256,7 +273,7 @@ def parts_of(nvml: Nvml, handle: Any) -> list[Any]:
     try:
         divided = nvml.nvmlDeviceGetMigMode(handle)[0]
     except nvml.NVMLError:
-        divided = 0  # It cannot be divided.
+        divided = 0  # This GPU cannot be divided.
     if not divided:
         return [handle]
     parts = []

@@ -25,6 +25,7 @@ from rdzv.agent.job.job_log import log_event
 from rdzv.agent.job.reports import Belief, Reports
 from rdzv.agent.job.round import Round
 from rdzv.agent.job.runner_event_router import RunnerEventRouter
+from rdzv.agent.job.start_log import StartLog
 from rdzv.agent.job.store_offer import StoreOffer
 from rdzv.agent.job.worker_observers import WorkerObservers
 from rdzv.agent.launch.launch import Launch
@@ -83,6 +84,7 @@ class JobDriver:
         self._joined = False
         self._handed_over = False
         self._reports = Reports(launch, link)
+        self._start_log = StartLog(self.rdzv_id, self.local_world_size, now_ms)
         self._decisions = Decisions(begin(launch.job, now_ms(), run), self._act, self._fail)
         observers = WorkerObservers(launch, self._reports)
         event_log = EventLog(launch, now_ms(), lambda n: self._context.round.outputs[n].error)
@@ -100,6 +102,7 @@ class JobDriver:
             self._context,
             None if keeping is None else keeping.socket,
             lambda: self.meter,
+            self._start_log,
         )
 
     # ------------------------------------------------------------------ from begin to end
@@ -144,7 +147,9 @@ class JobDriver:
         context.offer = StoreOffer(kept.offer)
         folder = None if kept.progress_folder is None else Path(kept.progress_folder)
         line = state.assignment
-        context.observers.resume_round(folder, None if state.workers_gone else line)
+        context.observers.resume_round(
+            folder, None if state.workers_gone else line, by_round=not kept.progress_by_worker
+        )
         if state.notice is not None and state.notice.due_ms is not None:
             self._link.drain.remember(state.notice.due_ms, state.notice.reason)
         if line is not None:
@@ -170,6 +175,8 @@ class JobDriver:
         needed = None if state.phase in (Phase.JOINING, Phase.ENDED) else line and line.round
         for round_ in hello.store_hosts - {needed}:
             self._context.runner.stop_store_host(round_)
+        if state.ending_kept:
+            self._do(commands.EndKept(state.job.failure_stop_timeout_ms))
         if line is None or state.workers_gone:
             return
         if state.phase is Phase.RUNNING and hello.last_round != line.round:
@@ -179,8 +186,13 @@ class JobDriver:
             if stop is None or stop.round != line.round:
                 # The fence has come. The event that no worker is left may have arrived unrecorded.
                 stop = KeptStop(line.round, 0, None, now_ms())
-            left_ms = max(stop.at_ms + stop.grace_ms - now_ms(), 0)
-            self._do(commands.StopWorkers(stop.round, left_ms, stop.signum))
+            spent_ms = now_ms() - stop.at_ms
+            left_ms = max(stop.grace_ms - spent_ms, 0)
+            keep_ms = None if stop.keep_ms is None else max(stop.keep_ms - spent_ms, 0)
+            stop_again = commands.StopWorkers(
+                stop.round, left_ms, stop.signum, keep_ms, stop.not_kept
+            )
+            self._do(stop_again)
 
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
         """Take over a runner, and let it outlive this process if that is wanted."""
@@ -326,7 +338,8 @@ class JobDriver:
             if not state.workers_gone and state.alive and self._context.last_round is not None:
                 targets = self._context.last_round.stack_targets(state.alive)
                 why_none = "" if targets else "its workers are about to be started"
-        self._decisions.guard(self._reports.stacks, asked, targets, why_none)
+        world_size = line.world_size if line is not None else 1
+        self._decisions.guard(self._reports.stacks, asked, targets, why_none, world_size)
 
     def _current_offer(self) -> Offer | None:
         """Return the offer, with a port reserved if this node waits for a round.
@@ -391,6 +404,7 @@ class JobDriver:
                 stop=None if round_ is None else round_.kept_stop,
                 outputs=() if round_ is None else tuple(map(keep_output, round_.outputs)),
                 progress_folder=None if folder is None else str(folder),
+                progress_by_worker=True,
             )
         )
 
@@ -398,6 +412,7 @@ class JobDriver:
 
     def _do(self, command: commands.Command) -> None:
         self.meter.decided(command)
+        self._start_log.decided(command)
         match command:
             case commands.SayJoin():
                 self._join(command)
@@ -406,6 +421,8 @@ class JobDriver:
                 self._context.last_round.begin()
             case commands.StopWorkers():
                 self._context.round.stop_workers(command)
+            case commands.EndKept():
+                self._context.runner.end_kept(command.grace_ms, command.charged)
             case commands.NotifyWorkers():
                 self._context.round.notify_workers(command)
             case commands.TakeBackNotice():

@@ -9,6 +9,7 @@ from rdzv.agent.core import commands
 from rdzv.agent.core.machine import EXIT_FAILED
 from rdzv.agent.core.model import AgentState, Leaving
 from rdzv.agent.launch.launch import Launch
+from rdzv.agent.observers.collective_records import RecordReader
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.observers.stack_sampling import StackAnswers, StacksAsked, Target
@@ -29,7 +30,11 @@ class Reports:
         self._launch = launch
         self._rdzv_id = launch.job.rdzv_id
         self._link = link
-        self._stacks = StackAnswers(self._say_stacks)
+        self.records = RecordReader(
+            launch.job.rdzv_id, on=launch.collective_trace, identity=launch.identity
+        )
+        """The records of the workers' collectives."""
+        self._stacks = StackAnswers(self._say_stacks, self.records)
 
     def belief(self, state: AgentState, offer: Offer) -> Belief:
         """Return what this node believes about the job."""
@@ -64,9 +69,11 @@ class Reports:
         """Report the workers that hang."""
         self._link.say(encoding.hung(report, self._rdzv_id))
 
-    def stacks(self, asked: StacksAsked, targets: tuple[Target, ...], why_none: str) -> None:
+    def stacks(
+        self, asked: StacksAsked, targets: tuple[Target, ...], why_none: str, world_size: int
+    ) -> None:
         """Start sampling workers' stacks and sending each, or the reason why there are none."""
-        self._stacks.answer(asked, targets, why_none)
+        self._stacks.answer(asked, targets, why_none, world_size)
 
     async def _say_stacks(
         self, request: int, workers: tuple[WorkerStack, ...], last: bool, error: str

@@ -18,14 +18,15 @@ from collections.abc import Collection, Coroutine
 from rdzv.agent import runner_link
 from rdzv.agent.core import commands, events
 from rdzv.agent.core.machine import rejoins_after_failure
-from rdzv.agent.core.model import Assignment, Phase
+from rdzv.agent.core.model import Assignment, KeptWorker, Phase
+from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
 from rdzv.agent.handover.handover_state import KeptState, KeptStop, kept_output
 from rdzv.agent.job.context import JobContext
 from rdzv.agent.job.decisions import now_ms
 from rdzv.agent.observers.stack_sampling import Target
 from rdzv.agent.output.run_files import WorkerOutput
-from rdzv.agent.runner.requests import WorkerSpec
-from rdzv.agent.system.error_files import WorkerError, read_error, unread
+from rdzv.agent.runner.requests import KeepSpec, WorkerSpec
+from rdzv.agent.system.error_files import WorkerError, unread
 from rdzv.core.model import Moved
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.concurrency import single_error
@@ -56,7 +57,11 @@ class Round:
         self._start_is_over = False
         """Whether no more workers will be started."""
         self._start_failed = False
+        self._memory_kills = count_memory_kills()
+        """The kernel's counts from before the workers start; after an adoption, from then."""
         self._gone = asyncio.Event()
+        self._kept: tuple[KeptWorker, ...] = ()
+        """The workers that were parked when the round was over."""
 
     def begin(self) -> None:
         """Start the workers as soon as this node is ready, and supervise the round to its end."""
@@ -104,15 +109,22 @@ class Round:
             self._start_failed = True
             context.offer.release()
             context.decisions.post(events.StartFailed(number, str(error)))
-            self._gone.set()
             return
         context.keep()
         self._start_store_host()
         context.observers.watch_hangs(self.assignment)
-        context.runner.start_workers(number, workers)
+        context.runner.start_workers(number, workers, self._keep_spec())
         if self._notified_by is not None:
             # The runner did not know the round yet.
             context.runner.notify_workers(number, self._notified_by)
+
+    def _keep_spec(self) -> KeepSpec | None:
+        """Return which parked workers take part; None if no worker is ever kept."""
+        job, line = self._context.launch.job, self.assignment
+        if not job.keep_timeout_ms:
+            return None
+        grace_s = job.failure_stop_timeout_ms / 1000
+        return KeepSpec(line.kept, line.source, line.resume_step, line.charged_suspects, grace_s)
 
     async def _prepare(self) -> list[WorkerSpec]:
         """Wait until this node is ready, and create the folders for the workers' files.
@@ -137,13 +149,14 @@ class Round:
         context.workers.close_round()
         step = context.observers.close_round()
         if self._start_failed:
-            context.decisions.post(events.WorkersGone(number))
+            context.decisions.post(events.WorkersGone(number, kept=self._kept))
             return
         moved = Moved(step, snapshot=await context.observers.snapshot.has_changed())
-        rejoins = rejoins_after_failure(context.decisions.state, number)
-        if rejoins and (reason := await self._examine()):
+        # The checks need idle devices, which parked workers hold.
+        examines = rejoins_after_failure(context.decisions.state, number) and not self._kept
+        if examines and (reason := await self._examine()):
             context.decisions.post(events.Unhealthy(number, reason))
-        context.decisions.post(events.WorkersGone(number, moved))
+        context.decisions.post(events.WorkersGone(number, moved, self._kept))
 
     async def _examine(self) -> str:
         """Return what is wrong with this node; a bug in the examination does not count against it.
@@ -190,11 +203,20 @@ class Round:
         # Their socket is not offered again.
         self._context.offer.release()
         signum = signal.SIGTERM if command.signum is None else command.signum
-        self._context.runner.stop_workers(command.round, signum, command.grace_ms)
+        self._context.runner.stop_workers(
+            command.round, signum, command.grace_ms, command.keep_ms, command.not_kept
+        )
 
     def note_stop(self, command: commands.StopWorkers) -> None:
         """Remember the stop command that the workers are about to get, for the next agent."""
-        self.kept_stop = KeptStop(command.round, command.grace_ms, command.signum, now_ms())
+        self.kept_stop = KeptStop(
+            command.round,
+            command.grace_ms,
+            command.signum,
+            now_ms(),
+            command.keep_ms,
+            command.not_kept,
+        )
 
     def notify_workers(self, command: commands.NotifyWorkers) -> None:
         """Notify the workers, also those started later, that this node is about to leave.
@@ -224,11 +246,18 @@ class Round:
         self, exited: runner_link.WorkerExited
     ) -> tuple[runner_link.WorkerExited, WorkerError]:
         """Return a failed worker's exit with the content of its error file, if that can be read."""
-        heard_ms, file = now_ms(), self.outputs[exited.local_rank].error
+        heard_ms, output, launch = now_ms(), self.outputs[exited.local_rank], self._context.launch
+        worker = ExitedWorker(
+            exited.pid,
+            exited.signal,
+            output.error,
+            output.stderr,
+            launch.chdir,
+            launch.identity,
+            self._memory_kills,
+        )
         try:
-            error = await self._context.error_files.answer(
-                read_error, file, exited.signal, exited.pid, self._context.launch.identity
-            )
+            error = await self._context.error_files.answer(explain_exit, worker)
         except Exception as failure:
             error = unread(failure)
         return replace(exited, age_ms=exited.age_ms + now_ms() - heard_ms), error
@@ -249,8 +278,9 @@ class Round:
             )
         )
 
-    def workers_gone(self) -> None:
-        """Record that no process of the round is left."""
+    def workers_gone(self, kept: tuple[KeptWorker, ...]) -> None:
+        """Record that no process takes part in the round any more; these are parked."""
+        self._kept = kept
         self._cancel_start()
         self._gone.set()
 
@@ -259,7 +289,12 @@ class Round:
     def stack_targets(self, alive: Collection[int]) -> tuple[Target, ...]:
         """Return the workers that have been started and are alive."""
         return tuple(
-            Target(self.assignment.rank_first + local_rank, local_rank, pid)
+            Target(
+                self.assignment.rank_first + local_rank,
+                local_rank,
+                pid,
+                self._context.observers.progress.file(local_rank),
+            )
             for local_rank, pid in sorted(self._pids.items())
             if local_rank in alive
         )

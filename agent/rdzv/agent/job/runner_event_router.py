@@ -12,6 +12,7 @@ from rdzv.agent.agent_metrics_hooks import JobMeter
 from rdzv.agent.core import events
 from rdzv.agent.handover import leaked_processes
 from rdzv.agent.job.context import JobContext
+from rdzv.agent.job.start_log import StartLog
 from rdzv.agent.system.error_files import WorkerError, describe_exit, signal_name
 from rdzv.agent.system.side_thread import in_time
 
@@ -31,8 +32,9 @@ class RunnerEventRouter:
         context: JobContext,
         socket: Path | None,
         meter: Callable[[], JobMeter],
+        start_log: StartLog,
     ) -> None:
-        """Handle events for a job, and pass them to its present `meter`.
+        """Handle events for a job, and pass them to its present `meter`, and to its log.
 
         `socket` is the runner's socket for the next agent, if the runner outlives this one.
         """
@@ -40,6 +42,7 @@ class RunnerEventRouter:
         self._rdzv_id = context.launch.job.rdzv_id
         self._socket = socket
         self._meter = meter
+        self._start_log = start_log
         self._ending_leftovers: asyncio.Task[None] | None = None
 
     def hear(self, event: runner_link.RunnerEvent) -> asyncio.Future[None] | None:
@@ -71,17 +74,37 @@ class RunnerEventRouter:
         """Handle a failed worker's exit once its error file was read, or could not be in time."""
         if (round_ := self._context.round_of(exited.round)) is not None:
             late, error = await round_.explain_failure(exited)
-            self._meter().runner_said(late)
+            self._note(late)
             round_.worker_exited(late, error)
 
-    def _take(self, event: runner_link.RunnerEvent) -> None:
+    def _note(self, event: runner_link.RunnerEvent) -> None:
         self._meter().runner_said(event)
+        self._start_log.runner_said(event)
+
+    def _take(self, event: runner_link.RunnerEvent) -> None:
+        self._note(event)
         post = self._context.decisions.post
         match event:
             case (
                 runner_link.WorkerStarted() | runner_link.WorkerExited() | runner_link.WorkersGone()
             ):
                 self._take_of_round(event)
+            case runner_link.WorkerSuspected():
+                post(
+                    events.WorkerSuspected(
+                        round=event.round,
+                        local_rank=event.local_rank,
+                        pid=event.pid,
+                        message=event.message,
+                        traceback=event.traceback,
+                        age_ms=event.age_ms,
+                    )
+                )
+            case runner_link.KeptExited():
+                fate = (event.exit_code, event.signal)
+                post(events.KeptExited(event.local_rank, event.pid, *fate))
+            case runner_link.KeptGone():
+                post(events.KeptGone())
             case runner_link.WorkersStartFailed():
                 post(events.StartFailed(event.round, event.reason))
             case runner_link.WorkersStuck():
@@ -112,7 +135,7 @@ class RunnerEventRouter:
             case runner_link.WorkerExited():
                 round_.worker_exited(event, WorkerError("", "", 0))
             case runner_link.WorkersGone():
-                round_.workers_gone()
+                round_.workers_gone(event.kept)
 
     async def _lose_runner(self, event: runner_link.RunnerExited) -> None:
         """Kill the processes of a dead runner before its end is reported."""

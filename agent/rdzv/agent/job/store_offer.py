@@ -34,7 +34,7 @@ class StoreOffer:
                 host_name=host_name,
                 machine=machine_id(),
                 can_host_store=await has_torch(launch.python, launch.environ, launch.account),
-                shutdown_timeout_ms=launch.job.shutdown_timeout_ms,
+                shutdown_timeout_ms=max(launch.job.shutdown_timeout_ms, launch.job.keep_timeout_ms),
             )
         )
 

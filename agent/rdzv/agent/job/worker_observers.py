@@ -27,17 +27,28 @@ class WorkerObservers:
         self.notice = NoticeFile(self.progress.beside, launch.identity)
         self.snapshot = Snapshot(launch.snapshot, identity=launch.identity)
         self._hangs = HangWatch(
-            launch.job.rdzv_id, launch.hang_timeout, reports.hung, launch.identity
+            launch.job.rdzv_id,
+            launch.hang_timeout,
+            reports.hung,
+            reports.records,
+            launch.identity,
         )
 
     def open_round(self, assignment: Assignment) -> None:
         """Prepare the files by which the workers and the agent communicate in a round."""
         self.progress.open_round(assignment, self._local_world_size)
         self.notice.open_round()
+        self.notice.take_back()
 
-    def resume_round(self, folder: Path | None, assignment: Assignment | None) -> None:
-        """Take over the previous agent's files; `assignment` is None if no round is open."""
-        self.progress.resume(folder, assignment, self._local_world_size)
+    def resume_round(
+        self, folder: Path | None, assignment: Assignment | None, *, by_round: bool
+    ) -> None:
+        """Take over the previous agent's files; `assignment` is None if no round is open.
+
+        With `by_round` it had a folder for each round, as older versions do.
+        """
+        size = self._local_world_size
+        self.progress.resume(folder, assignment, size, by_round=by_round)
         self.notice.open_round()
 
     def watch_hangs(self, assignment: Assignment, running: Mapping[int, int] | None = None) -> None:

@@ -12,7 +12,8 @@ The choices, tried with torch 2.13:
   workers need not wait for it. The store takes the descriptor over.
 * `wait_for_workers=False`: otherwise the constructor would wait for all clients.
 * `use_libuv` as the workers decide it (USE_LIBUV, on by default), so that server and clients are
-  of one kind, as under torchrun. Both kinds take a listening socket.
+  of one kind, as under torchrun. Both kinds take a listening socket, but for libuv's in torch 2.4;
+  there the older server serves the same clients.
 * `multi_tenant=False`: it shares one server between the stores of one process that have the same
   port. There is one store here, and with it a second one by mistake would be silent.
 * The port is always given: libuv takes 0 for the port of the socket, the older server does not.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import importlib
 import importlib.machinery
 import os
@@ -74,17 +76,20 @@ def serve(fd: int, wanted_port: int | None = None, *, whole_torch: bool) -> obje
     host, port = reachable_at(fd)
     if wanted_port not in (None, port):
         raise ValueError(f"the socket has port {port}, not {wanted_port}")
-    store_type = import_store_type(whole_torch=whole_torch)
-    return store_type(
+    make = functools.partial(
+        import_store_type(whole_torch=whole_torch),
         host,  # Where the store's own client connects; the socket decides where it listens.
         port,
         is_master=True,
         wait_for_workers=False,
         multi_tenant=False,
         master_listen_fd=fd,
-        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         timeout=TIMEOUT,
     )
+    try:
+        return make(use_libuv=os.environ.get("USE_LIBUV", "1") == "1")
+    except NotImplementedError:
+        return make(use_libuv=False)
 
 
 def reachable_at(fd: int) -> tuple[str, int]:
@@ -97,7 +102,7 @@ def reachable_at(fd: int) -> tuple[str, int]:
         if host == "0.0.0.0":
             host = "127.0.0.1"
         elif host == "::":
-            # Prefer IPv4: the loopback device may lack ::1.
+            # IPv4 is preferred, because the loopback device may lack ::1.
             only_v6 = sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
             host = "::1" if only_v6 else "127.0.0.1"
         return host, port

@@ -51,7 +51,7 @@ def main() -> None:
         return
     try:
         serve = ROLES[options.pop("role")](asked, **options)
-        next(serve)  # To its first answer: it is ready.
+        next(serve)  # This is the first answer: it is ready.
     except Exception as error:
         say(agent, {"refused": describe(error)})
         return

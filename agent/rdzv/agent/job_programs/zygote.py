@@ -13,7 +13,8 @@ RDZV_ZYGOTE in its environment is a JSON object, its order:
 
     {path, script, check}       Print in JSON which of these modules are missing, or why workers
                                 cannot be forked here at all (refused), and exit
-    {path, argv, fd, modules}   Preload, then serve; fd is a Unix seqpacket socket to the runner
+    {path, argv, fd, modules, for_restarts}
+                                Preload, then serve; fd is a Unix seqpacket socket to the runner
 
 `path` is the PYTHONPATH that a worker would have, null for none; `argv` is the zygote's own command
 line, and `script` the script to check, -m or -c. Messages on the socket:
@@ -30,8 +31,10 @@ JSON). If the link is closed before that, the fork was given up, and exits.
 * A worker: {argv, env, given, cwd, cpus, parent, stdout, stderr}, where `given` is the environment
   that the zygote was given, and with it three standard streams; `stdout` and `stderr` are files to
   append to instead of these, null for none. The worker opens them, not the runner, which would
-  hang if their file system does. It answers {ready: true} and closes the link; or {failed: reason},
-  if no worker could be started like this; or {refused: reason}, if a cold one could.
+  hang if their file system does. With `link_variable` a socket to the runner comes, too, and the
+  worker finds its descriptor in that variable. It answers {ready: true} and closes the link; or
+  {failed: reason}, if no worker could be started like this; or {refused: reason}, if a cold one
+  could. `watch` is the address to which torch_watch.py reports, null for none.
 * A store host: {store_host: {argv, env, cpus, parent}}, and with it the same and the listening
   socket. It serves as store_host.py does, with the command line `argv`, and answers {ready: true}
   once it serves; or {refused: reason}.
@@ -44,12 +47,14 @@ import ctypes
 import errno
 import gc
 import importlib
+import importlib.machinery
 import importlib.util
 import io
 import json
 import mmap
 import os
 import random
+import select
 import signal
 import socket
 import struct
@@ -62,7 +67,7 @@ from pathlib import Path
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from typing import Any
+    from typing import Any, NoReturn
 
 BARE = ("torch", "numpy")
 """Modules imported first; the threads that they start on import are harmless in a fork."""
@@ -74,12 +79,28 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
 
-_GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
-_UNSHARABLE = ("socket:", "pipe:", "anon_inode:", *_GPU_DEVICES)
+CANARY_TIMEOUT_S = 10.0
+"""Time for the first fork to prove that a fork of this process works."""
+
+_THREADS_END_WITHIN_S = 1.0
+
+_DEVICES = (
+    *("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/xpu", "/dev/davinci", "/dev/neuron"),
+    *("/dev/accel", "/dev/habanalabs", "/dev/hl", "/dev/vfio/", "/dev/infiniband/"),
+)
+"""Accelerators and RDMA adapters: their drivers tie memory and queues to one process."""
+
+_UNSHARABLE = ("socket:", "pipe:", "anon_inode:", *_DEVICES)
 """Descriptors that several processes cannot share as if each had opened its own."""
 
 _torch_seed: dict[str, int] = {}
 """torch's seed after its import, as `fresh`; a module that seeds torch seeds all workers."""
+
+_OOM_SCORE = "/proc/self/oom_score_adj"
+_oom_score: dict[str, str] = {}
+"""The score `before` it was changed; empty if it was not."""
+
+_LOW_PRIORITY = 5
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -106,15 +127,44 @@ def main(hook: str) -> bool:
     control.setblocking(True)
     os.set_inheritable(control.fileno(), False)
     _call_oneself(f"rdzv zygote: {', '.join(order['modules'])}")
+    _be_expendable()
+    if order.get("for_restarts"):
+        _leave_cpus_to_others(_LOW_PRIORITY)
     try:
         has_own_customize = _customize()
         ready = _preload(order["modules"])
     except RefusedError as error:
         _say(control, {"refused": str(error)})
         os._exit(1)
+    if order.get("for_restarts"):
+        _leave_cpus_to_others(0)
     _say(control, {"ready": ready})
     _serve(control, [_bytes(word) for word in order["argv"]])
     return has_own_customize
+
+
+def _be_expendable() -> None:
+    """Let this process be the first that is killed when memory runs out."""
+    try:
+        _oom_score["before"] = Path(_OOM_SCORE).read_text()
+        Path(_OOM_SCORE).write_text("1000")
+    except OSError:
+        _oom_score.clear()
+
+
+def _leave_cpus_to_others(nice: int) -> None:
+    """Set the priority of this session, where the kernel has one (autogroup).
+
+    It is not the one that a fork inherits, and that cannot be raised again.
+    """
+    for _ in range(5):
+        try:
+            Path("/proc/self/autogroup").write_text(str(nice))
+            return
+        except BlockingIOError:
+            time.sleep(0.1)  # It can be set ten times a second, on the whole machine.
+        except OSError:
+            return
 
 
 def _forget(hook: str, path: str | None) -> None:
@@ -180,7 +230,7 @@ class _ScriptFolder:
         if self._entry is not None:
             sys.path.insert(0, self._entry)
         if self._script not in ("-m", "-c"):
-            # Otherwise libraries may take this for an interactive session.
+            # Without this, libraries may take this for an interactive session.
             sys.modules["__main__"].__file__ = str(Path(self._script).absolute())
 
     def __exit__(self, *_: object) -> None:
@@ -224,8 +274,9 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
                 threads = max(threads, len(_threads()))
             _check_forkable(name, threads, fds)
     importlib.invalidate_caches()  # Workers need not import what this imports.
+    _try_fork()
     gc.collect()
-    # Otherwise each worker's collector would write to, and thereby copy, every shared page.
+    # Without this, each worker's collector would write to every shared page, and so copy it.
     gc.freeze()
     return {
         "modules": list(modules),
@@ -251,12 +302,82 @@ def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
         raise RefusedError(f"import {name} starts processes (pid {', '.join(children)})")
     for fd, target in _open_fds().items():
         if fd not in fds and target.startswith(_UNSHARABLE):
-            why = "a GPU, which no fork can use" if target.startswith(_GPU_DEVICES) else target
+            why = "a device, which no fork can use" if target.startswith(_DEVICES) else target
             raise RefusedError(f"import {name} opens {why} ({target}, fd {fd})")
+    for path in _mapped():
+        if path.startswith(_DEVICES):
+            raise RefusedError(f"import {name} maps a device, which no fork can use ({path})")
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is not None and cuda.is_initialized():
         raise RefusedError(f"import {name} initialises CUDA, which no fork can use")
+
+
+def _try_fork() -> None:
+    """Fork once, and refuse if the fork cannot compute or start a thread, or hangs.
+
+    Refuse as well if a thread is left after the fork. The threads of OpenBLAS, which numpy and
+    torch start on import, end at every fork.
+    """
+    read_end, write_end = os.pipe()
+    zygote = os.getpid()
+    pid = _fork()
+    if pid == 0:
+        os.close(read_end)
+        _be_canary(zygote, write_end)
+    os.close(write_end)
+    in_time = select.select([read_end], [], [], CANARY_TIMEOUT_S)[0]
+    if not in_time:
+        os.kill(pid, signal.SIGKILL)
+    complaint = os.read(read_end, 1 << 12).decode(errors="replace") if in_time else ""
+    os.close(read_end)
+    _, status = os.waitpid(pid, 0)
+    if not in_time:
+        raise RefusedError(f"a fork of it hangs: it has not computed within {CANARY_TIMEOUT_S:g} s")
+    if os.WIFSIGNALED(status):
+        raise RefusedError(f"a fork of it is killed by signal {os.WTERMSIG(status)}")
+    if complaint or status:
+        raise RefusedError(f"a fork of it does not work: {complaint or 'it exits'}")
+    until = time.monotonic() + _THREADS_END_WITHIN_S
+    while len(found := _threads()) > 1:
+        if time.monotonic() > until:
+            raise RefusedError(
+                f"the imports leave {len(found)} threads ({', '.join(found)}) that no fork ends; a "
+                "fork has only the first"
+            )
+        time.sleep(0.001)  # A thread that has ended may be listed for a moment.
+
+
+def _be_canary(zygote: int, write_end: int) -> NoReturn:
+    """Use in a fork what most often breaks there, and exit; write what is wrong, if anything."""
+    try:
+        _leash(zygote)
+        complaint = _compute()
+    except BaseException as error:
+        complaint = _words(error)
+    os.write(write_end, complaint.encode(errors="replace")[: 1 << 12])
+    os._exit(0)
+
+
+def _compute() -> str:
+    """Start a thread, and compute with several if there is torch; return what is wrong."""
+    import threading
+
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+    torch: Any = sys.modules.get("torch")
+    for name in ("cuda", "xpu", "mtia"):
+        is_bad = getattr(getattr(torch, name, None), "_is_in_bad_fork", bool)
+        if is_bad():
+            return f"torch.{name} was initialised before"
+    if hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(max(2, torch.get_num_threads()))
+        # More elements than OpenMP gives to one thread.
+        ones = torch.ones(1024, 256)
+        if (ones @ ones.T).sum().item() != 1024 * 1024 * 256:
+            return "torch computes a wrong sum"
+    return ""
 
 
 def _threads() -> list[str]:
@@ -266,6 +387,12 @@ def _threads() -> list[str]:
         with suppress(OSError):
             names.append((task / "comm").read_text().strip())
     return names
+
+
+def _mapped() -> set[str]:
+    """Return the paths of the files in this process's memory."""
+    lines = Path("/proc/self/maps").read_bytes().splitlines()
+    return {os.fsdecode(line.split(maxsplit=5)[5]) for line in lines if b"/" in line}
 
 
 def _children() -> list[str]:
@@ -398,12 +525,15 @@ def _say(sock: socket.socket, message: Mapping[str, object]) -> None:
 def _become_what_is_asked(links: Sequence[int], mine: int, zygote_argv: Sequence[bytes]) -> None:
     """Wait for this fork's order; return only in a worker."""
     os.setsid()
+    if _oom_score:
+        with suppress(OSError):
+            Path(_OOM_SCORE).write_text(_oom_score["before"])
     for fd in {*links} - {links[mine]}:
         os.close(fd)
     with socket.socket(fileno=links[mine]) as link:
         link.setblocking(True)
         try:
-            # Before the wait: nothing waits for this fork yet.
+            # This is done first, while nothing waits for this fork yet.
             _renew_randomness()
             spec, fds = _read_frame(link)
             if spec is None:
@@ -411,7 +541,11 @@ def _become_what_is_asked(links: Sequence[int], mine: int, zygote_argv: Sequence
             _take_streams(fds)
             if "store_host" in spec:
                 _be_store_host(spec["store_host"], fds[3], link)
+            if "link_variable" in spec:
+                spec["env"][spec["link_variable"]] = str(fds[3])
             _apply(spec, zygote_argv)
+            if spec.get("watch"):
+                _watch_torch(spec["watch"], spec["env"])
         except StartError as error:
             _give_up(link, {"failed": str(error)})
         except RefusedError as error:
@@ -483,6 +617,19 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
     _show_as([os.fsencode(word) for word in getattr(sys, "orig_argv", ())] or argv, env)
     # The zygote blocks all signals meant for workers; none has reached this process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _watch_torch(address: str, env: Mapping[str, str]) -> None:
+    """Have the script's import of torch reported, as if it had not been imported before."""
+    # The import of torch._dynamo sets it, and so does its compiler; in between a script may.
+    if "TORCHINDUCTOR_CACHE_DIR" not in env:
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    name = "rdzv torch watch"
+    path = str(Path(__file__).with_name("torch_watch.py"))
+    names: dict[str, Any] = {"__name__": name, "__file__": path}
+    loader: Any = importlib.machinery.SourceFileLoader(name, path)
+    exec(loader.get_code(name), names)
+    names["watch_hidden"](address)
 
 
 def _append_to(name: str, path: str, fd: int) -> None:

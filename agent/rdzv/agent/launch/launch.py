@@ -46,11 +46,11 @@ class Output:
     run_dir: Path | None = None
     """The folder of this run's files, instead of a new one below `log_dir`."""
     redirects: Mapping[int, int] = field(default_factory=dict)
-    """By LOCAL_RANK: the streams that go to files."""
+    """The streams that go to files, by LOCAL_RANK."""
     tee: Mapping[int, int] = field(default_factory=dict)
-    """By LOCAL_RANK: the streams that go to files and, line by line, to the console."""
+    """The streams that go to files and, line by line, to the console, by LOCAL_RANK."""
     shown_ranks: frozenset[int] | None = None
-    """The LOCAL_RANKs whose output is shown on the console; None: all."""
+    """The LOCAL_RANKs whose output is shown on the console; None for all of them."""
     stdout_filters: tuple[str, ...] = ()
     stderr_filters: tuple[str, ...] = ()
     prefix_template: str | None = None
@@ -87,29 +87,33 @@ class Launch:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """The base of the workers' environment."""
     account: Account | None = None
-    """The account of its processes and files; None: this process's own."""
+    """The account of its processes and files; None for this process's own."""
     chdir: Path | None = None
-    """The workers' working directory; None: the agent's."""
+    """The workers' working directory; None for the agent's."""
     progress_dir: Path | None = None
-    """The parent folder of the workers' progress files; None: the temporary folder."""
+    """The parent folder of the workers' progress files; None for the temporary folder."""
     snapshot: Path | None = None
     """A file or folder whose change shows that a round has made progress."""
     preemption_file: Path | None = None
-    """The file that announces a preemption of this machine; None: this job has none."""
+    """The file that announces a preemption of this machine; None if this job has none."""
     role: str = "default"
     topology: str = ""
     local_addr: str = ""
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
-    """The job secret, which every participant presents; empty: none. Only rdzvrun has one: for a
-    submitted job, the agent would have to read a file named by another user."""
+    """The job secret, which every participant presents; empty if there is none. Only rdzvrun has
+    one, because for a submitted job the agent would have to read a file that another user names."""
     virtual_local_rank: bool = False
     """Every worker has LOCAL_RANK 0 and sees one GPU."""
     numa_binding: NumaBinding | None = None
     warm: tuple[str, ...] = ()
-    """The modules that the workers' zygote preloads; none: all workers start cold."""
+    """The modules that a zygote preloads ahead of the first round; without any, it is cold."""
+    warm_restarts: bool = False
+    """Whether a zygote is started for restarts, once the workers have imported torch."""
+    collective_trace: bool = True
+    """Whether torch's record of the workers' collectives is opened to the agent."""
     hang_timeout: HangTimeout | None = None
-    """How long workers may report no progress; None: without limit."""
+    """How long workers may report no progress; None if there is no limit."""
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
     """The signals that make this node leave."""
     output: Output = field(default_factory=Output)
@@ -156,7 +160,7 @@ def _check_startable(launch: Launch) -> None:
     if launch.no_python:
         if not _is_program(launch, launch.script):
             raise InvalidRequestError(
-                f"{launch.script!r} is no program on this node; give its path, or make it "
+                f"{launch.script!r} is not a program on this node; give its path, or make it "
                 "executable"
             )
         return
@@ -194,7 +198,7 @@ def _check_chdir(chdir: Path) -> None:
             "every node"
         ) from error
     if not stat.S_ISDIR(mode):
-        raise InvalidRequestError(f"{folder} is no directory on this node; give one that is")
+        raise InvalidRequestError(f"{folder} is not a directory on this node; give one that is")
     if not os.access(chdir, os.X_OK, effective_ids=True):
         raise InvalidRequestError(
             f"the folder {folder} cannot be entered on this node by the account that jobs run as; "
@@ -211,7 +215,7 @@ def _is_program(launch: Launch, name: str) -> bool:
 
 
 def _is_executable(path: str | Path) -> bool:
-    # Checked with the rights by which files are opened now; `shutil.which` does not use those.
+    # This is checked with the rights by which files are opened now, which `shutil.which` ignores.
     return os.access(path, os.X_OK, effective_ids=True) and not Path(path).is_dir()
 
 
@@ -258,8 +262,9 @@ async def has_torch(
     """
     if _is_this_python(python, environ, account) and _finds_torch():
         return True
+    # The empty entry of sys.path is the working directory, which does not count.
     question = (
-        "import sys; sys.path[:] = filter(None, sys.path); "  # Ignores the working directory.
+        "import sys; sys.path[:] = filter(None, sys.path); "
         "import importlib.util; print(importlib.util.find_spec('torch') is not None)"
     )
     try:

@@ -218,7 +218,9 @@ def _as_in_sysfs(address: str) -> str:
     """
     found = re.fullmatch(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", address.lower())
     if found is None:
-        raise _UnbindableError(f"{address!r:.80} is no PCI address; expected one like 0000:dc:00.0")
+        raise _UnbindableError(
+            f"{address!r:.80} is not a PCI address; expected one like 0000:dc:00.0"
+        )
     return f"{int(found[1], 16):04x}:{found[2]}"
 
 
@@ -369,7 +371,7 @@ async def _ask_cuda(
     try:
         with started_as(account) as how:
             process = await runner_link.start_spared(
-                # Isolated (-I -S), because PYTHONPATH and the like are the job's.
+                # It is isolated (-I -S), because PYTHONPATH and the like are the job's.
                 *(sys.executable, "-I", "-S", str(_CUDA), library),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

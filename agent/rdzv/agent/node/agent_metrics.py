@@ -42,6 +42,8 @@ _http_log = http_log(
 RUN, STOP = "run", "stop"
 """The phase in which a worker exits: by itself, or after it was told to stop."""
 
+_STARTS = ("kept", "warm", "cold")
+
 _START_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
@@ -101,6 +103,26 @@ class AgentMetrics(Meter, Collector):
             "Workers that were to be warm, and were started cold.",
             registry=registry,
         )
+        self.starts = Counter(
+            "rdzv_agent_worker_starts_total",
+            "Workers that began a round: kept from the one before, started warm, or cold.",
+            ("how",),
+            registry=registry,
+        )
+        for how in _STARTS:
+            self.starts.labels(how)
+        self.park_seconds = Histogram(
+            "rdzv_agent_park_seconds",
+            "Time from the end of a round until all workers that stay are parked.",
+            buckets=_START_SECONDS,
+            registry=registry,
+        )
+        self.resume_seconds = Histogram(
+            "rdzv_agent_resume_seconds",
+            "Time from the decision to start workers until a kept one goes on with its training.",
+            buckets=_START_SECONDS,
+            registry=registry,
+        )
         self.exits = Counter(
             "rdzv_agent_worker_exits_total",
             "Workers that exited, by exit code or signal; of themselves, or when told to stop.",
@@ -108,7 +130,8 @@ class AgentMetrics(Meter, Collector):
             registry=registry,
         )
         for during in (RUN, STOP):
-            # Created at zero: Prometheus misses the first increase of a new series.
+            # They are created at zero, because Prometheus misses the first increase of a new
+            # series.
             for how in ("exit 0", "exit 1", "SIGKILL", "SIGTERM"):
                 self.exits.labels(how, during)
         self.fenced = Counter(
@@ -216,7 +239,7 @@ class AgentMetrics(Meter, Collector):
         yield from expiry(name, self._link.certificate_expires())
 
     def _collect_jobs(self) -> Iterator[Metric]:
-        workers = Tally({"starting": 0, "running": 0, "stopping": 0})
+        workers = Tally({"starting": 0, "running": 0, "stopping": 0, "parked": 0})
         for job in self._jobs:
             workers.update(job.workers())
         yield by_label("rdzv_agent_workers", "Workers by state.", "state", workers)
@@ -246,7 +269,8 @@ class _JobCounter(JobMeter):
         self._starting = 0
         self._running: set[int] = set()
         self._stopping = False
-        self._started_s = 0.0
+        self._parked = 0
+        self._started_s = self._stopped_s = 0.0
         self._restarts: int | None = None
         """Restarts spent when this node last started workers; None before the first start."""
         self.stuck = 0
@@ -255,6 +279,8 @@ class _JobCounter(JobMeter):
     def workers(self) -> dict[str, int]:
         """Count the workers by state."""
         running = len(self._running)
+        if self._parked:
+            return {"parked": self._parked}
         if self._stopping:
             return {"stopping": self._starting + running}
         return {"starting": self._starting, "running": running}
@@ -274,13 +300,14 @@ class _JobCounter(JobMeter):
                 self._start(command.assignment.restarts)
             case commands.StopWorkers():
                 self._stopping = True
+                self._stopped_s = self._now_s()
 
     def _start(self, restarts: int) -> None:
         self._node.rounds.inc()
         if self._restarts is not None and restarts > self._restarts:
             self._node.restarts.inc()
         self._restarts = restarts
-        self._starting, self._stopping = self._local_world_size, False
+        self._starting, self._stopping, self._parked = self._local_world_size, False, 0
         self._started_s = self._now_s()
 
     def runner_said(self, event: runner_link.RunnerEvent) -> None:
@@ -290,10 +317,17 @@ class _JobCounter(JobMeter):
                 self._starting = max(self._starting - 1, 0)
                 self._running.add(event.local_rank)
                 node.start_seconds.observe(self._now_s() - self._started_s)
+                if event.how in _STARTS:  # A runner of an older version does not say.
+                    node.starts.labels(event.how).inc()
+            case runner_link.WorkerResumed():
+                node.resume_seconds.observe(self._now_s() - self._started_s)
             case runner_link.WorkerExited():
                 self._running.discard(event.local_rank)
                 how = how_it_exited(event.exit_code, event.signal)
                 node.exits.labels(how, STOP if self._stopping else RUN).inc()
+            case runner_link.KeptExited():
+                self._parked = max(self._parked - 1, 0)
+                node.exits.labels(how_it_exited(event.exit_code, event.signal), STOP).inc()
             case runner_link.WorkersStartFailed():
                 node.start_failures.inc()
             case runner_link.WorkersStartedCold():
@@ -304,6 +338,9 @@ class _JobCounter(JobMeter):
                 self._stopping = True
                 node.fenced.inc()
             case runner_link.WorkersGone():
+                self._parked = len(event.kept)
+                if event.kept:
+                    node.park_seconds.observe(self._now_s() - self._stopped_s)
                 self._forget_workers()
             case runner_link.StoreHostExited():
                 node.store_host_exits.inc()
@@ -372,9 +409,12 @@ async def serving_metrics(
             driver.meter = metrics.job(driver.local_world_size)
         link.metrics_address = announced(bound, link.identity.address)
         if link.metrics_address:
-            log.info("metrics at http://%s/metrics, which the server is told", link.metrics_address)
+            log.info(
+                "metrics at http://%s/metrics; the server was told this address",
+                link.metrics_address,
+            )
         else:
-            log.info("metrics at http://%s/metrics, for this machine alone", bound)
+            log.info("metrics at http://%s/metrics, for this machine only", bound)
         yield bound
 
 

@@ -43,7 +43,7 @@ class Ledger:
         """
         if count > len(self.uuids):
             raise InvalidRequestError(
-                f"{count} GPUs are asked for, and this node has {len(self.uuids)}; ask for less "
+                f"{count} GPUs are requested, and this node has {len(self.uuids)}; ask for fewer "
                 "(--gpus-per-node, --nproc-per-node), or for nodes that have them"
             )
 

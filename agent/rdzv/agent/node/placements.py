@@ -1,4 +1,4 @@
-"""The submitted jobs of this node: taken up as the server places them, one driver each.
+"""The submitted jobs of this node, which are taken up as the server places them, each by a driver.
 
 ::
 
@@ -54,7 +54,8 @@ CLOSE_AGAIN_S = 10.0
 """The delay before another attempt to end processes that survive SIGKILL."""
 
 ADOPT_WITHIN_S = 1.0
-"""How long a job's folder may take to answer when it is adopted: the server waits for this node."""
+"""How long a job's folder may take to answer at its adoption, while the server waits for this
+node."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -74,7 +75,7 @@ class _Held:
     closing: bool = False
     """Whether it is ending anyway."""
     given_back: str = ""
-    """Why the node must give the job back, through no fault of the job; empty: it need not."""
+    """Why the node must give the job back, through no fault of the job; empty if it need not."""
 
     @property
     def name(self) -> str:
@@ -202,8 +203,8 @@ class Placements:
             except Exception:
                 # Another agent may succeed while the runner still waits for one.
                 log.exception(
-                    "%s: cannot be gone on with; its workers run on until the server gives this "
-                    "node up, unless an agent that can is started before",
+                    "%s: cannot be adopted; its workers run on until the server gives this "
+                    "node up, unless an agent that can adopt them is started before",
                     orphan.placement.rdzv_id,
                 )
                 orphan.runner.leave()
@@ -282,7 +283,7 @@ class Placements:
         driver.written.listeners.add(lambda: noting.call(tell, folder.note, driver.written))
 
     async def hand_over(self, within_ms: int) -> None:
-        """Leave every running job to the next agent; take up no other."""
+        """Leave every running job to the next agent, and take up no more jobs."""
         self._handed_over = True
         for held in tuple(self._held):
             if held.driver is not None:
@@ -301,11 +302,11 @@ class Placements:
         self.gpu_queue.grant()
 
     def take_no_more(self) -> None:
-        """Take up no other job."""
+        """Take up no more jobs."""
         self._leaving = True
 
     def leave(self, signum: int, name: str) -> None:
-        """Make every job leave in order and take up no other; a second call cuts grace short."""
+        """Make every job leave in order and take up no more. A second call cuts the grace short."""
         self._leaving = True
         reason = f"its agent received {name}"
         for held in tuple(self._held):
@@ -346,7 +347,8 @@ class Placements:
         """Hold a job while its task lives; the task begins once nothing is left of earlier ones."""
         self._held[held] = None
         held.task = asyncio.create_task(self._live(held, body, before), name=f"job {held.name}")
-        # Not in the task itself: a task cancelled before it begins runs no code at all.
+        # This is not done in the task itself, because a task that is cancelled before it begins
+        # runs no code.
         held.task.add_done_callback(lambda _: self._let_go(held))
 
     async def _live(
@@ -448,13 +450,13 @@ class Placements:
         mine = frozenset(gpus)
 
         async def examine() -> str:
-            # Not an earlier result: its workers were still there then.
+            # An earlier result does not count, because workers were still there then.
             return describe(await self._health.look(mine, fresh_s=0.0))
 
         return examine
 
     async def _begin(self, held: _Held, driver: JobDriver) -> None:
-        # From the moment this ends, with no gap, requests to end go to the driver.
+        # From the very moment when this ends, requests to end go to the driver.
         await driver.prepare(self._around.endpoints[0])
         held.driver = driver
         assert driver.runner_pid is not None, "there is one once a driver is ready"
@@ -495,13 +497,13 @@ class Placements:
                 continue
             except Exception:
                 # Its processes end first, so this error comes from something else.
-                log.exception("%s: not all of it was put away", held.name)
+                log.exception("%s: not everything was cleaned up", held.name)
             if driver.runner_pid is not None:
                 self._runners.forget(driver.runner_pid)
             return
 
     def _tell(self, held: _Held, driver: JobDriver, outcome: NodeOutcome) -> None:
-        """Log in one line how the job ended; tell the server too, if it cannot know."""
+        """Log in one line how the job ended, and tell the server if it cannot know."""
         level = logging.INFO if outcome.exit_code == 0 or held.given_back else logging.WARNING
         text = outcome.text.partition("\n")[0]
         log.log(level, "%s: ended on this node: %s", held.name, text)
@@ -526,4 +528,4 @@ async def _answered(
         with waiting_is_said(f"{rdzv_id}: {what}"):
             return await in_time(ANSWER_WITHIN_S, function, *args, **kwargs)
     except TimeoutError as error:
-        raise InvalidRequestError(f"{what} cannot be looked at: {error}") from error
+        raise InvalidRequestError(f"{what} cannot be checked: {error}") from error

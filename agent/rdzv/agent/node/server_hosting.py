@@ -43,8 +43,8 @@ UNWATCHED_MS = DAY_MS
 """The lease, and the interval of checks and pings, where server and node are one process."""
 
 TAKEOVER_GRACE_MS = 10_000
-"""How long a newly elected node waits for the others, which all learn of it at once. The node of
-the former server is likely gone, and delays the job by this time."""
+"""How long a newly elected node waits for the others, which all learn of it at once. The job is
+delayed by this time if the node of the former server is gone, as it likely is."""
 
 log = logging.getLogger("rdzv.agent")
 
@@ -167,7 +167,7 @@ def _warn(endpoint: Endpoint) -> None:
 
 
 def _listen_at(endpoint: Endpoint) -> socket.socket | None:
-    """Listen there; None if another process does."""
+    """Listen there; return None if another process does."""
     try:
         return listen_at(endpoint.host, endpoint.port)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One port for two protocols: the job's rendezvous, and the c10d store of its round.
+"""One port for two protocols: that of the job's rendezvous, and that of its round's c10d store.
 
 torchrun's static back-end serves its store at the port that the command line names, so scripts
 connect to it with `init_method="tcp://HOST:PORT"`. Here the rendezvous is at that port. The first

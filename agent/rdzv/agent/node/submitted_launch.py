@@ -40,7 +40,7 @@ class Surroundings:
     endpoints: tuple[Endpoint, ...]
     environ: Mapping[str, str]
     address: str = ""
-    """The address at which other nodes reach this one; empty: its address towards the server."""
+    """The address at which other nodes reach this one; empty for its address towards the server."""
     topology: str = ""
     progress_dir: Path | None = None
 
@@ -50,11 +50,11 @@ class Share:
     """The part of this node that one submitted job gets."""
 
     gpus: Sequence[str] | None
-    """UUIDs; None on a node that has no GPUs."""
+    """The UUIDs of its GPUs; None on a node that has no GPUs."""
     run_dir: Path
     """The folder of its files."""
     account: Account | None = None
-    """The account that it runs as; None: this agent's."""
+    """The account that it runs as; None for this agent's own."""
 
 
 def passed_on(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:

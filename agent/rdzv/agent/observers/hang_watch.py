@@ -1,8 +1,10 @@
 """Detects hung workers of one job on this node, for --hang-timeout.
 
-A worker is alive as long as it writes anything to the file named by RDZV_PROGRESS_FILE; the watch
-also notes whether its process is in D state. Workers are checked at intervals, since inactivity
-causes no event. Hung workers are reported to the server, which stops them: nothing is decided here.
+A worker is alive as long as it writes anything to the file named by RDZV_PROGRESS_FILE. One that
+has not written it in this round is alive as long as it completes collectives, which its torch
+counts; it is asked for that seldom. The watch also notes whether its process is in D state. Workers
+are checked at intervals, since inactivity causes no event. Hung workers are reported to the server,
+which stops them: nothing is decided here.
 """
 
 from __future__ import annotations
@@ -11,15 +13,24 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rdzv.agent.core.hang_timeout import UNINTERRUPTIBLE, Look, Vigil, timeout_ms
+from rdzv.agent.core.hang_timeout import (
+    AUTO_LEAST_MS,
+    UNINTERRUPTIBLE,
+    Look,
+    Vigil,
+    timeout_ms,
+)
 from rdzv.agent.core.model import Assignment
+from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
+from rdzv.agent.observers.flight_records import LEAST_ENTRIES
 from rdzv.agent.observers.stack_sampling import process_state
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.core.hangs import HangTimeout, HungWorker
+from rdzv.core.stacks import STOPPED
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
@@ -27,13 +38,19 @@ log = logging.getLogger("rdzv.agent")
 LOOKS_PER_TIMEOUT = 10
 LOOK_MOST_MS, LOOK_LEAST_MS = 1_000, 50
 """The bounds of the check interval: about a tenth of the time that workers may be silent."""
+ASK_LEAST_MS = 1_000
+"""The shortest interval at which workers are asked for their collectives, a tenth likewise."""
+BEGINS_MS = 120_000
+"""The time after a worker's start in which it is no news that it has no collectives."""
+ASK_TIMEOUT_S = 3.0
+"""How long a worker's torch may take to answer."""
 SAY_AGAIN_MS = 20_000
 """The interval of repeated reports of workers that still hang: the server may have lost them."""
 
 
 @struct(frozen=True)
 class HungReport:
-    """All hung workers of a round on this node; none: no worker hangs any more."""
+    """All hung workers of a round on this node; empty once no worker hangs any more."""
 
     run: str
     round: int
@@ -46,6 +63,11 @@ class _Worker:
     file: str
     vigil: Vigil
     hung: str = ""
+    first: int | None = None
+    """The collectives that it had completed when it first answered."""
+    completed: int | None = None
+    """The same at its last answer, once it is known to complete some; else None."""
+    answered_ms: int = 0
 
 
 class HangWatch:
@@ -56,12 +78,17 @@ class HangWatch:
         rdzv_id: str,
         timeout: HangTimeout | None,
         say: Callable[[HungReport], None],
+        records: RecordReader | None = None,
         identity: Identity | None = None,
     ) -> None:
         """Report changes of the hung workers with `say`; without a timeout, watch no workers.
 
-        Progress files are read with the rights of the workers' account.
+        Progress files are read with the rights of the workers' account. Without `records` no
+        worker is asked for its collectives.
         """
+        self._records = records
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_ms = 0
         self._identity = identity
         self._rdzv_id = rdzv_id
         self._timeout = timeout
@@ -94,6 +121,9 @@ class HangWatch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
         for worker in self._workers.values():
             if worker.hung:
                 self._longest_ms = max(self._longest_ms, worker.vigil.silent_ms)
@@ -120,14 +150,15 @@ class HangWatch:
         """Check all workers; report the hung ones if they changed or the last report is old."""
         assert self._timeout is not None
         now_ms = _now_ms()
-        # While this process was stopped it watched nothing, and perhaps nothing ran.
+        # While this process was stopped it watched nothing, and maybe nothing else ran either.
         passed_ms = min(now_ms - self._looked_ms, 2 * self._look_every_ms)
         self._looked_ms = now_ms
+        self._ask(now_ms)
         changed = False
         for local_rank, worker in self._workers.items():
-            before = len(worker.vigil.intervals_ms), worker.vigil.word
-            worker.vigil = worker.vigil.after(self._seen(worker), passed_ms)
-            if (len(worker.vigil.intervals_ms), worker.vigil.word) != before:
+            before = worker.vigil
+            worker.vigil = before.after(self._seen(worker), passed_ms)
+            if worker.vigil.intervals_ms is not before.intervals_ms:
                 self._longest_ms = max(self._longest_ms, worker.vigil.intervals_ms[-1])
             limit_ms = timeout_ms(self._timeout, worker.vigil, self._longest_ms)
             hung = worker.vigil.why_hung(limit_ms)
@@ -143,15 +174,47 @@ class HangWatch:
         state = process_state(worker.pid)
         switches = _switches(worker.pid) if state == UNINTERRUPTIBLE else None
         with acting_as(self._identity):
-            return Look(_word(worker.file), state, switches)
+            word = _word(worker.file)
+        if word is not None or worker.completed is None:
+            return Look(word, state, switches)
+        late_ms = 2 * self._ask_every_ms + int(ASK_TIMEOUT_S * 1000)
+        # One that is stopped by a signal completes nothing, and does not answer.
+        known = state == STOPPED or _now_ms() - worker.answered_ms < late_ms
+        return Look(None, state, switches, worker.completed, self._ask_every_ms, known)
+
+    # ------------------------------------------------------------------ counts of collectives
+
+    @property
+    def _ask_every_ms(self) -> int:
+        assert self._timeout is not None
+        return max((self._timeout.ms or AUTO_LEAST_MS) // LOOKS_PER_TIMEOUT, ASK_LEAST_MS)
+
+    def _ask(self, now_ms: int) -> None:
+        """Begin to ask those without a progress file for their collectives, if that is due."""
+        reader, due = self._records, now_ms - self._asked_ms >= self._ask_every_ms
+        if reader is None or not reader.on or not due or self._asking is not None:
+            return
+        self._asked_ms = now_ms
+        asked = [worker for worker in self._workers.values() if worker.vigil.word is None]
+        if asked:
+            self._asking = asyncio.get_running_loop().create_task(self._ask_all(reader, asked))
+
+    async def _ask_all(self, reader: RecordReader, workers: Sequence[_Worker]) -> None:
+        try:
+            await asyncio.gather(*(_count(reader, worker) for worker in workers))
+        except Exception:
+            log.exception("%s: the collectives of its workers cannot be counted", self._rdzv_id)
+        finally:
+            if asyncio.current_task() is self._asking:
+                self._asking = None
 
     def _tell(self, local_rank: int, worker: _Worker, hung: str) -> None:
         assert self._assignment is not None
         who = (self._rdzv_id, self._assignment.rank_first + local_rank, worker.pid)
         if hung:
-            log.error("%s: RANK %d (pid %d) hangs: %s; the server is told", *who, hung)
+            log.error("%s: RANK %d (pid %d) hangs: %s; this is reported to the server", *who, hung)
         else:
-            log.warning("%s: RANK %d (pid %d) hangs no more", *who)
+            log.warning("%s: RANK %d (pid %d) no longer hangs", *who)
 
     def _hung(self) -> Mapping[int, _Worker]:
         return {rank: worker for rank, worker in self._workers.items() if worker.hung}
@@ -172,6 +235,25 @@ class HangWatch:
             for local_rank, worker in sorted(self._hung().items())
         )
         self._say(HungReport(line.run, line.round, workers))
+
+
+async def _count(reader: RecordReader, worker: _Worker) -> None:
+    """Ask a worker how many collectives it has completed.
+
+    One that completes none, and waits in none, is not watched by their number: the script may use
+    them at its start alone.
+    """
+    try:
+        begins = worker.vigil.silent_ms < BEGINS_MS
+        record = await reader.read(
+            worker.file, worker.pid, LEAST_ENTRIES, ASK_TIMEOUT_S, begins=begins
+        )
+    except NoRecordError:
+        return
+    worker.answered_ms = _now_ms()
+    worker.first = record.completed if worker.first is None else worker.first
+    if worker.completed is not None or record.waits or record.completed != worker.first:
+        worker.completed = record.completed
 
 
 def _word(file: str) -> tuple[int, ...] | None:

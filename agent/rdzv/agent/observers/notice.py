@@ -32,7 +32,7 @@ class NoticeFile:
         self._path: Path | None = None
 
     def open_round(self) -> None:
-        """Determine its path in a new round; there is no notice yet."""
+        """Determine its path in a round."""
         self._path = self._place(NAME)
 
     def path(self) -> str:

@@ -63,7 +63,7 @@ def read_step(content: bytes) -> int | None:
     if not digits:
         return None
     if len(content) > MAX_BYTES or not digits.isdigit() or int(digits) > MAX_STEP:
-        raise ValueError(f"{content[:MAX_BYTES]!r} is no step; write a decimal number from 0 on")
+        raise ValueError(f"{content[:MAX_BYTES]!r} is not a step; write a decimal number from 0 on")
     return int(digits)
 
 
@@ -136,7 +136,7 @@ class _File:
     watch: int | None = None
     pace: Pace = field(default_factory=Pace)
     furthest: int | None = None
-    """The highest step seen; the pace forgets it when the steps go back."""
+    """The highest step seen, which the pace forgets when the steps go back."""
     warned: bool = False
 
     def wake(self) -> None:
@@ -175,9 +175,10 @@ def _content(path: Path) -> bytes:
 class ProgressFiles:
     """The progress files of one job's workers on this node, and their content.
 
-    For each round, call `open_round` before the workers start and `close_round` when they are gone.
-    `say` is called with the present progress when it has changed, at most once a second, and by
-    `say_again`. Call `close` at the end.
+    For each round, call `open_round` before the workers start and `close_round` when none takes
+    part any more. A worker that is kept goes on with the file that it has. `say` is called with the
+    present progress when it has changed, at most once a second, and by `say_again`. Call `close` at
+    the end.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class ProgressFiles:
         self._looked_at_ms = 0
 
     def open_round(self, assignment: Assignment, local_world_size: int) -> None:
-        """Make the folder for a round's files, and watch them; if that fails, workers get none."""
+        """Make the files of a round's workers, and watch them; if that fails, workers get none."""
         self.close_round()
         try:
             if self._folder is None:
@@ -211,19 +212,31 @@ class ProgressFiles:
                     os.chown(self._folder, self._identity.uid, self._identity.gid)
             paths = self._paths(self._folder, assignment, local_world_size)
             with acting_as(self._identity):
-                for path in paths:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    write_anew(path, b"")
+                for local_rank, path in enumerate(paths):
+                    if local_rank not in assignment.kept or not path.exists():
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        write_anew(path, b"")
         except OSError as error:
             log.warning("no place for progress files (%s); status shows no progress", error)
             return
         self._follow(assignment, paths)
 
-    def resume(self, folder: Path | None, assignment: Assignment | None, size: int) -> None:
-        """Take over the previous agent's folder, and its files of a round."""
+    def resume(
+        self,
+        folder: Path | None,
+        assignment: Assignment | None,
+        size: int,
+        *,
+        by_round: bool = False,
+    ) -> None:
+        """Take over the previous agent's folder, and its files of a round.
+
+        An agent of an older version has a folder for each round in it: `by_round`.
+        """
         self._folder = folder
         if folder is not None and assignment is not None:
-            self._follow(assignment, self._paths(folder, assignment, size))
+            paths = self._paths(folder, assignment, size, by_round=by_round)
+            self._follow(assignment, paths)
             for file in self._files:
                 self._wake(file)
 
@@ -233,11 +246,11 @@ class ProgressFiles:
         return self._folder
 
     @staticmethod
-    def _paths(folder: Path, assignment: Assignment, local_world_size: int) -> list[Path]:
-        return [
-            folder / f"round_{assignment.round}" / str(local_rank) / "progress"
-            for local_rank in range(local_world_size)
-        ]
+    def _paths(
+        folder: Path, assignment: Assignment, local_world_size: int, *, by_round: bool = False
+    ) -> list[Path]:
+        below = folder / f"round_{assignment.round}" if by_round else folder
+        return [below / str(local_rank) / "progress" for local_rank in range(local_world_size)]
 
     def _follow(self, assignment: Assignment, paths: list[Path]) -> None:
         if self._watches is None:
@@ -255,7 +268,7 @@ class ProgressFiles:
         return str(self._files[local_rank].path) if self._files else ""
 
     def beside(self, name: str) -> Path | None:
-        """Return a path beside the round's files, removed with them; None without a folder."""
+        """Return a path beside the workers' folders; None without a folder."""
         return self._files[0].path.parents[1] / name if self._files else None
 
     def say_again(self) -> None:
@@ -275,7 +288,7 @@ class ProgressFiles:
         return max(steps, default=None)
 
     def close_round(self) -> None:
-        """Forget the workers, which are gone, and remove their files."""
+        """Forget the workers; those that are parked may still write to their files."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -283,8 +296,6 @@ class ProgressFiles:
         if self._watches is not None:
             for file in self._files:
                 self._watches.disarm(file)
-        if self._folder is not None and self._assignment is not None:
-            self._remove(self._folder / f"round_{self._assignment.round}")
         self._files, self._assignment = (), None
 
     def close(self) -> None:
@@ -319,7 +330,7 @@ class ProgressFiles:
         files, self._changed = tuple(self._changed), {}
         assert self._watches is not None
         for file in files:
-            # Before the read: a later write wakes us again.
+            # The watch is set before the read, so that a later write wakes us again.
             self._watches.arm(file)
         if [file for file in files if file.look(self._looked_at_ms)]:
             self._report(assignment)

@@ -85,7 +85,7 @@ class Snapshot:
         self._look = look
         self._aside = Aside(TIMEOUT_S)
         self._last: Sight | None = None
-        """The content at the last look; None if unknown."""
+        """The content when it was last examined; None if unknown."""
         self._looked = False
         self._warned = False
 
@@ -95,7 +95,7 @@ class Snapshot:
             await self._look_aside(self._path)
 
     async def has_changed(self) -> bool:
-        """Return True if the path changed since the last look, or if that is unknown."""
+        """Return whether the path has changed since the last look; True if that is unknown."""
         if self._path is None:
             return False
         before = self._last

@@ -1,4 +1,4 @@
-"""Samples the stacks of workers with py-spy, from outside and without their cooperation.
+"""Samples the stacks of workers with py-spy, from outside, so that they need not cooperate.
 
 py-spy reads the memory of another process, and stops it for some milliseconds to get a consistent
 state; a process that is not running anyway is read without a stop. Where py-spy is not permitted,
@@ -17,15 +17,20 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
+from rdzv.agent.observers.flight_records import FlightRecord, entries_for
 from rdzv.agent.runner_link import end_spared, start_spared
 from rdzv.core.stacks import STOPPED, UNINTERRUPTIBLE, ZOMBIE, Frame, Thread, WorkerStack
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")
 
+RECORD_TIMEOUT_S = 3.0
+"""How long torch may take for the record of one worker; it takes some milliseconds."""
 PY_SPY_TIMEOUT_S = 5.0
 """How long py-spy may take for one worker; it takes some 20 ms."""
 ON_THE_WAY_S = 1.0
@@ -67,6 +72,8 @@ class Target:
     rank: int
     local_rank: int
     pid: int
+    file: str = ""
+    """Its progress file, beside which its torch answers; empty if it has none."""
 
 
 def find_py_spy() -> str | None:
@@ -82,16 +89,24 @@ Say = Callable[[int, tuple[WorkerStack, ...], bool, str], Awaitable[None]]
 class StackAnswers:
     """Answers requests for the stacks of one job's workers on this node."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, records: RecordReader) -> None:
         """Answer with `say`, which waits until there is room in the stream."""
         self._say = say
+        self._records = records
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def answer(self, asked: StacksAsked, targets: Sequence[Target], why_none: str) -> None:
-        """Begin to answer; `why_none` says why there is no worker to sample."""
+    def answer(
+        self, asked: StacksAsked, targets: Sequence[Target], why_none: str, world_size: int = 1
+    ) -> None:
+        """Begin to answer; `why_none` says why there is no worker to sample.
+
+        The more workers the round has in all, the less of each one's record is sent.
+        """
         if len(self._tasks) >= MAX_ASKED:
             targets, why_none = (), f"this node looks at its workers {MAX_ASKED} times already"
-        task = asyncio.get_running_loop().create_task(self._answer(asked, targets, why_none))
+        task = asyncio.get_running_loop().create_task(
+            self._answer(asked, targets, why_none, world_size)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -101,9 +116,13 @@ class StackAnswers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _answer(self, asked: StacksAsked, targets: Sequence[Target], error: str) -> None:
+    async def _answer(
+        self, asked: StacksAsked, targets: Sequence[Target], error: str, world_size: int
+    ) -> None:
+        look = partial(self._with_record, entries=entries_for(world_size))
+        timeout_s = self._timeout_s(asked)
         try:
-            async with contextlib.aclosing(take_all(targets, self._timeout_s(asked))) as stacks:
+            async with contextlib.aclosing(take_all(targets, timeout_s, look)) as stacks:
                 async for stack in stacks:
                     await self._say(asked.request, (stack,), False, "")
         except Exception as failure:
@@ -111,13 +130,33 @@ class StackAnswers:
             error = f"a bug of its agent: {failure!r}"
         await self._say(asked.request, (), True, error)
 
+    async def _with_record(
+        self, target: Target, sampling: Awaitable[WorkerStack | None], entries: int
+    ) -> WorkerStack | None:
+        """Return a worker's stack together with the record of its collectives."""
+        read = self._records.read(target.file, target.pid, entries, RECORD_TIMEOUT_S)
+        stack, record = await asyncio.gather(sampling, read, return_exceptions=True)
+        if isinstance(stack, BaseException):
+            raise stack
+        if stack is None:
+            return None
+        if isinstance(record, FlightRecord):
+            return replace(stack, collectives=record.groups)
+        if isinstance(record, NoRecordError):
+            return replace(stack, no_record=str(record)[:MAX_NOTE_CHARS])
+        raise record
+
     def _timeout_s(self, asked: StacksAsked) -> float:
         """Return the time left for sampling, with a reserve for sending the answer."""
         return max(asked.timeout_ms / 1000 - ON_THE_WAY_S, ON_THE_WAY_S)
 
 
+With = Callable[[Target, Awaitable[WorkerStack | None]], Awaitable[WorkerStack | None]]
+"""Adds to the stack of a worker what is read meanwhile."""
+
+
 async def take_all(
-    targets: Sequence[Target], timeout_s: float
+    targets: Sequence[Target], timeout_s: float, look: With | None = None
 ) -> AsyncGenerator[WorkerStack, None]:
     """Yield the stack of each worker as soon as it is read; leave out those that have exited.
 
@@ -125,7 +164,8 @@ async def take_all(
     """
     py_spy, gate = find_py_spy(), asyncio.Semaphore(AT_ONCE)
     deadline_s = asyncio.get_running_loop().time() + timeout_s
-    tasks = [asyncio.ensure_future(_take(py_spy, one, gate, deadline_s)) for one in targets]
+    stacks = [(one, _take(py_spy, one, gate, deadline_s)) for one in targets]
+    tasks = [asyncio.ensure_future(look(one, s) if look else s) for one, s in stacks]
     try:
         for found in asyncio.as_completed(tasks):
             if (stack := await found) is not None:
@@ -224,7 +264,7 @@ async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> b
     if process.returncode != 0:
         raise ValueError(_complaint(complaint) or f"py-spy ended with {process.returncode}")
     if len(output) > MAX_OUTPUT_BYTES:
-        raise ValueError(f"py-spy says {len(output)} bytes, which is none of its answers")
+        raise ValueError(f"py-spy has written {len(output)} bytes, which cannot be an answer")
     return output
 
 
@@ -316,7 +356,7 @@ def _thread(said: Any, *, main: bool) -> Thread:
     )
     # Python names no threads before `threading` is imported.
     name = str(said.get("thread_name") or ("MainThread" if main else ""))[:MAX_NAME_CHARS]
-    return Thread(name, main, frames)
+    return Thread(name, main, frames, bool(said.get("owns_gil")))
 
 
 # ---------------------------------------------------------------------- /proc

@@ -234,7 +234,7 @@ class _Request:
             found = None if first is None else written.at(first)
             return "" if found is None else await self._read_round(found, first=True)
         number, begun = first or 0, False
-        # Even if there is nothing yet, so that the reader knows that the node answers.
+        # This is sent even if there is nothing yet, so that the reader knows that the node answers.
         await self._send(Piece(wanted.number, number))
         while True:
             found = written.next(number)
@@ -295,7 +295,7 @@ class _Request:
         left = dict.fromkeys(files)
         ready = dict(left)
         while left:
-            # Before the read, which thus sees all earlier writes.
+            # This is determined before the read, which thus sees all earlier writes.
             final = not self._wanted.follow or self._written.is_over(found.number)
             if final:
                 ready = {file: None for file in (*ready, *left) if file in left}
@@ -325,7 +325,7 @@ class _Request:
             elif final:
                 del left[file]
             elif file.watch is None:
-                # Look again: a write in between did not notify.
+                # The file is read again, because a write in between did not notify.
                 await self._reader.run(self._reader.watches.arm, file)
                 ready[file] = None
 
@@ -334,7 +334,9 @@ class _Request:
         wanted = self._wanted
         if file.round == wanted.round:
             file.offset = wanted.positions.get((file.local_rank, file.stderr), 0)
-        with contextlib.suppress(OSError):  # The first read reports why, or it is still missing.
+        with contextlib.suppress(
+            OSError
+        ):  # Either the first read reports why, or the file is still missing.
             size = file.size()
             if not wanted.follow:
                 file.end = size
@@ -413,7 +415,7 @@ class _File:
     """Called when the file may have changed."""
     offset: int = 0
     end: int | None = None
-    """The position at which to end; None: follow the file."""
+    """The position at which to end; None if the file is followed."""
     watch: int | None = None
     woken: bool = False
 
@@ -467,7 +469,7 @@ def tail(
         return start
     start = max(start, size - TAIL_BYTES)
     with _Opened(path, identity) as fd:
-        # The end of the last line is not the beginning of another.
+        # A line end at the end of the file begins no further line.
         end, found = size, -1 if size and os.pread(fd, 1, size - 1) == b"\n" else 0
         while end > start:
             begin = max(end - PIECE_BYTES, start)

@@ -30,11 +30,11 @@ class LogsSpecs:
     """The agent's handle on the user's LogsSpecs."""
 
     def __init__(self, local_world_size: int) -> None:
-        """Do nothing until `open`."""
+        """Set up nothing until `open` is called."""
         self._local_world_size = local_world_size
         self._side: SideProcess | None = None
         self._round: int | None = None
-        """The round of the pending request; None: no answer is expected."""
+        """The round of the pending request; None if no answer is expected."""
         self._answer: asyncio.Future[RoundOutput] | None = None
 
     async def open(self, launch: Launch) -> None:
@@ -126,7 +126,7 @@ def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int
 
 def _round_output(told: Message, local_world_size: int) -> RoundOutput:
     workers = (_worker_output(told, str(n)) for n in range(local_world_size))
-    # A file without a name is not kept.
+    # A file without a name is not passed on.
     filtered = {
         Stream.OUT: Path(told["filtered_stdout"] or os.devnull),
         Stream.ERR: Path(told["filtered_stderr"] or os.devnull),
@@ -152,5 +152,5 @@ def _worker_output(told: Message, local_rank: str) -> WorkerOutput:
 
 def _environ(told: Mapping[str, object]) -> dict[str, str]:
     if not all(isinstance(value, str) for value in told.values()):
-        raise TypeError("a value of the environment is no text")
+        raise TypeError("a value of the environment is not a text")
     return {name: str(value) for name, value in told.items()}

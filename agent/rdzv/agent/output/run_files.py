@@ -39,7 +39,7 @@ class WorkerOutput:
     """The output paths of one worker."""
 
     stdout: Path | None
-    """Its log; None: the agent's own stdout."""
+    """Its log; None for the agent's own stdout."""
     stderr: Path | None
     error: Path
     """The file in which it reports its failure."""
@@ -68,7 +68,7 @@ class WrittenRound:
     workers: tuple[WorkerOutput, ...]
     """By LOCAL_RANK."""
     identity: Identity | None = None
-    """The account with whose rights they are read; None: this process's own rights."""
+    """The account with whose rights they are read; None for this process's own rights."""
 
 
 KEPT_ROUNDS = 256
@@ -111,7 +111,7 @@ class Written:
         return None if found is None else self._rounds[found]
 
     def is_over(self, number: int) -> bool:
-        """Whether a round's workers write no more."""
+        """Return whether a round's workers write no more."""
         return number != self._live
 
     def begin(self, assignment: Assignment, output: RoundOutput) -> None:
@@ -174,7 +174,7 @@ class RunLogs:
         if self._base == NO_FILES:
             return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
         if self._base is None and self._run_dir is None:
-            # Not before there is something to keep: a node without a round leaves nothing behind.
+            # It is made only now, so that a node without a round leaves nothing behind.
             self._base = Path(tempfile.mkdtemp(prefix="rdzv_"))
         run_dir = self._run_dir
         if run_dir is None:

@@ -1,4 +1,4 @@
-"""The folders of submitted jobs on this node: their workers' output, until it is too old.
+"""The folders of submitted jobs on this node, with their workers' output until it is too old.
 
 ::
 
@@ -156,14 +156,14 @@ class RunFolders:
     def _found(self, now_s: float) -> Iterator[tuple[Path, Measure]]:
         for job in _folders_of(self._base):
             for run in _folders_of(job):
-                with contextlib.suppress(FileNotFoundError):  # It was just released.
+                with contextlib.suppress(FileNotFoundError):  # The folder was just released.
                     yield run, measure(run, now_s, identity_of_owner(run, with_groups=False))
 
     def _remove(self, path: Path) -> bool:
         gone = self._base / f"{_REMOVED}{uuid.uuid4().hex}"
         try:
             with self._lock:
-                # No job may start to use it from here on.
+                # From here on, no job may start to use the folder.
                 if path in self._in_use:
                     return False
                 path.rename(gone)
@@ -171,7 +171,7 @@ class RunFolders:
             log.warning("the old logs in %s cannot be removed: %s", path, error)
             return False
         _remove_tree(gone)
-        with contextlib.suppress(OSError):  # There are other runs.
+        with contextlib.suppress(OSError):  # The job has other runs.
             path.parent.rmdir()
         return True
 

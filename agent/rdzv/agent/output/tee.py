@@ -72,7 +72,7 @@ class Route:
     """The destination of one stream of one worker."""
 
     file: Path | None
-    """None: the agent's own stdout or stderr, directly."""
+    """The log file; None if it goes directly to the agent's own stdout or stderr."""
     followed: bool
     """Whether its lines are copied to the console, and to the filtered log if there is one."""
 
@@ -139,7 +139,7 @@ def parse_ranks(text: str) -> frozenset[int] | None:
     ranks = text.split(",")
     if not all(rank.strip().isdecimal() and len(rank) < 10 for rank in ranks):
         raise InvalidRequestError(
-            f"--local-ranks-filter={text} is no list of LOCAL_RANKs; give some, e.g. 0,2"
+            f"--local-ranks-filter={text} is not a list of LOCAL_RANKs; give one, e.g. 0,2"
         )
     return frozenset(map(int, ranks))
 
@@ -312,7 +312,7 @@ class _Tail:
         write(batch)
 
     def _wants(self, pieces: Iterable[bytes]) -> bool:
-        """Whether a line, given in pieces, contains any needle; without needles, every line."""
+        """Return whether a line, given in pieces, has any needle, or there are no needles."""
         if not self._needles:
             return True
         overlap = max(map(len, self._needles)) - 1
@@ -523,7 +523,8 @@ class _Pump:
 
         After the watch is set the file is read again: a write in between caused no notification.
         """
-        final = source.ends > 0  # Before the read, which thus sees all earlier writes.
+        # This is determined before the read, which thus sees all earlier writes.
+        final = source.ends > 0
         try:
             more = source.tail.copy_some(self._sink.write, final=final)
         except OSError as error:

@@ -2,10 +2,16 @@
 
 Both directions carry the frames of channel.py; requests.py lists the requests. Events:
 
-    started           {round, local_rank, pid}
+    started           {round, local_rank, pid}        with `how`: kept, warm or cold
     start_failed      {round, local_rank, reason}     the round is then killed; `gone` follows
     exited            {round, local_rank, pid, exit_code, signal, age_ms}
-    gone              {round}                         no process of it is left but its store host
+    suspect           {round, local_rank, pid, message, traceback, age_ms}
+    resumed           {round, local_rank, pid, step, source, healed, init_ms, heal_ms}
+    gone              {round, kept}                   no process takes part in it any more but its
+                                                      store host; these are parked, if there are any
+    not_kept          {round, local_rank, pid, reason}    it was to park, and is killed
+    kept_exited       {local_rank, pid, exit_code, signal}    a parked worker has exited
+    kept_gone         {}                              no parked worker is left
     stuck             {round, pids}                   these survive SIGKILL; `gone` may yet follow
     fenced            {round, at_ms}                  the fence has come; the round is then killed
     store_host_ready  {round}
@@ -34,6 +40,11 @@ if TYPE_CHECKING:
 
     from .channel import Channel
     from .loop import Loop
+
+
+_EVENTS_OF_KEPT = frozenset({"suspect", "resumed", "not_kept", "kept_exited", "kept_gone"})
+_FIELDS_OF_KEPT = frozenset({"how", "kept"})
+"""The events, and fields of other events, that only agents of this version know."""
 
 
 class AgentLink:
@@ -129,6 +140,14 @@ class AgentLink:
         except (OSError, BufferError):
             # An agent that does not read is as good as dead.
             self.disconnect()
+
+    @property
+    def speaks_of_kept(self) -> bool:
+        """Whether an event that no agent has confirmed needs an agent of this version."""
+        return any(
+            message["type"] in _EVENTS_OF_KEPT or not _FIELDS_OF_KEPT.isdisjoint(message)
+            for _, message in self._unconfirmed
+        )
 
     def repeat_unconfirmed(self) -> None:
         """Resend every event that no agent has confirmed."""

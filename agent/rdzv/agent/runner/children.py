@@ -259,15 +259,31 @@ class Children:
         """List children that are not spared, as far as known without asking the kernel."""
         return sorted(self._children.keys() - self._spared())
 
-    def kill(self) -> list[int]:
+    def kill(self, stays: Callable[[int], bool] | None = None) -> list[int]:
         """Send SIGKILL to all descendants of this process, except spared children; list them.
 
-        The children alone decide whether anything is left: a descendant becomes a child as soon as
-        its parents are dead. Raises `OSError` if the children cannot be listed, so some may be
-        left.
+        Children for which `stays` is true stay, with all their descendants. The children alone
+        decide whether anything is left: a descendant becomes a child as soon as its parents are
+        dead. Raises `OSError` if the children cannot be listed, so some may be left.
         """
         spared = self._spared()
         left = [pid for pid in self._own.pids() if pid not in spared]
+        return self._kill(left if stays is None else [pid for pid in left if not stays(pid)])
+
+    def kill_family(self, owns: Callable[[int], bool]) -> list[int]:
+        """Send SIGKILL to all that a dead worker has left behind; list them.
+
+        `owns` tells which of the children that were not started here are its descendants. Raises
+        `OSError` if the children cannot be listed.
+        """
+        strangers = [pid for pid in self._own.pids() if pid not in self._children]
+        return self._kill([pid for pid in strangers if owns(pid)])
+
+    def is_known(self, pid: int) -> bool:
+        """Whether this is a child that was started here, or by the zygote for it."""
+        return pid in self._children
+
+    def _kill(self, left: list[int]) -> list[int]:
         for pid in left:
             # It is not reaped, so the pid is still its own.
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The fence: a point in time by `boottime_ms` that no round outlives, whatever the agent does.
+"""The fence: a point in time by `boottime_ms` that no worker outlives, whatever the agent does.
 
 The agent may be stopped, or hang. It renews the fence while there is proof that the server receives
 this node's messages. A round to be started after the fence has come starts no worker. Without
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .agent_link import AgentLink
-    from .workers import Round
+    from .held_round import Round
+    from .parked_workers import ParkedWorkers
 
 
 class Fence:
@@ -37,15 +38,20 @@ class Fence:
         """Obey `renew_fence`: move the fence forward, never back."""
         self._at_ms = max(read_fence_at_ms(request), self._at_ms)
 
-    def check(self, held: Round | None) -> None:
-        """Begin to kill a round that has reached the fence; else set the alarm for it."""
-        if held is None or held.fenced or not self._at_ms:
+    def check(self, held: Round | None, parked: ParkedWorkers) -> None:
+        """Begin to kill a round, or parked workers, at the fence; else set the alarm for it."""
+        is_over = held.fenced if held is not None else not parked
+        if is_over or not self._at_ms:
             self._alarm.set(None)
         elif boottime_ms() < self._at_ms:
             self._alarm.set(self._at_ms)
+        elif held is None:
+            self._alarm.set(None)
+            parked.end_all(0)
         else:
             self._alarm.set(None)
             held.fenced = True
+            held.keep_none()
             held.kill_at = time.monotonic()
             # Reported before any worker's exit, so that no exit is taken for a failure.
             self._agent.emit("fenced", round=held.number, at_ms=boottime_ms())

@@ -2,7 +2,8 @@
 
 That is due when a stop's grace is over or no worker is left, when a worker could not be started,
 when the fence has come, and when the runner shuts down. It continues until nothing is left. The
-runner is a child subreaper, so it inherits daemons, and no process escapes.
+runner is a child subreaper, so it inherits daemons, and no process escapes. Only parked workers,
+and what they have started, stay.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Killing:
             if self._loop.shutting_down:
                 self._forks.drop(self._forks.wanted())
         try:
-            left = self._children.kill()
+            left = self._children.kill(self._workers.stays)
         except OSError:  # They are listed again, as after any other kill.
             self._report_survivors(self._children.known())
             return False
@@ -74,3 +75,5 @@ class Killing:
         self._reported = True
         if self._workers.round is not None:
             self._agent.emit("stuck", round=self._workers.round.number, pids=left)
+            # The node is given up, so nothing would let its parked workers go on.
+            self._workers.round.keep_none()

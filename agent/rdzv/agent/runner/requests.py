@@ -4,13 +4,15 @@ A request that is refused changes nothing, and is answered by `error` (agent_lin
 events):
 
     start_workers     {round, workers: [{local_rank, argv, env, cwd, stdout, stderr, cpus,
-                                         identity}], warm}
-    stop_workers      {round, signal, grace_s}
+                                         identity}], warm, keep}
+    stop_workers      {round, signal, grace_s, keep_s, not_kept}
+    end_kept          {grace_s, charged}              ends all parked workers
     notify_workers    {round, signal}                 ends nothing by itself
     start_store_host  {round, argv, env, identity}, and with it a listening socket
     stop_store_host   {round}
     renew_fence       {fence_at_ms}
-    keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity, spare_forks}     once
+    keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity, spare_forks,
+                       after_import}                  once
     serve             {socket, orphan_timeout_s, grace_s}         the path counts once
     keep              {name, value}
     heard             {number}
@@ -19,6 +21,10 @@ events):
 
 `env` is a whole environment. `cwd`, `stdout` and `stderr` are null if a process has those of the
 agent, `cpus` if it may use all those of the agent, `identity` for the agent's own account.
+
+`keep` is {kept, source, step, charged, grace_s}: the parked workers, by local_rank, that take part
+in the round; those that do not end first, and are then replaced. It is null or missing if workers
+are never kept. With `keep_s` workers have that time to park, except those in `not_kept`.
 """
 
 from __future__ import annotations
@@ -36,8 +42,11 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of requests and events. An agent adopts runners of its own version and older ones."""
+
+WITHOUT_PARKING = 1
+"""The version that a runner speaks as long as no worker may be kept."""
 
 MAX_GRACE_S = 7 * 24 * 3600.0
 MAX_ORPHAN_TIMEOUT_S = 24 * 3600.0
@@ -78,6 +87,7 @@ class ZygoteSpec:
     script's own arguments, and the environment without the variables in which workers differ.
     `wait_s` is how long workers may wait while it imports; with 0 they start cold meanwhile.
     `spare_forks` is the number of forks that are made before they are needed.
+    With `after_import` it is for restarts alone: it is started once workers have imported torch.
     """
 
     argv: tuple[str, ...]
@@ -88,6 +98,7 @@ class ZygoteSpec:
     wait_s: float = 0.0
     identity: Identity | None = None
     spare_forks: int = 0
+    after_import: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,44 @@ class StoreHostSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     identity: Identity | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSpec:
+    """Which of the parked workers take part in a round."""
+
+    kept: tuple[int, ...]
+    """By local_rank."""
+    source: int | None
+    """RANK of the worker whose state the others take over."""
+    step: int | None
+    """The last step that the source has sealed."""
+    charged: tuple[int, ...] = ()
+    """Those that raise the exception that they have reported, by local_rank."""
+    grace_s: float = 0.0
+    """The time between SIGTERM and SIGKILL for those that do not take part."""
+
+
+def read_keep_spec(request: Mapping[str, object]) -> KeepSpec | None:
+    """Read which parked workers take part in a round; None if workers are never kept."""
+    if request.get("keep") is None:
+        return None
+    keep = read_field(request, "keep", dict)
+    return KeepSpec(
+        kept=read_numbers(keep, "kept"),
+        source=_optional_number(keep, "source"),
+        step=_optional_number(keep, "step"),
+        charged=read_numbers(keep, "charged"),
+        grace_s=read_seconds(keep, "grace_s", MAX_GRACE_S),
+    )
+
+
+def read_numbers(request: Mapping[str, object], name: str) -> tuple[int, ...]:
+    """Read a list of numbers; none if it is missing."""
+    numbers = request.get(name) or []
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        raise RequestError(f"{name}: expected numbers, got {numbers!r:.80}")
+    return tuple(numbers)
 
 
 def read_worker_specs(request: Mapping[str, object]) -> list[WorkerSpec]:
@@ -139,6 +188,7 @@ def read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
         wait_s=read_seconds(request, "wait_s", MAX_ZYGOTE_WAIT_S),
         identity=_read_identity(request),
         spare_forks=_read_spare_forks(request),
+        after_import=request.get("after_import") is True,
     )
 
 
@@ -238,6 +288,10 @@ def _read_spare_forks(request: Mapping[str, object]) -> int:
     if not 0 <= count <= MAX_SPARE_FORKS:
         raise RequestError(f"spare_forks: expected 0 to {MAX_SPARE_FORKS}, got {count!r:.80}")
     return count
+
+
+def _optional_number(request: Mapping[str, object], name: str) -> int | None:
+    return None if request.get(name) is None else read_field(request, name, int)
 
 
 def _optional_text(request: Mapping[str, object], name: str) -> str | None:

@@ -17,7 +17,7 @@ from .killing import Killing
 from .linux.process_tree import SWEEP_INTERVAL_S, become_subreaper, sweep_descendants
 from .loop import Loop
 from .next_agent import NextAgent
-from .requests import PROTOCOL_VERSION, RequestError, read_field
+from .requests import PROTOCOL_VERSION, WITHOUT_PARKING, RequestError, read_field
 from .spawn import SIGNALS_FOR_WORKERS
 from .store_hosts import StoreHosts
 from .warm_forks import WarmForks
@@ -48,6 +48,7 @@ class Runner:
         self.requests: dict[str, Callable[[Mapping[str, object]], None]] = {
             "start_workers": self._workers.start,
             "stop_workers": self._workers.stop,
+            "end_kept": self._workers.parked.obey_end,
             "notify_workers": self._workers.notify,
             "start_store_host": self._store_hosts.start,
             "stop_store_host": self._store_hosts.stop,
@@ -77,6 +78,7 @@ class Runner:
         """Close everything a runner opens at its start, and its agents' sockets."""
         self.next_agent.close()
         self.agent.disconnect()
+        self.forks.restarts.close()
         self._loop.close()
         self._fence.close()
         self._children.close()
@@ -95,9 +97,8 @@ class Runner:
     def _timeout_s(self) -> float | None:
         if self._killing.goes_on:
             return SWEEP_INTERVAL_S
-        held = self._workers.round
         times = [
-            None if held is None else held.kill_at,
+            *self._workers.wake_times(),
             *self.next_agent.wake_times(),
             *self._children.wake_times(),
             *self.forks.zygote.wake_times(),
@@ -112,6 +113,7 @@ class Runner:
         self._children.do_due(now)
         self.forks.zygote.do_due(now)
         self.forks.do_due(now)
+        self._workers.do_due(now)
 
     def _advance(self) -> None:
         """Advance the end of the round, or of everything, as far as possible now."""
@@ -141,7 +143,7 @@ class Runner:
         self._check_fence()
 
     def _check_fence(self) -> None:
-        self._fence.check(self._workers.round)
+        self._workers.check_fence()
 
     def _shut_down(self, _request: Mapping[str, object]) -> None:
         self._loop.shutting_down = True
@@ -157,15 +159,20 @@ class Runner:
 
     def _hello(self) -> Mapping[str, object]:
         held = self._workers.round
+        speaks_of_kept = self._workers.can_keep or self.agent.speaks_of_kept
         return {
             "type": "hello",
-            "version": PROTOCOL_VERSION,
+            # An agent of the version before misreads what is said of workers that can be kept.
+            "version": PROTOCOL_VERSION if speaks_of_kept else WITHOUT_PARKING,
+            "keeps": True,
             "pid": os.getpid(),
             "round": None if held is None else held.number,
             "last_round": self._workers.last_round,
             "workers": [] if held is None else sorted(held.pids.items()),
+            "parked": [link.describe() for link in self._workers.parked.waiting()],
             "store_hosts": self._store_hosts.rounds(),
             "zygote": self.forks.zygote.spec is not None,
+            "warms_restarts": True,
         }
 
 

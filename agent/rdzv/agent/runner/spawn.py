@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ class Program:
     identity: Identity | None = None
     needs: Path | None = None
     """A file without which it must not run, because it would do something else."""
+    sends_streams_to: int | None = None
+    """A socket to which the child sends its open stdout and stderr instead of running `argv`."""
 
 
 def fork_into(program: Program, says: int) -> int:
@@ -90,6 +93,10 @@ def _become_program(program: Program, parent: int, says: int) -> NoReturn:
     try:
         _prepare_child(program, parent, says)
         _open_streams(program, says)
+        if program.sends_streams_to is not None:
+            with socket.socket(fileno=program.sends_streams_to) as receiver:
+                socket.send_fds(receiver, [b"\0"], [1, 2])
+            os._exit(0)
         if program.cwd is not None:
             with _step(f"cwd {program.cwd!r}", says):
                 os.chdir(program.cwd)

@@ -19,6 +19,7 @@ from functools import partial
 
 from .channel import Channel, MalformedFrameError
 from .linux.descriptors import dup_fds
+from .warm_restarts import WarmRestarts
 from .zygote_process import ZygoteProcess
 
 TYPE_CHECKING = False
@@ -166,6 +167,7 @@ class WarmForks:
         self._loop = loop
         self._children = children
         self.zygote = ZygoteProcess(loop, children, agent, self)
+        self.restarts = WarmRestarts(loop, self.zygote)
         self._wanted: list[WarmStart] = []
         self._spares: deque[Fork] = deque()
         self._asked: dict[int, list[Fork]] = {}
@@ -227,12 +229,14 @@ class WarmForks:
 
     def wake_times(self) -> Iterator[float | None]:
         """Yield when `do_due` has something to do."""
+        yield from self.restarts.wake_times()
         yield self._make_spares_at
         for start in self._wanted:
             yield start.give_up_at
 
     def do_due(self, now: float) -> None:
         """Make spare forks, and give up the starts that take too long."""
+        self.restarts.do_due(now)
         if self._make_spares_at is not None and now >= self._make_spares_at:
             self._make_spares()
         late = [start for start in self._wanted if now >= start.give_up_at]

@@ -3,6 +3,10 @@
 A round is held from `start_workers` until `gone`, and only one at a time. Descendants of workers
 that exit by themselves keep running; only a stop ends a round. It has two phases: the signal and
 its grace while a worker runs, then SIGKILL for every descendant until none is left (killing.py).
+
+A stop with `keep_s` asks workers that can be kept (worker_links.py) to park instead. The round ends
+when each worker is gone or parked; those that are parked stay, with their descendants, and wait for
+the next round (parked_workers.py).
 """
 
 from __future__ import annotations
@@ -13,57 +17,34 @@ from contextlib import suppress
 from functools import partial
 
 from .children import exit_fields
+from .held_round import Round
+from .kept_workers import GoingOn
 from .linux.process_tree import signal_group, signal_relative
+from .parked_workers import ParkedWorkers
 from .requests import (
     MAX_GRACE_S,
     RequestError,
     read_field,
+    read_keep_spec,
+    read_numbers,
     read_seconds,
     read_signal,
     read_worker_specs,
 )
 from .spawn import Program, reason_of
 from .warm_forks import WarmStart
+from .worker_links import LINK_VARIABLE, WorkerLink
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from .agent_link import AgentLink
     from .children import Child, Children
     from .fence import Fence
     from .loop import Loop
-    from .requests import WorkerSpec
+    from .requests import KeepSpec, WorkerSpec
     from .warm_forks import Fork, WarmForks
-
-
-class Round:
-    """The round whose processes are here, from its start until they are gone."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.pids: dict[int, int] = {}
-        """The workers that have been started, by local_rank."""
-        self.running: set[int] = set()
-        """The workers, by pid, that have not exited."""
-        self.exited: set[int] = set()
-        """The workers, by pid, that have exited; others may still be in their process groups."""
-        self.failed = False
-        """Whether one of its workers could not be started."""
-        self.signals_sent: set[int] = set()
-        self.notified_by: int | None = None
-        """The signal that notified its workers that the node is about to leave."""
-        self.kill_at: float | None = None
-        """When the grace of the stop is over; None while no stop has been asked for."""
-        self.fenced = False
-        """Whether it has reached the fence."""
-
-    @property
-    def is_to_be_killed(self) -> bool:
-        """Whether a stop was asked for, and its grace is over or no worker is left to use it."""
-        if self.kill_at is None:
-            return False
-        return not self.running or time.monotonic() >= self.kill_at
 
 
 class Workers:
@@ -77,6 +58,7 @@ class Workers:
         self._agent = agent
         self._fence = fence
         self._forks = forks
+        self.parked = ParkedWorkers(children, agent)
         self.round: Round | None = None
         self.last_round: int | None = None
         """The round whose workers were last ordered to start."""
@@ -88,15 +70,50 @@ class Workers:
         number = read_field(request, "round", int)
         specs = read_worker_specs(request)
         ranks = read_field(request, "warm", list) if "warm" in request else []
+        keep = read_keep_spec(request)
         if self.round is not None:
             raise RequestError(f"round {number} cannot start: {self.round.number} is not gone")
-        self.round = started = Round(number)
+        self.round = started = Round(number, has_links=keep is not None)
         self.last_round = number
-        self._fence.check(started)
+        self.check_fence()
         if started.fenced:
             return
-        self._start_cold(started, [spec for spec in specs if spec.local_rank not in ranks])
-        self._start_warm(started, [spec for spec in specs if spec.local_rank in ranks])
+        self._forks.restarts.begin_round(len(specs))
+        new = []
+        for spec in specs:
+            link = self.parked.find(spec.local_rank)
+            if link is None:
+                new.append(spec)
+            elif keep is not None and spec.local_rank in keep.kept and link.can_be_kept:
+                GoingOn(self, self._children, started, spec, keep, link).begin()
+            else:
+                self._replace(started, spec, keep, link, ranks)
+        self._start_new(started, new, ranks)
+
+    def _replace(
+        self,
+        started: Round,
+        spec: WorkerSpec,
+        keep: KeepSpec | None,
+        link: WorkerLink,
+        warm: Collection[object],
+    ) -> None:
+        """Start a worker anew as soon as the parked one, and all that it started, is gone."""
+
+        def start() -> None:
+            if self.round is started and started.kill_at is None:
+                self._start_new(started, [spec], warm)
+
+        if keep is None:
+            self.parked.end(link, 0.0, then=start)
+        else:
+            self.parked.end(link, keep.grace_s, charged=spec.local_rank in keep.charged, then=start)
+
+    def _start_new(
+        self, started: Round, specs: Sequence[WorkerSpec], warm: Collection[object]
+    ) -> None:
+        self._start_cold(started, [spec for spec in specs if spec.local_rank not in warm])
+        self._start_warm(started, [spec for spec in specs if spec.local_rank in warm])
 
     def _start_cold(self, started: Round, specs: Iterable[WorkerSpec]) -> None:
         for spec in specs:
@@ -106,35 +123,52 @@ class Workers:
 
     def _start_worker(self, started: Round, spec: WorkerSpec) -> None:
         name = f"round {started.number}: the worker of local_rank {spec.local_rank}"
+        link = None
         try:
+            link = self.new_link(started, spec)
             child = self._children.start(
                 name,
-                _program_of(spec),
-                partial(self._end_worker, started, spec),
-                on_run=partial(self.report_start, started, spec),
+                self._forks.restarts.watched(_program_of(spec, link)),
+                partial(self.end_worker, started, spec),
+                on_run=partial(self.report_start, started, spec, "cold"),
             )
         except OSError as error:
+            if link is not None:
+                link.close()
             self.fail_start(started, spec, f"{name} cannot be forked: {reason_of(error)}")
             return
-        started.running.add(child.pid)
+        finally:
+            if link is not None:
+                link.theirs.close()
+        started.add(child, link)
 
-    def _end_worker(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
+    def new_link(self, started: Round, spec: WorkerSpec) -> WorkerLink | None:
+        """Make the link of a worker, if it gets one; `OSError` if that fails."""
+        if not started.has_links:
+            return None
+        return WorkerLink(self._loop, self._agent, spec, started.number)
+
+    def end_worker(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
+        """Handle the exit of a worker, or that its program never ran."""
         if child.failure:
-            of.running.discard(child.pid)
+            of.forget(child)
             self.fail_start(of, spec, child.failure)
         else:
             self.report_exit(of, spec, child, code)
 
-    def report_start(self, started: Round, spec: WorkerSpec, child: Child) -> None:
-        """Note that a worker runs."""
+    def report_start(self, started: Round, spec: WorkerSpec, how: str, child: Child) -> None:
+        """Note that a worker runs, which was kept, or started warm or cold."""
         started.pids[spec.local_rank] = child.pid
-        self._agent.emit("started", round=started.number, local_rank=spec.local_rank, pid=child.pid)
+        fields = {"how": how} if started.has_links else {}
+        self._agent.emit(
+            "started", round=started.number, local_rank=spec.local_rank, pid=child.pid, **fields
+        )
         if started.notified_by is not None:
             signal_group(child.pid, started.notified_by)
 
     def fail_start(self, failed: Round, spec: WorkerSpec, reason: str) -> None:
         """Begin to kill the round. The first reason is reported: others may follow from it."""
-        failed.kill_at = time.monotonic()
+        failed.kill_at, failed.keeps = time.monotonic(), False
         self._forks.drop(self._wanted_warm())
         if not failed.failed:
             failed.failed = True
@@ -144,7 +178,7 @@ class Workers:
 
     def report_exit(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
         """Note that a worker has exited."""
-        of.running.discard(child.pid)
+        of.forget(child)
         of.exited.add(child.pid)
         self._agent.emit(
             "exited",
@@ -177,7 +211,9 @@ class Workers:
     def _start_all_cold(self, started: Round, specs: Sequence[WorkerSpec], reason: str) -> None:
         if started.kill_at is None and not self._loop.shutting_down:
             ranks = [spec.local_rank for spec in specs]
-            self._agent.emit("started_cold", round=started.number, local_ranks=ranks, reason=reason)
+            if reason:
+                fields = {"round": started.number, "local_ranks": ranks, "reason": reason}
+                self._agent.emit("started_cold", **fields)
             self._start_cold(started, specs)
 
     def _wanted_warm(self) -> list[WarmWorker]:
@@ -192,24 +228,38 @@ class Workers:
         """
         number = read_field(request, "round", int)
         signum, grace_s = read_signal(request), read_seconds(request, "grace_s", MAX_GRACE_S)
+        keep_s = None
+        if request.get("keep_s") is not None:
+            keep_s = read_seconds(request, "keep_s", MAX_GRACE_S)
         stopping = self.round
         if stopping is None or number < stopping.number:
-            self._agent.emit("gone", round=number)
+            self._emit_gone(number)
             return
         if number > stopping.number:
             raise RequestError(f"round {number} cannot stop: it is round {stopping.number} here")
-        self.begin_stop(stopping, signum, grace_s)
+        if keep_s is not None:
+            stopping.begin_parking(keep_s, read_numbers(request, "not_kept"))
+        self.begin_stop(stopping, signum, grace_s, keep=keep_s is not None)
 
-    def begin_stop(self, stopping: Round, signum: int, grace_s: float) -> None:
-        """Signal the workers of a round, which is killed when the grace is over."""
+    def begin_stop(
+        self, stopping: Round, signum: int, grace_s: float, *, keep: bool = False
+    ) -> None:
+        """Signal the workers of a round, which is killed when the grace is over.
+
+        With `keep` those that were asked to park are not signalled, and have a time of their own.
+        """
         kill_at = time.monotonic() + grace_s
         if stopping.kill_at is None or kill_at < stopping.kill_at:
             stopping.kill_at = kill_at
         # Workers that are not forked yet never run. The others are signalled as if they ran.
         self._forks.drop([start for start in self._wanted_warm() if start.child is None])
+        parking = set() if keep else stopping.keep_none()
         if signum not in stopping.signals_sent:
             stopping.signals_sent.add(signum)
-            self._signal_groups(stopping, signum)
+            self._signal_groups(stopping, signum, but=stopping.parking() if keep else ())
+        else:
+            for pid in parking:
+                signal_group(pid, signum)
 
     def notify(self, request: Mapping[str, object]) -> None:
         """Obey `notify_workers`: signal each worker once; those that do not run yet, once they do.
@@ -244,13 +294,59 @@ class Workers:
     def begin_kill(self) -> None:
         """Start no more of its workers: the round is about to be killed."""
         self._forks.drop(self._wanted_warm())
+        if self.round is not None:
+            self.round.verify_parked(self._agent)
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether there is a worker that can be kept, or is parked."""
+        links = () if self.round is None else self.round.links.values()
+        return bool(self.parked) or any(link.can_be_kept for link in links)
+
+    def stays(self, pid: int) -> bool:
+        """Whether a child of the runner outlives the round: a parked worker, or what one started.
+
+        What no parked worker has started does not.
+        """
+        held = self.round
+        if self._loop.shutting_down or held is None or not held.keeps:
+            return False
+        links = [*held.parked(), *self.parked.waiting()]
+        if self._children.is_known(pid):
+            return any(link.pid == pid for link in links)
+        return any(link.owns(pid) for link in links)
 
     def end_round(self) -> None:
-        """Release the round, which has no processes left."""
+        """Release the round, which has no processes left but its parked workers."""
+        if self.round is None:
+            return
+        ended, self.round = self.round, None
+        for link in ended.parked():
+            self.parked.add(link)
+        self.check_fence()
+        self._emit_gone(ended.number)
+
+    def _emit_gone(self, number: int) -> None:
+        kept = [link.describe() for link in self.parked.waiting()]
+        self._agent.emit("gone", round=number, **({"kept": kept} if kept else {}))
+
+    # ------------------------------------------------------------------ time
+
+    def check_fence(self) -> None:
+        """Kill what has reached the fence; else be called again when it comes."""
+        self._fence.check(self.round, self.parked)
+
+    def wake_times(self) -> Iterator[float | None]:
+        """Yield when `do_due`, or the end of the round, has something to do."""
+        yield from self.parked.wake_times()
         if self.round is not None:
-            number, self.round = self.round.number, None
-            self._fence.check(None)
-            self._agent.emit("gone", round=number)
+            yield from self.round.wake_times()
+
+    def do_due(self, now: float) -> None:
+        """Kill workers that have not parked in time, and parked ones that have not ended."""
+        if self.round is not None:
+            self.round.kill_late(now, self._agent)
+        self.parked.do_due(now)
 
 
 class WarmWorker(WarmStart):
@@ -264,6 +360,7 @@ class WarmWorker(WarmStart):
         self._forks = forks
         self.of = of
         self.spec = spec
+        self._ordered_at = 0.0
 
     @property
     def is_wanted(self) -> bool:
@@ -272,17 +369,25 @@ class WarmWorker(WarmStart):
 
     def send_order(self, fork: Fork, child: Child) -> None:
         """Order its fork to become this worker."""
-        self.of.running.add(child.pid)
+        link = self._workers.new_link(self.of, self.spec)
+        self.of.add(child, link)
+        self._ordered_at = time.monotonic()
         names = ("argv", "env", "cwd", "cpus", "stdout", "stderr")
         order = {name: getattr(self.spec, name) for name in names}
         zygote = self._forks.zygote.spec
         assert zygote is not None
         order |= {"given": zygote.env, "parent": os.getpid()}
-        fork.send_order(order, (0, 1, 2))
+        order |= {"watch": self._forks.restarts.report_to}
+        if link is None:
+            fork.send_order(order, (0, 1, 2))
+            return
+        with link.theirs:
+            order |= {"env": link.environ(self.spec.env), "link_variable": LINK_VARIABLE}
+            fork.send_order(order, (0, 1, 2, link.theirs.fileno()))
 
     def take_running(self, child: Child) -> None:
         """Report that it runs."""
-        self._workers.report_start(self.of, self.spec, child)
+        self._workers.report_start(self.of, self.spec, "warm", child)
 
     def take_failure(self, reason: str) -> bool:
         """Begin to kill the round: a cold start would fail as well."""
@@ -291,17 +396,24 @@ class WarmWorker(WarmStart):
 
     def take_exit(self, child: Child, code: int) -> None:
         """Report its exit."""
+        if self.is_wanted and not self.of.exited:  # Else it may follow from another's exit.
+            self._forks.restarts.note_exit(child, code, self._ordered_at)
         self._workers.report_exit(self.of, self.spec, child, code)
 
     def forget(self, child: Child) -> None:
         """Note that its fork has exited before it ran."""
-        self.of.running.discard(child.pid)
+        self.of.forget(child)
 
 
-def _program_of(spec: WorkerSpec) -> Program:
+def _program_of(spec: WorkerSpec, link: WorkerLink | None) -> Program:
+    env, fds = spec.env, []
+    if link is not None:
+        fds.append(link.theirs.fileno())
+        env = link.environ(env, fd=fds[0])
     return Program(
         argv=spec.argv,
-        env=spec.env,
+        env=env,
+        pass_fds=fds,
         cwd=spec.cwd,
         shares_stdin=True,
         stdout=spec.stdout,

@@ -1,7 +1,7 @@
 """The job's zygote, from which workers and store hosts are forked: started, read, and replaced.
 
 zygote.py is the program, and lists the messages. A zygote that has died is replaced, after a while;
-one that refuses is not.
+one that refuses is not. One for restarts is started when warm_restarts.py says so.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from .channel import RECEIVE_BYTES
+from .linux.free_memory import free_bytes
 from .requests import RequestError, read_zygote_spec
 from .spawn import SIGNALS_FOR_WORKERS, Program, reason_of
 
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 
 PRELOAD_TIMEOUT_S = 600.0
 MAX_ZYGOTE_RETRY_S = 60.0
+
+NEEDS_BYTES = 1 << 30
+"""The memory that has to be free before a zygote for restarts is started: several times what it
+takes, since it must never be the cause that a worker has too little."""
 
 ZYGOTE_HOOK = Path(__file__).parents[1] / "job_programs" / "zygote_hook"
 """A folder whose `sitecustomize` turns an interpreter into a zygote."""
@@ -90,6 +95,10 @@ class ZygoteProcess:
         """Number of zygotes lost since the last fork."""
         self._retry_at: float | None = None
         self._none_because = ""
+        self.begun = False
+        """Whether one was started, or was to be."""
+        self.given_up = False
+        """Whether there will be no other."""
 
     @property
     def is_ready(self) -> bool:
@@ -114,7 +123,23 @@ class ZygoteProcess:
         if self.spec is not None:
             raise RequestError("there is a zygote for this job")
         self.spec = spec
-        self._start()
+        if not spec.after_import:
+            self.begin()
+
+    def begin(self) -> None:
+        """Start it, unless that has been done or it was given up."""
+        if not self.begun and not self.given_up:
+            self.begun = True
+            self._start()
+
+    def give_up_for_good(self, reason: str) -> None:
+        """End it, and start no other: all further workers of the job start cold."""
+        self.given_up, self._retry_at = True, None
+        if self._zygote is None:
+            self._report_lost(reason, final=True)
+        else:
+            self._zygote.final = True
+            self.give_up(reason)
 
     def ask(self, batch: int, links: Sequence[int]) -> None:
         """Ask the ready zygote for one fork per link; `OSError` if that fails."""
@@ -162,6 +187,10 @@ class ZygoteProcess:
     def _start(self) -> None:
         spec = self.spec
         assert spec is not None
+        if spec.after_import and (free := free_bytes()) is not None and free < NEEDS_BYTES:
+            needed = f"{NEEDS_BYTES >> 20} MiB of memory"
+            self._report_lost(f"it is not started with less than {needed} free", final=False)
+            return
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             zygote = Zygote(ours, spec)
@@ -208,6 +237,7 @@ class ZygoteProcess:
             self._agent.emit("zygote_ready", pid=zygote.child.pid, **readiness)
         elif "refused" in message:
             zygote.lost_because, zygote.final = str(message["refused"]), True
+            self.given_up = True
         else:
             # The zygote is the user's own process, and may send anything.
             pids = [pid for pid in message["pids"] if type(pid) is int]
@@ -242,6 +272,7 @@ class ZygoteProcess:
 
 def _program_of(spec: ZygoteSpec, control_fd: int) -> Program:
     order = {"argv": spec.argv, "fd": control_fd, "modules": spec.modules}
+    order |= {"for_restarts": spec.after_import}
     return Program(
         argv=spec.argv,
         env=zygote_environ(spec.env, order),

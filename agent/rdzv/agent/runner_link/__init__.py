@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.runner.linux.process_tree import become_subreaper
-from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
+from rdzv.agent.runner.requests import KeepSpec, WorkerSpec, ZygoteSpec
 from rdzv.agent.runner_link.agent_children import (
     aside,
     end_spared,
@@ -19,6 +19,8 @@ from rdzv.agent.runner_link.agent_children import (
 )
 from rdzv.agent.runner_link.found_runner import FoundRunner, NotAdoptableError
 from rdzv.agent.runner_link.runner_events import (
+    KeptExited,
+    KeptGone,
     RunnerEvent,
     RunnerExited,
     RunnerRefused,
@@ -26,12 +28,15 @@ from rdzv.agent.runner_link.runner_events import (
     StoreHostExited,
     StoreHostReady,
     WorkerExited,
+    WorkerNotKept,
+    WorkerResumed,
     WorkersFenced,
     WorkersGone,
     WorkersStartedCold,
     WorkersStartFailed,
     WorkersStuck,
     WorkerStarted,
+    WorkerSuspected,
     ZygoteLost,
     ZygoteReady,
 )
@@ -40,6 +45,9 @@ from rdzv.agent.runner_link.runner_link import Hello, RunnerLink, StartedRunner
 __all__ = [
     "FoundRunner",
     "Hello",
+    "KeepSpec",
+    "KeptExited",
+    "KeptGone",
     "NotAdoptableError",
     "RunnerEvent",
     "RunnerExited",
@@ -50,8 +58,11 @@ __all__ = [
     "StoreHostExited",
     "StoreHostReady",
     "WorkerExited",
+    "WorkerNotKept",
+    "WorkerResumed",
     "WorkerSpec",
     "WorkerStarted",
+    "WorkerSuspected",
     "WorkersFenced",
     "WorkersGone",
     "WorkersStartFailed",

@@ -142,6 +142,8 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
             workers={int(local_rank): int(pid) for local_rank, pid in said["workers"]},
             store_hosts=frozenset(said["store_hosts"]),
             zygote=bool(said["zygote"]),
+            keeps=bool(said.get("keeps", False)),
+            warms_restarts=bool(said.get("warms_restarts")),
             kept={str(name): str(value) for name, value in said["kept"].items()},
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rdzv.agent.core.model import KeptWorker
 from rdzv.agent.runner.channel import MalformedFrameError
 from rdzv.structs import struct
 
@@ -17,6 +18,8 @@ class WorkerStarted:
     round: int
     local_rank: int
     pid: int
+    how: str = ""
+    """kept (the process that it was before), warm or cold; empty: a runner does not say."""
 
 
 @struct(frozen=True)
@@ -41,10 +44,66 @@ class WorkerExited:
 
 
 @struct(frozen=True)
-class WorkersGone:
-    """After a stop or a failed start: no process of the round is left but its store host."""
+class WorkerSuspected:
+    """A collective has failed in a worker, which parks by itself."""
 
     round: int
+    local_rank: int
+    pid: int
+    message: str
+    traceback: str
+    age_ms: int
+
+
+@struct(frozen=True)
+class WorkerResumed:
+    """A worker goes on in a round: its process group is made, and its state is the newest."""
+
+    round: int
+    local_rank: int
+    pid: int
+    step: int | None
+    source: int | None
+    """RANK of the worker whose state it has taken over, if there is one."""
+    healed: bool
+    init_ms: int
+    heal_ms: int
+
+
+@struct(frozen=True)
+class WorkersGone:
+    """After a stop or a failed start: nothing takes part in the round any more but its store host.
+
+    The workers in `kept` are parked. All other processes of the round are gone.
+    """
+
+    round: int
+    kept: tuple[KeptWorker, ...] = ()
+
+
+@struct(frozen=True)
+class WorkerNotKept:
+    """A worker was to park, and is killed instead."""
+
+    round: int
+    local_rank: int
+    pid: int
+    reason: str
+
+
+@struct(frozen=True)
+class KeptExited:
+    """A parked worker has exited."""
+
+    local_rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+
+
+@struct(frozen=True)
+class KeptGone:
+    """No parked worker is left."""
 
 
 @struct(frozen=True)
@@ -126,7 +185,7 @@ class RunnerRefused:
 
 @struct(frozen=True)
 class RunnerExited:
-    """The runner is gone, and with it its workers; the last event. Negative: killed by a signal.
+    """The runner is gone, and with it its workers; the last event. A negative code is a signal's.
 
     The exit code of an adopted runner is unknown: 0 if it was asked to end, else None. If it was
     not, descendants of its workers may be left: in a subreaper, `sweep_orphans` kills them.
@@ -139,7 +198,12 @@ RunnerEvent = (
     WorkerStarted
     | WorkersStartFailed
     | WorkerExited
+    | WorkerSuspected
+    | WorkerResumed
     | WorkersGone
+    | WorkerNotKept
+    | KeptExited
+    | KeptGone
     | WorkersStuck
     | WorkersFenced
     | WorkersStartedCold
@@ -160,7 +224,14 @@ EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
     "started": WorkerStarted,
     "start_failed": WorkersStartFailed,
     "exited": WorkerExited,
-    "gone": WorkersGone,
+    "suspect": WorkerSuspected,
+    "resumed": WorkerResumed,
+    "gone": lambda round, kept=(): WorkersGone(
+        round, tuple(KeptWorker(**worker) for worker in kept)
+    ),
+    "not_kept": WorkerNotKept,
+    "kept_exited": KeptExited,
+    "kept_gone": KeptGone,
     "stuck": lambda round, pids: WorkersStuck(round, tuple(pids)),
     "fenced": WorkersFenced,
     "started_cold": lambda local_ranks, **fields: WorkersStartedCold(

@@ -23,6 +23,7 @@ from rdzv.agent.runner.linux.identity import Identity
 from rdzv.agent.runner.requests import (
     MAX_GRACE_S,
     MAX_ORPHAN_TIMEOUT_S,
+    KeepSpec,
     WorkerSpec,
     ZygoteSpec,
 )
@@ -66,6 +67,10 @@ class Hello:
     """Whether a zygote is kept."""
     kept: Mapping[str, str]
     """The values that it keeps for an earlier agent."""
+    keeps: bool = False
+    """Whether it can keep workers: an older one cannot."""
+    warms_restarts: bool = False
+    """Whether it knows zygotes that are for restarts alone."""
 
 
 class StartedRunner:
@@ -123,7 +128,7 @@ class RunnerLink:
         on_event: OnEvent,
         adopted: Hello | None = None,
     ) -> None:
-        """Take over a runner that was just started by `spawn`, or adopted."""
+        """Take over a runner that was just started by `spawn` or adopted."""
         if process is None:
             assert adopted is not None
             self._pid = adopted.pid
@@ -139,6 +144,9 @@ class RunnerLink:
         self._handling: asyncio.Future[None] | None = None
         """The event being handled; the others wait."""
         self._keeps_zygote = adopted is not None and adopted.zygote
+        self.keeps_workers = adopted is None or adopted.keeps
+        """Whether it can keep workers: an older one is never asked to."""
+        self._warms_restarts = adopted is None or adopted.warms_restarts
         self._log = RunnerLog(self._pid)
         self._asked_to_end = False
         self._last_event = self._heard = 0
@@ -196,27 +204,40 @@ class RunnerLink:
             self._channel.close()
             self._exited.set()
 
-    def keep_zygote(self, zygote: ZygoteSpec) -> None:
+    def keep_zygote(self, zygote: ZygoteSpec) -> bool:
         """Start the zygote that the workers of this job will be forked from, ahead of them.
 
         Only the first call counts. Workers start cold while no zygote is ready, unless its
         `wait_s` lets them wait. Its state changes are logged.
+
+        Returns whether it is kept: one for restarts is started later, while an older runner would
+        start it at once, and is not asked.
         """
+        if zygote.after_import and not self._warms_restarts:
+            return False
         if not self._keeps_zygote:
             self._keeps_zygote = True
             fields = _portable(_fields(zygote))
             self._send({"type": "keep_zygote", **fields})
+        return True
 
-    def start_workers(self, round: int, workers: Sequence[WorkerSpec]) -> None:
-        """Start all workers of a round; refused until those of the round before are gone."""
+    def start_workers(
+        self, round: int, workers: Sequence[WorkerSpec], keep: KeepSpec | None = None
+    ) -> None:
+        """Start all workers of a round; refused while one may take part in the round before.
+
+        With `keep` the parked workers that it names go on instead of being started, and new ones
+        can be kept later.
+        """
         specs = [_portable(_fields(worker)) for worker in workers]
         warm = []
         for worker in workers:
-            if worker.zygote is not None:
-                self.keep_zygote(worker.zygote)
+            if worker.zygote is not None and self.keep_zygote(worker.zygote):
                 warm.append(worker.local_rank)
         try:
-            message = {"round": round, "workers": specs, "warm": warm}
+            message: dict[str, object] = {"round": round, "workers": specs, "warm": warm}
+            if keep is not None and self.keeps_workers:
+                message["keep"] = asdict(keep)
             self._send({"type": "start_workers", **message})
         except ValueError as error:
             self._loop.call_soon(self._fail_start, round, workers[0].local_rank, str(error))
@@ -243,15 +264,34 @@ class RunnerLink:
             not_started = StoreHostExited(round, NOT_STARTED, None)
             self._loop.call_soon(self._on_event, not_started)
 
-    def stop_workers(self, round: int, signum: int, grace_ms: int) -> None:
+    def stop_workers(
+        self,
+        round: int,
+        signum: int,
+        grace_ms: int,
+        keep_ms: int | None = None,
+        not_kept: Sequence[int] = (),
+    ) -> None:
         """Signal the round's workers, kill them after the grace, and all their descendants.
 
-        A second call may shorten the grace, never lengthen it. `WorkersGone` follows, at once if
-        nothing of the round is here.
+        With `keep_ms`, workers that can be kept have that time to park instead; the LOCAL_RANKs in
+        `not_kept` are killed at once. A second call may shorten the grace, never lengthen it.
+        `WorkersGone` follows, at once if nothing of the round is here.
         """
         grace_s = min(max(grace_ms / 1000, 0.0), MAX_GRACE_S)
-        message = {"round": round, "signal": int(signum), "grace_s": grace_s}
+        message: dict[str, object] = {"round": round, "signal": int(signum), "grace_s": grace_s}
+        if keep_ms is not None and self.keeps_workers:
+            message["keep_s"] = min(max(keep_ms / 1000, 0.0), MAX_GRACE_S)
+            message["not_kept"] = list(not_kept)
         self._send({"type": "stop_workers", **message})
+
+    def end_kept(self, grace_ms: int, charged: Sequence[int] = ()) -> None:
+        """End all parked workers: SIGTERM, then SIGKILL after the grace.
+
+        The LOCAL_RANKs in `charged` raise the exception that they reported, in place of SIGTERM.
+        """
+        grace_s = min(max(grace_ms / 1000, 0.0), MAX_GRACE_S)
+        self._send({"type": "end_kept", "grace_s": grace_s, "charged": list(charged)})
 
     def notify_workers(self, round: int, signum: int) -> None:
         """Signal the round's workers, each once; this ends nothing."""
@@ -345,7 +385,8 @@ class RunnerLink:
         except MalformedFrameError as error:
             self._give_up(str(error))
         if self._last_event > self._heard:
-            # Not before it is handled: an event that kills the agent is repeated to the next one.
+            # It is confirmed only once it is handled: an event that kills the agent is repeated to
+            # the next one.
             self._heard = self._last_event
             self._send({"type": "heard", "number": self._heard})
 

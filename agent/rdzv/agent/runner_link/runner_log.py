@@ -8,6 +8,7 @@ from rdzv.agent.runner_link.runner_events import (
     RunnerEvent,
     RunnerRefused,
     ServeFailed,
+    WorkerNotKept,
     WorkersStartedCold,
     ZygoteLost,
     ZygoteReady,
@@ -33,6 +34,9 @@ class RunnerLog:
             case ServeFailed():
                 text = "the runner, pid %d, cannot outlive this agent: %s"
                 log.warning(text, self._pid, event.reason)
+            case WorkerNotKept():
+                text = "round %d: local_rank %d (pid %d) is killed, not kept: %s"
+                log.warning(text, event.round, event.local_rank, event.pid, event.reason)
             case ZygoteReady():
                 log.info(
                     "workers can be warm: %s imported in %.1f s, %d MiB, pid %d",
@@ -43,7 +47,7 @@ class RunnerLog:
                 )
             case ZygoteLost():
                 retry = "" if event.retry_s is None else "; another is tried"
-                text = "the zygote is lost: %s; workers start cold%s"
+                text = "there is no zygote: %s; workers start cold%s"
                 log.log(self._level(event.reason, logging.WARNING), text, event.reason, retry)
             case WorkersStartedCold():
                 ranks = ", ".join(map(str, event.local_ranks))

@@ -37,7 +37,7 @@ class ConnectionLog:
     def silent(self, endpoint: Endpoint, silent_s: float) -> None:
         """Log that the server does not answer, and that the agent waits for it."""
         reason = f"no answer from {endpoint} within {silent_s:g} s"
-        # The same as when the attempt is given up later.
+        # This counts as the same cause as giving up the attempt later.
         if (cause := _FIGURES.sub("", reason)) not in self._causes:
             self._causes.add(cause)
             log.warning(

@@ -23,7 +23,7 @@ class Notice:
     due_ms: int
     reason: str
     number: int = 0
-    """The number of the server's drain; 0: a wish."""
+    """The number of the server's drain; 0 for a wish."""
 
 
 Event = events.NoticeGiven | events.NoticeLifted
@@ -68,7 +68,7 @@ class NodeDrain:
 
     @property
     def present(self) -> Notice | None:
-        """The notice in effect; None: the node stays."""
+        """The notice in effect; None if the node stays."""
         both = [notice for notice in (self.wished, self.told) if notice is not None]
         return min(both, key=lambda notice: notice.due_ms, default=None)
 

@@ -1,4 +1,7 @@
-"""Messages of the stream <-> values of the agent core. Only here the agent handles protobuf."""
+"""Converts messages of the stream to values of the agent core, and back.
+
+No other part of the agent handles protobuf.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output.log_reading import Piece, ReadRequest
 from rdzv.agent.server_link.draining import NodeDrain
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
-from rdzv.core.model import Cause, JobSpec, LeaveCause, Offer, Result
+from rdzv.core.model import Cause, LeaveCause, Offer, Result
 from rdzv.core.placement import FailingCheck, Resources
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.core.stacks import WorkerStack
 from rdzv.transport.node_stream import settings_message
+from rdzv.transport.same_fields import from_message, sendable, to_message
 from rdzv.transport.tallies import tally_message, tally_of
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -61,7 +65,7 @@ def belief(
     state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool, secret: str = ""
 ) -> pb.Belief:
     """Encode everything that this node believes about its job."""
-    # The join of a node without workers has them already.
+    # The join of a node without workers has its failures already.
     failures = () if state.phase is Phase.JOINING else state.failures
     believed = pb.Belief(
         phase=_PHASES[state.phase],
@@ -70,7 +74,7 @@ def belief(
     )
     if state.assignment is not None:
         believed.round.CopyFrom(_round(state.job.rdzv_id, state.assignment, now_ms))
-        believed.store_host_failed = _text(state.store_host_failed)
+        believed.store_host_failed = sendable(state.store_host_failed)
     if state.leaving is not None:
         left_round = state.left_round if state.workers_gone else None
         leave = commands.SayLeave(state.run, state.leaving, left_round)
@@ -99,17 +103,7 @@ def join(
         rdzv_id=state.job.rdzv_id,
         run=say.run,
         settings=settings_message(state.job.settings),
-        offer=pb.Offer(
-            address=offer.address,
-            host_name=offer.host_name,
-            machine=offer.machine,
-            local_world_size=offer.local_world_size,
-            role=offer.role,
-            topology=offer.topology,
-            store_port=offer.store_port,
-            can_host_store=offer.can_host_store,
-            shutdown_timeout_ms=offer.shutdown_timeout_ms,
-        ),
+        offer=to_message(pb.Offer(), offer),
         left_round=say.left_round,
         failures=_failures(say.failures, now_ms),
         refuse_reuse=refuse_reuse,
@@ -118,52 +112,25 @@ def join(
         furthest_step=say.moved.step,
         snapshot_changed=say.moved.snapshot,
         secret=secret,
+        kept=[to_message(pb.KeptWorker(), one, without={"pid"}) for one in say.kept],
     )
 
 
 def _round(rdzv_id: str, assignment: Assignment, now_ms: int) -> pb.RoundCompleted:
-    since_ms = now_ms - assignment.heard_at_ms
-    tally = None if assignment.tally is None else tally_message(assignment.tally, since_ms)
-    return pb.RoundCompleted(
-        rdzv_id=rdzv_id,
-        run=assignment.run,
-        round=assignment.round,
-        group_rank=assignment.group_rank,
-        group_world_size=assignment.group_world_size,
-        rank_first=assignment.rank_first,
-        world_size=assignment.world_size,
-        role_rank_first=assignment.role_rank_first,
-        role_world_size=assignment.role_world_size,
-        master_addr=assignment.master_addr,
-        master_port=assignment.master_port,
-        use_agent_store=assignment.use_agent_store,
-        restarts=assignment.restarts,
-        max_restarts=assignment.max_restarts,
-        tally=tally,
-    )
+    message = pb.RoundCompleted(rdzv_id=rdzv_id)
+    if assignment.tally is not None:
+        since_ms = now_ms - assignment.heard_at_ms
+        message.tally.CopyFrom(tally_message(assignment.tally, since_ms))
+    return to_message(message, assignment, without={"tally", "heard_at_ms"})
 
 
 def _failures(failures: Iterable[WorkerFailure], now_ms: int) -> list[pb.WorkerFailure]:
-    """Encode the earliest failures; the server keeps no more, and messages are bounded."""
-    earliest = sorted(failures, key=lambda failure: failure.at_ms)[:MAX_FAILURES]
+    """Encode the earliest failures, suspects last; the server keeps no more of them."""
+    earliest = sorted(failures, key=lambda one: (one.suspect, one.at_ms))[:MAX_FAILURES]
     return [
-        pb.WorkerFailure(
-            local_rank=failure.local_rank,
-            rank=failure.rank,
-            pid=failure.pid,
-            exit_code=failure.exit_code,
-            signal=failure.signal,
-            message=_text(failure.message),
-            traceback=_text(failure.traceback),
-            age_ms=max(now_ms - failure.at_ms, 0),
-        )
-        for failure in earliest
+        to_message(pb.WorkerFailure(age_ms=max(now_ms - one.at_ms, 0)), one, without={"at_ms"})
+        for one in earliest
     ]
-
-
-def _text(text: str) -> str:
-    """Return text that can be sent: file names may have bytes that are not valid text."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _leave(say: commands.SayLeave, rdzv_id: str) -> pb.Leave:
@@ -171,7 +138,7 @@ def _leave(say: commands.SayLeave, rdzv_id: str) -> pb.Leave:
         rdzv_id=rdzv_id,
         run=say.run,
         cause=_LEAVE_CAUSES[say.leaving.cause],
-        reason=_text(say.leaving.reason),
+        reason=sendable(say.leaving.reason),
         left_round=say.left_round,
         exited_zero=say.leaving.exited_zero,
     )
@@ -212,72 +179,30 @@ def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
         case commands.SayStoreHostFailed():
             return pb.NodeMessage(
                 store_host_failed=pb.StoreHostFailed(
-                    rdzv_id=rdzv_id, run=say.run, round=say.round, reason=_text(say.reason)
+                    rdzv_id=rdzv_id, run=say.run, round=say.round, reason=sendable(say.reason)
                 )
             )
 
 
 def progress(said: Report, rdzv_id: str) -> pb.NodeMessage:
     """Encode the progress of this node's workers."""
-    ranks = [
-        pb.RankProgress(rank=one.rank, step=one.step, age_ms=one.age_ms, rate=one.rate)
-        for one in said.ranks
-    ]
-    return pb.NodeMessage(
-        progress=pb.Progress(rdzv_id=rdzv_id, run=said.run, round=said.round, ranks=ranks)
-    )
+    return pb.NodeMessage(progress=to_message(pb.Progress(rdzv_id=rdzv_id), said))
 
 
 def read_request(message: pb.ReadLog) -> ReadRequest:
     """Decode the server's request for logs."""
-    return ReadRequest(
-        number=message.request,
-        rdzv_id=message.rdzv_id,
-        credit=message.credit,
-        round=message.round if message.HasField("round") else None,
-        local_rank=message.local_rank if message.HasField("local_rank") else None,
-        rank=message.rank if message.HasField("rank") else None,
-        stdout=message.stdout,
-        stderr=message.stderr,
-        follow=message.follow,
-        tail_bytes=message.tail_bytes,
-        tail_lines=message.tail_lines,
-        positions={(at.local_rank, at.stderr): at.offset for at in message.positions},
-    )
+    positions = {(at.local_rank, at.stderr): at.offset for at in message.positions}
+    return from_message(ReadRequest, message, number=message.request, positions=positions)
 
 
 def log_piece(piece: Piece) -> pb.NodeMessage:
     """Encode a piece of a log."""
-    return pb.NodeMessage(
-        log_piece=pb.LogPiece(
-            request=piece.request,
-            local_rank=piece.local_rank,
-            stderr=piece.stderr,
-            round=piece.round,
-            data=piece.data,
-            last=piece.last,
-            error=_text(piece.error),
-            rank=piece.rank,
-            offset=piece.offset,
-        )
-    )
+    return pb.NodeMessage(log_piece=to_message(pb.LogPiece(), piece))
 
 
 def hung(report: HungReport, rdzv_id: str) -> pb.NodeMessage:
     """Encode a report of this node's hung workers."""
-    workers = [
-        pb.HungWorker(
-            rank=one.rank,
-            local_rank=one.local_rank,
-            pid=one.pid,
-            silent_ms=one.silent_ms,
-            reason=_text(one.reason),
-        )
-        for one in report.workers
-    ]
-    return pb.NodeMessage(
-        hung=pb.Hung(rdzv_id=rdzv_id, run=report.run, round=report.round, workers=workers)
-    )
+    return pb.NodeMessage(hung=to_message(pb.Hung(rdzv_id=rdzv_id), report))
 
 
 def stacks_asked(message: pb.TakeStacks) -> StacksAsked:
@@ -291,68 +216,31 @@ def stacks(
     request: int, workers: Iterable[WorkerStack], *, last: bool, error: str
 ) -> pb.NodeMessage:
     """Encode workers' stacks."""
+    written = [to_message(pb.WorkerStack(), stack) for stack in workers]
     return pb.NodeMessage(
-        stacks=pb.Stacks(
-            request=request, workers=map(_worker_stack, workers), last=last, error=_text(error)
-        )
-    )
-
-
-def _worker_stack(stack: WorkerStack) -> pb.WorkerStack:
-    return pb.WorkerStack(
-        rank=stack.rank,
-        local_rank=stack.local_rank,
-        pid=stack.pid,
-        state=stack.state,
-        threads=[
-            pb.ThreadStack(
-                name=_text(thread.name),
-                main=thread.main,
-                frames=[
-                    pb.StackFrame(name=_text(f.name), file=_text(f.file), line=f.line)
-                    for f in thread.frames
-                ],
-            )
-            for thread in stack.threads
-        ],
-        note=_text(stack.note),
-        kernel=stack.kernel,
+        stacks=pb.Stacks(request=request, workers=written, last=last, error=sendable(error))
     )
 
 
 def resources(has: Resources) -> pb.Resources:
     """Encode this node's resources for submitted jobs."""
-    return pb.Resources(
-        cpus=has.cpus,
-        memory_bytes=has.memory_bytes,
-        gpus=[
-            pb.Gpu(uuid=gpu.uuid, name=_text(gpu.name), memory_bytes=gpu.memory_bytes)
-            for gpu in has.gpus
-        ],
-        labels=[pb.Label(name=name, value=value) for name, value in has.labels],
-        capacity=has.capacity,
-        topology=has.topology,
-    )
+    return to_message(pb.Resources(), has)
 
 
 def holdings(held: Iterable[Holding]) -> pb.Holdings:
     """Encode the submitted jobs that may still have processes here."""
-    return pb.Holdings(
-        holdings=[pb.Holding(rdzv_id=one.rdzv_id, run=one.run, gpus=one.gpus) for one in held]
-    )
+    return pb.Holdings(holdings=[to_message(pb.Holding(), one) for one in held])
 
 
 def health(failing: Iterable[FailingCheck]) -> pb.Health:
     """Encode the failing health checks of this node."""
-    return pb.Health(
-        failing=[pb.FailingCheck(name=_text(one.name), reason=_text(one.reason)) for one in failing]
-    )
+    return pb.Health(failing=[to_message(pb.FailingCheck(), one) for one in failing])
 
 
 def declined(rdzv_id: str, run: str, reason: str, *, passing: bool = False) -> pb.NodeMessage:
     """Encode that this node cannot take up a job; `passing` if the reason may pass."""
     return pb.NodeMessage(
-        declined=pb.Declined(rdzv_id=rdzv_id, run=run, reason=_text(reason), passing=passing)
+        declined=pb.Declined(rdzv_id=rdzv_id, run=run, reason=sendable(reason), passing=passing)
     )
 
 
@@ -362,13 +250,13 @@ def draining(drain: NodeDrain) -> pb.Draining | None:
         return None
     said = pb.Draining(number=drain.told.number if drain.told is not None else 0)
     if (wished := drain.wished) is not None:
-        said.own, said.reason = True, _text(wished.reason)
+        said.own, said.reason = True, sendable(wished.reason)
         said.deadline_ms = drain.left_ms(wished)
     return said
 
 
 def gone(line: pb.RoundCompleted) -> pb.NodeMessage:
-    """Encode giving back the seat in a round of a job that this node no longer takes part in."""
+    """Encode that this node gives back its seat in a job that it no longer takes part in."""
     return pb.NodeMessage(
         leave=pb.Leave(
             rdzv_id=line.rdzv_id,
@@ -382,23 +270,7 @@ def gone(line: pb.RoundCompleted) -> pb.NodeMessage:
 
 def placed(message: pb.Placed) -> Placed:
     """Decode a job that this node has to take up."""
-    spec = message.spec
-    return Placed(
-        message.rdzv_id,
-        message.run,
-        JobSpec(
-            args=tuple(spec.args),
-            env=tuple((one.name, one.value) for one in spec.env),
-            chdir=spec.chdir,
-            labels=tuple((label.name, label.value) for label in spec.labels),
-            priority=spec.priority,
-            gpus_per_node=spec.gpus_per_node if spec.HasField("gpus_per_node") else None,
-            local_world_size=spec.local_world_size,
-            needs_gpu=spec.needs_gpu,
-            submitter=spec.submitter,
-            account=spec.account,
-        ),
-    )
+    return from_message(Placed, message)
 
 
 def rdzv_id_of(message: pb.ServerMessage) -> str:
@@ -417,7 +289,15 @@ def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
         case "round_ended":
             ended = message.round_ended
             cause = _CAUSES.get(ended.cause, Cause.NODE_LEFT)
-            return events.RoundEnded(ended.run, ended.round, cause, ended.reason, ended.broken)
+            return events.RoundEnded(
+                ended.run,
+                ended.round,
+                cause,
+                ended.reason,
+                ended.broken,
+                ended.keep,
+                tuple(ended.culprits),
+            )
         case "closed":
             return _closed(message.closed)
         case "refused":
@@ -427,46 +307,17 @@ def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
 
 
 def _assignment(line: pb.RoundCompleted, now_ms: int) -> Assignment:
-    return Assignment(
-        run=line.run,
-        round=line.round,
-        group_rank=line.group_rank,
-        group_world_size=line.group_world_size,
-        rank_first=line.rank_first,
-        world_size=line.world_size,
-        role_rank_first=line.role_rank_first,
-        role_world_size=line.role_world_size,
-        master_addr=line.master_addr,
-        master_port=line.master_port,
-        use_agent_store=line.use_agent_store,
-        restarts=line.restarts,
-        max_restarts=line.max_restarts,
-        tally=tally_of(line.tally) if line.HasField("tally") else None,
-        heard_at_ms=now_ms,
-    )
+    tally = tally_of(line.tally) if line.HasField("tally") else None
+    return from_message(Assignment, line, tally=tally, heard_at_ms=now_ms)
 
 
 def _closed(closed: pb.Closed) -> events.RunClosed:
-    return events.RunClosed(
-        run=closed.run,
+    return from_message(
+        events.RunClosed,
+        closed,
         result=_RESULTS.get(closed.result, Result.FAILED),
-        reason=closed.reason,
-        retry_sensible=closed.retry_sensible,
-        failures=tuple(_node_failure(failure) for failure in closed.root_cause.failures),
-        no_progress=closed.no_progress,
-    )
-
-
-def _node_failure(told: pb.NodeFailure) -> NodeFailure:
-    failure = told.failure
-    return NodeFailure(
-        node_id=told.node_id,
-        address=told.address,
-        local_rank=failure.local_rank,
-        rank=failure.rank,
-        pid=failure.pid,
-        exit_code=failure.exit_code if failure.HasField("exit_code") else None,
-        signal=failure.signal if failure.HasField("signal") else None,
-        message=failure.message,
-        traceback=failure.traceback,
+        failures=tuple(
+            from_message(NodeFailure, one.failure, node_id=one.node_id, address=one.address)
+            for one in closed.root_cause.failures
+        ),
     )

@@ -57,7 +57,7 @@ class FenceProofs:
             self._unanswered.append((self._heartbeats, boottime_ms()))
             silent_s = (boottime_ms() - self._unanswered[0][1]) / 1000
             if silent_s > fence_s / (HEARTBEATS_PER_FENCE + 1):
-                log.warning("the server does not answer for %.1f s; trying anew", silent_s)
+                log.warning("the server has not answered for %.1f s; connecting again", silent_s)
                 return True
         return False
 

@@ -101,11 +101,11 @@ class ServerLink:
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
-        """Takes up submitted jobs; None: this node takes none."""
+        """Takes up submitted jobs; None if this node takes none."""
         self._lease_ms: int | None = None
-        """The lease that the open stream gives; None: there is no such stream."""
+        """The lease that the open stream gives; None if no stream is open."""
         self._last_lease_ms = identity.lease_ms
-        """The lease that the last stream gave, open or not; None: there was none."""
+        """The lease that the last stream gave, open or not; None if there was none."""
         self._declined: dict[tuple[str, str], str] = {}
         """The jobs that this node cannot take up, by rdzv_id and run, and why. Sent again when a
         stream opens, because the Hello does not contain it."""
@@ -154,7 +154,7 @@ class ServerLink:
     def add(self, job: JobPort) -> None:
         """Serve a job: later Hellos contain its belief; until then it reports for itself."""
         if self._last_lease_ms is not None and not self._check_fence(job, self._last_lease_ms):
-            # The server would refuse the whole node because of it.
+            # Because of one such job, the server would refuse the whole node.
             return
         self._jobs[job.rdzv_id] = job
         if (notice := self.drain.event()) is not None:
@@ -288,7 +288,8 @@ class ServerLink:
                 error = await self._hold_stream(stub, endpoint)
                 if not self._renewing or self._closing.is_set():
                     return error
-                # On the same connection, so that the server misses this node only for a moment.
+                # It is opened on the same connection, so that the server misses this node only for
+                # a moment.
 
     async def _hold_stream(
         self, stub: rdzv_pb2_grpc.RendezvousAsyncStub, endpoint: Endpoint
@@ -348,7 +349,7 @@ class ServerLink:
             elif message.HasField("lease"):
                 self._take_lease(message.lease.lease_ms, message.lease.heartbeat_interval_ms)
                 for job in list(self._jobs.values()):
-                    job.post(events.Ticked())  # For anything in it that depends on the lease.
+                    job.post(events.Ticked())  # Something in it may depend on the lease.
             elif message.HasField("heard"):
                 self._proofs.note_heard(message.heard.number)
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:

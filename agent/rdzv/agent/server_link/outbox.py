@@ -34,7 +34,7 @@ class Outbox:
 
     @property
     def waiting(self) -> int | None:
-        """The number of messages that wait to be sent; None: there is no stream."""
+        """The number of messages that wait to be sent; None if there is no stream."""
         return None if self._waiting is None else self._waiting.qsize()
 
     def begin(
@@ -70,7 +70,7 @@ class Outbox:
         try:
             self._waiting.put_nowait(message)
         except asyncio.QueueFull:
-            log.warning("the server takes messages too slowly; opening the stream anew")
+            log.warning("the server takes messages too slowly; reopening the stream")
             self._waiting = None
             self.hang_up()
 
@@ -95,7 +95,8 @@ class Outbox:
             if waiting.empty():
                 self._idle.set()
             try:
-                # Not only while there are no messages: pieces of a log may follow without a pause.
+                # This is checked even while there are messages: pieces of a log may follow without
+                # a pause.
                 if loop.time() >= due_s:
                     raise TimeoutError
                 async with asyncio.timeout_at(due_s):

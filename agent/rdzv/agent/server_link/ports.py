@@ -16,8 +16,8 @@ class JobPort(Protocol):
 
     rdzv_id: str
     fence_after_ms: int
-    """The time without proof that the server receives this node's messages, after which its workers
-    are killed; 0: they are not."""
+    """The time without proof that the server receives this node's messages after which its workers
+    are killed; 0 if they are not."""
 
     def renew_fence(self, heard_at_ms: int) -> None:
         """Note that the server received a message of this node at that `boottime_ms` or later."""

@@ -74,7 +74,7 @@ class SubmitterRule:
     submitter: str
     """The submitter's name, or `EVERYONE`."""
     accounts: tuple[str, ...] = ()
-    """The first is the default; none: the account with the submitter's name."""
+    """The first is the default; without any, it is the account with the submitter's name."""
     umask: int = 0o022
     limits: tuple[tuple[str, int, int], ...] = ()
 
@@ -98,7 +98,7 @@ class Accounts:
         self._own_uid = os.geteuid() if own_uid is None else own_uid
 
     def account_for(self, submitter: str, wanted: str = "") -> Account | None:
-        """Return the account for a submitter's job; None: the account of the agent itself.
+        """Return the account for a submitter's job; None for the account of the agent itself.
 
         `wanted` is the account that the job requests. May wait for a directory service.
 
@@ -116,7 +116,7 @@ class Accounts:
             return None
         if not submitter:
             raise InvalidRequestError(
-                "nobody knows who submitted it, and this node maps submitters to accounts; submit "
+                "its submitter is not known, and this node maps submitters to accounts; submit "
                 "it to a server that authenticates its callers"
             )
         rule = self._rules.get(submitter) or self._rules.get(EVERYONE)
@@ -209,7 +209,7 @@ def _parse_number(name: str, text: str, part: str) -> int:
         return resource.RLIM_INFINITY
     if not part.isascii() or not part.isdecimal() or int(part) >= 1 << 63:
         raise InvalidRequestError(
-            f'{name} = {text!r} is no limit; give a number, "{UNLIMITED}", or SOFT:HARD'
+            f'{name} = {text!r} is not a limit; give a number, "{UNLIMITED}", or SOFT:HARD'
         )
     return int(part)
 
@@ -225,7 +225,7 @@ def parse_umask(text: str) -> int:
 
     """
     if not text or set(text) - set("01234567") or int(text, 8) > 0o777:
-        raise InvalidRequestError(f'{text!r} is no umask; give octal digits, such as "0027"')
+        raise InvalidRequestError(f'{text!r} is not a umask; give octal digits, such as "0027"')
     return int(text, 8)
 
 
@@ -252,12 +252,13 @@ def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[d
             stack.callback(os.close, folder)
             if not os.access(".", os.X_OK, dir_fd=folder, effective_ids=True):
                 raise PermissionError(None, f"it cannot be entered by {account.name}", str(chdir))
-        # By its descriptor: the name may lead elsewhere by the time root follows it.
+        # It is named by its descriptor, since the path may lead elsewhere by the time root follows
+        # it.
         yield {**how, "umask": identity.umask, "cwd": f"/proc/self/fd/{folder}"}
 
 
 def identity_of_owner(path: Path, *, with_groups: bool = True) -> Identity | None:
-    """Return the identity with which to access a folder's files; None: this process's own.
+    """Return the identity with which to access a folder's files; None for this process's own.
 
     `with_groups` asks a directory service, which may be slow; the account's own files do not need
     its groups. The folder must lie in one of this agent's own, or its owner could be anybody.
@@ -287,7 +288,7 @@ def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
     fd = os.open(path, flags, mode)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(None, "it is no regular file", str(path))
+        raise OSError(None, "it is not a regular file", str(path))
     return fd
 
 

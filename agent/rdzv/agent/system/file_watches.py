@@ -39,7 +39,7 @@ class Watched(Protocol):
     """A file's subscriber."""
 
     watch: int | None
-    """The active watch; None: there is none now."""
+    """The active watch; None if there is none now."""
 
     @property
     def path(self) -> Path:
@@ -47,7 +47,7 @@ class Watched(Protocol):
 
     @property
     def identity(self) -> Identity | None:
-        """The account with whose rights it is watched; None: this process's own."""
+        """The account with whose rights it is watched; None for this process's own."""
 
     def wake(self) -> None:
         """Handle a possible change of the file. Called in the event loop."""
@@ -97,7 +97,7 @@ class Watches:
             if watch == _POLLED:
                 self._loop.call_soon_threadsafe(self._wake_later, source)
             elif self._fires != fires:
-                # Perhaps this watch, which was not known yet.
+                # One of them may be this watch, which was not known yet.
                 self._loop.call_soon_threadsafe(self._wake, [source])
             else:
                 self._sources.setdefault(watch, set()).add(source)

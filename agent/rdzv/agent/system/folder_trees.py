@@ -36,7 +36,7 @@ class Measure:
         """Count a file or folder."""
         # A time in the future was set by hand; the change time (ctime) cannot be set.
         at = status.st_mtime if status.st_mtime <= now_s else status.st_ctime
-        # Its size on disk; a file with holes may be longer.
+        # This is its size on disk; a file with holes may be longer.
         return Measure(self.size_bytes + status.st_blocks * 512, max(self.changed_s, at))
 
 
@@ -191,7 +191,7 @@ def _walk(
                 os.close(folder)
                 folder = outer
                 if not os.path.samestat(os.fstat(folder), levels[-1].status):
-                    raise OSError(None, "it was moved meanwhile", level.name)
+                    raise OSError(None, "it was moved in the meantime", level.name)
                 yield folder, level.name, level.status
             else:
                 return

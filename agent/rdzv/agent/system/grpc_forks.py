@@ -12,7 +12,7 @@ import os
 _OPTION = "GRPC_ENABLE_FORK_SUPPORT"
 
 _given = os.environ.get(_OPTION)
-# It is read on import.
+# gRPC reads the variable on import.
 os.environ[_OPTION] = "0"
 import grpc  # noqa: E402, F401
 

@@ -1,4 +1,4 @@
-"""Calls that may hang, as those to a file server do, in threads with a bounded wait."""
+"""Makes calls that may hang, such as those to a file server, in threads with a bounded wait."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def in_time(
         async with asyncio.timeout(within_s):
             return await in_thread(function, *args, **kwargs)
     except TimeoutError as error:
-        # The function may raise a TimeoutError, too, if a file server itself gives up.
+        # The function may itself raise a TimeoutError, when a file server gives up.
         raise error if error.args else no_answer(within_s) from None
 
 

@@ -185,7 +185,7 @@ class EventLog:
     def _hear(self, message: Message) -> None:
         if self._side is not None and message.get("ended"):
             reason = self._side.refusal or "its process has ended"
-            log.warning("the event handler gets no events any more: %s", reason)
+            log.warning("the event handler no longer gets events: %s", reason)
 
 
 def _state(fate: WorkerFate) -> str:

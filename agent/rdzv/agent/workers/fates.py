@@ -113,7 +113,7 @@ class FateRecorder:
 
     @property
     def workers(self) -> tuple[WorkerFate, ...]:
-        """The workers of the last round, by LOCAL_RANK; none before the first."""
+        """The workers of the last round, by LOCAL_RANK; empty before the first."""
         return () if self._round is None else self._round.workers
 
     async def open(self) -> None:
@@ -153,6 +153,12 @@ class FateRecorder:
                 self._round = self._round.ended(
                     event.local_rank, event.exit_code, event.signal, failed=failed
                 )
+            case events.KeptExited() if self._has(event.local_rank, event.pid):
+                assert self._round is not None
+                failed = self._round.workers[event.local_rank].failed
+                self._round = self._round.ended(
+                    event.local_rank, event.exit_code, event.signal, failed=failed
+                )
             case events.Fenced() if self._is_current(event.round):
                 assert self._round is not None
                 self._round = self._round.told_to_end(state.alive, Stop(signals.SIGKILL, 0))
@@ -188,6 +194,9 @@ class FateRecorder:
         ending = NodeOutcome(**known, workers=self.workers)
         self._event_log.ended(self._round, ending, self._now_ms())
         return ending
+
+    def _has(self, local_rank: int, pid: int) -> bool:
+        return any((one.local_rank, one.pid) == (local_rank, pid) for one in self.workers)
 
     def _is_current(self, round_: int) -> bool:
         return self._round is not None and self._round.assignment.round == round_

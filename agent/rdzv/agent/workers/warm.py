@@ -1,4 +1,7 @@
-"""`--warm`: the modules that the zygote preloads, and the workers that may be forked from it."""
+"""Warm workers: the modules that the zygote preloads, and the workers that may be forked from it.
+
+With `--warm` it is started ahead of the first round, else for restarts alone.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,16 @@ WAIT_VARIABLE = "RDZV_WARM_WAIT"
 _WITH = {"torch": ("torch._dynamo",)}
 """Modules that are preloaded with another: DDP's constructor imports it, which takes a second."""
 
+_FOR_RESTARTS = ("torch",)
+"""The modules that are preloaded if the launch names none."""
+
 EACH_WORKERS_OWN = frozenset(
     {
         *("LOCAL_RANK", "RANK", "GROUP_RANK", "ROLE_RANK"),
         *("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "RDZV_ROUND"),
-        # CUDA reads it when it is initialised, which no zygote does.
+        # CUDA reads this when it is initialised, and no zygote initialises it.
         *("RDZV_PROGRESS_FILE", "RDZV_NOTICE_FILE", "CUDA_VISIBLE_DEVICES"),
     }
 )
@@ -65,7 +71,8 @@ def zygote_spec(
         argv=launch.argv(0),
         env=common,
         cwd=None if launch.chdir is None else str(launch.chdir),
-        modules=preloaded(launch.warm),
+        modules=preloaded(launch.warm or _FOR_RESTARTS),
+        after_import=not launch.warm,
         cpus=cpus[0] if len(set(cpus)) == 1 else None,
         wait_s=_wait_s(launch.environ),
         identity=launch.identity,

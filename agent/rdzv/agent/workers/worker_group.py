@@ -1,4 +1,4 @@
-"""The start of the local worker group: command lines, environment, files, CPUs, console."""
+"""Starts the local worker group: command lines, environment, files, CPUs, console."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rdzv.agent.core.environ import worker_environ
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.launch import numa
 from rdzv.agent.launch.launch import NO_FILES, Launch, check_startable
+from rdzv.agent.observers.collective_records import with_hook
 from rdzv.agent.output.logs_specs import LogsSpecs
 from rdzv.agent.output.run_files import (
     RoundOutput,
@@ -61,7 +62,7 @@ class LocalWorkerGroup:
         self._tee: Tee | None = None
         self.written = Written(launch.identity)
         self.zygote: ZygoteSpec | None = None
-        """The zygote that the workers are forked from, once known; None: they start cold."""
+        """The zygote that the workers are forked from, once known; None if they start cold."""
         self._told_cold: dict[int, str] = {}
         self._gpus: tuple[str, ...] = ()
 
@@ -80,15 +81,16 @@ class LocalWorkerGroup:
             )
             for local_rank in range(self._launch.job.local_world_size):
                 self._cpus(local_rank)
-        if self._launch.warm:
+        if self._launch.warm or self._launch.warm_restarts:
             await self._prepare_zygote()
 
     async def _prepare_zygote(self) -> None:
-        if why := await warm.check_warm(self._launch):
+        if self._launch.warm and (why := await warm.check_warm(self._launch)):
             log.warning("workers start cold: %s", why)
             return
         size = self._launch.job.local_world_size
         environ = self._environ(self._launch.environ, warm.ANY_ROUND, 0)
+        environ = self._traced(environ)
         self.zygote = warm.zygote_spec(self._launch, environ, [self._cpus(n) for n in range(size)])
 
     async def open_round(
@@ -177,7 +179,7 @@ class LocalWorkerGroup:
             WorkerSpec(
                 local_rank=local_rank,
                 argv=self._launch.argv(local_rank),
-                env=environ,
+                env=self._traced(environ),
                 cwd=None if self._launch.chdir is None else str(self._launch.chdir),
                 stdout=None if output.stdout is None else str(output.stdout),
                 stderr=None if output.stderr is None else str(output.stderr),
@@ -217,6 +219,10 @@ class LocalWorkerGroup:
             notice_file=self._notice_file(),
             virtual_local_rank=launch.virtual_local_rank,
         )
+
+    def _traced(self, environ: dict[str, str]) -> dict[str, str]:
+        """Have a worker open the record of its collectives, if that is wanted."""
+        return with_hook(environ) if self._launch.collective_trace else environ
 
     def _cpus(self, local_rank: int) -> tuple[int, ...] | None:
         binding, size = self._launch.numa_binding, self._launch.job.local_world_size

@@ -34,11 +34,23 @@ _HISTORY_ROWS = 10_000
     metavar="N",
     help="Only the newest N events.",
 )
+@click.option(
+    "-f",
+    "--follow",
+    "followed",
+    is_flag=True,
+    help="Go on with new events until JOB has ended or Ctrl-C; with -o json one document a line.",
+)
 @output_option
 @connection_options
 def events_command(
-    job: str, limit: int | None, output: str, server: str | None, timeout_s: float | None
-) -> str:
+    job: str,
+    limit: int | None,
+    followed: bool,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str | None:
     """Show the events of JOB, oldest first.
 
     JOB is its rdzv_id. Times are in this machine's time zone.
@@ -49,6 +61,12 @@ def events_command(
 
     with opened_client(server, timeout_s) as client:
         found = client.events(job, limit or 0)
+        if followed:
+            from rdzv.ctl.follow import follow_events
+
+            with opened_client(server, timeout_s) as other:
+                follow_events(client, other, job, found, output)
+            return None
     if output != "text":
         return as_asked(output, as_json.events(job, found))
     return as_text.events(job, found, page_for(sys.stdout))
@@ -68,7 +86,7 @@ def explain_command(job: str, server: str | None, timeout_s: float | None) -> st
     from rdzv.ctl.layout import page_for
 
     with opened_client(server, timeout_s) as client:
-        status, history = client.status(job), _history(client, job)
+        status, history = client.status(job), whole_history(client, job)
     return as_text_story.explain(status, history, page_for(sys.stdout))
 
 
@@ -94,7 +112,7 @@ def trace_command(job: str, path: Path, server: str | None, timeout_s: float | N
     from rdzv.ctl.trace import trace
 
     with opened_client(server, timeout_s) as client:
-        status, history = client.status(job), _history(client, job)
+        status, history = client.status(job), whole_history(client, job)
     document = trace(status, history, round(time.time() * 1000))
     if path == Path("-"):
         return document
@@ -107,7 +125,7 @@ def trace_command(job: str, path: Path, server: str | None, timeout_s: float | N
     return f"{path} has the life of {job}; open it at https://ui.perfetto.dev"
 
 
-def _history(client: ControlClient, job: str) -> tuple[Event, ...]:
+def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:
     """Return all of a job's kept history, or the newest part if the server returns no more."""
     try:
         return client.events(job, _HISTORY_ROWS)

@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from rdzv.core.model import JobState
 from rdzv.ctl.command_line import (
     as_asked,
     by_whom,
@@ -16,6 +17,10 @@ from rdzv.ctl.command_line import (
     reason_option,
 )
 from rdzv.errors import InvalidRequestError
+from rdzv.view.log_lines import harmless
+
+MOST_ENDED = 10
+"""How many jobs that have ended a list shows, unless all are asked for."""
 
 
 @click.command("status")
@@ -63,20 +68,80 @@ def status_command(
 
 
 @click.command("list")
-@output_option
+@click.argument("name", metavar="[NAME]", required=False)
+@click.option(
+    "-s",
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice([state.value for state in JobState]),
+    help="Only jobs in this state; may be repeated.",
+)
+@click.option(
+    "--sort",
+    "order",
+    type=click.Choice(["name", "state", "age", "nodes", "restarts"]),
+    help="By name, by state, or the latest change, the most nodes or the most restarts first. "
+    "Without it: by name, and jobs that have ended by when that was.",
+)
+@click.option("--all", "everything", is_flag=True, help=f"Also more than {MOST_ENDED} ended jobs.")
+@click.option("-w", "--watch", "watched", is_flag=True, help="Show it anew every 2 s until Ctrl-C.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["text", "wide", "name", "json", "yaml"]),
+    default="text",
+    show_default=True,
+    help="text for people; wide: with all columns and whole reasons; name: names alone; json or "
+    "yaml for programs, with all ended jobs.",
+)
 @connection_options
-def list_command(output: str, server: str | None, timeout_s: float | None) -> str:
-    """Show every job, one line each."""
-    from rdzv.ctl import as_text
+def list_command(
+    name: str | None,
+    states: tuple[str, ...],
+    order: str | None,
+    everything: bool,
+    watched: bool,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str | None:
+    """Show every job, or those whose name fits NAME, one line each.
+
+    NAME may have * and ?, as in 'gpt-*'. Jobs that have ended are shown apart.
+
+    \b
+    rdzvctl list -s running -s queued --sort nodes
+    rdzvctl list 'sweep-*' -s failed -o name
+    """
+    from rdzv.ctl import job_list
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json
 
     with opened_client(server, timeout_s) as client:
-        found = client.jobs()
-    if output != "text":
-        return as_asked(output, as_json.jobs(found, store_away=client.store_away))
-    page = page_for(sys.stdout)
-    return as_text.jobs(str(client.server), found, page, client.store_away)
+
+        def shown() -> str:
+            found = job_list.chosen(client.jobs(), states, name, order)
+            if output == "name":
+                return "\n".join(harmless(job.rdzv_id) for job in found)
+            if output in ("json", "yaml"):
+                return as_asked(output, as_json.jobs(found, store_away=client.store_away))
+            where = str(client.server) if not (states or name) else f"{client.server} fit that"
+            return job_list.as_lines(
+                where,
+                found,
+                page_for(sys.stdout),
+                client.store_away,
+                most_ended=None if everything else MOST_ENDED,
+                wide=output == "wide",
+            )
+
+        if not watched:
+            return shown()
+        from rdzv.ctl.watch import show_again
+
+        show_again(shown, as_screen=output in ("text", "wide"))
+        return None
 
 
 @click.command("wait")

@@ -154,7 +154,7 @@ def drain_command(
     if command is not None and all_of is None:
         raise click.UsageError("--undrain-after goes with --all-of", context)
     if all_of is not None and output != "text":
-        raise click.UsageError("--all-of tells what it does, in text alone", context)
+        raise click.UsageError("--all-of reports its progress as text only", context)
     try:
         deadline_ms = rolling_drain.parse_deadline(deadline)
         label = rolling_drain.parse_label(all_of) if all_of is not None else ("", "")

@@ -14,6 +14,7 @@ from rdzv.server.diagnosis.log_relay import LogRelay
 from rdzv.server.diagnosis.progress_tracking import ProgressBoard
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
+from rdzv.server.diagnosis.step_milestones import StepMilestones
 from rdzv.server.diagnosis.straggler_tracking import Stragglers
 from rdzv.server.engine.engine import Engine
 from rdzv.server.engine.store_access import StoreAccess
@@ -36,7 +37,9 @@ class Diagnosis:
     ) -> None:
         """`send` sends to a node; `note` records events that did not come from a step of a job."""
         limits, timings = config.limits, config.timings
+        self._clock = clock
         self.progress = ProgressBoard()
+        self.milestones = StepMilestones(note)
         self.stragglers = Stragglers(timings.straggler_after_ms, note)
         self.logs = LogRelay(clock, limits, timings.log_answer_ms, send)
         self.stacks = StackRelay(clock, limits, timings.stacks_answer_ms, send)
@@ -56,6 +59,7 @@ class Diagnosis:
     def note_state(self, state: State) -> None:
         """Drop what was observed of a round that is over, after a job has changed."""
         self.progress.tidy(state)
+        self.milestones.note_state(state, self._clock.now_ms())
         self.hangs.note_state(state)
         self.stragglers.tidy(state)
 

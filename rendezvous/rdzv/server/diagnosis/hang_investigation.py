@@ -135,7 +135,9 @@ class Hangs:
             episode.hung[node_id] = said.workers
             if {worker.rank for worker in said.workers} - {worker.rank for worker in known}:
                 told = describe_hung(said.workers)
-                self._tell(episode.rdzv_id, (WorkersHang(episode.round, node_id, told),))
+                silent_ms = max(worker.silent_ms for worker in said.workers)
+                hang = WorkersHang(episode.round, node_id, told, silent_ms)
+                self._tell(episode.rdzv_id, (hang,))
         if len(episode.hung) >= nodes:
             episode.all_told.set()
 
@@ -176,7 +178,7 @@ class Hangs:
         except RendezvousError as error:
             log.warning("stacks of %s could not be taken: %s", episode.rdzv_id, error)
             return None, str(error)
-        self._tell(episode.rdzv_id, (StacksTaken(episode.round, report.summary),))
+        self._tell(episode.rdzv_id, (_taken(report),))
         try:
             await self._shelf.keep(report)
         except RendezvousError as error:
@@ -197,6 +199,13 @@ class Hangs:
                 await sleep_ms(self._clock, self._retry_ms)
                 continue
             return
+
+
+def _taken(report: Report) -> StacksTaken:
+    cause = report.cause
+    if cause is None:
+        return StacksTaken(report.round, report.summary)
+    return StacksTaken(report.round, report.summary, cause.kind, cause.ranks)
 
 
 def _live_round(state: State | None, run: str, number: int) -> Round | None:

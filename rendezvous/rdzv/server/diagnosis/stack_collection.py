@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rdzv.core.collectives import Evidence, compare
 from rdzv.core.model import Participant, State, is_placeholder
 from rdzv.core.stacks import (
     Frame,
@@ -20,6 +21,7 @@ from rdzv.core.stacks import (
     SilentNode,
     Thread,
     WorkerStack,
+    evidence,
     groups,
     key_of,
 )
@@ -27,6 +29,7 @@ from rdzv.errors import InvalidRequestError, LimitExceededError, RendezvousConne
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.messages import Announcement, Stacks, TakeStacks
 from rdzv.server.settings.config import Limits
+from rdzv.structs import replace
 
 Send = Callable[[str, Announcement], bool]
 """Send an announcement to a node; return False if it has no stream."""
@@ -45,18 +48,20 @@ class _Taking:
     one_of: dict[Key, WorkerStack] = field(default_factory=dict)
     kept: dict[int, WorkerStack] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
+    evidence: list[Evidence] = field(default_factory=list)
     silent: dict[str, SilentNode] = field(default_factory=dict)
 
     def add(self, stack: WorkerStack, most_groups: int) -> None:
         """Add a worker's stack; of two from the same worker, the first counts."""
         if stack.rank in self.told:
             return
-        key = key_of(stack)
+        key, said = key_of(stack), evidence(stack)
         if key not in self.ranks and len(self.ranks) >= most_groups:
             # With this many different stacks, a summary is useless.
             key = (stack.state, (("elsewhere", "", 0),), ())
             stack = _elsewhere(stack)
         self.told.add(stack.rank)
+        self.evidence.append(said)
         self.ranks.setdefault(key, []).append(stack.rank)
         first = key not in self.one_of
         if first:
@@ -87,7 +92,8 @@ def _elsewhere(stack: WorkerStack) -> WorkerStack:
 def _size(stack: WorkerStack) -> int:
     """Estimate the stored size of a stack."""
     frames = (frame for thread in stack.threads for frame in thread.frames)
-    return 200 + len(stack.note) + sum(len(f.name) + len(f.file) + 40 for f in frames)
+    recorded = sum(100 + 100 * len(record.latest) for record in stack.collectives)
+    return 200 + len(stack.note) + recorded + sum(len(f.name) + len(f.file) + 40 for f in frames)
 
 
 class StackRelay:
@@ -178,16 +184,7 @@ class StackRelay:
 
 
 def _of_node(stack: WorkerStack, node_id: str) -> WorkerStack:
-    return WorkerStack(
-        rank=stack.rank,
-        local_rank=stack.local_rank,
-        pid=stack.pid,
-        state=stack.state,
-        threads=stack.threads,
-        note=stack.note,
-        kernel=stack.kernel,
-        node_id=node_id,
-    )
+    return replace(stack, node_id=node_id)
 
 
 def _report(
@@ -203,4 +200,5 @@ def _report(
         stacks=tuple(stack for _, stack in sorted(taking.kept.items())),
         left_out=len(taking.told) - len(taking.kept),
         silent=tuple(taking.silent.values()),
+        cause=compare(taking.evidence),
     )

@@ -1,7 +1,7 @@
 """Messages to nodes, computed from states and events by pure functions.
 
-`news` is for nodes that are connected when something happens; `owed` is for a node that comes back
-and may have missed it. Receiving the same message from both does no harm.
+`news` is for nodes that are connected when something happens; `owed` is for a node that reconnects
+and may have missed it. A node that gets the same message from both is not harmed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rdzv.core.model import (
     Round,
     RoundEnd,
     State,
-    Tally,
     is_placeholder,
 )
 from rdzv.core.recovery_reports import adoptable, tally_of
 from rdzv.core.runs import ended_run
+from rdzv.core.spending import Tally
 from rdzv.core.submissions import awaited
 from rdzv.server.messages import (
     Announcement,
@@ -50,9 +50,11 @@ from rdzv.server.messages import (
     Waiting,
     Withdrawn,
 )
+from rdzv.structs import replace
 
 _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
-"""Waiting nodes get the reason again only after these: n joins must not cost n * n messages."""
+"""Waiting nodes are sent the reason again only after these events: n joins must not cost n * n
+messages."""
 
 
 def news(
@@ -61,7 +63,7 @@ def news(
     """Yield the messages of one transition, each with its node, in the order of the events."""
     membership = after.membership
     ends = any(isinstance(event, RunEnded) for event in events)
-    # Only an end is announced to every node; a step must not cost a pass over all nodes.
+    # Only the end of a round concerns every node; other steps must not loop over all nodes.
     present = {*before.seats, *before.waiting, *before.stuck} if ends else set()
     for event in events:
         match event:
@@ -77,8 +79,10 @@ def news(
                 yield from _superseded(before, event.round)
             case RoundEnded():
                 over = RoundOver(membership.rdzv_id, membership.run, event.round, event.end)
+                culprits = _culprits(membership.round)
                 for node_id in {**before.seats, **after.seats}:
-                    yield node_id, over
+                    own = culprits.get(node_id)
+                    yield node_id, replace(over, culprits=own) if own else over
             case RunEnded():
                 closed = Closed(membership.rdzv_id, event.run, event.ended)
                 for node_id in present:
@@ -91,7 +95,8 @@ def news(
                 # A node that joins after this, in the same transition, is in the next run.
                 present = set()
             case NodeLeft() | NodeLost():
-                # A node that has taken it up again meanwhile must also learn that it is not placed.
+                # A node that has started it again in the meantime must also learn that it is not
+                # placed.
                 gone = event.node_id in before.placed and event.node_id not in after.placed
                 if gone and membership.ended is None:
                     yield event.node_id, Withdrawn(membership.rdzv_id, membership.run, event.reason)
@@ -108,7 +113,7 @@ def news(
 
 
 def placed(membership: Membership) -> Placed:
-    """Return the announcement of what a node is to run."""
+    """Return the announcement that tells a node to run a submitted job."""
     submission = membership.submission
     assert submission is not None, "only who was submitted is placed"
     return Placed(membership.rdzv_id, membership.run, submission.spec)
@@ -139,22 +144,22 @@ def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iter
 
 
 def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Announcement]]:
-    """Announce to nodes seated in an older round that a later one was known elsewhere."""
+    """Tell nodes seated in an older round that other nodes knew of a later one."""
     membership, old = before.membership, before.membership.round
     if old is None:
         return
     reason = f"round {adopted.number} has followed it"
-    end = old.end or RoundEnd(Cause.NODE_LEFT, reason, adopted.at_ms, broken=True)
+    end = old.end or RoundEnd(Cause.NODE_LEFT, reason, adopted.at_ms, broken=True, keep=False)
     for node_id in before.seats:
         if not is_placeholder(node_id):
             yield node_id, RoundOver(membership.rdzv_id, membership.run, old.number, end)
 
 
 def concerns(state: State, node_id: str, incarnation: int, message: Announcement) -> bool:
-    """Whether a message is for this incarnation: an assignment is only for the one with the seat.
+    """Return whether a message is for this incarnation: an assignment is for the one with the seat.
 
-    Another one that has just connected would start workers in its predecessor's place, and then be
-    given a place of its own.
+    Another incarnation that has just connected would start workers in its predecessor's place, and
+    then get a place of its own.
     """
     return not isinstance(message, Assignment) or state.incarnation(node_id) == incarnation
 
@@ -201,6 +206,10 @@ def _assignment(
         restarts=round_.restarts,
         max_restarts=membership.settings.max_restarts,
         tally=tally,
+        kept=participant.kept,
+        source=round_.source,
+        resume_step=round_.resume_step,
+        charged_suspects=participant.charged_suspects,
     )
 
 
@@ -224,7 +233,8 @@ def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Annou
     current = seated and round_ is not None and round_.number == belief.round
     told: list[Announcement] = []
     if belief.has_workers and belief.round is not None and not current:
-        # Also if another instance has the seat: these workers are of a round that is over.
+        # This holds even if another instance has the seat: these workers belong to a round that is
+        # over.
         told.append(_seat_given_up(state.membership, node_id, belief.round))
     if seated:
         told.append(_about_its_seat(state.membership, node_id, now_ms, _reported_rank(belief)))
@@ -239,12 +249,12 @@ def _reported_rank(belief: Belief) -> int | None:
 
 
 def may_be_adopted(state: State, belief: Belief) -> bool:
-    """Whether the node's report about its round may be new to this server."""
+    """Return whether the node's report about its round may be new to this server."""
     return belief.round is not None and adoptable(state, belief.run, belief.round)
 
 
 def unknown(state: State, belief: Belief) -> bool:
-    """Whether the node runs workers of a job or round that this server does not know."""
+    """Return whether the node runs workers of a job or round that this server does not know."""
     membership = state.membership
     if not belief.has_workers:
         return False
@@ -260,7 +270,7 @@ def _about_its_seat(
     round_ = membership.round
     assert round_ is not None, "a seat is always one of a round"
     if round_.end is not None:
-        return RoundOver(membership.rdzv_id, membership.run, round_.number, round_.end)
+        return _over(membership, round_, round_.end, node_id)
     group_rank = _group_rank(round_.participants, node_id, reported_rank)
     return _assignment(membership, round_, group_rank, tally_of(membership, now_ms))
 
@@ -268,7 +278,7 @@ def _about_its_seat(
 def _group_rank(
     participants: tuple[Participant, ...], node_id: str, reported_rank: int | None
 ) -> int:
-    # The participants of an adopted round change with each recovery report, which has its place.
+    # Each recovery report replaces one participant of an adopted round.
     if reported_rank is not None and reported_rank < len(participants):
         reported = participants[reported_rank]
         if reported.node_id == node_id:
@@ -277,7 +287,7 @@ def _group_rank(
 
 
 class _Participants:
-    """The participants of a round as a key: compared by identity, not element by element."""
+    """The participants of a round as a cache key, which is compared by identity."""
 
     __slots__ = ("these",)
 
@@ -293,16 +303,32 @@ class _Participants:
 
 @lru_cache(maxsize=16)
 def _group_ranks(of: _Participants) -> dict[str, int]:
-    """Return each GROUP_RANK; cached, because after a restart all nodes of a round ask at once."""
+    """Return each GROUP_RANK.
+
+    The result is cached, because all nodes of a round ask after a restart.
+    """
     return {participant.node_id: rank for rank, participant in enumerate(of.these)}
 
 
 def _seat_given_up(membership: Membership, node_id: str, number: int) -> RoundOver:
     round_ = membership.round
     if round_ is not None and round_.number == number and round_.end is not None:
-        end = round_.end
-    else:
-        reason = f"round {number} is over, and the seat of {node_id} in it was given up"
-        at_ms = round_.at_ms if round_ else membership.began_at_ms
-        end = RoundEnd(Cause.NODE_LOST, reason, at_ms, broken=True)
+        return _over(membership, round_, round_.end, node_id)
+    reason = f"round {number} is over, and the seat of {node_id} in it was given up"
+    at_ms = round_.at_ms if round_ else membership.began_at_ms
+    end = RoundEnd(Cause.NODE_LOST, reason, at_ms, broken=True, keep=False)
     return RoundOver(membership.rdzv_id, membership.run, number, end)
+
+
+def _over(membership: Membership, round_: Round, end: RoundEnd, node_id: str) -> RoundOver:
+    culprits = _culprits(round_).get(node_id, ())
+    return RoundOver(membership.rdzv_id, membership.run, round_.number, end, culprits)
+
+
+def _culprits(round_: Round | None) -> dict[str, tuple[int, ...]]:
+    """Return, by node_id, the LOCAL_RANKs of the workers that failed on their own in a round."""
+    found: dict[str, tuple[int, ...]] = {}
+    for failure in round_.end.failures if round_ is not None and round_.end is not None else ():
+        if not failure.suspect:
+            found[failure.node_id] = (*found.get(failure.node_id, ()), failure.local_rank)
+    return found

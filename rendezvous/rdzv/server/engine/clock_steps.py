@@ -1,8 +1,8 @@
-"""The times when servers of a store ran, so that a stepped clock deletes no jobs.
+"""Records when servers of a store ran, so that no job is deleted because the clock was stepped.
 
-Only the clock tells how long ago a job ended, and it may be a month ahead at a start. So servers
-store from time to time what their clocks show. If nothing was stored for long, either no server
-ran or the clock was stepped. These cannot be told apart, so that *gap* does not count.
+Only the clock tells how long ago a job ended, and it may be a month ahead when a server starts. So
+servers store the time from time to time. If nothing was stored for long, either no server ran or
+the clock was stepped. The two cannot be told apart, so this *gap* does not count.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.jobs")
 
 GAP_MS = DAY_MS
-"""Far above the time between two notes."""
+"""A longer time between two notes is a gap. It is far above the usual interval."""
 
 STEP_MS = 60_000
-"""A clock that is behind by more than this is logged."""
+"""If the clock is behind by more than this, it is logged."""
 
 MOST_GAPS = 16
 

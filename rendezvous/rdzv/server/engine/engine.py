@@ -103,12 +103,13 @@ class Engine:
             self._tasks.start(self._decide_asked(rdzv_id))
 
     async def _decide_asked(self, rdzv_id: str) -> None:
-        """Decide the waiting commands until none is left; others may claim the job in between."""
+        """Decide waiting commands until none is left. Others may claim the job in between."""
         waiting = self._waiting[rdzv_id]
         try:
             while waiting:
                 await self._decide_next(rdzv_id, waiting)
-                # Not between two commands: thousands may wait, and a turn of the loop is slow then.
+                # Not after each command: thousands of tasks may be waiting, and then each yield
+                # takes long.
                 await asyncio.sleep(0)
         finally:
             del self._waiting[rdzv_id]
@@ -233,7 +234,8 @@ class Engine:
         what = f"would break {'; '.join(broken)}"
         log.error("job %s: %s %s", job.rdzv_id, command, what)
         await self.jobs.load(job)
-        # With a delay, or a tick that breaks a guarantee would spin.
+        # Retried after a delay: a tick that breaks a guarantee would otherwise loop without a
+        # pause.
         job.timer.arm(self.jobs.retry_at_ms())
         return _bug(job.rdzv_id, command, what)
 
@@ -256,9 +258,11 @@ class Engine:
         job.pending = ()
 
     def _publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
-        """Make these steps the present, one after another, and announce them. Does not wait.
+        """Make these steps the job's present state, one after another, and announce them.
 
-        `stored`: they were stored, so their history does not wait for another commit.
+        Does not wait.
+
+        If they are `stored`, so is their history, and it does not wait for another commit.
         """
         for step in steps:
             before, transition = job.state, step.transition

@@ -1,4 +1,4 @@
-"""Forgetting jobs that have ended: by an operator's order, or when they are too many or too old."""
+"""Deletes ended jobs: on an operator's request, or if there are too many or they are too old."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Forgetting:
         self._clock = clock
         self._tasks = tasks
         self._config = config
-        """Not copied: a reload changes it."""
+        """Read at each use, because a reload may change it."""
         self._time_noted = False
-        """Whether this server has stored that it runs."""
+        """Whether this server has recorded in the store that it runs."""
         self._timer = Timer(clock, lambda _: self.start_pruning())
 
     def stop(self) -> None:
@@ -55,7 +55,7 @@ class Forgetting:
         self._timer.cancel()
 
     async def forget(self, rdzv_id: str) -> None:
-        """Delete a job that has ended, with its history; a later join by its name begins a new job.
+        """Delete an ended job with its history; a later join under its name starts a new job.
 
         If the caller is cancelled, the deletion still completes.
 
@@ -84,7 +84,7 @@ class Forgetting:
             await self._jobs.write(job, self._store.delete(job.rdzv_id, job.revision))
         except RendezvousConnectionError as error:
             if not error.definite:
-                # The next claim resolves the doubt.
+                # The next claim finds out whether it was deleted.
                 job.loaded = None
             raise
         log.info("job %s is forgotten: %s", job.rdzv_id, why)
@@ -93,9 +93,9 @@ class Forgetting:
     # ---------------------------------------------------------------- pruning
 
     def start_pruning(self) -> None:
-        """Forget ended jobs that are too many or too old, now and from time to time.
+        """Forget jobs that ended too long ago or are too many, now and from time to time.
 
-        Does not block. A job that cannot be read was never loaded, and is left alone.
+        A job that cannot be read was never loaded, and is left alone. Does not block.
         """
         self._timer.arm(self._clock.now_ms() + self._config.timings.prune_every_ms)
         self._tasks.start(self._prune())
@@ -187,5 +187,5 @@ def refuse_to_forget(state: State) -> None:
         names = sorted({*state.seats, *state.waiting, *state.stuck})
         raise InvalidRequestError(
             f"job {rdzv_id} cannot be forgotten: it is {job_state(state)}, and {names[0]} is "
-            "still in it; wait until nobody is"
+            "still in it; wait until no node is"
         )

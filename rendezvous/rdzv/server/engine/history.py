@@ -1,4 +1,4 @@
-"""History of jobs: logged at once, and stored with the next commit."""
+"""The history of jobs. Events are logged at once, and stored with the next commit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class History:
             self._tasks.start(self.append(rows))
 
     def note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
-        """Log events that did not come from a step; store them in history with the next commit."""
+        """Log events that no step has caused, and store them in history with the next commit."""
         job = self._jobs.get(rdzv_id)
         if job is not None and job.loaded is not None:
             run = job.loaded.membership.run
@@ -68,7 +68,7 @@ class History:
             job.noted += 1
 
     def noted(self, rdzv_id: str) -> int:
-        """Return a number that grows with every event of a job that did not come from a step."""
+        """Return how many events of a job were noted that no step has caused."""
         job = self._jobs.get(rdzv_id)
         return job.noted if job else 0
 
@@ -89,7 +89,7 @@ class History:
     async def of(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return the newest rows of a job, oldest first, including those that wait for a commit.
 
-        Also accepts names that no job can have, under which rows were appended.
+        `name` may also be one that no job can have, if rows were appended under it.
         """
         job = self._jobs.get(rdzv_id)
         pending = job.pending if job else ()

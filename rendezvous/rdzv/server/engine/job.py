@@ -77,7 +77,7 @@ class Job:
     pending: tuple[Record, ...] = ()
     """History that waits for the next commit."""
     noted: int = 0
-    """The number of notes of events that did not come from a step."""
+    """The number of events that were noted and that no step has caused."""
     node_ids: set[str] = field(default_factory=set)
     """A superset of the nodes that are present."""
 
@@ -89,7 +89,7 @@ class Job:
 
     @property
     def idle(self) -> bool:
-        """Whether it can leave memory: no node is in it, and the store has all of it."""
+        """Whether it can be dropped from memory: no node is in it, and the store has all of it."""
         if self.claims or self.doubt or self.pending:
             return False
         if self.loaded is None:

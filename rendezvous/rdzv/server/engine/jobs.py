@@ -1,4 +1,4 @@
-"""All jobs of one server: all are in the store, and live ones are in memory, too.
+"""All jobs of one server. All of them are in the store; live ones are in memory as well.
 
 Only the holder of a claim changes a job. A commit whose outcome is unknown leaves its job in doubt:
 the next claim resolves it, and nothing is announced before that. The job in memory is therefore
@@ -47,7 +47,7 @@ class Jobs:
         on_due: Callable[[Job, int], None],
         is_waiting: Callable[[str], bool],
     ) -> None:
-        """`publish` receives steps in doubt that turn out to be stored, `on_due` due timers.
+        """Call `publish` with steps in doubt that turn out to be stored, `on_due` for due timers.
 
         `is_waiting` returns whether a command waits for a job, which then stays in memory.
         """
@@ -63,13 +63,13 @@ class Jobs:
         self._is_waiting = is_waiting
         self._jobs: dict[str, Job] = {}
         self.ended: dict[str, int] = {}
-        """When each stored job that was loaded ended, so that none is loaded again for it."""
+        """When each ended job ended, so that no job need be loaded just to find out."""
 
     # ---------------------------------------------------------------- claiming and loading
 
     @asynccontextmanager
     async def claim(self, rdzv_id: str) -> AsyncIterator[Job]:
-        """Claim one job, loaded and with no step in doubt; if idle afterwards, it leaves memory.
+        """Claim one job, loaded and with no step in doubt. If idle afterwards, it leaves memory.
 
         Raises:
             RendezvousConnectionError: the store is away.
@@ -87,7 +87,7 @@ class Jobs:
                     await self._resolve(job, job.doubt)
                 yield job
         except (RendezvousConnectionError, InvariantError):
-            # Its timer claims it again, if nothing else does.
+            # The timer claims the job again if nothing else does.
             job.timer.arm_by(self.retry_at_ms())
             raise
         finally:
@@ -150,7 +150,7 @@ class Jobs:
         try:
             return await written
         except RevisionConflictError as error:
-            log.error("job %s was written by somebody else; it is loaded anew", job.rdzv_id)
+            log.error("job %s was written by another server; it is loaded again", job.rdzv_id)
             await self.load(job)
             raise StoreRefusedError(f"{error}; try again") from error
 
@@ -189,7 +189,7 @@ class Jobs:
         return job.loaded if job else None
 
     def noted(self, rdzv_id: str) -> int:
-        """Return a number that grows with every event of a job that did not come from a step."""
+        """Return how many events of a job were noted that no step has caused."""
         job = self._jobs.get(rdzv_id)
         return job.noted if job else 0
 

@@ -1,4 +1,4 @@
-"""One key-value record of the store as the leading server knows it, also after a failed write."""
+"""One key-value record of the store as the leading server knows it, even after a failed write."""
 
 from __future__ import annotations
 

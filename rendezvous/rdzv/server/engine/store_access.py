@@ -1,4 +1,4 @@
-"""One server's access to its store: each call notes whether the store has answered."""
+"""One server's access to its store. Each call notes whether the store has answered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StoreAccess:
         retry_ms: int,
         on_change: Callable[[str | None], None],
     ) -> None:
-        """`on_change`: see `StoreState`."""
+        """`on_change` is called as by `StoreState`."""
         self._store = store
         self._clock = clock
         self._meter = meter
@@ -61,7 +61,7 @@ class StoreAccess:
 
     async def take_over(self) -> int:
         """Return this server's leadership number."""
-        # Anchored to the clock, so that losing or restoring a store does not move it back.
+        # It is based on the clock, so that it never goes back when a store is lost or restored.
         at_least = self._clock.now_ms() // 1000
         return await self._ask(self._store.take_over(at_least), writes=True)
 
@@ -100,7 +100,7 @@ class StoreAccess:
     # ---------------------------------------------------------------- key-value records, and backup
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Return a key-value record as last written, and its revision; None if it never was."""
+        """Return a key-value record and its revision; None if it was never written."""
         return await self._ask(self._store.load_document(name))
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:

@@ -1,4 +1,4 @@
-"""Whether the store takes writes, and if not: since when, why, and which commands wait."""
+"""Tracks whether the store takes writes and, if not, since when, why, and which commands wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("rdzv.jobs")
 MOST_NAMED = 4
 """The most waiting commands that are named in one sentence."""
 FRESH_RETRIES = 3
-"""A command not repeated during this many retries no longer waits: its node has gone."""
+"""A command that is not repeated within this many retries no longer waits: its node has gone."""
 
 
 class StoreState:
@@ -44,10 +44,10 @@ class StoreState:
         on_change: Callable[[str | None], None],
         probe: Callable[[], object],
     ) -> None:
-        """Call `on_change` with the job whose sentence has changed; None: those of all jobs.
+        """Call `on_change` with the job whose sentence has changed, or with None for all jobs.
 
-        `probe` is called from time to time while the store is away and no command writes to it; it
-        has to try a write.
+        `probe` has to try a write. It is called from time to time while the store is away and no
+        command writes to it.
         """
         self._clock = clock
         self._fresh_ms = FRESH_RETRIES * retry_ms
@@ -63,7 +63,7 @@ class StoreState:
         """By rdzv_id: the commands that wait, in words, and when each was last tried."""
 
     def failed(self, error: RendezvousError, began_ms: int, *, writes: bool) -> None:
-        """Note that a call which began at `began_ms` has failed; log that once."""
+        """Note that a call that began at `began_ms` has failed; log only the first failure."""
         self.unwritable |= writes
         known, self._why = self._why, str(error)
         if self._since_ms is None:
@@ -101,7 +101,7 @@ class StoreState:
                 del self._waiting[rdzv_id]
 
     def waiting(self, rdzv_id: str) -> tuple[str, ...]:
-        """Return what waits for the store in one job, in words."""
+        """Describe what waits for the store in one job."""
         since_ms = self._clock.now_ms() - self._fresh_ms
         return tuple(
             words for words, at_ms in self._waiting.get(rdzv_id, {}).items() if at_ms >= since_ms
@@ -114,7 +114,7 @@ class StoreState:
 
     @property
     def trouble(self) -> str:
-        """Why the store takes nothing, since when, and what waits; empty if all is well.
+        """Why the store takes no writes, since when, and what waits; empty if all is well.
 
         It is a sentence for people, about all jobs.
         """
@@ -147,7 +147,7 @@ class StoreState:
         return text
 
     def _look(self) -> None:
-        """Drop commands that no longer wait; if none is left that would try a write, probe."""
+        """Drop commands that no longer wait, and probe if none is left that would try a write."""
         if self._since_ms is None:
             return
         self._timer.arm(self._clock.now_ms() + self._retry_ms)
@@ -158,7 +158,7 @@ class StoreState:
 
 
 def _words(command: Command) -> str:
-    """Describe a waiting command; empty for one whose caller is refused and does not wait."""
+    """Describe a waiting command; return "" for one whose caller is refused instead of waiting."""
     match command:
         case Join():
             return f"{command.node_id} joins"

@@ -1,4 +1,4 @@
-"""Waiting for changes of a job or a node: for operators that watch, and for the HTTP feeds."""
+"""Lets callers wait for changes of jobs and nodes: operators that watch, and the HTTP feeds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from rdzv.runtime.clock import Clock, Timer
 
 Note = Callable[[str | None], None]
-"""Takes the rdzv_id of a job that has changed; None: a node has changed, or watching ended."""
+"""Takes the rdzv_id of a job that has changed, or None if a node has changed or watching has
+ended."""
 
 
 class Watchers:
-    """Wakes watchers. They read what has changed later, themselves."""
+    """Wakes watchers, which then read for themselves what has changed."""
 
     def __init__(self, clock: Clock, show_progress_every_ms: int) -> None:
-        """Changes that are only progress are shown together, every `show_progress_every_ms`."""
+        """Changes of progress alone are reported together, every `show_progress_every_ms`."""
         self._clock = clock
         self._show_progress_every_ms = show_progress_every_ms
         self._changes = weakref.WeakValueDictionary[str, asyncio.Event]()
@@ -40,7 +41,7 @@ class Watchers:
         return self._progress_timer.due_ms
 
     def next_change(self, rdzv_id: str) -> asyncio.Event:
-        """Return the event of a job's next change. It exists only while the caller keeps it."""
+        """Return the event of a job's next change. It exists only while a caller holds it."""
         return self._changes.setdefault(rdzv_id, asyncio.Event())
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Everything that is served by HTTP: probes, /metrics, the JSON API and its feeds, the page.
+"""Everything that is served over HTTP: probes, /metrics, the JSON API and its feeds, the page.
 
 It is read-only.
 """

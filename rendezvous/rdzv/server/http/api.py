@@ -1,4 +1,4 @@
-"""The JSON API at /api/v1: the views of rdzvctl, by HTTP. It is read-only.
+"""The JSON API at /api/v1, with the same views as rdzvctl. It is read-only.
 
 `openapi` lists the operations. Each answer is a document of `rdzvctl -o json`; an error is a
 document with its code and message, and the HTTP status of its kind.
@@ -71,6 +71,7 @@ class Api:
             "listJobs": self._jobs,
             "getJob": self._job,
             "listEvents": self._events,
+            "getLedger": self._ledger,
             "readLogs": self._logs,
             "readStacks": self._stacks,
             "listNodes": self._nodes,
@@ -102,7 +103,7 @@ class Api:
     def _one_more(self) -> Iterator[None]:
         if self._asked >= self._limits.http_requests:
             raise LimitExceededError(
-                f"{self._asked} requests are being answered, and no more may; ask again soon, "
+                f"{self._asked} requests are being answered, which is the limit; ask again soon, "
                 "follow the stream, or raise the limit `http_requests`"
             )
         self._asked += 1
@@ -124,14 +125,18 @@ class Api:
         rdzv_id = _named(request)
         return as_json.events(rdzv_id, await self._answers.events(rdzv_id, given["limit"] or 0))
 
+    async def _ledger(self, request: web.Request, given: dict[str, Any]) -> str:
+        rdzv_id = _named(request)
+        numbers, found = await self._answers.ledger(rdzv_id, given["run"])
+        return await asyncio.to_thread(as_json.ledger, rdzv_id, numbers, found)
+
     async def _stacks(self, request: web.Request, given: dict[str, Any]) -> str:
         report = await self._answers.kept_stacks(_named(request), given["round"])
         # Encoded in a thread, because it may be large.
         return await asyncio.to_thread(as_json.stacks, report)
 
     async def _nodes(self, request: web.Request, given: dict[str, Any]) -> str:
-        nodes = await self._answers.nodes()
-        return as_json.nodes(nodes, store_away=self._answers.store_away)
+        return as_json.nodes(self._answers.nodes(), store_away=self._answers.store_away)
 
     async def _node(self, request: web.Request, given: dict[str, Any]) -> str:
         return as_json.node(await self._answers.node(_named(request)))
@@ -183,7 +188,7 @@ class Api:
     async def _log_stream(
         self, request: web.Request, texts: AsyncIterator[str]
     ) -> web.StreamResponse:
-        # A refusal comes at once, and is answered as one; the first output may take hours.
+        # A refusal comes at once and becomes the answer; the first output may take hours.
         coming = asyncio.ensure_future(anext(texts, None))
         try:
             done, _ = await asyncio.wait([coming], timeout=self._timings.stream_rest_ms / 1000)
@@ -200,13 +205,13 @@ class Api:
             return response
         finally:
             coming.cancel()
-            # Its generator can be closed only when it no longer runs; its outcome does not matter.
+            # The generator can be closed only once it no longer runs; its result does not matter.
             await asyncio.wait([coming])
             if not coming.cancelled():
                 coming.exception()
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """Write, or give up on a reader that takes no data."""
+        """Write to a reader, or drop it if it accepts no data."""
         try:
             async with asyncio.timeout(self._timings.stream_write_ms / 1000):
                 await response.write(data)
@@ -223,7 +228,7 @@ class Api:
             response = web.StreamResponse(
                 headers={
                     "Content-Type": "text/event-stream; charset=utf-8",
-                    # Otherwise nginx would buffer events.
+                    # Without this header, nginx would buffer events.
                     "X-Accel-Buffering": "no",
                 }
             )
@@ -297,7 +302,7 @@ async def _texts(pieces: AsyncIterator[LogLines], *, one_rank: bool) -> AsyncGen
 
 
 def _json(text: str, status: int = 200) -> web.Response:
-    # Compressed in a thread, whatever the size: the event loop does not wait.
+    # It is compressed in a thread, whatever its size, so that the event loop does not wait.
     response = web.Response(
         text=text, status=status, content_type="application/json", zlib_executor_size=1024
     )

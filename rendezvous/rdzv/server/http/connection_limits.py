@@ -1,8 +1,8 @@
-"""Connection limits of an HTTP server: how many may be open, and how soon a request must begin.
+"""Limits how many connections an HTTP server has, and how long each may take for its request.
 
-aiohttp accepts every connection, and waits without limit for its first request. Here a connection
-beyond the limit is answered with an error and closed; so is one whose request does not come in
-time. Other connections are not affected.
+aiohttp accepts every connection, and waits for its first request without a limit. Here, a
+connection beyond the limit is answered with an error and closed, and so is one whose request does
+not arrive in time. Other connections are not affected.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Visitor(asyncio.Protocol):
     def __init__(self, door: ConnectionLimits) -> None:
         self._door = door
         self._peer: str | None = None
-        """The address under which it was counted; None: it was not."""
+        """The address under which it was counted; None if it was refused."""
         self._transport: asyncio.Transport | None = None
         self._said = bytearray()
         self._handler: asyncio.Protocol | None = None
@@ -108,7 +108,7 @@ class _Visitor(asyncio.Protocol):
         self._said.clear()
 
     def show_out(self, status: int, why: str) -> None:
-        """Answer why this connection ends, and close it."""
+        """Send the reason why this connection ends, and close it."""
         assert self._transport is not None
         self._wait_no_more()
         text = f"{why}\n".encode()
@@ -159,7 +159,7 @@ class GuardedSite(web.BaseSite):
         timings: Timings,
         tls: ssl.SSLContext | None,
     ) -> None:
-        """Listen there, once started."""
+        """Create the listener; `start` binds the address."""
         super().__init__(runner, ssl_context=tls)
         assert runner.server is not None
         self._door = ConnectionLimits(runner.server, limits, timings)
@@ -173,7 +173,7 @@ class GuardedSite(web.BaseSite):
         return f"{scheme}://{self._listen}"
 
     async def start(self) -> None:
-        """Start to listen; raises `OSError` if the address cannot be used."""
+        """Start listening; raises `OSError` if the address cannot be used."""
         await super().start()
         self._server = await asyncio.get_running_loop().create_server(
             self._door,

@@ -1,12 +1,12 @@
-"""The updates that the HTTP API pushes: about all jobs and nodes, or one job, to every follower.
+"""The updates that the HTTP API pushes to followers, about one job or about all jobs and nodes.
 
 All followers of one subject share one *feed*, which looks up each change and encodes it once. A
 feed runs while it has followers. It starts with the whole state, between `begin` and `ready`, and
 continues with changes: a later reader gets a start of its own, sent to that *reader* alone.
 
 A feed gathers changes for a moment, and rests nine times as long as it has worked, so that it never
-takes more than a tenth of the event loop, however much changes. A reader has a bounded queue. One
-that does not keep up is dropped, and receives the reason.
+takes more than a tenth of the event loop, however much changes. Each reader has a bounded queue. A
+reader that does not keep up is sent the reason and dropped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from rdzv.runtime.clock import sleep_ms
 from rdzv.runtime.concurrency import single_error
 from rdzv.server.driver import Driver
 from rdzv.server.http.views import Shown
-from rdzv.server.messages import NodeSummary
-from rdzv.server.operations import answer_values
 from rdzv.server.rpc.queries import SLICE
 from rdzv.server.settings.config import Limits, Timings
 from rdzv.structs import replace
@@ -80,7 +78,7 @@ class Reader:
 
     @property
     def ended(self) -> RendezvousError | None:
-        """Why nothing more comes; None while more may come."""
+        """The reason why no more frames come; None while more may come."""
         return self._end
 
     def put(self, frames: Iterable[bytes]) -> None:
@@ -143,7 +141,7 @@ class Feed:
         return not self._fresh and not self._readers
 
     def fail(self, error: RendezvousError) -> None:
-        """Send all readers the reason why nothing more comes."""
+        """Send all readers the reason why no more updates come."""
         for reader in (*self._fresh, *self._readers):
             reader.end(error)
 
@@ -169,7 +167,7 @@ class Feed:
 
     def _check(self, driver: Driver) -> None:
         if self._answers.replica.driver is not driver:
-            raise RendezvousConnectionError("this server has lost the lead meanwhile; ask again")
+            raise RendezvousConnectionError("this server no longer leads; ask again")
 
     def _heard(self, driver: Driver, rdzv_id: str | None) -> None:
         try:
@@ -193,7 +191,7 @@ class Feed:
             looks_again.cancel()
 
     def _looks_again(self) -> bool:
-        """Whether something may change without an announcement."""
+        """Return whether something may change without an announcement."""
         return self._answers.watches
 
     def _note(self, rdzv_id: str | None) -> None:
@@ -283,21 +281,13 @@ class FleetFeed(Feed):
         return True
 
     async def _tell_nodes(self, fresh: Collection[Reader], old: Collection[Reader]) -> None:
-        now_ms, summaries = self._answers.clock.now_ms(), self._answers.summaries()
-        contents = {s.node_id: _content(s, now_ms) for s in summaries}
-        news = [s for s in summaries if self._nodes.get(s.node_id) != contents[s.node_id]]
-        if fresh:
-            await self._put(fresh, "nodes", as_json.nodes, await self._shown(summaries))
-        await self._put(old, "nodes", as_json.nodes, await self._shown(news))
+        now_ms, nodes = self._answers.clock.now_ms(), self._answers.nodes()
+        contents = {node.node_id: _content(node, now_ms) for node in nodes}
+        news = [node for node in nodes if self._nodes.get(node.node_id) != contents[node.node_id]]
+        await self._put(fresh, "nodes", as_json.nodes, nodes)
+        await self._put(old, "nodes", as_json.nodes, news)
         self._tell_gone(old, "nodes", self._nodes, contents.keys())
         self._nodes = contents
-
-    async def _shown(self, summaries: Sequence[NodeSummary]) -> list[answers.Node]:
-        found: list[answers.Node] = []
-        for part in _parts(summaries, SLICE):
-            found += map(answer_values.node, part)
-            await asyncio.sleep(0)
-        return found
 
     def _tell_gone(
         self,
@@ -328,14 +318,16 @@ class FleetFeed(Feed):
             await asyncio.sleep(0)
 
 
-def _content(summary: NodeSummary, now_ms: int) -> object:
+def _content(node: answers.Node, now_ms: int) -> object:
     """Return a node's data, with the start times of its ages instead of the ages."""
+    cordoned_ms, quarantined_ms = node.cordon_age_ms, node.quarantine_age_ms
+    left_ms = node.quarantine_left_ms
     return replace(
-        summary,
-        state_age_ms=now_ms - summary.state_age_ms,
-        cordon_age_ms=now_ms - summary.cordon_age_ms if summary.cordoned else 0,
-        quarantine_age_ms=now_ms - summary.quarantine_age_ms if summary.quarantine else 0,
-        quarantine_left_ms=now_ms + summary.quarantine_left_ms if summary.quarantine else 0,
+        node,
+        state_age_ms=now_ms - node.state_age_ms,
+        cordon_age_ms=None if cordoned_ms is None else now_ms - cordoned_ms,
+        quarantine_age_ms=None if quarantined_ms is None else now_ms - quarantined_ms,
+        quarantine_left_ms=None if left_ms is None else now_ms + left_ms,
     )
 
 
@@ -353,7 +345,7 @@ class JobFeed(Feed):
         return self._answers.watched(self._rdzv_id) is not None
 
     def _note(self, rdzv_id: str | None) -> None:
-        # Node changes that affect the job are noted with the job's own rdzv_id.
+        # A node change that affects the job is reported under the job's own rdzv_id.
         if rdzv_id == self._rdzv_id:
             self._woken.set()
 
@@ -406,7 +398,7 @@ class Feeds:
         self._limits = limits
         self._timings = timings
         self._feeds: dict[str | None, Feed] = {}
-        """By rdzv_id; None: the fleet."""
+        """The feeds by rdzv_id; the key None has the feed of all jobs and nodes."""
         self._readers = 0
         self._closed = False
 
@@ -429,7 +421,7 @@ class Feeds:
 
     @asynccontextmanager
     async def followed(self, rdzv_id: str | None) -> AsyncIterator[Reader]:
-        """Follow one job, or with None the fleet, until the body ends.
+        """Follow one job, or all jobs and nodes if `rdzv_id` is None, until the body ends.
 
         Raises:
             UnknownJobError: no node has ever joined it.
@@ -441,8 +433,8 @@ class Feeds:
             raise RendezvousConnectionError("this server is stopping; connect again")
         if self._readers >= self._limits.http_streams:
             raise LimitExceededError(
-                f"{self._readers} readers follow the stream here, and no more may; close a page, "
-                "or raise the limit `http_streams`"
+                f"{self._readers} readers follow the stream here, which is the limit; close a "
+                "page, or raise the limit `http_streams`"
             )
         self._readers += 1
         try:

@@ -83,7 +83,8 @@ async def serving_http(
     async with Feeds.running(answers, config.limits, config.timings) as feeds:
         app.add_routes(Api(answers, feeds, config).routes())
         app.add_routes(page_routes())
-        # When a client is gone its handler is cancelled: while it waits, it would not notice.
+        # When a client is gone, its handler is cancelled; a waiting handler would not notice
+        # otherwise.
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -126,7 +127,7 @@ def _metrics_of(metrics: Metrics) -> Handler:
             text = await metrics.text()
         except LimitExceededError as error:
             return web.Response(status=503, text=f"{error}\n")
-        # Compressed in a thread, whatever the size: the event loop does not wait.
+        # It is compressed in a thread, whatever its size, so that the event loop does not wait.
         response = web.Response(
             body=text, headers={"Content-Type": CONTENT_TYPE}, zlib_executor_size=1024
         )

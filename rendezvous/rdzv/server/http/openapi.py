@@ -17,6 +17,7 @@ from rdzv.errors import ERRORS, InvalidRequestError
 from rdzv.server.settings.config import Limits
 from rdzv.structs import struct
 from rdzv.view import answers, as_json
+from rdzv.view.ledger import Ledger
 
 PREFIX = "/api/v1"
 
@@ -159,6 +160,17 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             of="job",
         ),
         Operation(
+            "getLedger",
+            "/jobs/{rdzv_id}/ledger",
+            "What each moment of a run was spent on, and what its failures cost",
+            "Every moment from the beginning of the run to its end, or to now, lies in one "
+            "interval. Without progress (`steps_reported` is false) training counts from the start "
+            "of the workers, so `goodput` is an upper bound.",
+            query=(Number("run", "The run of this number; the last one if not given.", 1, U32),),
+            schema="LedgerOfRun",
+            of="job",
+        ),
+        Operation(
             "readLogs",
             "/jobs/{rdzv_id}/logs",
             "The output of a job's workers, from the nodes that have it",
@@ -213,6 +225,16 @@ _STREAM = (
 
 # ------------------------------------------------------------------------------------ the document
 
+_LEDGER: Mapping[str, Schema] = {
+    "rdzv_id": {"type": "string"},
+    "run_numbers": {
+        "type": "array",
+        "items": {"type": "integer"},
+        "description": "The numbers of all runs whose beginning is kept.",
+    },
+    "ledger": {"$ref": "#/components/schemas/Ledger"},
+}
+
 _STORE_AWAY: Schema = {
     "type": ["string", "null"],
     "description": "Why the server cannot store changes, since when, and what waits; null: it can.",
@@ -229,6 +251,7 @@ def document(limits: Limits) -> Schema:
     for name, fields in (
         ("Jobs", {"jobs": _array("JobSummary"), "store_away": _STORE_AWAY}),
         ("Events", {"rdzv_id": {"type": "string"}, "events": _array("Event")}),
+        ("LedgerOfRun", _LEDGER),
         ("Nodes", {"nodes": _array("NodeRow"), "store_away": _STORE_AWAY}),
         ("Servers", {"servers": _array("Server")}),
     ):
@@ -331,7 +354,7 @@ _REF = "#/components/schemas/{name}"
 
 _VALUES = (
     *(answers.Event, answers.JobStatus, answers.JobSummary, answers.Node, answers.Server),
-    answers.StackReport,
+    *(answers.StackReport, Ledger),
 )
 
 _STATES: Mapping[str, tuple[str, ...]] = {

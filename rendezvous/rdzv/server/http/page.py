@@ -1,4 +1,4 @@
-"""The live page: the files of `rdzv/web`, and headers that keep data from nodes from doing harm.
+"""The live page: the files of `rdzv/web`, with headers that make data from nodes harmless.
 
 The page gets its data from the API; only its files are here, the same for every caller. Their
 policy lets a browser load nothing from elsewhere, run only the page's own scripts, and, by trusted
@@ -93,7 +93,7 @@ async def harmless_headers(request: web.Request, response: web.StreamResponse) -
 
 
 def refusing_strangers(listen: Listen) -> Middleware:
-    """Refuse, on loopback, a request for another machine's name.
+    """Refuse a request for another machine's name if this server listens on loopback.
 
     A browser on this machine would let another site's page read this server if that site's name
     were made to resolve to 127.0.0.1. Such a request still carries that name. Probes and metrics

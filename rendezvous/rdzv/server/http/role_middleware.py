@@ -20,13 +20,13 @@ def checking_roles(gate: Gate) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         if resource is None:
-            # No such path; the handler answers that.
+            # There is no such path, and the handler says so.
             return await handler(request)
         path = resource.canonical
         what = f"{request.method} {path}"
         row_path = "/web/" if path.startswith("/web/") else path
         if row_path not in roles.PATHS:
-            raise DeniedError(f"{path} is open to nobody: no row of the table of roles has it")
+            raise DeniedError(f"{path} is not open to anyone: no row of the table of roles has it")
         if (row := roles.PATHS[row_path]) is None:
             return await handler(request)
         caller = callers.NOBODY

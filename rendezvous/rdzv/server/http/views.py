@@ -10,12 +10,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
-from rdzv.server.messages import LogsWanted, NodeSummary
+from rdzv.server.messages import LogsWanted
 from rdzv.server.operations import answer_values
-from rdzv.server.rpc.queries import SLICE, Queries
+from rdzv.server.rpc.queries import Queries
 from rdzv.server.settings import bounds
 from rdzv.server.wire import inbound_operators
 from rdzv.view import answers
+from rdzv.view.ledger import Ledger, chosen, ledgers_of, run_numbers
 
 
 class Shown(Queries):
@@ -23,7 +24,7 @@ class Shown(Queries):
 
     @property
     def store_away(self) -> str | None:
-        """Why this server can store nothing now; None: it can."""
+        """Why this server can store nothing now; None if it can."""
         return self.replica.driver.trouble or None
 
     async def status(self, asked: str) -> answers.JobStatus:
@@ -37,9 +38,24 @@ class Shown(Queries):
         return sorted(found, key=lambda job: job.rdzv_id)
 
     async def events(self, asked: str, limit: int) -> list[answers.Event]:
-        """Show a job's newest events, oldest first; 0: the server's default number."""
+        """Show a job's newest `limit` events, oldest first; 0 stands for the server's default."""
         rows = await self.history(asked, inbound_operators.history_limit(limit, self.limits))
         return [answers.event_in(row) for row in rows]
+
+    async def ledger(self, asked: str, number: int | None) -> tuple[list[int], Ledger]:
+        """Return the numbers of a job's runs, and the ledger of one: the last, or the one given.
+
+        Raises:
+            UnknownJobError: no node has ever joined it.
+            InvalidRequestError: nothing of this run is kept.
+
+        """
+        status = await self.status(asked)
+        past = await self.events(asked, self.limits.history_rows)
+        now_ms = self.clock.now_ms()
+        # History may have ten thousand rows; nodes must not wait for them.
+        runs = await asyncio.to_thread(ledgers_of, past, now_ms, status.state)
+        return run_numbers(runs), chosen(status.rdzv_id, runs, number)
 
     async def kept_stacks(self, asked: str, number: int | None) -> answers.StackReport:
         """Show the stacks kept of a round that hung: the last one, or the one given.
@@ -55,18 +71,9 @@ class Shown(Queries):
         # It may be a megabyte; nodes must not wait while it is encoded.
         return await asyncio.to_thread(answer_values.stack_report, report, now_ms)
 
-    def summaries(self) -> list[NodeSummary]:
-        """Show every node, as the server's own values."""
-        return list(self.replica.driver.node_views.summaries())
-
-    async def nodes(self) -> list[answers.Node]:
+    def nodes(self) -> list[answers.Node]:
         """Show every node."""
-        found = []
-        for number, summary in enumerate(self.summaries(), 1):
-            found.append(answer_values.node(summary))
-            if number % SLICE == 0:
-                await asyncio.sleep(0)
-        return found
+        return self.replica.driver.node_views.summaries()
 
     async def node(self, asked: str) -> answers.Node:
         """Show one node.
@@ -77,16 +84,16 @@ class Shown(Queries):
 
         """
         node_id = bounds.node_id_of(asked, self.limits)
-        for summary in self.summaries():
+        for summary in self.nodes():
             if summary.node_id == node_id:
-                return answer_values.node(summary)
+                return summary
         raise UnknownNodeError(
             f"no node {node_id} is known here; `rdzvctl nodes` shows those that are"
         )
 
     async def servers(self) -> list[answers.Server]:
         """Show every rdzvd that shares this one's store; a server that stands by answers, too."""
-        return [answer_values.server(view) for view in await self.replica.servers()]
+        return list(await self.replica.servers())
 
     async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:
         """Yield what a job's workers have written; raises as `Driver.read_logs`."""

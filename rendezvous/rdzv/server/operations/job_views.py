@@ -1,4 +1,4 @@
-"""Jobs as operators see them: one, all, or one at each change."""
+"""Jobs as operators see them: one job, all jobs, or one job at each change."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class JobViews:
         """
         if self.watching >= self._most_watchers:
             raise LimitExceededError(
-                f"{self.watching} callers watch jobs here, and no more may; try again later, or "
+                f"{self.watching} callers watch jobs here, which is the limit; try again later, or "
                 "raise the limit `watchers`"
             )
         self.watching += 1
@@ -98,7 +98,7 @@ class JobViews:
                 changed = self._watchers.next_change(rdzv_id)
                 yield await self.status(rdzv_id)
                 await changed.wait()
-            raise RendezvousConnectionError("this server does not serve any more; ask again")
+            raise RendezvousConnectionError("this server no longer serves; ask again")
         finally:
             self.watching -= 1
 
@@ -110,7 +110,7 @@ class JobViews:
         """Show every job that can be read, one by one."""
         async with contextlib.aclosing(self._jobs.each()) as states:
             async for state in states:
-                # Otherwise it was forgotten meanwhile.
+                # A job that was forgotten in the meantime is left out.
                 if state.membership.run:
                     yield self.of(state)
 
@@ -126,11 +126,11 @@ class JobViews:
         return self._diagnosis.stragglers.shown(rdzv_id)
 
     def hangs(self, rdzv_id: str) -> str:
-        """Return which workers of a job hang now, for people; empty: none."""
+        """Describe which workers of a job hang now; return "" if none do."""
         return self._diagnosis.hangs.shown(rdzv_id)
 
     def noted(self, rdzv_id: str) -> int:
-        """Return a number that grows with every event of a job that did not come from a step."""
+        """Return how many events of a job were noted that no step has caused."""
         return self._history.noted(rdzv_id)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:

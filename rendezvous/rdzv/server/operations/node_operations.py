@@ -1,13 +1,14 @@
-"""Changes to nodes that operators ask for: cordon, drain, and undoing both."""
+"""Changes to nodes that operators ask for: cordon, uncordon, drain, undrain."""
 
 from __future__ import annotations
 
 from rdzv.server.engine.watchers import Watchers
-from rdzv.server.messages import LookAgain, NodeSummary
+from rdzv.server.messages import LookAgain
 from rdzv.server.operations.node_views import NodeViews
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.presence import Presence
 from rdzv.server.sessions.streams import Streams
+from rdzv.view.answers import Node
 
 
 class NodeOperations:
@@ -34,13 +35,13 @@ class NodeOperations:
         self._presence = presence
         self._watchers = watchers
 
-    async def cordon(self, node_id: str, reason: str) -> NodeSummary:
+    async def cordon(self, node_id: str, reason: str) -> Node:
         """Stop placing jobs on a node."""
         await self._scheduling.cordons.cordon(node_id, reason)
         self._watchers.nodes_changed()
         return self._views.summary(node_id)
 
-    async def uncordon(self, node_id: str) -> NodeSummary:
+    async def uncordon(self, node_id: str) -> Node:
         """Allow jobs on a node again: its cordon, drain and quarantine are lifted.
 
         A connected node runs its checks again.
@@ -54,7 +55,7 @@ class NodeOperations:
 
     async def drain(
         self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False
-    ) -> NodeSummary:
+    ) -> Node:
         """Make a node leave all its jobs by the deadline, and place nothing more on it.
 
         Raises:
@@ -66,7 +67,7 @@ class NodeOperations:
         self._show_drain(node_id)
         return self._views.summary(node_id)
 
-    async def undrain(self, node_id: str) -> NodeSummary:
+    async def undrain(self, node_id: str) -> Node:
         """Lift a node's drain, and its cordon."""
         self._scheduling.cordons.check_known(node_id)
         await self._scheduling.drains.lift(node_id)

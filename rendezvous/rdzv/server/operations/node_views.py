@@ -1,19 +1,22 @@
-"""Nodes as operators see them: one line each, and their total capacity."""
+"""Nodes as operators see them, and their total capacity."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
 
 from rdzv.core import nodes
 from rdzv.core.model import State
-from rdzv.core.placement import Host
+from rdzv.core.placement import Host, Resources
 from rdzv.core.submissions import awaited
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine.jobs import Jobs
-from rdzv.server.messages import NodeJob, NodeSummary
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.telemetry.metrics_hooks import Room
 from rdzv.structs import replace
+from rdzv.transport.same_fields import from_value
+from rdzv.view import answers
+from rdzv.view.answers import Node, NodeJob
 
 
 class NodeViews:
@@ -53,7 +56,7 @@ class NodeViews:
         return Room(gpus, places, barred, self._count_drains(hosts))
 
     def _count_drains(self, hosts: Iterable[Host]) -> dict[str, int]:
-        """Count the nodes that leave all their jobs, by whether anything is left on them."""
+        """Count the draining nodes, and the drained ones, on which nothing is left."""
         found = {"draining": 0, "drained": 0}
         if drains := self._drains.all():
             busy = {host.node_id for host in hosts if host.taken}
@@ -62,17 +65,17 @@ class NodeViews:
             found["drained"] = len(drains) - found["draining"]
         return found
 
-    def summaries(self, node_ids: Collection[str] = ()) -> list[NodeSummary]:
-        """Show every node that is connected, away, cordoned or quarantined; or only those named."""
+    def summaries(self, node_ids: Collection[str] = ()) -> list[Node]:
+        """Show all nodes that are connected, away, cordoned or quarantined, or those named."""
         known = {*self._records(), *self._cordons.by_node, *self._quarantine.nodes}
         return self._show(sorted(known.intersection(node_ids) if node_ids else known))
 
-    def summary(self, node_id: str) -> NodeSummary:
+    def summary(self, node_id: str) -> Node:
         """Show one node, even one that is no longer known."""
         (summary,) = self._show([node_id])
         return summary
 
-    def _show(self, node_ids: Iterable[str]) -> list[NodeSummary]:
+    def _show(self, node_ids: Iterable[str]) -> list[Node]:
         states, now_ms = self._jobs.states, self._clock.now_ms()
         hosts = {host.node_id: host for host in self._hosts.all(states)}
         records = self._records()
@@ -94,38 +97,54 @@ class NodeViews:
         host: Host | None,
         jobs_of: Mapping[str, list[NodeJob]],
         now_ms: int,
-    ) -> NodeSummary:
+    ) -> Node:
         cordon, known = self._cordons.of(node_id), self._known.of(node_id)
         quarantined = self._quarantine.nodes.get(node_id)
+        drain = self._drains.of(node_id)
         since_ms = record.since_ms if record is not None else now_ms
         state = "gone" if record is None else "away" if record.stream is None else "connected"
-        drain = self._drains.of(node_id)
-        return NodeSummary(
+        shown = Node(
             node_id=node_id,
             state=state,
             state_age_ms=max(now_ms - since_ms, 0),
-            program="rdzv-agent" if host is not None else "rdzvrun" if record is not None else "",
-            address=record.address if record is not None else "",
-            version=known.version if known is not None else "",
-            resources=host.resources if host is not None else None,
-            gpus_free=host.gpus_free if host is not None else 0,
+            program="rdzv-agent" if host is not None else "rdzvrun" if record is not None else None,
+            address=(record.address if record is not None else "") or None,
+            agent_version=(known.version if known is not None else "") or None,
+            resources=_resources(host.resources) if host is not None else None,
+            gpus_free=host.gpus_free if host is not None else None,
             jobs=tuple(jobs_of.get(node_id, ())),
-            drain="" if drain is None else "draining" if jobs_of.get(node_id) else "drained",
-            drain_reason=drain.reason if drain is not None else "",
-            drain_left_ms=drain.left_ms(now_ms) if drain is not None else 0,
-            drained_by_operator=drain is not None and drain.by_operator,
             cordoned=cordon is not None,
-            cordon_reason=cordon.reason if cordon is not None else "",
-            cordon_age_ms=max(now_ms - cordon.at_ms, 0) if cordon is not None else 0,
-            quarantine=quarantined.reason if quarantined is not None else "",
-            quarantine_age_ms=max(now_ms - quarantined.at_ms, 0) if quarantined else 0,
-            quarantine_left_ms=max(quarantined.until_ms - now_ms, 0) if quarantined else 0,
-            unhealthy=known.unhealthy if known is not None else "",
-            unhealthy_age_ms=max(now_ms - known.failing_since_ms, 0)
-            if known is not None and known.failing
-            else 0,
-            metrics=known.metrics if known is not None else "",
+            cordon_reason=(cordon.reason if cordon is not None else "") or None,
+            cordon_age_ms=max(now_ms - cordon.at_ms, 0) if cordon is not None else None,
+            metrics=(known.metrics if known is not None else "") or None,
         )
+        if quarantined is not None:
+            shown = replace(
+                shown,
+                quarantine=quarantined.reason,
+                quarantine_age_ms=max(now_ms - quarantined.at_ms, 0),
+                quarantine_left_ms=max(quarantined.until_ms - now_ms, 0),
+            )
+        if known is not None and known.unhealthy:
+            since_ms = known.failing_since_ms
+            shown = replace(
+                shown, unhealthy=known.unhealthy, unhealthy_age_ms=max(now_ms - since_ms, 0)
+            )
+        if drain is not None:
+            shown = replace(
+                shown,
+                drain="draining" if shown.jobs else "drained",
+                drain_reason=drain.reason or None,
+                drain_left_ms=drain.left_ms(now_ms),
+                drained_by_operator=drain.by_operator,
+            )
+        return shown
+
+
+@lru_cache(maxsize=16_384)
+def _resources(has: Resources) -> answers.Resources:
+    """Show a node's resources; cached, because they seldom change and are asked for often."""
+    return from_value(answers.Resources, has)
 
 
 def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:

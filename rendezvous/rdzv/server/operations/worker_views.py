@@ -1,4 +1,4 @@
-"""The workers of a job as operators see them: their logs, and their stacks."""
+"""The workers of a job as operators see them: their logs and their stacks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WorkerViews:
         """
         state = await self._views.state(rdzv_id)
         if self._watchers.closed:
-            raise RendezvousConnectionError("this server does not serve any more; ask again")
+            raise RendezvousConnectionError("this server no longer serves; ask again")
         reader = self._logs.open(state, wanted)
         try:
             while (lines := await reader.next()) is not None:
@@ -71,7 +71,7 @@ class WorkerViews:
         return found
 
     async def kept_stacks(self, rdzv_id: str, number: int | None) -> Report:
-        """Show the stacks kept of a round that hung; asks no node, and collects none.
+        """Show the stacks that were kept of a round that hung, without asking any node.
 
         Raises:
             UnknownJobError: no node has ever joined it.

@@ -1,4 +1,4 @@
-"""rdzvd's work on its store while not serving: check and restore."""
+"""What rdzvd does with its store without serving: `--check` and `--restore`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rdzv.stores.sqlite_tables import Survey
 from rdzv.structs import struct
 
 ELECTION_TIMEOUT_S = 15.0
-"""How long a restore waits to lead: longer than the default lease of a dead leader."""
+"""How long a restore waits to be elected: longer than the default lease of a dead leader."""
 
 
 @struct(frozen=True)
@@ -55,10 +55,10 @@ async def check(config: Config) -> Found:
         try:
             await _check_data(config, lines, problems)
         except StoreRefusedError as error:
-            # SQLite writes files even to read; without space it reports only "disk I/O error".
+            # SQLite writes files even for reading; on a full disk it reports only "disk I/O error".
             if not problems:
                 raise
-            lines.append(f"store: {config.data_dir} cannot be looked at: {error}")
+            lines.append(f"store: {config.data_dir} cannot be checked: {error}")
     lines.append(f"{len(problems)} problem(s) found" if problems else "all is in order")
     return Found(tuple(lines), tuple(problems))
 
@@ -103,7 +103,7 @@ def _described(survey: Survey) -> Iterator[str]:
 
 
 def _without_room(directory: Path) -> Iterator[str]:
-    """Yield the problem that a data directory has no free space, if so."""
+    """Yield a problem if a data directory has no free space."""
     try:
         try_room(directory)
     except (FileNotFoundError, PermissionError):
@@ -130,7 +130,7 @@ async def _check_jobs(store: Store, config: Config, lines: list[str], problems: 
 
 
 def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str]:
-    """Yield the guarantees that a stored job breaks by itself."""
+    """Yield the guarantees that a stored job breaks."""
     if membership.rdzv_id != rdzv_id:
         yield f"calls itself {membership.rdzv_id}"
     now_ms = round(time.time() * 1000)
@@ -156,7 +156,7 @@ async def restore(config: Config, file: Path) -> str:
         )
     try:
         with file.open("rb") as opened:
-            # Before the store is opened, which would create it.
+            # This comes before the store is opened, because opening would create it.
             backup.verify(opened, str(file))
             opened.seek(0)
             async with _to_write(config) as store:
@@ -193,7 +193,7 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
         store: Store
         if config.etcd is not None:
             client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
-            # No address: no client is to connect to this short-lived leader.
+            # It has no address, because no client is to connect to this short-lived leader.
             name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
             election = await stack.enter_async_context(Election.running(client, name))
             fence = await _elected(election, config.etcd)
@@ -205,7 +205,7 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
 
 
 async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
-    """Wait to lead: for the lease of a dead leader to end, but not for a live leader."""
+    """Wait until elected: for the lease of a dead leader to end, but not for a live leader."""
     try:
         async with asyncio.timeout(ELECTION_TIMEOUT_S):
             return await election.campaign()

@@ -1,8 +1,8 @@
-"""Whether this rdzvd leads among those that share a store, and its driver while it does.
+"""Tracks whether this rdzvd leads among those that share a store, and has its driver while it does.
 
-Alone on a store it always leads. Of several on one etcd, one does; the others *stand by*: they name
-the leader, and refuse everything else with its address. A leader that can no longer prove its
-leadership closes its streams at once, before another can lead, and stands by again.
+A server that is alone on a store always leads. Of several on one etcd, one leads; the others *stand
+by*: they refuse every call, and name the leader. A leader that can no longer prove its leadership
+closes its streams at once, before another can lead, and stands by again.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.server.driver import Driver
-from rdzv.server.messages import ServerView
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_hooks import Figures, Meter
+from rdzv.view.answers import Server
 
 if TYPE_CHECKING:
     from rdzv.stores.election import Election
@@ -28,7 +29,7 @@ log = logging.getLogger("rdzv.replica")
 
 
 class Replica:
-    """Gives the driver to the services. It stands by until it is made to lead."""
+    """Provides the driver to the services. It stands by until `lead` or `campaign` is called."""
 
     def __init__(self, clock: Clock, store: str, version: str) -> None:
         self._clock = clock
@@ -78,7 +79,7 @@ class Replica:
 
     @property
     def trouble(self) -> str:
-        """Why nothing new is decided here now; empty if decisions are made."""
+        """Why this server decides nothing new now; empty if it does."""
         if self._driver is None or not self.proven:
             return str(self._not_leader())
         return self._driver.trouble
@@ -88,7 +89,7 @@ class Replica:
         return self._driver.figures() if self._driver is not None and self.proven else None
 
     def agents(self) -> Mapping[str, str]:
-        """Return by node_id where agents answer /metrics; none while this server does not lead."""
+        """Return by node_id where agents serve /metrics; empty while this server does not lead."""
         return self._driver.agents() if self._driver is not None and self.proven else {}
 
     def _not_leader(self) -> NotLeaderError:
@@ -99,7 +100,7 @@ class Replica:
             f"this rdzvd stands by; the one at {leader.address} leads", leader.address
         )
 
-    async def servers(self) -> tuple[ServerView, ...]:
+    async def servers(self) -> tuple[Server, ...]:
         """Show every rdzvd that shares this one's store.
 
         Raises:
@@ -107,15 +108,18 @@ class Replica:
 
         """
         age_ms = self._clock.now_ms() - self._since_ms
-        store_away = self._driver.trouble if self._driver is not None else ""
+        store_away = (self._driver.trouble if self._driver is not None else "") or None
+        # Not the driver's clock, which does not follow one that is stepped.
+        now_unix_ms = round(time.time() * 1000)
         if self._election is None:
-            leadership = self._driver.leadership if self._driver else 0
+            leadership = (self._driver.leadership if self._driver else 0) or None
             leads = self._driver is not None
             return (
-                ServerView(
+                Server(
                     *(self._address, leads, leadership, self._store, self._version, age_ms),
-                    insecure=self._exposed,
+                    insecure=self._exposed or None,
                     store_away=store_away,
+                    unix_ms=now_unix_ms,
                 ),
             )
         leader = self._election.leader
@@ -124,15 +128,16 @@ class Replica:
             leads = leader is not None and leader.address == other.address
             since_ms = leader.since_unix_ms if leader and leads else other.started_unix_ms
             views.append(
-                ServerView(
+                Server(
                     address=other.address,
                     leads=leads,
-                    leadership=leader.leadership if leader and leads else 0,
+                    leadership=(leader.leadership if leader and leads else 0) or None,
                     store=self._store,
                     version=other.version,
                     state_age_ms=max(self._clock.now_ms() - since_ms, 0),
-                    insecure=self._exposed if other.address == self._address else "",
-                    store_away=store_away if other.address == self._address else "",
+                    insecure=(self._exposed if other.address == self._address else "") or None,
+                    store_away=store_away if other.address == self._address else None,
+                    unix_ms=now_unix_ms if other.address == self._address else None,
                 )
             )
         return tuple(views)
@@ -142,13 +147,14 @@ class Replica:
     def serve_as(self, address: str, tell: Callable[[bool], None], exposed: str = "") -> None:
         """Set this server's address, and the callback for gaining and losing leadership.
 
-        `exposed` is the reason that every client may do everything; empty: not every client may.
+        `exposed` is the reason why every client may do everything, or empty if not every client
+        may.
         """
         self._address, self._tell, self._exposed = address, tell, exposed
         tell(self._driver is not None)
 
     def lead(self, driver: Driver) -> None:
-        """Lead with this driver from now on."""
+        """Start leading with this driver."""
         self._driver, self._since_ms = driver, self._clock.now_ms()
         self._tell(True)
         self._note_change()
@@ -162,7 +168,7 @@ class Replica:
             driver.close_streams(error)
 
     async def wait_alone(self, timeout_s: float) -> None:
-        """If this server leads, wait until every node has gone, for at most `timeout_s`."""
+        """If this server leads, wait up to `timeout_s` until every node has gone."""
         if self._driver is not None:
             await self._driver.streams.wait_empty(timeout_s)
 
@@ -173,7 +179,7 @@ class Replica:
         config: Config,
         meter: Meter | None = None,
     ) -> None:
-        """Lead whenever elected, until cancelled; `meter` counts, through all terms."""
+        """Lead whenever elected, until cancelled. `meter` counts through all terms."""
         self._election = election
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -207,7 +213,7 @@ class Replica:
                 log.warning("this server leads (leadership %d)", driver.leadership)
                 self.lead(driver)
                 reason = await election.lost()
-                log.warning("this server leads no more: %s", reason)
+                log.warning("this server no longer leads: %s", reason)
                 self.stand_by(self._not_leader())
         except RendezvousError as error:
             log.error("this server could not lead: %s", error)

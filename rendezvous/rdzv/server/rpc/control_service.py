@@ -14,7 +14,6 @@ from rdzv.core.explain import job_state
 from rdzv.core.words import duration, listed
 from rdzv.errors import InvalidRequestError, UnknownJobError
 from rdzv.runtime.clock import Clock
-from rdzv.server.messages import NodeSummary
 from rdzv.server.operations import answer_values
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.queries import Queries
@@ -27,6 +26,7 @@ from rdzv.server.wire import inbound_operators, outbound
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+from rdzv.view.answers import Node
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
@@ -42,7 +42,9 @@ CHUNK_BYTES = 256 * 1024
 
 
 class ControlService(pb_grpc.ControlServicer):
-    """Answers operators. A job that is only watched yields to one of its name, except in lists.
+    """Answers operators.
+
+    A job that is only watched gives way to one of the same name, except in lists.
 
     A call that raises an error of `rdzv.errors` ends with that error's status; the interceptor
     does that.
@@ -124,7 +126,7 @@ class ControlService(pb_grpc.ControlServicer):
         """Show every node."""
         named = [bounds.node_id_of(node_id, self._limits) for node_id in request.node_ids]
         driver = self._replica.driver
-        nodes = list(map(_node, driver.node_views.summaries(named)))
+        nodes = list(map(outbound.node, driver.node_views.summaries(named)))
         return pb.ListNodesResponse(nodes=nodes, store_away=driver.trouble)
 
     async def CordonNode(  # noqa: N802
@@ -136,7 +138,7 @@ class ControlService(pb_grpc.ControlServicer):
         before = self._use(node_id)
         found = await self._replica.driver.nodes.cordon(node_id, reason)
         note_change(before, _use_of(found))
-        return _node(found)
+        return outbound.node(found)
 
     async def UncordonNode(  # noqa: N802
         self, request: pb.UncordonNodeRequest, context: AnyContext
@@ -146,7 +148,7 @@ class ControlService(pb_grpc.ControlServicer):
         before = self._use(node_id)
         found = await self._replica.driver.nodes.uncordon(node_id)
         note_change(before, _use_of(found))
-        return _node(found)
+        return outbound.node(found)
 
     async def DrainNode(  # noqa: N802
         self, request: pb.DrainNodeRequest, context: AnyContext
@@ -158,7 +160,7 @@ class ControlService(pb_grpc.ControlServicer):
         before = self._use(node_id)
         found = await driver.nodes.drain(node_id, deadline_ms, reason, keep_min=request.keep_min)
         note_change(before, f"{_use_of(found)} (within {duration(deadline_ms)})")
-        return _node(found)
+        return outbound.node(found)
 
     async def UndrainNode(  # noqa: N802
         self, request: pb.UndrainNodeRequest, context: AnyContext
@@ -168,7 +170,7 @@ class ControlService(pb_grpc.ControlServicer):
         before = self._use(node_id)
         found = await self._replica.driver.nodes.undrain(node_id)
         note_change(before, _use_of(found))
-        return _node(found)
+        return outbound.node(found)
 
     async def _obey(self, request: Wish, read: Callable[[Wish, Limits], Obeyed]) -> pb.JobStatus:
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
@@ -231,15 +233,14 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListServers(  # noqa: N802
         self, request: pb.ListServersRequest, context: AnyContext
     ) -> pb.ListServersResponse:
-        """Show every rdzvd that shares this one's store; a server that stands by answers, too."""
+        """Show every rdzvd that shares this one's store; a standby server answers as well."""
         servers = await self._replica.servers()
-        shown = map(answer_values.server, servers)
-        return pb.ListServersResponse(servers=map(outbound.server, shown))
+        return pb.ListServersResponse(servers=map(outbound.server, servers))
 
     async def CreateToken(  # noqa: N802
         self, request: pb.CreateTokenRequest, context: AnyContext
     ) -> pb.CreateTokenResponse:
-        """Make a token, and show its text once."""
+        """Make a token; this answer is the only one that has its text."""
         name, roles = callers.name_of(request.name), callers.roles_of(request.roles)
         expires_in_ms = inbound_operators.token_life_of(request, self._limits)
         driver = self._replica.driver
@@ -271,7 +272,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListAudit(  # noqa: N802
         self, request: pb.ListAuditRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
-        """Show the record of changes and their callers."""
+        """Show which callers have changed what."""
         limit = inbound_operators.history_limit(request.limit, self._limits)
         rows = await self._replica.driver.history.of(AUDIT, limit)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
@@ -295,11 +296,7 @@ def _nnodes(min_nodes: int, max_nodes: int) -> str:
     return f"{min_nodes}:{max_nodes} nodes"
 
 
-def _node(summary: NodeSummary) -> pb.Node:
-    return outbound.node(answer_values.node(summary))
-
-
-def _use_of(node: NodeSummary) -> str:
+def _use_of(node: Node) -> str:
     if node.drain:
         return node.drain
     return "cordoned" if node.cordoned else "quarantined" if node.quarantine else "in service"

@@ -57,8 +57,8 @@ async def serving(
 ) -> AsyncIterator[Listen]:
     """Serve until the body ends; yield the address, with the port that was given for port 0.
 
-    At the end every stream is told to reconnect, and open calls get a moment to end.
-    Without `reflection`, callers cannot list the services.
+    At the end, every stream is told to reconnect, and open calls get a moment to finish. Without
+    `reflection`, callers cannot list the services.
 
     Raises:
         InvalidRequestError: the address cannot be listened on.
@@ -79,7 +79,7 @@ async def serving(
     bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
     if config.tls is not None and (listen := config.tls.token_listen) is not None:
         at_port = replace(listen, port=_bind(server, listen, tls, asks=False))
-        log.info("who has no certificate connects to %s, and shows a token", at_port)
+        log.info("callers without a certificate connect to %s with a token", at_port)
     await server.start()
     try:
         at = str(config.advertise or bound)
@@ -97,11 +97,11 @@ async def serving(
 
 def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
     return [
-        # Without this, two servers would share a port and take turns.
+        # Without this option, two servers could share a port and take turns.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_metadata_size", limits.metadata_bytes),
-        # gRPC refuses at random between the two.
+        # Between the two limits, gRPC refuses at random.
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
         ("grpc.max_concurrent_streams", limits.calls_per_connection),
         ("grpc.max_allowed_incoming_connections", connections_at_once(limits)),
@@ -110,10 +110,11 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", timings.ping_interval_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # This, not keepalive_timeout_ms, is what ends a connection to a stopped peer.
+        # A connection to a stopped peer is ended by this option, not by keepalive_timeout_ms.
         ("grpc.http2.ping_timeout_ms", timings.ping_timeout_ms),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", timings.min_ping_interval_ms),
-        # A server that was held up reads several pings at once, and would end good streams for it.
+        # A server that was held up reads several pings at once, and would end good streams because
+        # of that.
         ("grpc.http2.max_ping_strikes", 0),
     ]
 
@@ -128,8 +129,8 @@ def connections_at_once(limits: Limits) -> int:
 
 @asynccontextmanager
 async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
-    """End the body if gRPC's server ends: otherwise the process would live on, unreachable."""
-    # It ends when the server has stopped: cancelled, it would cancel the stop as well.
+    """End the body if gRPC's server ends; otherwise the process would live on, unreachable."""
+    # It ends once the server has stopped. Cancelling it would cancel the stop as well.
     ended = asyncio.create_task(server.wait_for_termination())
 
     async def wait() -> None:
@@ -155,7 +156,7 @@ def _enable_reflection(server: grpc.aio.Server) -> None:
 async def _telling_health(
     replica: Replica, servicer: health.aio.HealthServicer, address: str, exposed: str
 ) -> AsyncIterator[None]:
-    """Report health: nodes are served only while this server leads; it is always alive."""
+    """Report the server as alive, and as serving nodes while it leads."""
     changed = asyncio.Event()
     leading = False
 
@@ -182,7 +183,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: bool) -> int:
-    """Bind an address; with `asks`, clients must show a certificate."""
+    """Bind an address; if `asks` is set, clients must show a certificate."""
     try:
         if tls is None:
             return server.add_insecure_port(str(listen))

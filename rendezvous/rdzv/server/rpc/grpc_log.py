@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 NO_TEXT = "Invalid encoding on"
-"""The start of gRPC's log line about metadata that is not text. It has a traceback, and quotes the
-value, which may be a damaged token. The sender is refused, and the refusal is logged."""
+"""The start of gRPC's log line about metadata that is not text. The line has a traceback, and
+quotes the value, which may be a damaged token. It is not needed: the call is refused, and that is
+logged."""
 
 
 def quiet_grpc() -> None:

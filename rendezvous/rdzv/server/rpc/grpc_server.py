@@ -17,9 +17,10 @@ from grpc.aio import _server
 def grpc_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Server:
-    """Return a server, to which services are added by registering methods.
+    """Return a server.
 
-    All methods that protoc generates are registered. Any other call is answered UNIMPLEMENTED.
+    Generated services register their methods with it; any other call is answered with
+    UNIMPLEMENTED.
     """
     server: Any = _Server(interceptors, options)
     return server  # type: ignore[no-any-return]
@@ -36,7 +37,7 @@ class _Server(_server.Server):
 
 
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
-    """The server, whose loop survives a path that is not UTF-8.
+    """A server whose loop survives a path that is not UTF-8.
 
     gRPC's loop decodes the path of a call to an unregistered method, and an error there shuts the
     whole server down: with 1.85.1, one frame would end it. The loop of 1.78.0 is different: it

@@ -1,6 +1,7 @@
 """Queries about jobs, over gRPC and HTTP alike.
 
-A job that is only watched (torchrun's own, at `--c10d`) yields to one of its name, except in lists.
+A job that is only watched (torchrun's own, at `--c10d`) gives way to one of the same name, except
+in lists.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
 
 SLICE = 50
-"""The number of jobs or nodes shown before other tasks run: a few milliseconds."""
+"""The number of jobs or nodes shown before other tasks run; it takes a few milliseconds."""
 
 
 class Queries:
@@ -53,7 +54,8 @@ class Queries:
         try:
             return await self.replica.driver.views.status(bounds.rdzv_id_of(asked, self.limits))
         except (UnknownJobError, InvalidRequestError):
-            # Not earlier: a name that is invalid here may be valid for torchrun's own rendezvous.
+            # It is checked only now, because an invalid name may be valid for torchrun's own
+            # rendezvous.
             if (watched := self.watched(asked)) is None:
                 raise
             return watched
@@ -64,7 +66,7 @@ class Queries:
 
     @property
     def watches(self) -> bool:
-        """Whether there may be jobs that are only watched."""
+        """Return whether there may be jobs that are only watched."""
         return self._facade is not None
 
     def all_watched(self) -> tuple[JobView, ...]:
@@ -113,7 +115,7 @@ class Queries:
             return ()
 
     def why_no_logs(self, asked: str, error: RendezvousError) -> RendezvousError:
-        """Return the error for an unknown job's logs: a job that is only watched has none here."""
+        """Return the error for the logs of a job that is unknown, or only watched."""
         if self.watched(asked) is None:
             return error
         return InvalidRequestError(

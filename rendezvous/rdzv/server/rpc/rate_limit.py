@@ -1,4 +1,4 @@
-"""A rate limit: a burst at once, then a number per second."""
+"""A rate limit that allows a burst, and then a number per second."""
 
 from __future__ import annotations
 

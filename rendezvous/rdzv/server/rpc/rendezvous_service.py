@@ -1,7 +1,7 @@
 """The Rendezvous service: the stream of each node, for all its jobs.
 
-An error about one job of a node is sent to the node in its stream, which stays open. An error that
-ends the stream is raised, and becomes the status of the call; see `role_interceptor`.
+An error about one job is sent to the node over its stream, which stays open. An error that ends the
+stream is raised and becomes the status of the call; see `role_interceptor`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Conversation:
         self._early: dict[str, Progress] = {}
         """By rdzv_id: progress that the node has sent before its beliefs were handled."""
         self._early_hung: dict[str, Hung] = {}
-        """Likewise: the node's workers that hang."""
+        """Likewise, reports of hung workers."""
         self._warned = False
         self._allowance = RateLimit(self._limits.commands_at_once, self._limits.commands_per_second)
 
@@ -92,14 +92,15 @@ class Conversation:
         hello = inbound_nodes.hello_of(message, self._limits)
         stream = self._driver.connections.attach(hello, callers.present.get())
         try:
-            # Explicitly: if the first write is cut short, gRPC does not know that it has sent them,
-            # and the final status fails to send them again: the node would get no status.
+            # They are sent explicitly. If the first write is cut short, gRPC does not know that it
+            # has sent them; it then fails to send them with the final status, and the node gets no
+            # status.
             await context.send_initial_metadata(())
             end = await self._serve(stream, message.beliefs, context)
         except grpc.aio.BaseError:
             end = None
         finally:
-            # Also if the node has died: this call is cancelled then.
+            # This runs even if the node has died, because then the call is cancelled.
             self._driver.connections.detach(stream)
         if end is not None:
             log.info("the stream of %s is closed: %s", stream.node_id, end)
@@ -134,14 +135,14 @@ class Conversation:
         return end
 
     async def _read(self, stream: Stream, inbox: Inbox, context: Context) -> None:
-        """Read the node's messages; renew its lease at once, even while the store is away."""
+        """Read the node's messages; each renews the lease at once, even while the store is away."""
         try:
             while (message := await _receive(context)) is not None:
                 self._driver.connections.heard(stream)
                 self._take(message, stream, inbox)
         except InvalidRequestError as error:
             stream.close(error)
-        # A stream that ends is not a leave: see the contract. Earlier messages are handled first.
+        # The end of a stream is not a leave (see the contract). Earlier messages are handled first.
         await inbox.put(None)
 
     def _take(self, message: pb.NodeMessage, stream: Stream, inbox: Inbox) -> None:
@@ -183,9 +184,10 @@ class Conversation:
             stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     def _take_progress(self, message: pb.Progress, stream: Stream) -> None:
-        """Note progress at once: it must not wait in the inbox while the store is away.
+        """Note progress at once, so that it does not wait in the inbox while the store is away.
 
-        It is for people: an invalid report is no reason to refuse the node anything else.
+        Progress is only shown to people, so an invalid report is no reason to refuse the node
+        anything else.
         """
         try:
             said = inbound_nodes.progress_of(message, self._limits)
@@ -197,7 +199,7 @@ class Conversation:
             self._warn(stream, error)
 
     def _take_hung(self, said: Hung, stream: Stream) -> None:
-        """Note hanging workers at once; a job that is not adopted yet has none."""
+        """Note hung workers at once; a job that is not adopted yet has none."""
         if stream.greeted:
             self._driver.reports.note_hung(stream, said)
         elif said.rdzv_id in self._early_hung or len(self._early_hung) < self._limits.beliefs:
@@ -222,13 +224,13 @@ class Conversation:
     def _warn(self, stream: Stream, error: InvalidRequestError) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("%s: its progress is passed over: %s", stream.node_id, error)
+            log.warning("%s: its progress is ignored: %s", stream.node_id, error)
 
     def _queue(self, said: Said, stream: Stream, inbox: Inbox) -> None:
         if not isinstance(said, Holdings) and not self._allowance.take(self._clock.now_ms()):
             raise LimitExceededError(
-                f"{stream.node_id} asks for more than {self._limits.commands_per_second} things a "
-                "second; ask less often"
+                f"{stream.node_id} sends more than {self._limits.commands_per_second} commands a "
+                "second; send fewer"
             )
         try:
             inbox.put_nowait(said)
@@ -259,14 +261,14 @@ class Conversation:
             try:
                 yield inbound_nodes.belief_of(message, speaker, self._limits)
             except InvalidRequestError as error:
-                # One bad job must not block messages about this node's other jobs.
+                # An error in one job must not block messages about the node's other jobs.
                 stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     async def _write(self, stream: Stream, context: Context) -> None:
         while True:
             told = await stream.next()
             if not self._replica.proven:
-                # Another server may lead by now, and have sent another state.
+                # Another server may lead by now and have sent a different state.
                 stream.close(RendezvousConnectionError("this server cannot prove that it leads"))
                 return
             message = outbound.server_message(
@@ -280,7 +282,7 @@ class Conversation:
 
 
 async def _receive(context: Context) -> pb.NodeMessage | None:
-    """Return the next message of a node; None if its stream has ended, for whatever reason.
+    """Return the next message of a node; None if its stream has ended for any reason.
 
     Raises:
         InvalidRequestError: the bytes are not a message.

@@ -90,7 +90,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 except RendezvousError as error:
                     await end_call(context, error)
                 except DecodeError as error:
-                    # Of gRPC's own reflection service.
+                    # This is a call of gRPC's own reflection service.
                     await end_call(context, _unreadable(method, str(error)))
 
         return serve
@@ -124,12 +124,12 @@ class Interceptor(grpc.aio.ServerInterceptor):
             await end_call(context, error)
 
     async def _enter(self, method: str, request: Any, context: Any) -> Caller:
-        """Admit a caller, or end the call."""
+        """Admit the caller or end the call."""
         caller, verb = callers.NOBODY, verb_of(method)
         try:
             if method not in roles.CALLS:
                 raise DeniedError(
-                    f"{method} is open to nobody: no row of the table of roles has it"
+                    f"{method} is not open to anyone: no row of the table of roles has it"
                 )
             if (row := roles.CALLS[method]) is not None:
                 caller = await self._gate.caller(_header(context), lambda: _certified(context))
@@ -176,8 +176,8 @@ def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
     """End a stream before any of its messages was read; does not return.
 
-    The first message is awaited, and ignored: a gRPC client whose message is sent as the refusal
-    arrives gets an INTERNAL error instead of the refusal.
+    The first message is awaited and ignored, because a gRPC client that is sending it while the
+    refusal arrives reports an INTERNAL error instead of the refusal.
     """
     with suppress(TimeoutError, DecodeError, grpc.aio.BaseError):
         async with asyncio.timeout(FIRST_MESSAGE_S):

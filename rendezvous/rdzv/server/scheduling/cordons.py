@@ -27,11 +27,11 @@ class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str
     at_ms: int
     due_ms: int | None = None
-    """When the node's remaining workers are ended; None: they may run on."""
+    """When the node's remaining workers are ended; None if they may run on."""
 
     @property
     def drain(self) -> Drain | None:
-        """The drain as announced to the node; None: it is only cordoned."""
+        """The drain as announced to the node; None if it is only cordoned."""
         if self.due_ms is None:
             return None
         return Drain(self.reason, self.due_ms, max(self.at_ms, 2))
@@ -42,7 +42,10 @@ def _read_cordons(data: bytes) -> dict[str, Cordon]:
 
 
 class Cordons:
-    """The cordons and drains of one server's nodes: made by operators, kept in the store."""
+    """The cordons and drains of one server's nodes.
+
+    Operators make them, and the store keeps them.
+    """
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class Cordons:
 
         def cordoned(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
             if node_id in cordons and cordons[node_id].due_ms is not None:
-                # It is drained, which includes a cordon.
+                # The node is drained, and that includes a cordon.
                 return cordons
             return {**cordons, node_id: Cordon(reason, now_ms)}
 
@@ -137,5 +140,5 @@ class Cordons:
             try:
                 await self._document.swap(changed, msgspec.json.encode(changed))
             finally:
-                # After a failure, those are the cordons that were read again.
+                # After a failure, these are the cordons as read again.
                 self._on_change(before)

@@ -1,4 +1,4 @@
-"""Drains: nodes that leave all their jobs by a deadline, as ordered or on their own initiative.
+"""Drains of nodes, which leave all their jobs by a deadline, as ordered or on their own initiative.
 
 An operator's drain is stored with the cordons and announced to its node (`Drains.tell_changes`),
 which does the rest. A node's own drain (it is preempted, or its agent ends) is only in memory: the
@@ -34,7 +34,7 @@ class Drains:
         cordons: Cordons,
         send: Callable[[str, Announcement], object],
     ) -> None:
-        """`send` announces to a node that it is drained, or no longer."""
+        """`send` tells a node that it is being drained, or no longer is."""
         self._engine = engine
         self._clock = clock
         self._cordons = cordons
@@ -43,13 +43,13 @@ class Drains:
         """By node_id: the drain of a node that has announced that it will leave."""
 
     def of(self, node_id: str) -> Drain | None:
-        """Return a node's drain, with the earlier deadline; None: it stays."""
+        """Return a node's drain with its earliest deadline; None if the node stays."""
         cordon = self._cordons.of(node_id)
         both = [cordon and cordon.drain, self._wishes.get(node_id)]
         return min((one for one in both if one), key=lambda drain: drain.due_ms, default=None)
 
     def wishes(self, node_id: str) -> bool:
-        """Whether a node itself has announced that it will leave."""
+        """Return whether a node itself has announced that it will leave."""
         return node_id in self._wishes
 
     def all(self) -> dict[str, Drain]:
@@ -77,7 +77,7 @@ class Drains:
         cordon = Cordon(reason, now_ms, now_ms + deadline_ms)
 
         def drained(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
-            # Under the lock, so that no job is placed and no other node drained in between.
+            # The lock is held, so that no job is placed and no other node is drained in between.
             if short is not None and (why := short(node_id)):
                 raise TooFewNodesError(why)
             return {**cordons, node_id: cordon}
@@ -98,10 +98,10 @@ class Drains:
             return
         if lifted.drain is not None:
             self._record(NodeUndrained(node_id))
-        log.warning("node %s is not cordoned any more", node_id)
+        log.warning("node %s is no longer cordoned", node_id)
 
     def tell_changes(self, before: Mapping[str, Cordon]) -> None:
-        """Announce to each node concerned that its drain has begun or ended."""
+        """Tell each node concerned that its drain has begun or ended."""
         now = self._cordons.by_node
         for node_id in {*before, *now}:
             old, new = before.get(node_id), now.get(node_id)
@@ -117,7 +117,7 @@ class Drains:
     # ---------------------------------------------------------------- by the node
 
     def owed(self, hello: Hello) -> Announcement | None:
-        """Return what to send a returning node about its drain; None: nothing."""
+        """Return what to send a returning node about its drain; None if there is nothing."""
         cordon = self._cordons.of(hello.node_id)
         if cordon is not None and cordon.drain is not None:
             return self._told(cordon.drain)
@@ -151,5 +151,5 @@ class Drains:
 
 
 def takes_part(state: State, node_id: str) -> bool:
-    """Whether a node is in a job, or was selected for it."""
+    """Return whether a node is in a job or was selected for it."""
     return state.present(node_id) or node_id in state.placed

@@ -1,4 +1,4 @@
-"""Nodes as placement sees them: their resources, the taken share, and why one is unusable."""
+"""Nodes as placement sees them: their resources, what is taken, and why a node is unusable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Hosts:
                 continue
             held = {(h.rdzv_id, h.run): h.gpus for h in known.holdings}
             has = taken.get(node_id, {}) | held
-            # A state that may last for hours must not keep other nodes from jobs that need them.
+            # Such a state may last for hours, and must not keep other nodes from jobs that need
+            # them.
             unfit = node_id in quarantined or bool(known.failing)
             cordoned = node_id in self._cordons.by_node or self._drains.wishes(node_id) or unfit
             hosts.append(Host(node_id, known.resources, has, self._unusable(record), cordoned))
@@ -61,7 +62,7 @@ class Hosts:
         return taken
 
     def _unusable(self, record: nodes.NodeRecord) -> str:
-        """Return why nothing is placed on a node now; empty: it is usable."""
+        """Return why nothing is placed on a node now; empty if it is usable."""
         if (drain := self._drains.of(record.node_id)) is not None:
             what = "drained" if drain.by_operator else "about to leave"
             return what + (f" ({drain.reason})" if drain.reason else "")

@@ -21,13 +21,13 @@ class KnownNode:
     resources: Resources | None
     holdings: tuple[Holding, ...] = ()
     metrics: str = ""
-    """Where its agent answers /metrics; empty: nowhere."""
+    """Where its agent serves /metrics; empty if it does not."""
     failing: tuple[FailingCheck, ...] = ()
     failing_since_ms: int = 0
 
     @property
     def unhealthy(self) -> str:
-        """The node's own checks that fail, for people; empty: none."""
+        """A description of its failing health checks; empty if none fails."""
         return "; ".join(map(str, self.failing))
 
 
@@ -78,7 +78,7 @@ class KnownNodes:
         self._on_change()
 
     def note_health(self, node_id: str, failing: tuple[FailingCheck, ...]) -> None:
-        """Note which of its own checks a node fails now; none: it is healthy."""
+        """Note which health checks of a node fail now; it is healthy if none does."""
         known = self._known.get(node_id)
         if known is None or known.failing == failing:
             return

@@ -1,9 +1,9 @@
 """Places submitted jobs: passes the known state to `core/placement`, and carries out its plan.
 
-Placement knows of a node what it reports itself (`known_nodes`), whether it is connected, and what
-operators have ordered for it (`cordons`, `drains`). Each placement is a command to the rendezvous
-of its job, decided, stored and announced like every other; so a server that takes over continues
-from the stored state, and this module keeps nothing that would be missed.
+Placement knows what a node reports about itself (`known_nodes`), whether it is connected, and what
+operators have ordered for it (`cordons`, `drains`). Each placement is a command to the job's
+rendezvous, and is decided, stored and announced like every other. So a server that takes over
+continues from the stored state, and this module keeps no state of its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Placer:
     ) -> None:
         """`lock` is held while jobs are placed, so that no node is cordoned meanwhile.
 
-        `settle_ms`: how long after a start nodes may still be reconnecting.
+        For `settle_ms` after the start, nodes may still be reconnecting.
         """
         self._engine = engine
         self._jobs = engine.jobs
@@ -86,7 +86,7 @@ class Placer:
         self._timer.cancel()
 
     def wake(self) -> None:
-        """Place soon, once for all changes that come together."""
+        """Place jobs soon, once for all changes that come together."""
         if not self.stopped and (self._known or self._waits):
             self._timer.arm_by(self._clock.now_ms() + self._quiet_ms)
 
@@ -98,7 +98,7 @@ class Placer:
         self._tasks.start(self.place())
 
     async def place(self) -> None:
-        """Decide which job gets which nodes now; have that stored and announced."""
+        """Decide which jobs get which nodes now, and have that stored and announced."""
         async with self._lock:
             await self._bar()
             done: list[tuple[str, Command]] = []
@@ -126,7 +126,7 @@ class Placer:
             try:
                 await self._engine.submit(membership.rdzv_id, bar)
             except RendezvousError as error:
-                log.warning("job %s lets go of nodes later: %s", membership.rdzv_id, error)
+                log.warning("job %s releases nodes later: %s", membership.rdzv_id, error)
                 self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
 
     async def _resolved(self) -> bool:
@@ -136,7 +136,11 @@ class Placer:
                 async with self._jobs.claim(rdzv_id):
                     pass
             except RendezvousError as error:
-                log.warning("nothing is placed until job %s is beyond doubt: %s", rdzv_id, error)
+                log.warning(
+                    "nothing is placed until the last commit of job %s is resolved: %s",
+                    rdzv_id,
+                    error,
+                )
                 self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
                 return False
         return True
@@ -158,7 +162,7 @@ class Placer:
         return [*_withdrawn_from(going, states), *_commands(decided, runs, lost)]
 
     def _arm(self, states: Iterable[State], now_ms: int) -> None:
-        """Set the timer for when the server has settled, and for when running jobs may grow."""
+        """Set the timer for the time when the server has settled, or when running jobs may grow."""
         due = [grows_at_ms(state) for state in states if state.membership.ended is None]
         later = [at_ms for at_ms in (self.settled_at_ms, *due) if at_ms is not None]
         later = [at_ms for at_ms in later if now_ms < at_ms]
@@ -196,7 +200,7 @@ class Placer:
             )
 
     def short_without(self, node_id: str) -> str:
-        """Name the jobs that would have too few nodes without this one; empty: none would."""
+        """Name the jobs that would have too few nodes without this one; empty if there are none."""
         states = [
             state
             for state in self._jobs.states
@@ -206,7 +210,7 @@ class Placer:
         return "; ".join(why for state in states if (why := self._short(state, going)))
 
     def _short(self, state: State, going: set[str]) -> str:
-        """Describe that a job would have too few nodes without these; empty: it would not."""
+        """Describe that a job would have too few nodes without these; empty if it would not."""
         membership = state.membership
         here = {*state.seats, *state.waiting} - going - state.away.keys()
         lacks = membership.min_nodes - len(here)

@@ -2,8 +2,8 @@
 
 A strike is judged after a step is decided and before it is stored, under the lock of its job. So
 the job releases a node in the very step in which its round is settled, and no round forms with a
-node that has just been quarantined. The verdict is stored first: a step that fails after that is
-retried, and the strike is known by then.
+node that has just been quarantined. The verdict is stored first: if the step then fails, it is
+retried, and by then the strike is known.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Quarantine:
 
     @property
     def bar(self) -> Bar:
-        """The command that informs a submitted job which nodes it may not keep."""
+        """The command that tells a submitted job which nodes it may not keep."""
         return Bar(
             tuple((name, f"quarantined: {held.reason}") for name, held in self.nodes.items())
         )
@@ -154,7 +154,7 @@ class Quarantine:
             if lifted != self._record:
                 await self._write(lifted)
         if held:
-            log.warning("node %s is not quarantined any more: an operator has lifted it", node_id)
+            log.warning("node %s is no longer quarantined: an operator has lifted it", node_id)
             self._changed()
         return held
 
@@ -163,11 +163,11 @@ class Quarantine:
         try:
             await self._document.swap(record, msgspec.json.encode(record))
         except RendezvousConnectionError:
-            # It was read again.
+            # The record was read again.
             self._changed()
             raise
         except RendezvousError as error:
-            # Training continues anyway; the record is only not stored.
+            # Training goes on; only the record was not stored.
             log.error("the document %s cannot be written: %s", QUARANTINE, error)
             self._document.value = record
 
@@ -179,5 +179,5 @@ class Quarantine:
     def _expire(self, due_ms: int) -> None:
         over = [n for n, held in self._record.nodes.items() if held.until_ms == due_ms]
         for node_id in over:
-            log.warning("node %s is not quarantined any more: its time is over", node_id)
+            log.warning("node %s is no longer quarantined: its time is over", node_id)
         self._changed()

@@ -1,8 +1,8 @@
 """The gate: each call is checked here against the table of roles, before it is served.
 
 `Gate` identifies the caller, refuses calls that `roles` does not permit, and records who changed
-what: in the log, and in a history under a name that no job can have. gRPC's calls reach it through
-`rpc/role_interceptor`, HTTP's through `http/role_middleware`.
+what: in the log, and in a history under a name that no job can have. gRPC calls reach it through
+`rpc/role_interceptor`, HTTP requests through `http/role_middleware`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOG_EVERY_MS = 1_000
 
 @dataclass(slots=True)
 class Change:
-    """The present call's change, from what to what; empty while it has changed nothing."""
+    """What the present call has changed, and to what; empty while it has changed nothing."""
 
     text: str = ""
 
@@ -93,7 +93,7 @@ class Leadership(Protocol):
 
 
 class Gate:
-    """The gate of one server: it checks each call, by gRPC and by HTTP."""
+    """The gate of one server, which checks each call over gRPC and HTTP."""
 
     def __init__(
         self, leadership: Leadership, clock: Clock, config: Config, meter: Meter | None = None
@@ -122,7 +122,7 @@ class Gate:
         if (caller := certified()) is not None:
             return caller
         raise UnauthenticatedError(
-            "this server wants to know who calls, and nothing was shown; give a client "
+            "this server requires authentication, and the call carries none; give a client "
             "certificate, or a token with --token-file (or RDZV_TOKEN_FILE)"
         )
 
@@ -139,7 +139,7 @@ class Gate:
         try:
             named = bounds.rdzv_id_of(rdzv_id, self._config.limits)
         except InvalidRequestError:
-            # No job can have this name; the call itself answers that.
+            # No job can have this name, and the call itself says so.
             return
         roles.refuse_others_job(caller, await self._leadership.driver.jobs.look(named), what)
 
@@ -157,7 +157,7 @@ class Gate:
     async def audit(
         self, caller: Caller, verb: str, request: object, peer: str, change: str, end: str
     ) -> None:
-        """Record which caller has changed what, from what to what."""
+        """Record which caller has changed what, with the values before and after."""
         named = (getattr(request, key, "") for key in ("rdzv_id", "node_id", "name", "id_or_name"))
         target = next(filter(None, named), "")
         submitter = getattr(request, "submitted_by", "")
@@ -175,5 +175,5 @@ class Gate:
 
 
 def signed(reason: str, caller: Caller) -> str:
-    """Return a reason for people, with the name of the caller who gave it, if that is proven."""
+    """Add the caller's name to the reason that it gave, if the name is proven."""
     return f"{reason} [{caller}]" if caller.name else reason

@@ -1,8 +1,9 @@
 """The caller of a request: proven by the client's certificate, or by a token.
 
-The name of a caller is its certificate's common name (CN), and its roles are the organizations (O)
-that are names of roles; or both come from its token. A token takes precedence over the certificate
-that comes with it, which may be the machine's. If callers need no proof, each is `ANYBODY`.
+The name of a caller is its certificate's common name (CN), and its roles are those of the
+organizations (O) that are names of roles. Or both come from its token, which takes precedence,
+since the certificate that comes with it may be the machine's. If callers need no proof, each is
+`ANYBODY`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ IMPLIED = {
     Role.NODE: frozenset({Role.NODE}),
     Role.ADMIN: frozenset(Role),
 }
-"""By role: the roles it includes. A node's key lies on a machine that runs users' code, and so
+"""The roles that each role includes. A node's key lies on a machine that runs users' code, so it
 permits only the node's own stream."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
@@ -42,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
 
 @struct(frozen=True)
 class Caller:
-    """One caller, with all roles that its own imply."""
+    """One caller, with its own roles and all that these imply."""
 
     name: str
     roles: frozenset[Role]
@@ -52,7 +53,7 @@ class Caller:
     """The id of the token that the caller has shown."""
 
     def has(self, roles: Iterable[Role]) -> bool:
-        """Whether it has one of these roles."""
+        """Return whether it has one of these roles."""
         return not self.roles.isdisjoint(roles)
 
     @property
@@ -62,7 +63,7 @@ class Caller:
 
     @property
     def shown(self) -> str:
-        """Its roles, for people, without those that another of them implies."""
+        """A description of its roles, without those that another one implies."""
         own = [
             role
             for role in Role
@@ -82,7 +83,7 @@ NOBODY = Caller("", frozenset(), "nobody")
 """A caller without proof at a server that requires one."""
 
 present: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
-"""The caller of the call that the present task serves."""
+"""The caller whose call the present task serves."""
 
 
 def name_of(text: str) -> str:
@@ -94,7 +95,8 @@ def name_of(text: str) -> str:
     """
     if not _NAME.fullmatch(text):
         raise InvalidRequestError(
-            f"{text[:140]!r} is no name of a caller; give at most 128 letters, digits and . _ @ + -"
+            f"{text[:140]!r} is not the name of a caller; give at most 128 letters, "
+            "digits and . _ @ + -"
         )
     return text
 
@@ -111,7 +113,7 @@ def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
     for name in names:
         if name not in known:
             raise InvalidRequestError(
-                f"{name[:40]!r} is no role; those that are: {', '.join(known)}"
+                f"{name[:40]!r} is not a role; the roles are: {', '.join(known)}"
             )
         found[known[name]] = None
     if not found:

@@ -40,7 +40,7 @@ class Row:
 
 
 OPEN = None
-"""The row of calls that need no role or proof."""
+"""The row of calls that need neither role nor proof."""
 
 _READ = Row(frozenset({Role.READ}))
 _LOOK_INSIDE = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB)
@@ -78,7 +78,7 @@ CALLS: dict[str, Row | None] = {
     "/grpc.health.v1.Health/Watch": OPEN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
 }
-"""By the full name of a gRPC method."""
+"""The rows by the full name of a gRPC method."""
 
 PATHS: dict[str, Row | None] = {
     "/healthz": OPEN,
@@ -91,6 +91,7 @@ PATHS: dict[str, Row | None] = {
     "/api/v1/jobs": _READ,
     "/api/v1/jobs/{rdzv_id}": _READ,
     "/api/v1/jobs/{rdzv_id}/events": _READ,
+    "/api/v1/jobs/{rdzv_id}/ledger": _READ,
     "/api/v1/jobs/{rdzv_id}/logs": _LOOK_INSIDE,
     "/api/v1/jobs/{rdzv_id}/stacks": _LOOK_INSIDE,
     "/api/v1/nodes": _READ,
@@ -99,7 +100,7 @@ PATHS: dict[str, Row | None] = {
     "/api/v1/stream": _READ,
     "/api/v1/openapi.json": _READ,
 }
-"""By the path of the route; `/web/` stands for all files below it."""
+"""The rows by the path of the route; `/web/` stands for all files below it."""
 
 
 def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
@@ -162,9 +163,9 @@ def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
 
 
 def owner_by(caller: Caller) -> str:
-    """Return the owner of a job that the caller begins; empty: no owner.
+    """Return the owner of a job that the caller begins.
 
-    A job that nodes begin on their own has no owner.
+    It is empty for a job that a node begins by itself.
     """
     return caller.name if Role.SUBMIT in caller.roles else ""
 
@@ -172,8 +173,8 @@ def owner_by(caller: Caller) -> str:
 def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str | None) -> None:
     """Refuse a hello for a node that is not the caller's own.
 
-    A node is identified by its name, an rdzvrun on it by that name with a process id. `bound_to` is
-    the name of the caller that already speaks for this node_id; None: there is none.
+    A node is identified by its name, and an rdzvrun on it by that name with a process id.
+    `bound_to` is the name of the caller that already speaks for this node_id, or None.
 
     Raises:
         DeniedError: the node is not the caller's own.
@@ -197,6 +198,6 @@ def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str
         )
     if bound_to not in (None, caller.name):
         raise DeniedError(
-            f"{caller} may not speak for node {node_id}: {bound_to or 'somebody else'} does; give "
+            f"{caller} may not speak for node {node_id}: {bound_to or 'another caller'} does; give "
             "another --node-id"
         )

@@ -1,8 +1,8 @@
-"""The server's certificate and key, and the CA of its clients: reloaded whenever they change.
+"""The server's certificate and key, and the CA of its clients, which are reloaded when they change.
 
-The files are checked at each new connection, and at SIGHUP: the next client gets the new ones, and
-open connections stay as they are. Unusable files are ignored: the former ones stay in use, and the
-log has the reason. Only TLS 1.3 is allowed: for HTTP by the context, for gRPC by
+The files are checked at each new connection and at SIGHUP. The next client gets the new ones, and
+open connections stay as they are. If the new files are unusable, the former ones stay in use, and
+the reason is logged. Only TLS 1.3 is allowed: for HTTP by the context, for gRPC by
 `rdzv.server.__main__`.
 """
 
@@ -27,7 +27,7 @@ from rdzv.transport.certificates import Certificate, Stamp, stamp_of
 EXPIRY_WARNING = timedelta(days=14)
 
 READS = 3
-"""The most reads of files that keep changing; after that, the next connection reads them."""
+"""How often files that keep changing are read; after that, the next connection reads them."""
 
 log = logging.getLogger("rdzv.server")
 
@@ -91,11 +91,11 @@ class Tls:
                 told = self._now
                 return told.grpc
 
-        # None is allowed: it means no change.
+        # Returning None is allowed, and means that nothing has changed.
         return grpc.dynamic_ssl_server_credentials(told.grpc, fetch, asks)  # type: ignore[arg-type]
 
     def refresh(self) -> None:
-        """Reload the files if they have changed; if unusable, the former ones stay in use."""
+        """Reload the files if they have changed; unusable ones do not replace the former."""
         with self._lock:
             self._refresh()
 
@@ -112,7 +112,7 @@ class Tls:
                 error,
             )
             return
-        log.info("TLS files read anew: %s", self._now.shown.in_words)
+        log.info("TLS files were reloaded: %s", self._now.shown.in_words)
         self._warn()
 
     def _choose(
@@ -130,7 +130,8 @@ class Tls:
             try:
                 loaded = self._read(stamp)
             except OSError as error:
-                # The TLS library raises it, too, if the files have changed since they were checked.
+                # The TLS library also raises this if the files have changed since they were
+                # checked.
                 raise InvalidRequestError(
                     f"{error.filename or self._files.cert} cannot be read: {error.strerror}"
                 ) from error

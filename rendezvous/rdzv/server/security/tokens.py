@@ -41,10 +41,10 @@ TOKENS = "tokens"
 """The key-value record of all tokens."""
 
 USE_STORED_EVERY_MS = 60 * MINUTE_MS
-"""The precision of a token's stored last use; no call waits for a commit."""
+"""How often the last use of tokens is stored; no call waits for that commit."""
 
 EXPIRED_KEPT_MS = 30 * DAY_MS
-"""How long an expired token is listed, so that people see why it no longer works."""
+"""How long an expired token stays listed, so that people see why it no longer works."""
 
 _TEXT = re.compile(r"rdzv_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
@@ -62,7 +62,7 @@ class Token:
     used_ms: int | None = None
 
     def valid(self, now_ms: int) -> bool:
-        """Whether it has not expired."""
+        """Return whether it has not expired."""
         return self.expires_ms is None or now_ms < self.expires_ms
 
 
@@ -78,7 +78,7 @@ def new_text() -> str:
 
 
 def _hash(text: str) -> str:
-    # HTTP headers may carry bytes that are not text; no token contains such bytes.
+    # HTTP headers may contain bytes that are not text; no token does.
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
@@ -128,9 +128,9 @@ class Tokens:
         *,
         auth: bool,
     ) -> None:
-        """At most `most` may exist; `on_revoke` receives the ids of revoked tokens.
+        """At most `most` tokens may exist; `on_revoke` receives the ids of revoked ones.
 
-        `auth`: callers must authenticate.
+        `auth` says whether callers must authenticate.
         """
         self._clock = clock
         self._tasks = tasks
@@ -153,8 +153,8 @@ class Tokens:
         await self._document.load()
         if not self._auth and self._document.revision > 0:
             raise InvalidRequestError(
-                "tokens were made for this server, and yet it would let everybody do everything; "
-                "start it with --auth=required"
+                "tokens were made for this server, and yet it would let every caller do "
+                "everything; start it with --auth=required"
             )
         if admin_token is not None:
             await self.ensure_admin(admin_token)
@@ -187,7 +187,7 @@ class Tokens:
     async def create(
         self, name: str, roles: Sequence[Role], expires_in_ms: int
     ) -> tuple[Token, str]:
-        """Make a token, and return it with its text. `expires_in_ms` 0: it does not expire.
+        """Make a token and return it with its text; with an `expires_in_ms` of 0 it never expires.
 
         Raises:
             InvalidRequestError: this server checks no tokens, so callers must not rely on one.
@@ -197,8 +197,8 @@ class Tokens:
         """
         if not self._auth:
             raise InvalidRequestError(
-                "this server lets everybody do everything, so a token would protect nothing; start "
-                "rdzvd with --auth=required --init-admin-token=FILE"
+                "this server lets every caller do everything, so a token would protect nothing; "
+                "start rdzvd with --auth=required --init-admin-token=FILE"
             )
         text = new_text()
         token = await self._add(text, name, roles, expires_in_ms)
@@ -244,7 +244,7 @@ class Tokens:
             kept = {i: t for i, t in self._tokens.items() if t.valid(now_ms - EXPIRED_KEPT_MS)}
             if len(kept) >= self._most:
                 raise LimitExceededError(
-                    f"there are {len(kept)} tokens, and no more may be; revoke some, with "
+                    f"there are {len(kept)} tokens, which is the limit; revoke some, with "
                     "`rdzvctl tokens revoke`, or raise the limit `tokens`"
                 )
             expires_ms = now_ms + expires_in_ms if expires_in_ms else None
@@ -263,11 +263,11 @@ class Tokens:
             self._storing_use = False
 
     async def _write(self, tokens: dict[str, Token]) -> None:
-        """Store tokens, and only then use them. After a failure the stored ones stay in use."""
+        """Store tokens and only then use them. After a failure, the stored ones stay in use."""
         data = msgspec.json.encode(_Document(tokens=tuple(tokens.values())))
         known = self._tokens
         await self._document.swap(tokens, data)
-        # Only this server knows which tokens were used meanwhile.
+        # Only this server knows which tokens were used in the meantime.
         self._document.value = {
             i: replace(token, used_ms=known[i].used_ms) if i in known else token
             for i, token in tokens.items()
@@ -294,7 +294,7 @@ def decode(data: bytes) -> tuple[Token, ...]:
 
 
 def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
-    """Return the caller for this text. No error quotes the text: it may be nearly right.
+    """Return the caller for this text. No error quotes the text, as it may be nearly right.
 
     Raises:
         UnauthenticatedError: no valid token has this text.
@@ -302,7 +302,7 @@ def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
     """
     found = _TEXT.fullmatch(text)
     token = tokens.get(found.group(1)) if found else None
-    # Always compared completely: the time must not reveal how much of it is right.
+    # The whole text is always compared, so that the time taken does not reveal how much is right.
     same = hmac.compare_digest(_hash(text), token.sha256 if token is not None else "")
     if token is None or not same:
         raise UnauthenticatedError(

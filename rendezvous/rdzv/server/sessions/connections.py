@@ -1,4 +1,4 @@
-"""Opens and closes the streams of nodes, and handles nodes that are away or lost."""
+"""Opens and closes the streams of nodes, and handles the loss of nodes."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ class Connections:
             self._diagnosis.note_gone(stream.node_id)
         if not self._streams.closed:
             self._watch.listened_until_ms()
-            # Connections made and lost while this server stood still were attempts to reach it.
+            # A connection that was made and lost while this server stood still was an attempt to
+            # reach it.
             unheard = self._clock.now_ms() < self._watch.settled_ms
             self._leases.step(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
@@ -164,5 +165,5 @@ class Connections:
                 self._scheduling.note_lost(event.node_id)
                 why = f"given up: {event.reason}"
                 self._streams.close(event.node_id, event.stream, why)
-                self._presence.mark_soon(event.node_id, reason=event.reason)
+                self._presence.mark_soon(event.node_id, lost=event)
         self._watchers.nodes_changed()

@@ -29,7 +29,7 @@ class Leases:
         hear_every_ms: int,
         on_event: Callable[[nodes.NodesEvent], None],
     ) -> None:
-        """Heartbeats are counted together, every `hear_every_ms`."""
+        """Heartbeats are handled together, every `hear_every_ms`."""
         self._clock = clock
         self._watch = watch
         self._hear_every_ms = hear_every_ms
@@ -40,7 +40,7 @@ class Leases:
         self._hear_timer = Timer(clock, lambda _: self._feed_heard())
 
     def start(self, leadership: int) -> None:
-        """Start with this leadership number."""
+        """Start giving leases under this leadership number."""
         self._nodes = replace(self._nodes, leadership=leadership)
 
     def stop(self) -> None:

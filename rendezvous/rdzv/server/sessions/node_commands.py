@@ -1,4 +1,4 @@
-"""Commands of nodes to their jobs: joins, failures, leaves. They are carried out or refused here.
+"""Carries out or refuses the commands of nodes to their jobs: joins, failures, leaves.
 
 While the store is away, a node's commands wait here, in order: streams stay open, nothing new is
 decided, and workers run on.
@@ -34,7 +34,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class NodeCommands:
-    """Submits the commands of nodes, and sends refusals to the nodes."""
+    """Submits the commands of nodes, and sends them refusals."""
 
     def __init__(
         self, engine: Engine, presence: Presence, clock: Clock, limits: Limits, timings: Timings
@@ -56,7 +56,7 @@ class NodeCommands:
             await self.refuse(stream, belief, error)
 
     def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
-        """Refuse a node that is in as many jobs as it may be: all have to fit into one hello."""
+        """Refuse a node that is in as many jobs as allowed: one hello has to hold them all."""
         held, most = self._presence.jobs_of(node_id), self._limits.beliefs
         if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
             raise LimitExceededError(
@@ -65,12 +65,12 @@ class NodeCommands:
             )
 
     async def latest(self, stream: Stream, rdzv_id: str) -> State:
-        """Return the present state of a job: later steps may have been stored with our own."""
+        """Return the present state of a job: later steps may have been stored with ours."""
         state = await self.insist(stream, rdzv_id, Tick())
         return self._jobs.peek(rdzv_id) or state
 
     async def insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
-        """Submit a command until it is decided; while the store is away, wait.
+        """Submit a command until it is decided. While the store is away, this waits.
 
         Raises:
             RendezvousError: it was refused.
@@ -98,17 +98,17 @@ class NodeCommands:
             await sleep_ms(self._clock, self._timings.store_retry_ms)
 
     async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
-        """Submit a command that follows from a report; if it is refused, log that."""
+        """Submit a command that follows from a report; log it if it is refused."""
         try:
             await self.insist(stream, rdzv_id, command)
         except RendezvousError as error:
-            log.error("job %s could not be told about %s: %s", rdzv_id, stream.node_id, error)
+            log.error("job %s could not be updated about %s: %s", rdzv_id, stream.node_id, error)
 
     async def refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
         """Send a node a refusal; if the reason is that its run is over, send how it ended.
 
-        A node that receives an error of this server ends its stream and repeats all. One that has
-        other jobs continues with those instead: the error is about one job only.
+        A node that receives an error of this server ends its stream and starts over. For an error
+        about one job, a node with other jobs keeps its stream.
         """
         try:
             await self._refuse_as_it_is(stream, belief, error)
@@ -133,7 +133,7 @@ class NodeCommands:
             if ended := ended_run(state, belief.run):
                 stream.send(Closed(belief.rdzv_id, belief.run, ended))
                 return
-            # It was adopted since, or its end was not stored.
+            # The run was adopted since, or its end was not stored.
             text = f"run {belief.run} is not over after all; say hello again with what you believe"
             error = UnknownNodeError(text)
         stream.send(Refused(belief.rdzv_id, error.code, str(error)))

@@ -29,8 +29,8 @@ from rdzv.server.sessions.streams import Streams
 log = logging.getLogger("rdzv.driver")
 
 MARKED_AT_ONCE = 16
-"""The number of nodes marked in a job together, with one commit: in a job of ten thousand nodes, a
-loss takes 30 ms."""
+"""The most nodes of a job that are marked together, with one commit. In a job of ten thousand
+nodes, each loss takes 30 ms."""
 
 
 class Presence:
@@ -53,9 +53,9 @@ class Presence:
         self._retry_ms = retry_ms
         self._jobs_of: dict[str, set[str]] = {}
         """By node_id: a superset of the jobs in which the node is present."""
-        self._to_mark: dict[str, dict[str, str]] = {}
-        """By rdzv_id, of jobs that are being updated: the nodes still to be marked, and why each
-        was given up, if it was."""
+        self._to_mark: dict[str, dict[str, nodes.NodeLost | None]] = {}
+        """By rdzv_id, for jobs that are being updated: the nodes still to be marked, and how each
+        of them was given up, if it was."""
 
     @property
     def node_ids(self) -> Set[str]:
@@ -101,45 +101,49 @@ class Presence:
         self.add(job, command.node_id)
         stream = self._streams.of(command.node_id)
         if stream is None or stream.incarnation != command.incarnation:
-            # Its stream ended while this was decided, and nothing else will report that.
+            # The node's stream ended while this was being decided, and nothing else will report
+            # that.
             self.mark_soon(command.node_id, [job.rdzv_id])
 
     # ---------------------------------------------------------------- updating jobs
 
     def mark_soon(
-        self, node_id: str, rdzv_ids: Iterable[str] | None = None, reason: str = ""
+        self,
+        node_id: str,
+        rdzv_ids: Iterable[str] | None = None,
+        lost: nodes.NodeLost | None = None,
     ) -> None:
-        """Update jobs about a node: those named, or all in which it may be."""
+        """Update jobs about a node: either those named, or all that it may be in."""
         if rdzv_ids is None:
             rdzv_ids = tuple(self.jobs_of(node_id))
         for rdzv_id in rdzv_ids:
             to_mark = self._to_mark.get(rdzv_id)
             if to_mark is None:
-                self._to_mark[rdzv_id] = {node_id: reason}
+                self._to_mark[rdzv_id] = {node_id: lost}
                 self._tasks.start(self._mark_all(rdzv_id))
             else:
-                # A node still to be marked is looked up at that time: once is enough.
-                to_mark[node_id] = reason or to_mark.get(node_id, "")
+                # A node that is still to be marked is looked up then, so once is enough.
+                to_mark[node_id] = lost or to_mark.get(node_id)
 
     async def _mark_all(self, rdzv_id: str) -> None:
-        """Update a job about its nodes until no node is left to mark."""
+        """Update a job about its nodes until none is left to mark."""
         to_mark = self._to_mark[rdzv_id]
         try:
             while to_mark and not self._streams.closed:
-                # Other tasks run in between, however many nodes there are.
+                # This lets other tasks run in between, however many nodes there are.
                 await asyncio.sleep(0)
                 marked = {
                     n: to_mark.pop(n) for n in tuple(itertools.islice(to_mark, MARKED_AT_ONCE))
                 }
                 if not await self._mark(rdzv_id, marked):
-                    for node_id, reason in marked.items():
-                        to_mark.setdefault(node_id, reason)
+                    for node_id, lost in marked.items():
+                        to_mark.setdefault(node_id, lost)
                     await sleep_ms(self._clock, self._retry_ms)
         finally:
             del self._to_mark[rdzv_id]
 
-    async def _mark(self, rdzv_id: str, marked: Mapping[str, str]) -> bool:
-        """Update a job about nodes, with the reasons; return False if that must be retried.
+    async def _mark(self, rdzv_id: str, marked: Mapping[str, nodes.NodeLost | None]) -> bool:
+        """Update a job about nodes; return False if it must be retried.
 
         Nodes that are lost together cost one commit.
         """
@@ -147,30 +151,35 @@ class Presence:
         try:
             async with self._engine.jobs.claim(rdzv_id) as job:
                 choices = [
-                    partial(self._mark_command, job, node_id, reason)
-                    for node_id, reason in marked.items()
+                    partial(self._mark_command, job, node_id, lost)
+                    for node_id, lost in marked.items()
                 ]
                 for refused in await self._engine.steps(job, choices):
-                    log.error("job %s could not be told about %s: %s", rdzv_id, names, refused)
+                    log.error("job %s could not be updated about %s: %s", rdzv_id, names, refused)
         except RendezvousConnectionError:
             return False
         except RendezvousError as error:
-            log.error("job %s could not be told about %s: %s", rdzv_id, names, error)
+            log.error("job %s could not be updated about %s: %s", rdzv_id, names, error)
         return True
 
-    def _mark_command(self, job: Job, node_id: str, reason: str, state: State) -> Command | None:
+    def _mark_command(
+        self, job: Job, node_id: str, lost: nodes.NodeLost | None, state: State
+    ) -> Command | None:
         """Return the command that updates a job in this state about a node, if one is needed."""
         held = state.incarnation(node_id)
         record = self._leases.records.get(node_id)
         if held is None and node_id in state.placed:
-            gone = Withdraw(state.membership.run, (node_id,), reason or "it was given up")
-            return gone if record is None and reason else None
+            if record is not None or lost is None:
+                return None
+            return Withdraw(state.membership.run, (node_id,), lost.reason)
         if held is None:
             if not may_run_on(state, node_id):
                 self._remove(job, node_id)
             return None
         if record is None:
-            return MarkLost(node_id, held, reason or "it was given up")
+            if lost is None:
+                return MarkLost(node_id, held, "it was given up")
+            return MarkLost(node_id, held, lost.reason, silent_ms=lost.silent_ms)
         if record.incarnation != held:
             return self._mark_former(record, held)
         away = state.away.get(node_id)

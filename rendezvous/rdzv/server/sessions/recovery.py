@@ -1,8 +1,8 @@
 """Reconciles the stored state with what nodes believe, after a start and after a reconnect.
 
-A job that is loaded waits for the nodes that hold its seats (`on_load`). In its hello a node sends
-what it believes about each of its jobs; the job takes from that what it does not know, and the node
-receives what it has missed (`greet`).
+A job that is loaded waits for the nodes that hold its seats (`on_load`). In its hello, a node sends
+what it believes about each of its jobs. The job takes from it what it does not know, and the node
+is sent what it has missed (`greet`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Recovery:
             self._presence.mark_soon(node_id, [job.rdzv_id])
         for node_id in (*job.state.placed, *unheard(job.state)):
             self._presence.add(job, node_id)
-        # The nodes it may not keep are not stored with it, and are known from its first step on.
+        # The nodes that the job may not keep are not stored with it; it learns them with its first
+        # step.
         job.loaded = replace(job.state, barred=dict(self._scheduling.quarantine.bar.barred))
         for node_id in former:
             if stream := self._streams.of(node_id):
@@ -81,7 +82,8 @@ class Recovery:
         """Send a connected node the state of a job that was loaded again."""
         membership = state.membership
         if membership.ended is None and state.incarnation(stream.node_id) != stream.incarnation:
-            # Neither waiting nodes nor takeovers of seats are stored: the node itself knows.
+            # Neither waiting nodes nor takeovers of seats are stored, because the nodes themselves
+            # know.
             stream.greeted = False
             text = "the server has read this job anew; say hello again with what you believe"
             stream.send(Refused(membership.rdzv_id, UnknownNodeError.code, text))
@@ -117,7 +119,7 @@ class Recovery:
         try:
             state = await self._commands.latest(stream, belief.rdzv_id)
             if not belief.has_workers and may_run_on(state, node_id):
-                # Before it joins: the next run may be waiting only for this.
+                # This comes before the join, because the next run may be waiting for nothing else.
                 state = await self._commands.insist(stream, belief.rdzv_id, MarkHeard(node_id))
             if (
                 ended_run(state, belief.run) is None
@@ -130,10 +132,11 @@ class Recovery:
         except RendezvousError as error:
             await self._commands.refuse(stream, belief, error)
             return belief
-        # Another caller's step may have been published since ours.
+        # Another caller's step may have been published after ours.
         state = self._jobs.peek(belief.rdzv_id) or state
         if joined and state.incarnation(node_id) == incarnation:
-            # Another run may have been adopted instead of its own: it has been sent that.
+            # Another run may have been adopted instead of the node's own, and the node has been
+            # told so.
             belief = replace(belief, run=state.membership.run)
         if announcements.unknown(state, belief):
             log_unknown(stream, belief)
@@ -143,7 +146,7 @@ class Recovery:
         return belief
 
     def _is_of_another_run(self, belief: Belief) -> bool:
-        """Whether a node's belief is about a run other than its job's present one.
+        """Return whether a node's belief is about a run other than its job's present one.
 
         That happens when a restored store brings back a run that the node had left long ago.
         """
@@ -169,7 +172,8 @@ class Recovery:
     async def _tell_placements(self, stream: Stream) -> None:
         """Announce to a returning node which submitted jobs it must take up or let go of."""
         node_id, held = stream.node_id, self._scheduling.known_nodes.held(stream.node_id)
-        # Only jobs with placements: beliefs cover the others, and nodes return by the thousands.
+        # Only jobs with placements are visited: beliefs cover the others, and thousands of nodes
+        # may return.
         placed = [
             rdzv_id
             for rdzv_id in self._presence.jobs_of(node_id)
@@ -182,7 +186,7 @@ class Recovery:
                 log.warning("%s is not told of its placement in %s: %s", node_id, rdzv_id, error)
                 continue
             if state.incarnation(node_id) not in (None, stream.incarnation):
-                # A former instance is about to be lost, together with its placement.
+                # This former instance is about to be lost, together with its placement.
                 continue
             for message in announcements.owed_of_placement(state, node_id, held.get(rdzv_id, ())):
                 stream.send(message)

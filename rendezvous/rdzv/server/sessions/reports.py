@@ -1,7 +1,7 @@
 """Reports of nodes that change no job by themselves: progress, hangs, health, holdings, drains.
 
-Requested logs and stacks arrive here as well. A late report, on a stream that was replaced by a
-newer one, is ignored.
+The logs and stacks that were requested arrive here as well. A report on a stream that a newer one
+has replaced is ignored.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Reports:
             state, stream.node_id, stream.incarnation, said, now_ms
         ):
             return
+        self._diagnosis.milestones.note(state, stream.node_id, said, now_ms)
         shown = partial(self._diagnosis.progress.shown, state, now_ms)
         self._diagnosis.stragglers.note(state, shown, now_ms)
         self._watchers.job_progressed(said.rdzv_id)
@@ -71,7 +72,7 @@ class Reports:
             self._diagnosis.hangs.note(stream.node_id, stream.incarnation, said)
 
     def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
-        """Note which of its own checks a node fails."""
+        """Note which health checks of a node fail."""
         if self._streams.is_current(stream):
             self._scheduling.note_health(stream.node_id, failing)
 

@@ -30,7 +30,7 @@ from rdzv.server.security.callers import ANYBODY, Caller
 
 
 class Stream:
-    """Queues messages without ever blocking; a reader that is too slow loses its stream.
+    """The outbox of one node's stream. It never blocks; a reader that is too slow loses its stream.
 
     A slow reader affects nothing else: the node reconnects, and is sent what it has missed.
     """
@@ -66,9 +66,9 @@ class Stream:
         return not self._ended.done()
 
     def send(self, told: Announcement, *, again: bool = False) -> None:
-        """Queue a message; after the stream's end, do nothing.
+        """Queue a message; does nothing once the stream has ended.
 
-        A mere repetition of the last message about a job is left out, except with `again`.
+        A message that only repeats the last one about its job is left out, unless `again` is set.
         """
         if not self.open or (self._repeats(told) and not again):
             return
@@ -84,9 +84,9 @@ class Stream:
             )
 
     def _repeats(self, told: Announcement) -> bool:
-        """Whether this is the same state of a job as in the last such message."""
+        """Return whether a message has the same state of a job as the last one."""
         if isinstance(told, Joined | Closed | Refused):
-            # The node dropped messages about a round from before it knew the run.
+            # The node has dropped messages about a round that came before it knew the run.
             self.forget(told.rdzv_id)
         if not isinstance(told, Assignment | RoundOver | Waiting):
             return False
@@ -147,11 +147,11 @@ class Streams:
         return self._open.get(node_id)
 
     def is_current(self, stream: Stream) -> bool:
-        """Whether no newer stream speaks for the node: late messages on an older one are void."""
+        """Return whether no newer stream speaks for the node; older ones are ignored."""
         return self._open.get(stream.node_id) is stream
 
     async def wait_empty(self, timeout_s: float) -> None:
-        """Wait until no stream is open, for `timeout_s` at most."""
+        """Wait until no stream is open, but no longer than `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
@@ -196,7 +196,7 @@ class Streams:
             stream.close(RendezvousConnectionError(f"this stream of {node_id} is closed: {why}"))
 
     def close_opened_with(self, tokens: frozenset[str]) -> None:
-        """Close the streams that were opened with tokens which were revoked."""
+        """Close the streams that were opened with tokens that are now revoked."""
         for stream in self._open.values():
             if stream.caller.token in tokens:
                 stream.close(UnauthenticatedError("the token that opened this stream was revoked"))

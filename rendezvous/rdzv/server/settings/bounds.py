@@ -1,7 +1,7 @@
 """Bounds checks for names, numbers and texts from outside. Independent of protobuf.
 
-Every refusal names the value, the reason and the remedy. Text for people (a reason, a traceback)
-that is too long is cut instead: its length must not cost a node its report.
+Every refusal names the value, the reason and the remedy. Text for people (a reason, a traceback) is
+cut if it is too long, since a node's report must not be refused for its length.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def node_id_of(text: str, limits: Limits) -> str:
 
 
 def uid(what: str, text: str, limits: Limits, *, needed: bool = True) -> str:
-    """Check an id that a program made; it may be empty if it is not `needed`."""
+    """Check an id that a program has made; it may be empty if it is not `needed`."""
     if not text and not needed:
         return ""
     return spelled(what, text, _UID, limits.uid_chars, "letters, digits, _ and -")
@@ -88,7 +88,7 @@ def within(what: str, value: int, lowest: int, highest: int) -> int:
 
 
 def one_of(what: str, value: int, known: Mapping[int, T]) -> T:
-    """Return the meaning of a number of the protocol."""
+    """Return the value that a number of the protocol stands for."""
     if value not in known:
         allowed = ", ".join(str(number) for number in known)
         raise refusal(what, value, "is not known to this server", f"give one of {allowed}")

@@ -38,13 +38,13 @@ def oldest_protocol_version(ours: int) -> int:
 OLDEST_PROTOCOL_VERSION = oldest_protocol_version(PROTOCOL_VERSION)
 
 OTLP_ENVIRONMENT = "env"
-"""Instead of a collector's address: take it from OTEL_EXPORTER_OTLP_ENDPOINT."""
+"""Given in place of a collector's address, it means the one in OTEL_EXPORTER_OTLP_ENDPOINT."""
 
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
 
 
-# For fields that settings set, `server_settings` has reasons and bounds.
+# `server_settings` has the reasons and bounds of all fields that settings set.
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +104,11 @@ class Limits:
     labels: int = 64
     """Labels of a node, and labels that a job requires."""
     gpus: int = 1_024
-    """GPUs of a node: machines have 8 or 16."""
+    """GPUs of a node; machines have 8 or 16."""
     capacity: int = 1_024
     """Jobs that a node takes at once."""
     priority: int = 1_000_000
-    """The distance of a priority from 0."""
+    """The largest priority, and the smallest with its sign changed."""
     failing_checks: int = 16
     """Failing checks that one node reports; one is enough to keep jobs off it."""
     failures: int = 64
@@ -117,6 +117,8 @@ class Limits:
     """Stuck processes in one report; the rest are dropped, as one is reason enough."""
     restarts: int = 1_000_000
     """max_restarts: more than any job can spend."""
+    steps: int = 1 << 53
+    """Steps that a parked worker has sealed: JSON's readers calculate with no larger integers."""
 
     # Bounds on what is kept for callers.
     commands_at_once: int = 2_048
@@ -140,9 +142,13 @@ class Limits:
     stack_threads: int = 64
     """Threads of one worker that are kept; others are cut."""
     stack_frames: int = 128
-    """Frames of one thread, likewise."""
+    """Frames of one thread that are kept; others are cut."""
     stack_workers: int = 256
     """Workers in one message of a node: it sends them one by one."""
+    record_groups: int = 64
+    """Process groups of one worker whose collectives are kept; others are cut."""
+    record_entries: int = 64
+    """Collectives of one of them, likewise."""
     history_default: int = 200
     """Rows that ListEvents returns if the caller gives no number."""
     pending_rows: int = 256
@@ -264,16 +270,16 @@ def default_data_dir() -> Path:
 
 @struct(frozen=True)
 class TlsFiles:
-    """The files for TLS connections, all in PEM."""
+    """The files for TLS connections; all are in PEM format."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
-    """The CA of callers' certificates; None: callers need none."""
+    """The CA of callers' certificates; None if callers need no certificate."""
     http_requires: bool = True
-    """Whether, with a client CA, HTTP callers need a certificate, too."""
+    """Whether HTTP callers need a certificate as well, if there is a client CA."""
     token_listen: Listen | None = None
-    """Where gRPC is served to callers without a certificate; None: nowhere."""
+    """Where gRPC is served to callers without a certificate; None if it is not."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -299,6 +305,36 @@ class TlsFiles:
 
 
 @struct(frozen=True)
+class Notify:
+    """Where notifications are posted."""
+
+    url_file: Path
+    """The file with the webhook's address."""
+    style: str = "json"
+    """The kind of webhook: json, slack or discord."""
+    queued_after_ms: int = 600_000
+    """How long a job has waited in the queue when that is reported; 0 if it is not reported."""
+
+    def read_url(self) -> str:
+        """Return the address of the webhook, from its file.
+
+        Raises:
+            InvalidRequestError: the file cannot be read, or holds no such address.
+
+        """
+        from rdzv.stores.etcd_config import first_line
+
+        url = first_line(self.url_file, "`notify.url_file`")
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            # The address is not shown, because anyone who knows it may post there.
+            raise InvalidRequestError(
+                f"`notify.url_file` {self.url_file}: its first line is not an http or https address"
+            )
+        return url
+
+
+@struct(frozen=True)
 class Config:
     """The configuration of one rdzvd."""
 
@@ -307,21 +343,23 @@ class Config:
     store: str = "sqlite"
     insecure: bool = False
     tls: TlsFiles | None = None
-    """How connections are encrypted; None: they are not."""
+    """How connections are encrypted; None if they are not."""
     advertise: Listen | None = None
     """Where nodes and operators reach this server, if not at its listen address."""
     etcd: EtcdConfig | None = None
-    """The etcd that several servers share; only with the store `etcd`."""
+    """The etcd that several servers share; set only with the store `etcd`."""
     http: Listen | None = None
-    """Where /healthz, /readyz, /metrics and /sd are served; None: nowhere."""
+    """Where /healthz, /readyz, /metrics and /sd are served; None if they are not."""
     auth: bool = False
     """Whether every caller must authenticate."""
     init_admin_token: Path | None = None
     """The file for the first admin's token, used while there is no other admin."""
     otlp: str | None = None
-    """Where rounds are sent as traces, by OTLP over HTTP; or `env`; None: nowhere."""
+    """Where rounds are sent as traces, by OTLP over HTTP, or `env`; None if they are not sent."""
+    notify: Notify | None = None
+    """Where notifications are posted; None if there are none."""
     c10d: Listen | None = None
-    """Where torch's own store is served for torchrun's own rendezvous; None: nowhere."""
+    """Where torch's own store is served for torchrun's own rendezvous; None if it is not."""
     c10d_python: str = sys.executable
     """The interpreter that runs it; it needs torch."""
     log_level: str = "info"
@@ -368,13 +406,15 @@ class Config:
                 f"`otlp` = {self.otlp!r} needs OpenTelemetry, which is not installed here; "
                 "pip install 'rdzv[otel]', or leave `otlp` out"
             )
+        if self.notify is not None:
+            self.notify.read_url()
         self._check_replica()
         if self.c10d is not None:
             self._check_c10d(self.c10d)
 
     @property
     def open(self) -> str:
-        """Why every caller may do everything; empty: not every caller may."""
+        """Why every caller may do everything; empty if not every caller may."""
         if self.tls is None and self.auth:
             return "nothing here is encrypted, so anyone on the way may take a token"
         if self.tls is None:

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rdzv.errors import InvalidRequestError
-from rdzv.server.settings.config import Config, Limits, Timings, TlsFiles, alter, default_data_dir
+from rdzv.server.settings.config import (
+    Config,
+    Limits,
+    Notify,
+    Timings,
+    TlsFiles,
+    alter,
+    default_data_dir,
+)
 from rdzv.server.settings.server_settings import PARTS, RdzvdSettings
 from rdzv.settings.declaration import Setting, settings_of
 from rdzv.settings.toml_files import compare, load
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rdzv.server")
 
 DEFAULT_FILE = Path("/etc/rdzv/rdzvd.toml")
-"""Read if it exists and no other file is named."""
+"""The file that is read if it exists and no other file is named."""
 
 
 def make_config(settings: RdzvdSettings) -> Config:
@@ -53,6 +61,7 @@ def make_config(settings: RdzvdSettings) -> Config:
         etcd=_etcd(settings),
         http=settings.http,
         otlp=settings.otlp,
+        notify=_notify(settings),
         c10d=settings.c10d,
         c10d_python=str(settings.c10d_python or sys.executable),
         log_level=settings.log_level,
@@ -79,6 +88,13 @@ def _tls_files(settings: RdzvdSettings) -> TlsFiles | None:
         http_requires=tls.http_client_auth == "require",
         token_listen=tls.token_listen,
     )
+
+
+def _notify(settings: RdzvdSettings) -> Notify | None:
+    notify = settings.notify
+    if notify.url_file is None:
+        return None
+    return Notify(notify.url_file, notify.style, round(notify.queued_after * 1000))
 
 
 def _etcd(settings: RdzvdSettings) -> EtcdConfig | None:
@@ -130,7 +146,7 @@ class Configuration:
         file = self._file or _default_file()
         try:
             wanted = load(RdzvdSettings, file, self._given)
-            # Files that it names may be unusable, too.
+            # The files that it names may be unusable as well.
             make_config(wanted.settings)
             change = compare(self.loaded, wanted)
         except InvalidRequestError as error:

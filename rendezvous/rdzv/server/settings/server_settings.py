@@ -1,6 +1,6 @@
 """The settings of rdzvd: everything that rdzvd.toml may hold, with bounds, defaults and reasons.
 
-A setting with `sets` is the value of those fields of a `Config`, and has their default. A reload
+A setting with `sets` gives those fields of a `Config` their value, and has their default. A reload
 changes only values that are read at each use.
 """
 
@@ -98,6 +98,20 @@ class Etcd(Table, frozen=True):
     ttl: Annotated[int, setting(ge=2, le=300, unit="seconds", reason="""
         How long a leader may be silent before another server takes over; raise it if leaders change
         without need.""")] = 3
+
+
+class Notify(Table, frozen=True):
+    """A webhook that is told when a run ends, a node is quarantined, or a job waits for long."""
+
+    url_file: Annotated[Path | None, setting(default_words="no notifications", reason="""
+        The webhook's address: the first line of this file. Whoever knows it may post there, so only
+        rdzvd should be able to read it.""")] = None
+    style: Annotated[Literal["json", "slack", "discord"], setting(reason="""
+        The body that is posted: json has the event's fields and a sentence in `text`; slack (also
+        for Mattermost and Rocket.Chat) has the sentence in `text`, discord in `content`.""",
+    )] = "json"
+    queued_after: Annotated[Duration, setting(ge=0, le=7 * DAY, unit="seconds", reason="""
+        How long a job has waited in the queue when that is reported; 0: it is not.""")] = 600
 
 
 class Lease(Table, frozen=True):
@@ -416,6 +430,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         Lines for people, or one JSON object a line.""")] = "human"
     tls: Tls
     etcd: Etcd
+    notify: Notify
     lease: Lease
     forming: Forming
     quarantine: Quarantine

@@ -16,6 +16,7 @@ from rdzv.core.explain import job_state
 from rdzv.core.forming import completion_due_ms, holds, restart_due_ms
 from rdzv.core.model import Cause, JobState, Membership, NodeState, State
 from rdzv.server.messages import RankProgress
+from rdzv.view.ledger import LedgerPhase
 
 CHANGES = ("joined", "left", "lost", "replaced")
 """The kinds of change in a job's membership."""
@@ -46,13 +47,13 @@ class JobTally:
     since_ms: int
     ended_ms: int | None = None
     final: JobState | None = None
-    """The state in which it ended; None: it has not ended."""
+    """The state in which it ended; None if it has not ended."""
     running_ms: int = 0
     """How long rounds were live, without the one that is live now."""
     running_since_ms: int | None = None
     round_ended_ms: int | None = None
     settled_ms: int | None = None
-    """When all nodes had stopped after the last round; None: unknown."""
+    """When all nodes had stopped after the last round; None if unknown."""
     failures: int = 0
     restarts: int = 0
     completed: int = 0
@@ -127,9 +128,9 @@ def missing_nodes(state: State) -> int:
 
 
 def why_not_running(state: State) -> str:
-    """Return in a few words why no round is live; empty if one is, or the run has ended.
+    """Return in a few words why no round is live; empty if one is, or if the run has ended.
 
-    The sentence that `explain` derives from the same state has more detail.
+    `explain` makes a more detailed sentence from the same state.
     """
     match job_state(state):
         case JobState.QUEUED | JobState.STOPPING as present:
@@ -219,6 +220,12 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
     "rdzv_job_worker_failures_total": ("counter", "Workers that failed."),
     "rdzv_job_running_seconds_total": ("counter", "Time in which a round was live."),
     "rdzv_job_elapsed_seconds_total": ("counter", "Time since this server knows of the run."),
+    "rdzv_job_phase_seconds": (
+        "gauge",
+        "Time by what it was spent on, since this server knows of the job; corrected when a "
+        "failure, or a first step, turns out to be older than its report.",
+    ),
+    "rdzv_job_goodput_ratio": ("gauge", "Training's share of that time."),
     "rdzv_job_formation_seconds": (
         "summary",
         "Time from the first join, or the end of a round, to the next complete round.",
@@ -267,7 +274,7 @@ class JobPage:
             self._add_progress(job, progress)
 
     def _add_budgets(self, job: str, membership: Membership) -> None:
-        """Write what a job has spent of its budgets beside restarts, and their limits, if any."""
+        """Write what a job has spent of its budgets other than restarts, and their limits."""
         spent, settings = membership.spent, membership.settings
         for name, value in (
             ("preemptions_spent", spent.preemptions),
@@ -285,7 +292,7 @@ class JobPage:
         self._add("rdzv_job_straggling_ranks", _label("rdzv_id", state.membership.rdzv_id), number)
 
     def _add_progress(self, job: str, progress: Sequence[RankProgress]) -> None:
-        """Write extremes and median of a job's workers: a series per worker would be unbounded."""
+        """Write extremes and median of a job's workers; a series per worker would be unbounded."""
         add = self._add
         steps = sorted(one.step for one in progress)
         ages = [one.age_ms for one in progress]
@@ -304,6 +311,15 @@ class JobPage:
         """Write the counters of a job that has ended."""
         assert tally.final is not None, "only an ended job has no present state"
         self._add_counted(_label("rdzv_id", rdzv_id), tally.final, tally, now_ms)
+
+    def add_phases(self, rdzv_id: str, phases: Mapping[str, int]) -> None:
+        """Write what a job has spent its time on, by phase in milliseconds."""
+        job, whole_ms = _label("rdzv_id", rdzv_id), sum(phases.values())
+        for phase, ms in phases.items():
+            self._add("rdzv_job_phase_seconds", f'{job},phase="{phase}"', ms / 1000)
+        if whole_ms:
+            goodput = phases[LedgerPhase.TRAINING] / whole_ms
+            self._add("rdzv_job_goodput_ratio", job, round(goodput, 6))
 
     def _add_counted(self, job: str, present: str, tally: JobTally, now_ms: int) -> None:
         add = self._add
@@ -332,7 +348,7 @@ class JobPage:
         self._lines[name].append(f"{name}{{{labels}}} {value}\n")
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the text, one metric at a time, and drop each: freeing memory takes time, too."""
+        """Yield the text of one metric at a time, and free each at once: freeing all takes long."""
         for name, (kind, text) in JOB_METRICS.items():
             head = f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
             yield (head + "".join(self._lines.pop(name))).encode()

@@ -1,8 +1,8 @@
 """The /metrics page of rdzvd; `docs/metrics.md` lists it.
 
 Counters and histograms are fed by the events that make log and history, so they always agree. They
-count from the start of this process, and so start from zero in a server that takes over; gauges are
-computed from the present state at each scrape.
+count from the start of this process, so in a server that takes over they start from zero. Gauges
+are computed from the present state at each scrape.
 
 The server's own metrics use prometheus-client. Those of the jobs come from `job_metrics`, a slice
 of jobs at a time.
@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rdzv.core.collectives import KINDS
 from rdzv.core.events import (
     Event,
     NodeJoined,
@@ -37,11 +38,13 @@ from rdzv.core.events import (
     WorkerFailed,
 )
 from rdzv.core.explain import JobView, job_state
+from rdzv.core.keeping import kept_workers
 from rdzv.core.model import Cause, JobState, Result, Round, State
 from rdzv.errors import DeniedError, LimitExceededError, UnauthenticatedError
 from rdzv.runtime.exposition import Collect, Parts, add_process, by_label, expiry
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.c10d_metrics import c10d_metrics
+from rdzv.server.telemetry.job_ledgers import JobLedgers
 from rdzv.server.telemetry.job_metrics import (
     CHANGES,
     FORM,
@@ -50,15 +53,23 @@ from rdzv.server.telemetry.job_metrics import (
     JobTally,
 )
 from rdzv.server.telemetry.metrics_hooks import Figures, Meter
+from rdzv.stores.base import Record
+from rdzv.view.answers import event_in
 
 SLICE_JOBS = 50
-"""Jobs that are written before other tasks run: two or three milliseconds."""
+"""The number of jobs written before other tasks run; it takes two or three milliseconds."""
 
 ENDED_JOBS = 1_000
 """The most ended jobs that are shown for a while."""
 
+KEPT, NEW = "kept", "new"
+"""The workers of a round: those that took part in the one before, and the others."""
+
 FIRST, AGAIN = "first", "again"
 """Kinds of formation: of a run's first round, and of any later one."""
+
+NO_CAUSE = "none"
+"""The cause of a hang whose records show none."""
 
 _LIVE_STATES = (JobState.QUEUED, JobState.JOINING, JobState.RUNNING, JobState.STOPPING)
 _RESULT_STATE = {result: JobState(result.value) for result in Result}
@@ -83,10 +94,11 @@ class Metrics(Meter, Collector):
         c10d: Callable[[], Iterable[JobView]] | None = None,
         expires: Callable[[], datetime] | None = None,
     ) -> None:
-        """`look` returns the server's present figures; None while it does not lead.
+        """`look` returns the server's present figures, or None while it does not lead.
 
-        `c10d` returns the jobs in torch's own store; None: this server serves none. `expires`
-        returns the expiry of its certificate; None: it has none.
+        `c10d` returns the jobs in torch's own store; it is None if this server serves no such
+        store. `expires` returns the expiry of the server's certificate; it is None if it has no
+        certificate.
         """
         self._look = look
         self._c10d = c10d
@@ -97,6 +109,7 @@ class Metrics(Meter, Collector):
         self._scrapes = 0
         self._ended_ms = config.timings.ended_job_ms
         self._tallies: dict[str, JobTally] = {}
+        self._ledgers = JobLedgers()
         self._ended: dict[str, JobTally] = {}
         """Jobs that have ended, in the order of their ends."""
         self._registry = CollectorRegistry(auto_describe=False)
@@ -131,8 +144,20 @@ class Metrics(Meter, Collector):
             ("kind",),
             registry=registry,
         )
+        self._hangs = Counter(
+            "rdzv_hangs_total",
+            "Hangs whose stacks were taken, by what the records of collectives show, or none.",
+            ("cause",),
+            registry=registry,
+        )
         self._failures = Counter(
             "rdzv_worker_failures_total", "Workers that failed.", registry=registry
+        )
+        self._workers = Counter(
+            "rdzv_round_workers_total",
+            "Workers of complete rounds: kept from the round before, or new processes.",
+            ("kind",),
+            registry=registry,
         )
         self._restarts = Counter(
             "rdzv_restarts_total", "Restarts spent on worker failures.", registry=registry
@@ -151,11 +176,13 @@ class Metrics(Meter, Collector):
             buckets=_SECONDS,
             registry=registry,
         )
-        # Each starts at zero, because the first increase of a series that appears is not seen.
+        # Each starts at zero, because Prometheus misses the first increase of a new series.
         for counter, values in (
             (self._runs_ended, Result),
             (self._rounds_ended, Cause),
             (self._changes, CHANGES),
+            (self._workers, (KEPT, NEW)),
+            (self._hangs, (*KINDS, NO_CAUSE)),
             (self._formation, (FIRST, AGAIN)),
             (self._recovery, (STOP, FORM)),
         ):
@@ -212,8 +239,17 @@ class Metrics(Meter, Collector):
         if not membership.run or membership.ended is not None:
             self._tallies.pop(membership.rdzv_id, None)
             return
+        self._ledgers.loaded(state, now_ms)
         tally = self._tallies.setdefault(membership.rdzv_id, JobTally.of(state, now_ms))
         tally.follow(state, now_ms)
+
+    def recorded(self, rows: Sequence[Record]) -> None:
+        """Note what the jobs spend their time on, and their hangs: no step tells of those."""
+        self._ledgers.recorded(rows)
+        for row in rows:
+            if row.name == "StacksTaken":
+                cause = (event_in(row).fields or {}).get("cause") or NO_CAUSE
+                self._hangs.labels(cause).inc()
 
     def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
         """Count a stored step of a job, with its events."""
@@ -242,7 +278,7 @@ class Metrics(Meter, Collector):
                     self._settle(tally, event, restarts, now_ms)
                 case RunEnded():
                     self._end(rdzv_id, tally, event, now_ms)
-                case WorkerFailed():
+                case WorkerFailed() if not event.failure.suspect:
                     tally.failures += 1
                     self._failures.inc()
                 case NodeJoined():
@@ -264,6 +300,9 @@ class Metrics(Meter, Collector):
         self, tally: JobTally, after: State, last: Round | None, round_: Round, now_ms: int
     ) -> None:
         tally.completed += 1
+        kept = kept_workers(round_)
+        self._workers.labels(KEPT).inc(kept)
+        self._workers.labels(NEW).inc(round_.world_size - kept)
         since_ms, kind = tally.round_ended_ms, AGAIN
         if since_ms is None:
             since_ms, kind = after.membership.began_at_ms, FIRST
@@ -278,6 +317,10 @@ class Metrics(Meter, Collector):
 
     def _settle(self, tally: JobTally, event: RoundSettled, restarts: int, now_ms: int) -> None:
         tally.ended[event.cause] += 1
+        if event.root_cause is not None and event.root_cause.suspect:
+            # It was none of its peers' failures after all.
+            tally.failures += 1
+            self._failures.inc()
         self._rounds_ended.labels(event.cause).inc()
         if event.cause is Cause.WORKER_FAILURE and restarts > 0:
             tally.restarts += 1
@@ -307,11 +350,13 @@ class Metrics(Meter, Collector):
             if not long_ago and len(self._ended) <= ENDED_JOBS:
                 return
             del self._ended[rdzv_id]
+            self._ledgers.drop(rdzv_id)
 
     def forget_jobs(self) -> None:
         """Drop all jobs: this server no longer leads, so they belong to another."""
         self._tallies.clear()
         self._ended.clear()
+        self._ledgers.clear()
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -445,8 +490,8 @@ class Metrics(Meter, Collector):
         """
         if self._scrapes >= self._scrapes_limit:
             raise LimitExceededError(
-                f"{self._scrapes} callers read metrics here, and no more may; scrape less often, "
-                "or raise the limit `scrapes`"
+                f"{self._scrapes} callers read metrics here, which is the limit; scrape less "
+                "often, or raise the limit `scrapes`"
             )
         self._scrapes += 1
         try:
@@ -454,7 +499,7 @@ class Metrics(Meter, Collector):
             with self._parts.computing(JOBS):
                 async for part in self._job_parts():
                     parts.append(part)
-            # After the jobs, because it reports whether these could be written.
+            # This comes after the jobs, because it reports whether they could be written.
             return b"".join((prometheus_client.generate_latest(self._registry), *parts))
         finally:
             self._scrapes -= 1
@@ -470,10 +515,13 @@ class Metrics(Meter, Collector):
             if tally is not None:
                 page.add_live(state, tally, figures.progress(state), now_ms)
                 page.add_straggling(state, figures.straggling(state))
+                rdzv_id = state.membership.rdzv_id
+                page.add_phases(rdzv_id, self._ledgers.phases(rdzv_id, now_ms, state))
             if number % SLICE_JOBS == 0:
                 await asyncio.sleep(0)
         for number, (rdzv_id, tally) in enumerate(tuple(self._ended.items()), 1):
             page.add_ended(rdzv_id, tally, now_ms)
+            page.add_phases(rdzv_id, self._ledgers.phases(rdzv_id, now_ms))
             if number % SLICE_JOBS == 0:
                 await asyncio.sleep(0)
         for part in page.parts():

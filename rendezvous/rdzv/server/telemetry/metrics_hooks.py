@@ -1,6 +1,7 @@
-"""Hooks for metrics: `Meter` itself counts nothing, `metrics.Metrics` does.
+"""Hooks for metrics.
 
-So the driver needs no library for metrics, and a server without /metrics loads none.
+`Meter` itself counts nothing; `metrics.Metrics` does. So the driver needs no library for metrics,
+and a server without /metrics loads none.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Room:
     gpus: Mapping[str, int] = field(default_factory=dict)
     """GPUs by state: free, taken, or unusable, on a node where nothing can be placed now."""
     places: Mapping[str, int] = field(default_factory=dict)
-    """Slots for jobs that nodes run at once, likewise."""
+    """Slots for jobs that nodes run at once, by the same states."""
     nodes_barred: Mapping[str, int] = field(default_factory=dict)
-    """Nodes on which nothing is placed until an operator lifts that, by what bars them."""
+    """Nodes on which nothing is placed until an operator allows it, by what bars them."""
     drains: Mapping[str, int] = field(default_factory=dict)
     """Nodes that leave all their jobs, by progress: draining, drained."""
 
@@ -58,7 +59,7 @@ class Figures:
 
 
 class Meter:
-    """Receives all events, by the same calls that write log and history. Never waits."""
+    """Receives all events through the same calls that write log and history. Never waits."""
 
     def loaded(self, state: State, now_ms: int) -> None:
         """Note a job that was loaded from the store."""
@@ -92,7 +93,7 @@ class Meter:
         """Note a message from a node."""
 
     def sent(self) -> None:
-        """Note a message to a node, put on its stream."""
+        """Note a message that was put on a node's stream."""
 
     def call_refused(self, code: str) -> None:
         """Note a call that its caller may not make, by the code of the refusal."""

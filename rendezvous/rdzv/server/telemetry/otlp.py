@@ -1,7 +1,7 @@
 """Sends spans to an OpenTelemetry collector, by OTLP over HTTP, from the SDK's own thread.
 
-Options beyond the configuration come from OTEL_*: headers, certificates, timeouts, sampling,
-limits, resource names. Needs the extra `rdzv[otel]`, and is loaded only where traces are sent.
+OTEL_* variables set further options: headers, certificates, timeouts, sampling, limits, resource
+names. This module needs the extra `rdzv[otel]`, and is loaded only where traces are sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PATH = "/v1/traces"
 
 
 class _Names(IdGenerator):
-    """Generates ids from the next span's names, so that all servers generate the same."""
+    """Generates ids from the next span's names, so that all servers generate the same ones."""
 
     def __init__(self) -> None:
         self.trace_id = self.span_id = 0
@@ -63,7 +63,7 @@ def _digest(size: int, *names: str) -> int:
 
 
 class OtlpSender:
-    """Queues spans, and sends them from a thread; drops those that are too many or not accepted."""
+    """Queues spans and sends them from a thread. Drops those that are too many or refused."""
 
     def __init__(self, endpoint: str, version: str) -> None:
         """Send to `endpoint`, or with `env` to the address in OTEL_EXPORTER_OTLP_ENDPOINT.
@@ -123,11 +123,11 @@ class OtlpSender:
 
         def shut_down() -> None:
             self._provider.shutdown()
-            # The caller no longer waits if that took too long.
+            # The caller has stopped waiting if this took too long.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(done.set)
 
-        # Not in the executor, because the interpreter waits for its threads.
+        # This is no thread of the executor, because the interpreter waits for those at its end.
         threading.Thread(target=shut_down, name="otlp-close", daemon=True).start()
         try:
             async with asyncio.timeout(within_ms / 1000):

@@ -1,4 +1,4 @@
-"""The addresses where agents answer /metrics, as reported by them; /sd lists them.
+"""The addresses at which agents serve /metrics, as they have reported them; /sd lists them.
 
 A lost node stays on the list for a while: if it were removed at once, Prometheus would forget it,
 and no alert would report that it no longer answers.
@@ -23,7 +23,7 @@ class ScrapeTargets:
         """By node_id: the address and the time of the loss, in the order of the losses."""
 
     def note(self, node_id: str, address: str) -> None:
-        """Record the address of a node that connects; empty: none."""
+        """Record the address of a node that connects, unless it is empty."""
         self._lost.pop(node_id, None)
         self._present.pop(node_id, None)
         if address:
@@ -43,7 +43,7 @@ class ScrapeTargets:
             if now_ms - lost_ms < KEPT_MS:
                 break
             del self._lost[node_id]
-        # A node restarted under another name answers at the address of the former one.
+        # A node that was restarted under another name has the address of the former one.
         taken = set(self._present.values())
         lost = {n: at for n, (at, _) in self._lost.items() if at not in taken}
         return {**lost, **self._present}

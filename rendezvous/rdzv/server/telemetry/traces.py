@@ -1,11 +1,11 @@
-"""Rounds as traces: a run is a trace, each round a span, and the round's phases are its children.
+"""Rounds as traces: a run is a trace, each of its rounds is a span, and phases are child spans.
 
-Spans are made of the same rows that make log and history, by the same mapping as `rdzvctl trace`. A
+Spans are made from the same rows as log and history, by the same mapping as in `rdzvctl trace`. A
 round is sent once all nodes have stopped after it, and a run when it has ended.
 
-Nothing here holds up a step: rows go into a bounded queue, from which a task takes them. Of a run
-it keeps only the last round. A run that this server has not seen from its beginning is first read
-from history; ids derive from names, so spans sent by another server belong to the same trace.
+No step waits for them: rows go into a bounded queue, from which a task takes them. The task keeps
+only the last round of a run. A run that this server has not seen from its beginning is first read
+from history. Ids derive from names, so spans sent by another server belong to the same trace.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ ROWS = 10_000
 """Rows that may wait to be processed: more than the largest job makes in one round."""
 
 PAST = 500
-"""Rows that are read of a run whose beginning another server has seen."""
+"""How many rows are read of a run whose beginning another server has seen."""
 
 HAPPENINGS = 100
-"""The most rows that one round shows, the first ones: the cause of an end comes first."""
+"""The most rows that one round shows. The first ones count, since the cause of an end comes
+first."""
 
 ENDED = 1_000
 """Runs that are known to have been sent, so that late rows do not open them again."""
 
 SLICE = 100
-"""Rows that are processed before other tasks run: less than a millisecond."""
+"""The number of rows processed before other tasks run; it takes less than a millisecond."""
 
 SUMMED_UP = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
 """Events of each node in each round; the spans have the number of nodes instead."""
@@ -56,7 +57,7 @@ class TraceSpan:
     rdzv_id: str
     run: str
     key: str
-    """The span's key, unique in its trace; empty: the span of the run itself."""
+    """The span's key, unique in its trace; empty for the span of the run itself."""
     parent: str | None
     name: str
     since_ms: int
@@ -65,7 +66,7 @@ class TraceSpan:
     wrong: str = ""
     """Why it ended badly; empty if it did not."""
     happenings: tuple[tuple[int, str, str], ...] = ()
-    """For each: the time, the event's name, and its line."""
+    """Events of the span, each as its time, its name and its line."""
 
 
 Send = Callable[[TraceSpan], None]
@@ -84,7 +85,7 @@ class _Tale:
 
 
 class Traces(Meter):
-    """Makes spans from rows of history. Made by `tracing`."""
+    """Makes spans from rows of history. `tracing` creates it."""
 
     def __init__(self, history: ReadHistory, send: Send, most_rows: int = ROWS) -> None:
         """`history` reads a run's past, `send` takes spans."""
@@ -196,7 +197,7 @@ class Traces(Meter):
 
 def _note(run: Run, row: Record) -> None:
     note(run, event_in(row))
-    del run.happenings[HAPPENINGS:], run.failures[HAPPENINGS:]
+    del run.happenings[HAPPENINGS:], run.failures[HAPPENINGS:], run.suspects[HAPPENINGS:]
 
 
 def _last(run: Run) -> int:
@@ -209,6 +210,7 @@ def _tidy(tale: _Tale) -> None:
     del run.rounds[:-1]
     run.happenings.clear()
     run.failures.clear()
+    run.suspects.clear()
     run.nodes.clear()
 
 
@@ -293,13 +295,14 @@ def _named(*groups: Mapping[str, Attribute]) -> dict[str, Attribute]:
 
 
 def _happenings(run: Run) -> tuple[tuple[int, str, str], ...]:
-    failures = [(at_ms, "WorkerFailed", text) for at_ms, text in run.failures]
+    failed = (*run.failures, *run.suspects)
+    failures = [(at_ms, "WorkerFailed", text) for at_ms, text in failed]
     others = [(event.unix_ms, event.name, event.text) for event in run.happenings]
     return tuple(sorted([*failures, *others]))
 
 
 def _latest_ms(run: Run) -> int:
-    """Return the time of the last fact known about a run."""
+    """Return the time of the last known fact about a run."""
     if run.ended_ms is not None:
         return run.ended_ms
     times_ms = (run.began_ms, *(r.settled_ms or r.ended_ms or r.at_ms for r in run.rounds))
@@ -311,7 +314,7 @@ def _latest_ms(run: Run) -> int:
 
 @asynccontextmanager
 async def tracing(history: ReadHistory, send: Send, most_rows: int = ROWS) -> AsyncIterator[Traces]:
-    """Make spans until the body ends, then from all rows that have come by then."""
+    """Make spans until the body ends, and then from all rows that have come by that time."""
     traces = Traces(history, send, most_rows)
     async with asyncio.TaskGroup() as tasks:
         making = tasks.create_task(traces.run())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from rdzv.core.collectives import Collective, GroupRecord
 from rdzv.core.commands import (
     Command,
     Decline,
@@ -19,7 +20,7 @@ from rdzv.core.commands import (
     Succeed,
 )
 from rdzv.core.hangs import HungWorker
-from rdzv.core.model import LeaveCause, Moved, Offer, RecoveryReport
+from rdzv.core.model import KeptWorker, LeaveCause, Moved, Offer, RecoveryReport
 from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import FailingCheck, Gpu, Resources
 from rdzv.core.stacks import Frame, Thread, WorkerStack
@@ -85,9 +86,10 @@ def _offer(message: pb.Offer, limits: Limits, least_port: int) -> Offer:
 
 
 def _failures(messages: Iterable[pb.WorkerFailure], limits: Limits) -> tuple[FailureReport, ...]:
-    """Read reports of failed workers; if there are too many, the earliest count."""
+    """Read reports of failed workers. Of too many, the earliest are kept; suspects come last."""
     reports = [_failure(message, limits) for message in messages]
-    return tuple(sorted(reports, key=lambda report: -report.age_ms)[: limits.failures])
+    earliest = sorted(reports, key=lambda report: (report.suspect, -report.age_ms))
+    return tuple(earliest[: limits.failures])
 
 
 def _failure(message: pb.WorkerFailure, limits: Limits) -> FailureReport:
@@ -100,7 +102,36 @@ def _failure(message: pb.WorkerFailure, limits: Limits) -> FailureReport:
         message=bounds.sentence(message.message, limits),
         traceback=bounds.traceback(message.traceback, limits),
         age_ms=min(message.age_ms, limits.timeout_ms),
+        suspect=message.suspect,
     )
+
+
+def _kept(
+    messages: Collection[pb.KeptWorker], local_world_size: int, limits: Limits
+) -> tuple[KeptWorker, ...]:
+    """Read the parked workers that a node offers, in the order of their LOCAL_RANKs."""
+    if len(messages) > local_world_size:
+        raise bounds.refusal(
+            "kept",
+            len(messages),
+            "are more parked workers than the node has",
+            f"offer at most {local_world_size}, its local_world_size",
+        )
+    by_rank = {
+        bounds.within("kept: local_rank", one.local_rank, 0, local_world_size - 1): KeptWorker(
+            local_rank=one.local_rank,
+            step=bounds.within("kept: step", one.step, 0, limits.steps)
+            if one.HasField("step")
+            else None,
+            torn=one.torn,
+        )
+        for one in messages
+    }
+    if len(by_rank) < len(messages):
+        raise bounds.refusal(
+            "kept", len(messages), f"workers have {len(by_rank)} local_ranks", "offer each once"
+        )
+    return tuple(by_rank[local_rank] for local_rank in sorted(by_rank))
 
 
 def hello_of(message: pb.Hello, limits: Limits) -> Hello:
@@ -193,7 +224,7 @@ def _endpoint(what: str, text: str, limits: Limits) -> str:
 
 
 def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
-    """Read the failing checks of a node; if there are too many, the first count."""
+    """Read the failing checks of a node. Of too many, the first are kept."""
     return tuple(
         FailingCheck(bounds.sentence(one.name, limits), bounds.sentence(one.reason, limits))
         for one in message.failing[: limits.failing_checks]
@@ -292,6 +323,18 @@ def _checked_report(assignment: pb.RoundCompleted, join: Join, limits: Limits) -
         settings=join.settings,
         offer=join.offer,
         tally=tally_of(assignment.tally) if assignment.HasField("tally") else None,
+        kept=tuple(
+            sorted(
+                bounds.within("kept", local_rank, 0, join.offer.local_world_size - 1)
+                for local_rank in set(assignment.kept)
+            )
+        ),
+        source=bounds.within("source", assignment.source, 0, assignment.world_size - 1)
+        if assignment.HasField("source")
+        else None,
+        resume_step=bounds.within("resume_step", assignment.resume_step, 0, limits.steps)
+        if assignment.HasField("resume_step")
+        else None,
     )
 
 
@@ -335,12 +378,14 @@ def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
 
 
 def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 1) -> Join:
+    settings = settings_of(message.settings, limits)
+    offer = _offer(message.offer, limits, least_port)
     return Join(
         node_id=speaker.node_id,
         incarnation=speaker.incarnation,
         run=bounds.uid("run", message.run, limits, needed=False),
-        settings=settings_of(message.settings, limits),
-        offer=_offer(message.offer, limits, least_port),
+        settings=settings,
+        offer=offer,
         left_round=message.left_round if message.HasField("left_round") else None,
         failures=_failures(message.failures, limits),
         refuse_reuse=message.refuse_reuse,
@@ -351,6 +396,7 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
             message.snapshot_changed,
         ),
         secret=_secret(message, limits),
+        kept=_kept(message.kept, offer.local_world_size, limits),
     )
 
 
@@ -385,7 +431,7 @@ def _leave(message: pb.Leave, speaker: Speaker, limits: Limits) -> Leave:
     return Leave(
         node_id=speaker.node_id,
         incarnation=speaker.incarnation,
-        # Unknown to a node that leaves before it learns the run.
+        # A node that leaves before it learns the run does not know it.
         run=bounds.uid("run", message.run, limits, needed=False),
         cause=bounds.one_of("cause", message.cause, _LEAVE_CAUSES),
         reason=bounds.sentence(message.reason, limits),
@@ -421,7 +467,7 @@ def progress_of(message: pb.Progress, limits: Limits) -> Progress:
         most = f"at most {limits.local_world_size}"
         raise bounds.refusal("progress", len(ranks), "are too many workers of one node", most)
     if len({one.rank for one in ranks}) < len(ranks):
-        raise bounds.refusal("progress", len(ranks), "workers have less RANKs", "name each once")
+        raise bounds.refusal("progress", len(ranks), "workers have fewer RANKs", "name each once")
     return Progress(
         rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
         run=bounds.uid("run", message.run, limits),
@@ -510,11 +556,34 @@ def _worker_stack(message: pb.WorkerStack, limits: Limits) -> WorkerStack:
                     Frame(_cut(frame.name, limits), _cut(frame.file, limits), frame.line)
                     for frame in thread.frames[: limits.stack_frames]
                 ),
+                thread.holds_gil,
             )
             for thread in message.threads[: limits.stack_threads]
         ),
         note=bounds.sentence(message.note, limits),
         kernel=tuple(_cut(place, limits) for place in message.kernel[: limits.stack_frames]),
+        collectives=tuple(
+            _group_record(record, limits) for record in message.collectives[: limits.record_groups]
+        ),
+        no_record=bounds.sentence(message.no_record, limits),
+    )
+
+
+def _group_record(message: pb.GroupRecord, limits: Limits) -> GroupRecord:
+    return GroupRecord(
+        _cut(message.group, limits),
+        _cut(message.description, limits),
+        message.entered,
+        tuple(
+            Collective(
+                one.sequence,
+                _cut(one.operation, limits),
+                _cut(one.sizes, limits),
+                one.done,
+                min(one.age_ms, limits.timeout_ms),
+            )
+            for one in message.latest[: limits.record_entries]
+        ),
     )
 
 

@@ -17,7 +17,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def stacks_wanted_of(message: pb.TakeStacksRequest, limits: Limits) -> tuple[str, int | None]:
-    """Read the run and the round whose stacks are requested; None: the last."""
+    """Read the run and the round whose stacks are requested; None stands for the last round."""
     run = bounds.uid("run", message.run, limits, needed=False)
     return run, message.round if message.HasField("round") else None
 
@@ -163,9 +163,9 @@ def history_limit(asked: int, limits: Limits) -> int:
 
 
 TOKEN_LIFE_MOST_MS = 3_650 * DAY_MS
-"""Ten years; for more, make a token that does not expire."""
+"""Ten years. A token that is needed for longer should not expire at all."""
 
 
 def token_life_of(message: pb.CreateTokenRequest, limits: Limits) -> int:
-    """Read how long a token is valid; 0: without limit."""
+    """Read how long a token is valid; 0 if it never expires."""
     return bounds.within("expires_in_ms", message.expires_in_ms, 0, TOKEN_LIFE_MOST_MS)

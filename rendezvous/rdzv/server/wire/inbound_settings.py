@@ -62,7 +62,7 @@ def _backoff_ms(message: pb.Settings, name: str, limits: Limits) -> int:
 
 
 def _budget(message: pb.Settings, name: str, limits: Limits) -> int | None:
-    """Read how often something may happen; unset: no limit."""
+    """Read how often something may happen; None if there is no limit."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return None
     return bounds.within(name, getattr(message, name), 0, limits.restarts)

@@ -150,6 +150,26 @@ def signal_relative(pid: int, signum: int, family: Collection[int]) -> None:
             os.close(pidfd)
 
 
+def session_of(pid: int) -> int | None:
+    """Return the leader of a process's session; None if the process is gone."""
+    try:
+        return int(_stat_of(pid)[3])
+    except (OSError, LookupError, ValueError):
+        return None
+
+
+def has_variable(pid: int, name: str, value: str) -> bool:
+    """Return whether a process was started with an environment variable; False if it is gone."""
+    try:
+        # The read would wait for a process that waits for a hung file system.
+        if _stat_of(pid)[0] == b"D":
+            return False
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except (OSError, LookupError):
+        return False
+    return f"{name}={value}".encode() in environ.split(b"\0")
+
+
 def reap(pids: Iterable[int]) -> None:
     """Reap any of these children that have exited."""
     for pid in pids:
@@ -158,8 +178,13 @@ def reap(pids: Iterable[int]) -> None:
 
 
 def _parent_of(pid: int) -> int:
+    return int(_stat_of(pid)[1])
+
+
+def _stat_of(pid: int) -> list[bytes]:
+    """Return a process's state, parent, process group, session, and so on."""
     # The command stands in parentheses and may itself hold any character.
-    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def _wait_for_exit(pid: int, timeout_s: float) -> None:

@@ -1,0 +1,75 @@
+"""Where the core dump of a worker is.
+
+Source: core(5) of the Linux manual pages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import time
+from pathlib import Path
+
+from rdzv.agent.system.accounts import Identity, acting_as
+
+DUMPING = (
+    *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGQUIT, signal.SIGSEGV),
+    *(signal.SIGSYS, signal.SIGTRAP, signal.SIGXCPU, signal.SIGXFSZ),
+)
+"""Signals that dump core."""
+
+RECENT_S = 60.0
+"""The age up to which a file of the expected name is this worker's."""
+
+KERNEL = Path("/proc/sys/kernel")
+
+
+def find_core_dump(
+    pid: int,
+    signum: int,
+    folder: Path | None,
+    identity: Identity | None = None,
+    kernel: Path = KERNEL,
+) -> str:
+    """Describe where a dead worker's core dump is; empty if there is none that can be found.
+
+    `folder` is the worker's working folder, or None if that is the agent's. The worker's account
+    has to be able to see the file.
+    """
+    if signum not in DUMPING:
+        return ""
+    pattern = _read(kernel / "core_pattern")
+    if pattern.startswith("|"):
+        program = pattern[1:].split(" ")[0]
+        if program.endswith("/systemd-coredump"):
+            return f"its core dump: coredumpctl info {pid}"
+        return f"its core dump was given to {program}" if program else ""
+    if "%p" not in pattern and _read(kernel / "core_uses_pid") != "0":
+        pattern += ".%p"
+    names = {"%p": str(pid), "%P": str(pid), "%s": str(signum), "%h": os.uname().nodename}
+    names["%%"] = "%"
+    name = re.sub("%.", lambda found: names.get(found[0], "*"), pattern)
+    with acting_as(identity):
+        found = _recent((folder or Path()) / name)
+    return f"its core dump: {found}" if found is not None else ""
+
+
+def _recent(pattern: Path) -> Path | None:
+    """Return the youngest regular file that fits, if it was written just now."""
+    try:
+        place = pattern.absolute()
+        found = [(path.lstat(), path) for path in place.parent.glob(place.name)]
+    except (OSError, ValueError):
+        return None
+    files = [(about.st_mtime, path) for about, path in found if stat.S_ISREG(about.st_mode)]
+    written, path = max(files, default=(0.0, None))
+    return path if time.time() - written <= RECENT_S else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,87 @@
+"""What is known about a failed worker's exit, in one message."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from rdzv.agent.exit_causes.core_dumps import find_core_dump
+from rdzv.agent.exit_causes.last_words import SHM_FULL, explain_last_words
+from rdzv.agent.exit_causes.memory_kills import MemoryKills, explain_memory_kill
+from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
+from rdzv.agent.system.error_files import MAX_MESSAGE_CHARS, WorkerError, read_error
+from rdzv.structs import replace, struct
+
+TAIL_BYTES = 64 << 10
+"""The part of a worker's log that is searched for its last words."""
+
+SHM = Path("/dev/shm")
+SHM_IS_FULL_BYTES = 1 << 20
+"""With less than this, /dev/shm is full for all that torch or NCCL put there."""
+
+
+@struct(frozen=True)
+class ExitedWorker:
+    """A worker that has failed, and where its traces are."""
+
+    pid: int
+    signal: int | None
+    error_file: Path
+    stderr: Path | None
+    """Its log; None if it shares the agent's stderr."""
+    folder: Path | None
+    """Its working folder; None if it is the agent's."""
+    identity: Identity | None
+    kills_before: MemoryKills
+    """The kernel's counts from before it started."""
+
+
+def explain_exit(worker: ExitedWorker) -> WorkerError:
+    """Return the content of a failed worker's error file, with what else explains its exit.
+
+    Files of the job are read with its rights. Never raises. May hang if a file server does.
+    """
+    error = read_error(worker.error_file, worker.signal, worker.pid, worker.identity)
+    found = [_explain_signal(worker)]
+    last_words = explain_last_words(f"{error.message}\n{error.traceback}")
+    found.append(last_words or explain_last_words(_tail(worker.stderr, worker.identity)))
+    reasons = "; ".join(reason for reason in found if reason)
+    explained = f"{error.message}: {reasons}" if reasons else error.message
+    return replace(error, message=explained[:MAX_MESSAGE_CHARS])
+
+
+def _explain_signal(worker: ExitedWorker, shm: Path = SHM) -> str:
+    if worker.signal is None:
+        return ""
+    if worker.signal == signal.SIGKILL:
+        return explain_memory_kill(worker.pid, worker.kills_before)
+    dump = find_core_dump(worker.pid, worker.signal, worker.folder, worker.identity)
+    if worker.signal == signal.SIGBUS and (full := _describe_full(shm)):
+        return f"{full}; {dump}" if dump else full
+    return dump
+
+
+def _describe_full(shm: Path) -> str:
+    try:
+        about = os.statvfs(shm)
+    except OSError:
+        return ""
+    size = about.f_blocks * about.f_frsize
+    if not size or about.f_bavail * about.f_frsize >= SHM_IS_FULL_BYTES:
+        return ""
+    return f"{SHM_FULL} (its size is {size / 2**20:.0f} MiB)"
+
+
+def _tail(path: Path | None, identity: Identity | None) -> str:
+    """Return the end of a worker's log; empty if it cannot be read."""
+    if path is None:
+        return ""
+    try:
+        with acting_as(identity):
+            fd = open_untrusted(path, os.O_RDONLY)
+        with os.fdopen(fd, "rb") as file:
+            file.seek(max(os.fstat(fd).st_size - TAIL_BYTES, 0))
+            return file.read(TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,175 @@
+"""Opens the record that torch keeps of a worker's collectives to the agent; runs as the worker.
+
+Found by PYTHONPATH while the interpreter of a worker starts. It undoes what made the interpreter
+import it, so that no child does, and lets the site's own `sitecustomize` follow. torch is not
+imported: only when the script itself has imported torch.distributed, its `init_process_group`
+begins to start torch's `_WorkerServer` first. That one listens on a Unix socket beside the worker's
+progress file, in a folder that only the job's account may enter, and answers from threads that need
+no interpreter lock. What goes wrong is left in a file there, and changes nothing for the script.
+
+It imports only what every interpreter has loaded at its start, and no pathlib: each start of a
+worker would wait for that. It runs under Python 3.9 and newer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import ctypes
+    from typing import Any
+
+NAME = "collectives"
+"""The beginning of the names of its files: `NAME.PID.RANDOM` is a socket, `NAME.PID.why` a text."""
+MODULE = "torch.distributed.distributed_c10d"
+MAX_PATH_BYTES = 107
+QUIET = 2
+"""The level of torch's log from which on errors alone are written."""
+
+_served_by = {"pid": 0}
+"""The process that has started a server; a fork may start its own."""
+
+
+def _undo(hook: str) -> None:
+    """Undo the changes to the environment that made the interpreter import this."""
+    path = os.environ.pop("RDZV_PYTHONPATH", None)
+    if path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = path
+    sys.path[:] = [entry for entry in sys.path if entry != hook]
+    sys.path_importer_cache.pop(hook, None)
+
+
+class _Finder:
+    """Wraps `init_process_group` once its module has been executed; finds nothing by itself."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if name != MODULE:
+            return None
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Finder]
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec = None if find is None else find(name, path, target)
+            if spec is not None:
+                _wrap_after(spec.loader)
+                return spec
+        return None
+
+
+def _wrap_after(loader: Any) -> None:
+    """Have a loader wrap the function in the module that it executes."""
+    execute = loader.exec_module
+
+    def exec_module(module: Any) -> None:
+        try:
+            del loader.exec_module
+        finally:
+            execute(module)
+        _wrap(module)
+
+    try:
+        loader.exec_module = exec_module
+    except AttributeError:
+        _leave_word("torch.distributed is imported by a loader of its own")
+
+
+def _wrap(module: Any) -> None:
+    init = getattr(module, "init_process_group", None)
+    if init is None:
+        return
+    import functools
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        _serve()
+        return init(*args, **kwargs)
+
+    module.init_process_group = init_process_group
+
+
+def _serve() -> None:
+    """Start the server, if this process has none."""
+    if _served_by["pid"] == os.getpid():
+        return
+    _served_by["pid"] = os.getpid()
+    try:
+        _start()
+    except Exception as error:
+        _leave_word(f"{type(error).__name__}: {error}")
+
+
+def _start() -> None:
+    folder = _folder()
+    if not folder:
+        return
+    try:
+        from torch._C._distributed_c10d import _WorkerServer
+    except ImportError:
+        _leave_word("this torch has no worker server (_WorkerServer)")
+        return
+    import signal
+
+    path = os.path.join(folder, f"{NAME}.{os.getpid()}.{os.urandom(4).hex()}")
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        _leave_word(f"the path of its socket is too long: {path}")
+        return
+    level = _log_level()
+    before = level.value
+    # Its threads inherit this, so that the script's signals go to threads of the script.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        level.value = max(before, QUIET)
+        server = _WorkerServer(path)
+    finally:
+        level.value = before
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _never_end(server)
+
+
+def _log_level() -> ctypes.c_int:
+    """Return the level below which torch's C++ code writes nothing to stderr."""
+    import ctypes
+
+    import torch
+
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    try:
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except ValueError:
+        return ctypes.c_int.in_dll(library, "_ZN3c1022FLAGS_caffe2_log_levelE")
+
+
+def _never_end(server: Any) -> None:
+    """Keep the server from being destroyed: that waits for its threads, which no fork has."""
+    import ctypes
+
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
+
+
+def _folder() -> str:
+    """Return the folder that this worker shares with its agent; empty if there is none."""
+    return os.path.dirname(os.environ.get("RDZV_PROGRESS_FILE", ""))
+
+
+def _leave_word(why: str) -> None:
+    """Leave the reason why there is no record; if that fails, the agent finds nothing at all."""
+    try:
+        path = os.path.join(_folder(), f"{NAME}.{os.getpid()}.why")
+        with open(path, "w") as file:
+            file.write(why)
+    except OSError:
+        pass
+
+
+_undo(os.path.dirname(os.path.abspath(__file__)))
+if MODULE in sys.modules:
+    _wrap(sys.modules[MODULE])
+else:
+    sys.meta_path.insert(0, _Finder)
+del sys.modules["sitecustomize"]
+# Raises ImportError, as if this had not been found either, where the site has none of its own.
+__import__("sitecustomize")

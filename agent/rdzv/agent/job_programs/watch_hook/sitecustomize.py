@@ -1,0 +1,39 @@
+"""Makes an interpreter tell the runner when it has imported torch (torch_watch.py).
+
+Imported instead of the interpreter's own `sitecustomize`, found by PYTHONPATH. It undoes all that
+the script could notice, and imports that one.
+"""
+
+from __future__ import annotations
+
+import _frozen_importlib_external as _external
+import os
+import sys
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  # pathlib is slow.
+_watch = os.path.join(os.path.dirname(_here), "torch_watch.py")  # noqa: PTH118, PTH120
+_address, _colon, _path = os.environ.pop("RDZV_TORCH_WATCH", "").partition(":")
+if _colon:
+    os.environ["PYTHONPATH"] = _path
+else:
+    os.environ.pop("PYTHONPATH", None)
+sys.path[:] = [entry for entry in sys.path if entry != _here]
+sys.path_importer_cache.pop(_here, None)
+del sys.modules["sitecustomize"]
+try:
+    # An error, also that there is none, is handled as if this were not here.
+    import_module("sitecustomize")
+finally:
+    try:
+        _name = "rdzv torch watch"
+        _names: dict[str, Any] = {"__name__": _name}
+        _loader: Any = _external.SourceFileLoader(_name, _watch)
+        exec(_loader.get_code(_name), _names)
+        _names["watch"](_address)
+    except Exception:  # noqa: S110  # It is not there after an upgrade; then nothing is reported.
+        pass

@@ -1,0 +1,176 @@
+"""Asks workers for the record of their collectives, which `collectives_hook` opens to the agent.
+
+Each worker's torch answers HTTP on a Unix socket beside its progress file. The folder belongs to
+the job's account, and is looked at with its rights; every question has a deadline, and answers are
+bounded. A worker that is stopped gives none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rdzv.agent.observers.flight_records import FlightRecord, read_record
+from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
+
+log = logging.getLogger("rdzv.agent")
+
+HOOK = Path(__file__).parents[1] / "job_programs" / "collectives_hook"
+"""A folder whose `sitecustomize` has workers answer."""
+KEPT_PATH = "RDZV_PYTHONPATH"
+"""A variable with the PYTHONPATH that the script is to have."""
+
+MAX_NAMES = 64
+"""The most names in a worker's folder that are looked at, ..."""
+MAX_TRIED = 4
+"""... and sockets that are tried."""
+MAX_BYTES = 32 << 20
+"""A larger answer is an error; torch's 2,000 entries are one megabyte."""
+MAX_WHY_BYTES = 300
+MAX_TOLD = 8
+"""The most reasons that the log gives for one job."""
+HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
+"""Torch's names of the record, newer ones first."""
+
+_NAME = re.compile(r"collectives\.(\d+)\.([0-9a-f]{8}|why)")
+
+OFF = "it is turned off by --no-collective-trace"
+NOTHING = (
+    "it has not begun torch.distributed, or its interpreter runs no sitecustomize from PYTHONPATH "
+    "(does it clear the environment, or give -E, -I or -S?)"
+)
+
+
+class NoRecordError(Exception):
+    """A worker's record cannot be had; the message says why."""
+
+
+def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return a worker's environment in which its interpreter runs the hook."""
+    path = environ.get("PYTHONPATH")
+    first = os.pathsep.join([str(HOOK), *([path] if path else [])])
+    kept = {} if path is None else {KEPT_PATH: path}
+    return {**environ, **kept, "PYTHONPATH": first}
+
+
+class RecordReader:
+    """Reads the records of one job's workers, with the rights of their account."""
+
+    def __init__(self, rdzv_id: str, *, on: bool, identity: Identity | None = None) -> None:
+        """Without `on` no worker is asked."""
+        self._rdzv_id = rdzv_id
+        self.on = on
+        self._identity = identity
+        self._told: set[str] = set()
+
+    async def read(
+        self, file: str, pid: int, entries: int, timeout_s: float, *, begins: bool = False
+    ) -> FlightRecord:
+        """Return the record of the worker with this progress file; keep so many entries a group.
+
+        Raises:
+            NoRecordError: there is none, or it does not come in time. The log says why, once,
+                unless there is nothing yet of a worker that only `begins`.
+
+        """
+        try:
+            return await self._read(file, pid, entries, timeout_s)
+        except NoRecordError as error:
+            why = str(error)
+            if begins and why == NOTHING:
+                raise
+            if self.on and why not in self._told and len(self._told) < MAX_TOLD:
+                self._told.add(why)
+                log.info("%s: no record of the collectives of pid %d: %s", self._rdzv_id, pid, why)
+            raise
+
+    async def _read(self, file: str, pid: int, entries: int, timeout_s: float) -> FlightRecord:
+        if not self.on:
+            raise NoRecordError(OFF)
+        if not file:
+            raise NoRecordError("there is no place for its socket")
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await _ask_first(Path(file).parent, pid, self._identity)
+        except TimeoutError:
+            raise NoRecordError("its torch does not answer in time") from None
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise NoRecordError(f"its torch cannot be asked: {why}") from error
+        try:
+            return read_record(answer, time.time_ns(), entries)
+        except ValueError as error:
+            raise NoRecordError(str(error)) from error
+
+
+async def _ask_first(folder: Path, pid: int, identity: Identity | None) -> bytes:
+    """Return the answer of the first socket that has one: the worker's own, else a descendant's."""
+    with acting_as(identity):
+        sockets, whys = _names(folder, pid)
+    last: OSError | None = None
+    for path in sockets[:MAX_TRIED]:
+        try:
+            return await _post_each(path, identity)
+        except OSError as error:
+            last = error
+    if last is not None:
+        raise last
+    with acting_as(identity):
+        raise NoRecordError(_why(whys[0]) if whys else NOTHING)
+
+
+def _names(folder: Path, pid: int) -> tuple[list[Path], list[Path]]:
+    """Return the sockets in a folder and the files with reasons, the worker's own first."""
+    found: dict[bool, list[tuple[bool, Path]]] = {True: [], False: []}
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry, _ in zip(entries, range(MAX_NAMES), strict=False):
+            if name := _NAME.fullmatch(entry.name):
+                own = int(name[1]) == pid
+                found[name[2] == "why"].append((not own, Path(entry.path)))
+    return [path for _, path in sorted(found[False])], [path for _, path in sorted(found[True])]
+
+
+def _why(path: Path) -> str:
+    try:
+        with os.fdopen(open_untrusted(path, os.O_RDONLY), "rb") as file:
+            return file.read(MAX_WHY_BYTES).decode(errors="replace")
+    except OSError:
+        return NOTHING
+
+
+async def _post_each(path: Path, identity: Identity | None) -> bytes:
+    """Return the answer of the first handler that the torch behind a socket has."""
+    status = 0
+    for handler in HANDLERS:
+        status, body = await _post(path, f"/handler/{handler}", identity)
+        if status == 200:
+            return body
+    raise NoRecordError(f"its torch keeps no record of collectives (it answers {status})")
+
+
+async def _post(path: Path, target: str, identity: Identity | None) -> tuple[int, bytes]:
+    """Post an empty request; return the status and the body of the answer."""
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.setblocking(False)
+        # A Unix socket connects at once, or fails: with a full queue as well.
+        with acting_as(identity):
+            sock.connect(str(path))
+        head = f"POST {target} HTTP/1.1\r\nHost: worker\r\nConnection: close\r\n"
+        await loop.sock_sendall(sock, f"{head}Content-Length: 0\r\n\r\n".encode())
+        answer = bytearray()
+        while part := await loop.sock_recv(sock, 1 << 18):
+            answer += part
+            if len(answer) > MAX_BYTES:
+                raise NoRecordError(f"its record is larger than {MAX_BYTES >> 20} MiB")
+    top, _, body = bytes(answer).partition(b"\r\n\r\n")
+    words = top.split(b" ", 2)
+    status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+    return status, body

@@ -1,0 +1,164 @@
+"""The round whose workers are here, from its start until each worker is gone, or parked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+
+from .linux.process_tree import signal_group
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from .agent_link import AgentLink
+    from .children import Child
+    from .worker_links import WorkerLink
+
+
+class Round:
+    """The round whose processes are here, from its start until they are gone."""
+
+    def __init__(self, number: int, *, has_links: bool = False) -> None:
+        """Take whether its workers get links, so that they can be kept."""
+        self.number = number
+        self.has_links = has_links
+        self.pids: dict[int, int] = {}
+        """The workers that have been started, by local_rank."""
+        self.running: set[int] = set()
+        """The workers, by pid, that have not exited."""
+        self.exited: set[int] = set()
+        """The workers, by pid, that have exited; others may still be in their process groups."""
+        self.links: dict[int, WorkerLink] = {}
+        """The links of the workers that run, by pid."""
+        self.failed = False
+        """Whether one of its workers could not be started."""
+        self.signals_sent: set[int] = set()
+        self.notified_by: int | None = None
+        """The signal that notified its workers that the node is about to leave."""
+        self.kill_at: float | None = None
+        """When the grace of the stop is over; None while no stop has been asked for."""
+        self.fenced = False
+        """Whether it has reached the fence."""
+        self.keeps = False
+        """Whether workers that have parked stay when it ends."""
+        self._killed: set[int] = set()
+        """The workers, by pid, that were killed before the others."""
+
+    def add(self, child: Child, link: WorkerLink | None) -> None:
+        """Note that a worker exists, with its link."""
+        self.running.add(child.pid)
+        if link is not None:
+            link.child = child
+            self.links[child.pid] = link
+
+    def forget(self, child: Child) -> None:
+        """Note that a worker does not exist any more."""
+        self.running.discard(child.pid)
+        link = self.links.pop(child.pid, None)
+        if link is not None:
+            link.read()  # It may have reported a suspect before it was killed.
+            link.close()
+
+    @property
+    def is_to_be_killed(self) -> bool:
+        """Whether a stop was asked for, and its grace is over or no worker is left to use it."""
+        if self.kill_at is None:
+            return False
+        return time.monotonic() >= max(self._deadlines().values(), default=0.0)
+
+    def _deadlines(self) -> dict[int, float]:
+        """Return when each worker that has not parked is killed, by pid."""
+        if self.kill_at is None:
+            return {}
+        deadlines = dict.fromkeys(self.running, self.kill_at)
+        for link in self.links.values():
+            if link.kill_at is not None:
+                deadlines[link.pid] = link.kill_at
+        for link in self.parked():
+            del deadlines[link.pid]
+        return deadlines
+
+    # ------------------------------------------------------------------ parking
+
+    def begin_parking(self, keep_s: float, not_kept: Collection[int]) -> None:
+        """Ask the workers that can be kept to park; kill those that must not be, by local_rank."""
+        if self.kill_at is not None:
+            return  # It ends already. A later stop keeps none that the first one does not.
+        self.keeps = True
+        for link in self.links.values():
+            if link.local_rank in not_kept:
+                self._kill(link.pid)
+                link.close()
+            elif link.can_be_kept:
+                link.kill_at = time.monotonic() + keep_s
+                if link.parked is None:
+                    link.ask_to_park()
+
+    def parking(self) -> set[int]:
+        """Return the workers, by pid, that were asked to park."""
+        return {link.pid for link in self.links.values() if link.kill_at is not None}
+
+    def parked(self) -> list[WorkerLink]:
+        """Return the links of the workers that have parked and stay."""
+        if not self.keeps:
+            return []
+        return [link for link in self.links.values() if link.parked is not None and link.is_open]
+
+    def keep_none(self) -> set[int]:
+        """Let no worker stay; return those, by pid, that have parked, or were to."""
+        self.keeps = False
+        parking = set()
+        for link in self.links.values():
+            if link.kill_at is not None or link.parked is not None:
+                parking.add(link.pid)
+                link.kill_at = None
+                link.close()
+        return parking
+
+    def verify_parked(self, agent: AgentLink) -> None:
+        """Give up parked workers that still have a connection to the round."""
+        for link in self.parked():
+            if to := link.connected_to():
+                link.close()
+                self._report(agent, link, f"it has parked, but is still connected to {to}")
+
+    # ------------------------------------------------------------------ time
+
+    def wake_times(self) -> Iterator[float]:
+        """Yield when a worker is to be killed."""
+        for pid, at in self._deadlines().items():
+            if pid not in self._killed:
+                yield at
+
+    def kill_late(self, now: float, agent: AgentLink) -> None:
+        """Kill workers that have not parked in time, or not ended while others may still park."""
+        if not self.keeps:
+            return
+        for link in self.links.values():
+            if link.kill_at is not None and not link.is_open:
+                # It cannot say any more that it has parked.
+                link.kill_at = None
+                signal_group(link.pid, signal.SIGTERM)
+        for pid, at in self._deadlines().items():
+            if now >= at and pid not in self._killed:
+                self._kill(pid)
+                link_of = self.links.get(pid)
+                if link_of is not None and link_of.kill_at is not None:
+                    self._report(agent, link_of, "it has not parked in time")
+
+    def _kill(self, pid: int) -> None:
+        self._killed.add(pid)
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)  # It is not reaped.
+
+    def _report(self, agent: AgentLink, link: WorkerLink, reason: str) -> None:
+        agent.emit(
+            "not_kept",
+            round=self.number,
+            local_rank=link.local_rank,
+            pid=link.pid,
+            reason=reason,
+        )

@@ -1,0 +1,109 @@
+"""How a parked worker goes on in a new round: with the files of its output, and its environment."""
+
+from __future__ import annotations
+
+import socket
+from functools import partial
+
+from .linux.descriptors import close_fds
+from .spawn import Program, reason_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .children import Child, Children
+    from .held_round import Round
+    from .requests import KeepSpec, WorkerSpec
+    from .worker_links import WorkerLink
+    from .workers import Workers
+
+
+class GoingOn:
+    """One parked worker that takes part in a round, until it has been told so.
+
+    Until then it is parked: if the round ends before, it stays parked.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        children: Children,
+        started: Round,
+        spec: WorkerSpec,
+        keep: KeepSpec,
+        link: WorkerLink,
+    ) -> None:
+        self._workers = workers
+        self._children = children
+        self._round = started
+        self._spec = spec
+        self._keep = keep
+        self._link = link
+
+    def begin(self) -> None:
+        """Open its files, by a child with the rights of its account, and let it go on."""
+        spec = self._spec
+        if spec.stdout is None and spec.stderr is None:
+            self._go(())
+            return
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            self._fail(reason_of(error))
+            return
+        ours.setblocking(False)
+        with theirs:
+            program = Program(
+                argv=(),
+                env={},
+                shares_stdin=True,
+                stdout=spec.stdout,
+                stderr=spec.stderr,
+                pass_fds=(theirs.fileno(),),
+                sends_streams_to=theirs.fileno(),
+                identity=spec.identity,
+            )
+            try:
+                self._children.start(
+                    self._name,
+                    program,
+                    partial(self._end_opener, ours),
+                    on_run=lambda _: self._take_streams(ours),
+                )
+            except OSError as error:
+                ours.close()
+                self._fail(reason_of(error))
+
+    @property
+    def _name(self) -> str:
+        return f"round {self._round.number}: the output of local_rank {self._spec.local_rank}"
+
+    def _take_streams(self, streams: socket.socket) -> None:
+        try:
+            _, fds, _, _ = socket.recv_fds(streams, 1, 2)
+        except OSError:
+            return  # The child was killed.
+        if len(fds) == 2:
+            self._go(tuple(fds))
+        else:
+            close_fds(fds)
+
+    def _end_opener(self, streams: socket.socket, child: Child, code: int) -> None:
+        streams.close()
+        if code != 0:
+            self._fail(child.failure or f"it ended with {code}")
+
+    def _fail(self, reason: str) -> None:
+        if self._round.kill_at is None:
+            reason = f"{self._name} cannot be opened: {reason}"
+            self._workers.fail_start(self._round, self._spec, reason)
+
+    def _go(self, fds: tuple[int, ...]) -> None:
+        parked, link, spec = self._workers.parked, self._link, self._spec
+        if self._round.kill_at is not None or link not in parked.waiting():
+            close_fds(fds)  # The round is over, or the worker is.
+            return
+        assert link.child is not None
+        parked.remove(link, partial(self._workers.end_worker, self._round, spec))
+        link.go(spec, self._round.number, self._keep.source, self._keep.step, fds)
+        self._round.add(link.child, link)
+        self._workers.report_start(self._round, spec, "kept", link.child)

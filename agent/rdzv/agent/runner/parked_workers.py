@@ -1,0 +1,162 @@
+"""The workers that are parked: they wait for the next round, or are told to end.
+
+A worker is parked here from the end of its round until it enters the next one, or is gone with all
+its descendants. What a parked worker has started lives on with it. A process belongs to a worker by
+its parents, else by its session, else by the mark in its environment.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from functools import partial
+
+from .children import exit_fields
+from .killing import STUCK_AFTER_S
+from .linux.process_tree import SWEEP_INTERVAL_S, signal_group
+from .requests import MAX_GRACE_S, read_numbers, read_seconds
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
+    from .agent_link import AgentLink
+    from .children import Child, Children
+    from .worker_links import WorkerLink
+
+CHARGED_GRACE_S = 5.0
+"""The least time for a charged suspect to raise its exception, and write its traceback."""
+
+
+class ParkedWorkers:
+    """The parked workers, by local_rank, until each is in a round again, or gone with all it has.
+
+    Those that are told to end, or have exited, are here until their descendants are gone.
+    """
+
+    def __init__(self, children: Children, agent: AgentLink) -> None:
+        self._children = children
+        self._agent = agent
+        self._links: dict[int, WorkerLink] = {}
+        self._ending: dict[WorkerLink, list[Callable[[], None]]] = {}
+        """Those that end, and what follows when they are gone."""
+        self._exited: set[WorkerLink] = set()
+        self._says_gone = False
+        """Whether the agent waits for the end of all."""
+        self._look_at: float | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._links)
+
+    def waiting(self) -> list[WorkerLink]:
+        """List those that may enter the next round."""
+        return [link for link in self._links.values() if link not in self._ending]
+
+    def find(self, local_rank: int) -> WorkerLink | None:
+        """Return the one with this local_rank, also if it ends."""
+        return self._links.get(local_rank)
+
+    def add(self, link: WorkerLink) -> None:
+        """Take a worker that has parked."""
+        assert link.child is not None
+        self._links[link.local_rank] = link
+        link.child.on_exit = partial(self._reap_parked, link)
+
+    def remove(self, link: WorkerLink, on_exit: Callable[[Child, int], None]) -> None:
+        """Give a worker to a round; `on_exit` is called when it exits."""
+        assert link.child is not None
+        del self._links[link.local_rank]
+        link.child.on_exit = on_exit
+
+    # ------------------------------------------------------------------ the end
+
+    def end(
+        self,
+        link: WorkerLink,
+        grace_s: float,
+        *,
+        charged: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """End a worker and its descendants, and call `then` when they are gone.
+
+        If it is charged, it raises the exception that it has reported.
+        """
+        if link not in self._ending:
+            self._ending[link] = []
+            if charged:
+                grace_s = max(grace_s, CHARGED_GRACE_S)
+                link.release("its collective failed, and nothing else was found to be the cause")
+            else:
+                link.close()
+                signal_group(link.pid, signal.SIGTERM)
+        kill_at = time.monotonic() + grace_s
+        if not link.killed and (link.kill_at is None or kill_at < link.kill_at):
+            link.kill_at = kill_at
+        if then is not None:
+            self._ending[link].append(then)
+
+    def obey_end(self, request: Mapping[str, object]) -> None:
+        """Obey `end_kept`; a second one may shorten the grace, never lengthen it."""
+        grace_s = read_seconds(request, "grace_s", MAX_GRACE_S)
+        self.end_all(grace_s, read_numbers(request, "charged"))
+
+    def end_all(self, grace_s: float, charged: Collection[int] = ()) -> None:
+        """End all of them; the agent is told when they are gone."""
+        self._says_gone = True
+        self._look_at = time.monotonic()
+        for link in list(self._links.values()):
+            self.end(link, grace_s, charged=link.local_rank in charged)
+
+    def _reap_parked(self, link: WorkerLink, child: Child, code: int) -> None:
+        link.close()
+        self._ending.setdefault(link, [])
+        self._exited.add(link)
+        self._look_at = time.monotonic()
+        self._agent.emit(
+            "kept_exited", local_rank=link.local_rank, pid=child.pid, **exit_fields(code)
+        )
+
+    # ------------------------------------------------------------------ time
+
+    def wake_times(self) -> Iterator[float | None]:
+        """Yield when `do_due` has something to do."""
+        yield self._look_at
+        for link in self._ending.keys() - self._exited:
+            yield link.kill_at
+
+    def do_due(self, now: float) -> None:
+        """Kill those whose grace is over, and what those that have exited have left behind."""
+        self._look_at = None
+        for link in list(self._ending):
+            if link not in self._exited:
+                self._kill_late(link, now)
+                continue
+            try:
+                link.left = set(self._children.kill_family(link.has_left))
+            except OSError:
+                link.left.add(link.pid)  # They are listed again.
+            if link.left:
+                self._look_at = now + SWEEP_INTERVAL_S
+            else:
+                self._forget(link)
+        if self._says_gone and not self._links:
+            self._says_gone = False
+            self._agent.emit("kept_gone")
+
+    def _kill_late(self, link: WorkerLink, now: float) -> None:
+        if link.kill_at is None or now < link.kill_at:
+            return
+        if not link.killed:
+            link.killed = True
+            link.kill()
+            link.kill_at = now + STUCK_AFTER_S
+        else:
+            link.kill_at = None
+            self._agent.emit("stuck", round=link.round, pids=[link.pid])
+
+    def _forget(self, link: WorkerLink) -> None:
+        self._exited.discard(link)
+        del self._links[link.local_rank]
+        for follow in self._ending.pop(link):
+            follow()

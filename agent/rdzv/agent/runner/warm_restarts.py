@@ -1,0 +1,186 @@
+"""When restarts get warm: `WarmRestarts` starts the zygote once workers have imported torch.
+
+The first round is cold. Its workers tell on a socket that they have imported torch, and which
+variables that torch reads on import their script has changed before (torch_watch.py). A zygote has
+not seen such a change, so workers then stay cold; they do as well after a warm worker has crashed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from dataclasses import replace
+
+from .channel import RECEIVE_BYTES
+from .spawn import reason_of
+from .zygote_process import ZYGOTE_HOOK
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .children import Child
+    from .loop import Loop
+    from .spawn import Program
+    from .zygote_process import ZygoteProcess
+
+WATCH_HOOK = ZYGOTE_HOOK.with_name("watch_hook")
+"""A folder whose `sitecustomize` makes an interpreter tell that it imports torch."""
+
+SETTLE_S = 10.0
+"""For this time after the first import of torch the CPUs are left to the workers' own imports."""
+
+CRASH_WITHIN_S = 10.0
+"""A warm worker that crashes within this time of its start may have been broken by the fork."""
+
+CRASHES = (
+    *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
+    *(signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP),
+)
+"""The signals that a process causes itself; the others are sent, and show nothing of a fork."""
+
+MAX_REPORTS_PER_WORKER = 64
+"""Forks of a worker may report as well; after this many per worker they are no longer received."""
+
+_CREDENTIALS = struct.Struct("3i")
+"""The kernel's `struct ucred`: pid, uid, gid."""
+
+
+class WarmRestarts:
+    """Watches the workers of a job whose restarts are to be warm."""
+
+    def __init__(self, loop: Loop, zygote: ZygoteProcess) -> None:
+        self._loop = loop
+        self._zygote = zygote
+        self._socket: socket.socket | None = None
+        self._address = ""
+        self._workers = 0
+        self._reports_left = 0
+        self._imported: set[int] = set()
+        """The pids that have imported torch in this round."""
+        self._start_at: float | None = None
+
+    @property
+    def _wanted(self) -> bool:
+        spec = self._zygote.spec
+        return spec is not None and spec.after_import and not self._zygote.given_up
+
+    @property
+    def report_to(self) -> str | None:
+        """The abstract address to which a worker reports; None if none should."""
+        return self._address if self._socket is not None else None
+
+    def close(self) -> None:
+        """Receive no more reports."""
+        if self._socket is not None:
+            self._loop.unwatch(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+
+    def begin_round(self, workers: int) -> None:
+        """Receive the reports of a new round's workers."""
+        if not self._wanted:
+            return
+        self._workers = workers
+        self._imported.clear()
+        self._reports_left = MAX_REPORTS_PER_WORKER * workers
+        try:
+            if self._socket is None:
+                self._listen()
+        except OSError as error:
+            self._give_up(f"its workers cannot be watched: {reason_of(error)}")
+
+    def _listen(self) -> None:
+        # A descriptor in each worker would be one that its script has not opened.
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._address = f"rdzv-torch-{os.urandom(16).hex()}"
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind(f"\0{self._address}")
+        self._loop.watch(self._socket.fileno(), self._read)
+
+    def watched(self, program: Program) -> Program:
+        """Return a program that reports its import of torch, if that is of interest."""
+        if self._socket is None:
+            return program
+        path = program.env.get("PYTHONPATH")
+        env = {
+            **program.env,
+            "PYTHONPATH": os.pathsep.join([str(WATCH_HOOK), *([path] if path else [])]),
+            "RDZV_TORCH_WATCH": self._address if path is None else f"{self._address}:{path}",
+        }
+        return replace(program, env=env)
+
+    def note_exit(self, child: Child, code: int, started_at: float) -> None:
+        """Give up if a warm worker with this exit code may have been broken by the fork."""
+        age_s = time.monotonic() - started_at
+        if self._wanted and -code in CRASHES and age_s < CRASH_WITHIN_S:
+            name = signal.Signals(-code).name
+            self._give_up(
+                f"a warm worker, pid {child.pid}, died of {name} {age_s:.1f} s after its start"
+            )
+
+    def wake_times(self) -> Iterator[float | None]:
+        """Yield when `do_due` has something to do."""
+        yield self._start_at
+
+    def do_due(self, now: float) -> None:
+        """Start the zygote."""
+        if self._start_at is not None and now >= self._start_at:
+            self._start_at = None
+            if self._wanted and not self._loop.shutting_down:
+                self._zygote.begin()
+
+    # ------------------------------------------------------------------ reports
+
+    def _read(self) -> None:
+        """Receive a report; the worker is the user's own process, and may send anything."""
+        assert self._socket is not None
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(
+                RECEIVE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+            )
+        except BlockingIOError:
+            return
+        self._reports_left -= 1
+        try:
+            pid, uid, _ = _CREDENTIALS.unpack(ancillary[0][2])
+            changed = [str(name) for name in json.loads(data)["changed"]]
+        except (ValueError, TypeError, LookupError, RecursionError, struct.error):
+            pass
+        else:
+            if uid == self._uid:  # The address can be seen by anybody.
+                self._take_report(pid, changed)
+        if self._reports_left <= 0:
+            self.close()
+
+    @property
+    def _uid(self) -> int:
+        spec = self._zygote.spec
+        identity = None if spec is None else spec.identity
+        return os.getuid() if identity is None else identity.uid
+
+    def _take_report(self, pid: int, changed: list[str]) -> None:
+        if changed:
+            names = ", ".join(f"{name!r:.70}" for name in changed[:8])
+            self._give_up(
+                f"the script changes {names} before it imports torch, which a fork has imported "
+                "before that; set it for the launch to have warm restarts"
+            )
+            return
+        self._imported.add(pid)
+        if self._zygote.begun:
+            return
+        now = time.monotonic()
+        if len(self._imported) >= self._workers:
+            self._start_at = now
+        elif self._start_at is None:
+            self._start_at = now + SETTLE_S
+
+    def _give_up(self, reason: str) -> None:
+        self._start_at = None
+        self.close()
+        self._zygote.give_up_for_good(reason)

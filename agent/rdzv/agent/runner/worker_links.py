@@ -1,0 +1,290 @@
+"""The links to the workers: which of them can be kept, which have parked, and what they report.
+
+A worker finds its end of a link, a Unix stream socket, by the descriptor in RDZV_WORKER_LINK. Both
+directions carry the frames of channel.py. From the worker, each of at most 64 KiB:
+
+    hello    {protocol, version}                     once; from then on it can be kept
+    suspect  {round, message, traceback}             a collective has failed; it is about to park
+    parked   {round, step, torn, connections}        it takes part in no round, and waits
+    resumed  {round, step, source, healed, init_ms, heal_ms}     it goes on in a new round
+
+To the worker:
+
+    round_over {round}                               it has to park
+    go         {round, env, source, step}            it takes part in this round; with it stdout and
+                                                     stderr, if the round has files for them
+    release    {reason}                              it has to raise the exception that it reported
+
+Unknown frames are ignored by both. A worker is the job's own process, so nothing that it sends is
+trusted: a frame that cannot be read, or more frames than a round needs, close the link, and then
+the worker is ended like one that has none. A parked worker exits when its link is closed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from contextlib import suppress
+
+from .channel import Channel, MalformedFrameError
+from .linux.process_tree import has_variable, session_of
+from .linux.tcp_connections import live_connection
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .agent_link import AgentLink
+    from .children import Child
+    from .loop import Loop
+    from .requests import WorkerSpec
+
+LINK_VARIABLE = "RDZV_WORKER_LINK"
+"""Names the descriptor of a worker's link."""
+
+MARK_VARIABLE = "RDZV_WORKER_MARK"
+"""Tells the descendants of one worker from those of all others."""
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 64 << 10
+MAX_FRAMES = 64
+"""The most frames that a worker may send from one `go` to the next."""
+MAX_CONNECTIONS = 4096
+MAX_NUMBER = 1 << 53
+"""No step or time is larger."""
+
+_marks = itertools.count()
+
+
+class FrameError(Exception):
+    """A worker sends something that it must not."""
+
+
+class Parked:
+    """What a parked worker reports."""
+
+    def __init__(self, frame: Mapping[str, object]) -> None:
+        """Read the frame; `FrameError` if it is wrong."""
+        self.step = _optional_number(frame, "step")
+        self.torn = bool(frame.get("torn", False))
+        self.connections = _connections(frame.get("connections", []))
+
+
+class WorkerLink:
+    """One worker and the runner's end of its link."""
+
+    def __init__(self, loop: Loop, agent: AgentLink, spec: WorkerSpec, round_: int) -> None:
+        """Make the link of a worker that is about to be started; `OSError` if that fails.
+
+        Its other end is `theirs`, to be closed once the worker has it.
+        """
+        self._loop = loop
+        self._agent = agent
+        self.local_rank = spec.local_rank
+        self.mark = f"{os.getpid()}.{next(_marks)}"
+        self.round = round_
+        """The round that it takes part in, or last took part in."""
+        self.child: Child | None = None
+        self.parked: Parked | None = None
+        self.kill_at: float | None = None
+        """When it is killed, if it is told to park or to end."""
+        self.killed = False
+        self.left: set[int] = set()
+        """What it has left behind, by pid, after its exit."""
+        self._store = _store_of(spec)
+        self._hello = False
+        self._suspected = False
+        self._resumed = False
+        self._frames = 0
+        ours, self.theirs = socket.socketpair()
+        self._channel = Channel(ours, takes_fds=False, max_bytes=MAX_FRAME_BYTES)
+        try:
+            loop.watch(self._channel.fileno(), self.read)
+        except OSError:
+            ours.close()
+            self.theirs.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id, also when it has exited."""
+        assert self.child is not None
+        return self.child.pid
+
+    def owns(self, pid: int) -> bool:
+        """Whether a child of the runner without a parent of its own was started by this worker."""
+        return session_of(pid) == self.pid or has_variable(pid, MARK_VARIABLE, self.mark)
+
+    def has_left(self, pid: int) -> bool:
+        """The same; a process that is being killed soon shows neither session nor mark."""
+        return pid in self.left or self.owns(pid)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the worker, unless it is gone."""
+        assert self.child is not None
+        with suppress(OSError):
+            self.child.kill()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether both ends are open, as far as known."""
+        return self._channel.fileno() >= 0
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether the worker has asked to be kept, and can be reached."""
+        return self._hello and self.is_open
+
+    def environ(self, env: Mapping[str, str], *, fd: int | None = None) -> dict[str, str]:
+        """Return a worker's environment with its mark, and with the descriptor of the link."""
+        link = {} if fd is None else {LINK_VARIABLE: str(fd)}
+        return {**env, MARK_VARIABLE: self.mark, **link}
+
+    def describe(self) -> dict[str, object]:
+        """Describe the parked worker for the agent."""
+        assert self.parked is not None
+        return {
+            "local_rank": self.local_rank,
+            "pid": self.pid,
+            "step": self.parked.step,
+            "torn": self.parked.torn,
+        }
+
+    def connected_to(self) -> str:
+        """Return what of its last round the parked worker is still connected to; empty if nothing.
+
+        What cannot be inspected counts as connected.
+        """
+        assert self.parked is not None
+        try:
+            found = live_connection(self.pid, [*self._store, *self.parked.connections])
+        except (OSError, ValueError, LookupError) as error:
+            return f"what cannot be inspected: {error}"
+        return "" if found is None else f"{found[0]}:{found[1]}"
+
+    # ------------------------------------------------------------------ to the worker
+
+    def ask_to_park(self) -> None:
+        """Tell it that its round is over."""
+        self._send({"type": "round_over", "round": self.round})
+
+    def go(
+        self,
+        spec: WorkerSpec,
+        round_: int,
+        source: int | None,
+        step: int | None,
+        fds: tuple[int, ...] = (),
+    ) -> None:
+        """Let the parked worker enter a round; the link owns `fds`, its stdout and stderr."""
+        self.round, self.parked, self._store = round_, None, _store_of(spec)
+        self._suspected = self._resumed = False
+        self._frames = 0
+        env = self.environ(spec.env)
+        self._send({"type": "go", "round": round_, "env": env, "source": source, "step": step}, fds)
+
+    def release(self, reason: str) -> None:
+        """Tell it to raise the exception that it has reported."""
+        self._send({"type": "release", "reason": reason})
+
+    def close(self) -> None:
+        """Close the link; a parked worker exits."""
+        if self.is_open:
+            self._loop.unwatch(self._channel.fileno())
+            self._channel.close()
+
+    def _send(self, message: Mapping[str, object], fds: tuple[int, ...] = ()) -> None:
+        if not self.is_open:
+            for fd in fds:
+                os.close(fd)
+            return
+        try:
+            self._channel.send(message, *fds)
+            self._loop.watch_channel(self._channel)
+        except (OSError, BufferError, ValueError):
+            self.close()
+
+    # ------------------------------------------------------------------ from the worker
+
+    def read(self) -> None:
+        """Handle what the worker has sent, if the link is open."""
+        if not self.is_open:
+            return
+        try:
+            self._channel.flush()
+            self._loop.watch_channel(self._channel)
+            self._channel.receive()
+            while self.is_open and (frame := self._channel.next_message()) is not None:
+                self._frames += 1
+                if self._frames > MAX_FRAMES:
+                    raise FrameError("too many frames")
+                self._take(frame)
+        except (EOFError, OSError, MalformedFrameError, FrameError):
+            self.close()
+
+    def _take(self, frame: Mapping[str, object]) -> None:
+        kind = frame.get("type")
+        if kind == "hello" and frame.get("protocol") == PROTOCOL:
+            self._hello = True
+        elif self.child is None or not self._hello or frame.get("round") != self.round:
+            return  # It has not said hello, or this is of a round that is over.
+        elif kind == "suspect" and not self._suspected and self.parked is None:
+            self._suspected = True
+            self._agent.emit(
+                "suspect",
+                round=self.round,
+                local_rank=self.local_rank,
+                pid=self.pid,
+                message=str(frame.get("message", "")),
+                traceback=str(frame.get("traceback", "")),
+                age_ms=0,
+            )
+        elif kind == "parked" and self.parked is None:
+            self.parked = Parked(frame)
+        elif kind == "resumed" and not self._resumed:
+            self._resumed = True
+            self._agent.emit("resumed", round=self.round, **self._resumption(frame))
+
+    def _resumption(self, frame: Mapping[str, object]) -> dict[str, object]:
+        return {
+            "local_rank": self.local_rank,
+            "pid": self.pid,
+            "step": _optional_number(frame, "step"),
+            "source": _optional_number(frame, "source"),
+            "healed": bool(frame.get("healed", False)),
+            "init_ms": _optional_number(frame, "init_ms") or 0,
+            "heal_ms": _optional_number(frame, "heal_ms") or 0,
+        }
+
+
+def _store_of(spec: WorkerSpec) -> list[tuple[str, int]]:
+    """Return the address of the round's c10d store, as the worker knows it."""
+    with suppress(KeyError, ValueError):
+        return [(spec.env["MASTER_ADDR"], int(spec.env["MASTER_PORT"]))]
+    return []
+
+
+def _optional_number(frame: Mapping[str, object], name: str) -> int | None:
+    value = frame.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+        raise FrameError(f"{name}: {value!r:.80}")
+    return value
+
+
+def _connections(said: object) -> list[tuple[str, int]]:
+    if not isinstance(said, list) or len(said) > MAX_CONNECTIONS:
+        raise FrameError(f"connections: {said!r:.80}")
+    found = []
+    for item in said:
+        if not (
+            isinstance(item, list)
+            and len(item) == 2
+            and isinstance(item[0], str)
+            and type(item[1]) is int
+        ):
+            raise FrameError(f"connections: {item!r:.80}")
+        found.append((item[0], item[1]))
+    return found

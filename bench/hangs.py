@@ -1,0 +1,134 @@
+"""Whether the right rank is named when a training hangs, and how soon.
+
+    python bench/hangs.py [--hangs N] [--limit SECONDS] [--cold] [--seed SEED]
+
+One job of four gloo ranks on this machine hangs again and again, in eight ways by turns: each round
+of it plants one hang in one rank, and `--hang-timeout` ends the round. The script reports no
+progress and imports nothing of rdzv. Printed are, for each way, how often the right rank was named,
+a wrong one, and none with certainty; and how long beyond the limit it took, from the moment when
+the rank began to hang to the line of the log that names it.
+
+    python bench/hangs.py --cost
+
+What the record costs, in CPU time: without torch's record, with it (the default of torch), and with
+its worker server, which is asked for all entries; three times by turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hangs_worker import KINDS
+from processes import BIN, guard
+
+WORKER = Path(__file__).with_name("hangs_worker.py")
+COST = Path(__file__).with_name("hangs_cost.py")
+ROUND_S = 120.0
+"""The most that one round may take; then the benchmark fails."""
+ENDED = re.compile(
+    r"^(\S+ \S+?),(\d+) .*: round (\d+) ended \(worker failure\): rank (\d+) .*?: (hung: .*)"
+)
+
+
+def plant(
+    hangs: int, limit_s: float, seed: str, *, cold: bool
+) -> list[tuple[str, bool, str, float]]:
+    """Return of each hang its kind, whether the right rank was named, how, and how late."""
+    folder = Path(tempfile.mkdtemp(prefix="rdzv-hangs-"))
+    options = [f"--hang-timeout={limit_s:g}", f"--max-restarts={hangs - 1}", "--restart-backoff=0"]
+    if not cold:
+        options.append("--warm")
+    command = [str(BIN / "rdzvrun"), "--standalone", "--nproc-per-node=4", *options]
+    process = subprocess.Popen(
+        [*command, str(WORKER), str(folder), seed],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=guard(),  # noqa: PLW1509  # There is one thread.
+    )
+    assert process.stderr is not None
+    found = []
+    with (folder / "log").open("w") as log:
+        for line in process.stderr:
+            log.write(line)
+            if (match := ENDED.match(line)) is None:
+                if "ended (worker failure)" in line:
+                    print(f"a round ended otherwise: {line.strip()[:300]}", flush=True)
+                continue
+            at_s = (
+                datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1e3
+            )
+            planted = json.loads((folder / f"{match[3]}.json").read_text())
+            late_s = at_s - planted["unix_s"] - limit_s
+            right = int(match[4]) == planted["rank"]
+            found.append((planted["kind"], right, match[5], late_s))
+            if not right:
+                print(f"wrong: {planted} {match[4]}: {match[5][:400]}", flush=True)
+    process.wait()
+    print(f"the log is {folder / 'log'}")
+    return found
+
+
+def table(found: list[tuple[str, bool, str, float]]) -> None:
+    """Print what was found, kind by kind."""
+    print("| way to hang | planted | right | wrong | late by, median | most |")
+    print("|---|---|---|---|---|---|")
+    for kind in (*KINDS, "all"):
+        of = [one for one in found if kind in ("all", one[0])]
+        if of:
+            right, late = sum(one[1] for one in of), [one[3] for one in of]
+            print(
+                f"| {kind} | {len(of)} | {right} | {len(of) - right} | "
+                f"{statistics.median(late):.1f} s | {max(late):.1f} s |"
+            )
+
+
+def cost() -> None:
+    """Print what collectives cost with and without the record, and what an answer costs."""
+    for name, options, env in 3 * (
+        ("without a record", (), {"TORCH_FR_BUFFER_SIZE": "0"}),
+        ("torch's record", (), {}),
+        ("and its server", ("--server",), {}),
+    ):
+        command = [sys.executable, str(COST), *options]
+        done = subprocess.run(
+            command,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        print(f"{name}: {done.stdout.strip() or done.stderr[-500:]}", flush=True)
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hangs", type=int, default=48)
+    parser.add_argument("--limit", type=float, default=5.0)
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--seed", default="1")
+    parser.add_argument("--cost", action="store_true")
+    args = parser.parse_args()
+    if args.cost:
+        cost()
+        return
+    since = time.monotonic()
+    table(plant(args.hangs, args.limit, args.seed, cold=args.cold))
+    print(f"in {time.monotonic() - since:.0f} s; load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

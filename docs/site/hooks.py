@@ -1,0 +1,190 @@
+"""The pages of the site that are not in docs/: from elsewhere in the tree, and generated ones.
+
+Links of a page to other files of the tree lead to the page of that file, if there is one; else they
+become plain text, since the site is read without a checkout.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import posixpath
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+
+ELSEWHERE = {
+    "GLOSSARY.md": "GLOSSARY.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "bench/RESULTS.md": "bench-results.md",
+    "deploy/slurm/README.md": "start/slurm.md",
+    "deploy/kubernetes/README.md": "start/kubernetes.md",
+}
+"""Pages that stand elsewhere in the tree, by their place on the site."""
+
+PROGRAMS = ("rdzvrun", "rdzvctl", "rdzvd", "rdzv-agent")
+
+_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in docs/."""
+    for source, place in ELSEWHERE.items():
+        files.append(File.generated(config, place, content=(ROOT / source).read_text()))
+    for picture in (ROOT / "bench").glob("*.svg"):
+        files.append(File.generated(config, picture.name, content=picture.read_text()))
+    for place, content in (
+        ("reference/commands.md", _commands()),
+        ("reference/events.md", _events()),
+        ("reference/http-api.md", _http_api()),
+        ("reference/worker.md", _worker()),
+    ):
+        files.append(File.generated(config, place, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links to files of the tree lead to their pages."""
+    places = {place: source for source, place in ELSEWHERE.items()}
+    source = places.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    here = posixpath.dirname(page.file.src_uri)
+
+    def link(found: re.Match[str]) -> str:
+        text, target = found[1], found[2]
+        path, _, anchor = target.partition("#")
+        if "://" in target or not path or path.startswith("mailto:"):
+            return found[0]
+        in_tree = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if not (ROOT / in_tree).exists():
+            return found[0]  # A page that is generated, or a dead link: mkdocs tells which.
+        place = ELSEWHERE.get(in_tree)
+        if place is None and in_tree.startswith("docs/"):
+            place = in_tree.removeprefix("docs/")
+        if place is None or (ROOT / in_tree).is_dir():
+            return text if text == in_tree else f"{text} (`{in_tree}`)"
+        return f"[{text}]({posixpath.relpath(place, here or '.')}{'#' + anchor if anchor else ''})"
+
+    return _LINK.sub(link, markdown)
+
+
+# ---------------------------------------------------------------------- generated pages
+
+
+def _commands() -> str:
+    """Return the --help of every program, and of every command of rdzvctl."""
+    lines = ["# Commands", "", "What each program says with `--help`.", ""]
+    for program in PROGRAMS:
+        lines += [f"## {program}", "", *_help(program)]
+        if program == "rdzvctl":
+            from rdzv.ctl.__main__ import rdzvctl
+
+            for name in sorted(rdzvctl.commands):
+                lines += [f"### rdzvctl {name}", "", *_help(program, name)]
+    return "\n".join(lines)
+
+
+def _help(program: str, *command: str) -> list[str]:
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / program), *command, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "100", "TERMINAL_WIDTH": "100"},
+    )
+    return ["```text", done.stdout.rstrip(), "```", ""]
+
+
+def _events() -> str:
+    """Return a table of the fields of every event."""
+    from rdzv.view.history import KINDS
+
+    lines = [
+        "# Events",
+        "",
+        "`rdzvctl events JOB -o json` and `/api/v1/jobs/JOB/events` have them. An event has",
+        "`unix_ms`, `run`, `name`, `text` (a sentence for people) and `fields`. Later versions may",
+        "add fields; none is renamed or removed.",
+        "",
+    ]
+    for name, kind in sorted(KINDS.items()):
+        hints = typing.get_type_hints(kind)
+        lines += [f"## {name}", "", inspect.getdoc(kind) or "", ""]
+        if hints:
+            lines += ["| field | type |", "|---|---|"]
+            lines += [f"| `{field}` | {_type(hint)} |" for field, hint in hints.items()]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _type(hint: object) -> str:
+    text = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", str(hint))
+    return re.sub(r"<(?:class|enum) '(\w+)'>", r"\1", text).replace("|", "or")
+
+
+def _http_api() -> str:
+    """Return a table of the operations in docs/openapi.json."""
+    document = json.loads((ROOT / "docs/openapi.json").read_text())
+    lines = [
+        "# HTTP API",
+        "",
+        "`rdzvd --http HOST:PORT` serves it; the machine-readable description is",
+        "[openapi.json](../openapi.json), also at `/api/v1/openapi.json`.",
+        "",
+        "| call | what it does |",
+        "|---|---|",
+    ]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            if isinstance(operation, dict) and "summary" in operation:
+                lines.append(f"| `{method.upper()} {path}` | {operation['summary']} |")
+    return "\n".join([*lines, ""])
+
+
+def _worker() -> str:
+    """Return the docstrings of what `rdzv.worker` exports, without importing torch."""
+    folder = ROOT / "worker/rdzv/worker"
+    package = ast.parse((folder / "__init__.py").read_text())
+    found = {
+        node.name: node
+        for path in folder.glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    }
+    exported = [
+        alias.name
+        for node in package.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    lines = ["# rdzv.worker", "", ast.get_docstring(package) or "", ""]
+    for name in exported:
+        lines += _documented(found[name])
+    return "\n".join(lines)
+
+
+def _is_public(node: ast.stmt) -> bool:
+    return isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")
+
+
+def _documented(node: ast.stmt, owner: str = "") -> Iterator[str]:
+    assert isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    depth = "###" if owner else "##"
+    arguments = f"({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef) else ""
+    yield from (f"{depth} {owner}{node.name}", "", f"`{node.name}{arguments}`", "")
+    yield from (ast.get_docstring(node) or "", "")
+    if isinstance(node, ast.ClassDef):
+        for member in node.body:
+            if _is_public(member) and ast.get_docstring(member):
+                yield from _documented(member, f"{node.name}.")

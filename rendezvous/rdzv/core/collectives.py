@@ -1,0 +1,393 @@
+"""What workers have recorded of their collectives, and whom it shows the others to wait for.
+
+Pure. Torch numbers the collectives of each process group, on every rank alike. In a round that
+hangs, some ranks wait in a collective, and it does not end because of others: those have not
+entered it, have entered it with another operation or other sizes, or wait in another group. Records
+of one round only are compared: in the next, groups have the same names and begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from rdzv.core.words import ranks_text
+from rdzv.structs import replace, struct
+
+MIN_WAIT_MS = 2_000
+"""Ranks are asked one after another; a shorter wait may be none."""
+DEFAULT_GROUP = "default_pg"
+"""What torch calls the group of all ranks."""
+MAX_DETAILS = 8
+MAX_SENTENCE_CHARS = 600
+
+KINDS = (
+    *("absent", "other_operation", "other_sizes", "other_order", "unfinished"),
+    *("stopped", "traced", "uninterruptible", "dead", "loader", "gil_held"),
+)
+"""All kinds of causes, for metrics."""
+
+_HELD = {"T": "stopped", "t": "traced", "D": "uninterruptible", "Z": "dead"}
+_WORDS = {
+    "stopped": ("is stopped by a signal", "are stopped by a signal"),
+    "traced": ("is held by a debugger", "are held by a debugger"),
+    "uninterruptible": (
+        "is uninterruptible in the kernel (D state)",
+        "are uninterruptible in the kernel (D state)",
+    ),
+    "dead": ("is dead, and not reaped", "are dead, and not reaped"),
+    "loader": ("waits for its data loader", "wait for their data loaders"),
+    "gil_held": ("holds the interpreter's lock (GIL)", "hold their interpreters' locks (GIL)"),
+}
+"""For one rank, and for several."""
+_OWN_SIZES = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "coalesced")
+"""Operations, by a part of their names, in which ranks may rightly differ in sizes."""
+_SAME_SIZES = ("all_gather", "allgather", "reduce_scatter")
+"""Exceptions: the parts above are in these, too, where ranks do not differ."""
+
+
+@struct(frozen=True)
+class Collective:
+    """One collective that a rank has entered."""
+
+    sequence: int
+    operation: str
+    sizes: str = ""
+    """Shapes and types of its input; empty if there are none."""
+    done: bool = False
+    age_ms: int = 0
+    """How long ago it was entered."""
+
+
+@struct(frozen=True)
+class GroupRecord:
+    """What one rank has done in one process group."""
+
+    group: str
+    description: str = ""
+    entered: int = 0
+    """The sequence number of the last collective that it has entered."""
+    latest: tuple[Collective, ...] = ()
+    """Oldest first; with the first that is not done, however long ago it was entered."""
+
+    @property
+    def pending(self) -> Collective | None:
+        """The collective that it waits in; None if it is not in any."""
+        return next((one for one in self.latest if not one.done), None)
+
+    def at(self, sequence: int) -> Collective | None:
+        """Return its collective of that number, if it is known."""
+        return next((one for one in self.latest if one.sequence == sequence), None)
+
+    @property
+    def name(self) -> str:
+        """Name the group, for people."""
+        if self.description == DEFAULT_GROUP:
+            return "the default group"
+        told = self.description if self.description not in ("", "undefined") else self.group
+        return f"group {told}"
+
+
+@struct(frozen=True)
+class Evidence:
+    """What is known of one rank in a round that may hang."""
+
+    rank: int
+    records: tuple[GroupRecord, ...] | None = None
+    """None: it has no record, or could not give it."""
+    state: str = ""
+    """The state of its process, as in /proc."""
+    busy: str = ""
+    """`loader` or `gil_held`, if its stack shows that."""
+    where: str = ""
+    """Where it is, by its stack."""
+    in_collective: bool | None = None
+    """Whether it is inside torch.distributed, by its stack; None: not known."""
+
+
+@struct(frozen=True)
+class Cause:
+    """Whom the ranks of a round wait for."""
+
+    kind: str
+    """One of `KINDS`."""
+    ranks: tuple[int, ...]
+    """Those that the others wait for; none where it may be either side."""
+    group: str
+    sequence: int
+    operation: str
+    waiting: tuple[int, ...]
+    waiting_ms: int
+    sentence: str
+    details: tuple[str, ...] = ()
+    """A line for each group that waits."""
+
+
+@struct(frozen=True)
+class _Wait:
+    """A group in which ranks wait."""
+
+    name: str
+    group: str
+    sequence: int
+    operation: str
+    waiting_ms: int
+    pending: Mapping[int, Collective]
+    """The ranks that wait, and in what."""
+    absent: frozenset[int]
+    """Ranks that have not entered what others of the group wait in."""
+    entered: Mapping[int, Collective]
+    """What each rank has entered as the first collective that somebody waits in."""
+    whole: bool
+    """Whether the group has all ranks of the round."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.operation} #{self.sequence} of {self.name}"
+
+
+def compare(evidence: Iterable[Evidence]) -> Cause | None:
+    """Find out whom the ranks of a round wait for; None: nobody waits, or it cannot be known.
+
+    Says nothing of waits shorter than `MIN_WAIT_MS`. In this order: ranks that have entered another
+    operation, or other sizes, than most; those that have not entered what others wait in, and wait
+    in nothing themselves; those that wait for each other in different groups; those without a
+    record where everybody else has entered; those still in what others have left.
+    """
+    known = {one.rank: one for one in evidence}
+    waits = [wait for wait in _waits(known) if wait.waiting_ms >= MIN_WAIT_MS]
+    if not waits:
+        return None
+    found = _mismatch(waits) or _missing(waits, known) or _other_order(waits)
+    found = found or _unfinished(waits[0])
+    details = tuple(_detail(wait) for wait in waits[:MAX_DETAILS])
+    return replace(found, sentence=found.sentence[:MAX_SENTENCE_CHARS], details=details)
+
+
+def _waits(known: Mapping[int, Evidence]) -> list[_Wait]:
+    """Return the groups in which ranks wait, those of the most ranks first."""
+    groups: dict[str, dict[int, GroupRecord]] = {}
+    recorded = [rank for rank, one in known.items() if one.records is not None]
+    for rank in recorded:
+        for record in known[rank].records or ():
+            groups.setdefault(record.group, {})[rank] = record
+    found = [_wait(records, recorded) for records in groups.values()]
+    return sorted(filter(None, found), key=lambda wait: (-len(wait.pending), wait.group))
+
+
+def _wait(records: Mapping[int, GroupRecord], recorded: Iterable[int]) -> _Wait | None:
+    """Return who waits in a group, given its members' records; None if nobody does."""
+    pending = {rank: one for rank, r in records.items() if (one := r.pending) is not None}
+    if not pending:
+        return None
+    some = next(iter(records.values()))
+    whole = some.description == DEFAULT_GROUP
+    entered = {rank: records[rank].entered if rank in records else 0 for rank in recorded}
+    latest = max(one.sequence for one in pending.values())
+    absent = {
+        rank
+        for rank, last in entered.items()
+        if (whole or rank in records) and rank not in pending and last < latest
+    }
+    reached = min((entered[rank] for rank in absent), default=0)
+    first = min(one.sequence for one in pending.values() if one.sequence > reached)
+    at_first = [one for one in pending.values() if one.sequence == first]
+    return _Wait(
+        name=some.name,
+        group=some.group,
+        sequence=first,
+        operation=at_first[0].operation,
+        waiting_ms=max(one.age_ms for one in at_first),
+        pending=dict(sorted(pending.items())),
+        absent=frozenset(absent),
+        entered={rank: one for rank, r in sorted(records.items()) if (one := r.at(first))},
+        whole=whole,
+    )
+
+
+# ---------------------------------------------------------------------- what may be the cause
+
+
+def _mismatch(waits: Iterable[_Wait]) -> Cause | None:
+    """Find ranks that have entered another operation, or other sizes, than most."""
+    for wait in waits:
+        operations = _sides({rank: one.operation for rank, one in wait.entered.items()})
+        if len(operations) > 1:
+            return _differing(wait, "other_operation", operations)
+        # Where a rank is missing, the collective cannot end whatever the sizes.
+        if not wait.absent and _equal_sizes(wait.operation):
+            sizes = _sides({rank: one.sizes for rank, one in wait.entered.items()})
+            if len(sizes) > 1:
+                return _differing(wait, "other_sizes", sizes)
+    return None
+
+
+def _sides(of: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Return ranks by what they have, the most of them first."""
+    sides: dict[str, list[int]] = {}
+    for rank, what in of.items():
+        sides.setdefault(what, []).append(rank)
+    return sorted(sides.items(), key=lambda side: (-len(side[1]), side[1]))
+
+
+def _equal_sizes(operation: str) -> bool:
+    """Return whether all ranks must give the same sizes to an operation.
+
+    >>> [_equal_sizes(one) for one in ("all_reduce", "all_gather", "all_to_all", "gather")]
+    [True, True, False, False]
+    """
+    return any(part in operation for part in _SAME_SIZES) or not any(
+        part in operation for part in _OWN_SIZES
+    )
+
+
+def _differing(wait: _Wait, kind: str, sides: Sequence[tuple[str, list[int]]]) -> Cause:
+    (most, many), others = sides[0], sides[1:]
+    odd = [rank for _, ranks in others for rank in ranks]
+    clear = len(many) > len(others[0][1])
+    if kind == "other_operation":
+        told = "; ".join(f"{_ranks(ranks, 'has')} entered {what}" for what, ranks in others)
+        sentence = (
+            f"{told} as #{wait.sequence} of {wait.name}, where {_ranks(many, 'has')} entered {most}"
+        )
+    else:
+        told = "; ".join(f"{_ranks(ranks, 'has')} {what or 'no tensor'}" for what, ranks in others)
+        sentence = f"in {wait.place} {told}, where {_ranks(many, 'has')} {most or 'no tensor'}"
+    waiting = [rank for rank in wait.pending if rank in many] if clear else list(wait.pending)
+    if not clear:
+        most = ""
+    return _cause(wait, kind, odd if clear else (), f"{sentence}; {_since(wait)}", waiting, most)
+
+
+def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> Cause | None:
+    """Find ranks that have not entered what others wait in, and wait in nothing themselves."""
+    absent = {rank for wait in waits for rank in wait.absent}
+    somewhere = {rank for wait in waits for rank in wait.pending}
+    unknown = {rank for rank, one in known.items() if one.records is None}
+    held = {rank for rank in absent | unknown if known[rank].state in _HELD}
+    idle = absent - somewhere
+    # Whoever is inside torch.distributed without a record waits for another rank, too.
+    idle = {rank for rank in idle if not known[rank].in_collective} or idle
+    found = held or idle
+    if not found and unknown and (not absent or absent <= somewhere):
+        found = {rank for rank in unknown if known[rank].in_collective is False}
+        found = found or (unknown if len(unknown) == 1 else set())
+    if not found:
+        return None
+    return _of_missing(waits, known, found)
+
+
+def _of_missing(
+    waits: Sequence[_Wait], known: Mapping[int, Evidence], found: Collection[int]
+) -> Cause:
+    kinds = {rank: _HELD.get(known[rank].state, known[rank].busy or "absent") for rank in found}
+    # Of several the one that is held explains the others.
+    kind = min(kinds.values(), key=lambda one: (one == "absent", one not in _HELD.values(), one))
+    ranks = sorted(rank for rank in found if kinds[rank] == kind)
+    seen = [wait for wait in waits if wait.absent & set(ranks)]
+    wait = (seen or [one for one in waits if one.whole] or list(waits))[0]
+    parts = []
+    if kind != "absent":
+        where = known[ranks[0]].where if kind in ("loader", "gil_held") else ""
+        one, several = _WORDS[kind]
+        parts.append((one if len(ranks) == 1 else several) + (f" ({where})" if where else ""))
+    if wait.absent & set(ranks):
+        parts.append(f"{_has(ranks)} not entered {wait.place}")
+    elif kind == "absent":
+        parts.append(f"{_has(ranks)} no record, and everybody else has entered {wait.place}")
+    sentence = f"RANK {ranks_text(ranks)} {' and '.join(parts)}"
+    waiting = [rank for rank in wait.pending if rank not in ranks]
+    since = _since(wait, waiting)
+    if wait.place not in sentence:
+        since = since.replace("in it", f"in {wait.place}", 1)
+    return _cause(wait, kind, ranks, f"{sentence}; {since}", waiting)
+
+
+def _other_order(waits: Sequence[_Wait]) -> Cause | None:
+    """Find ranks that are missing in one group because they wait in another."""
+    most = next((wait for wait in waits if wait.absent), None)
+    if most is None:
+        return None
+    ranks = sorted(most.absent)
+    elsewhere = next((w for w in waits if w is not most and w.pending.keys() & most.absent), None)
+    if elsewhere is None:
+        return None
+    clear = len(ranks) < len(most.pending)
+    sentence = (
+        f"{_ranks(ranks, 'wait')} in {elsewhere.place}, and {_has(ranks)} not entered "
+        f"{most.place}: these groups are entered in different orders; {_since(most)}"
+    )
+    return _cause(most, "other_order", ranks if clear else (), sentence, list(most.pending))
+
+
+def _unfinished(wait: _Wait) -> Cause:
+    """Name the ranks that are still in a collective that others have left, if there are any."""
+    latest = max(one.sequence for one in wait.pending.values())
+    behind = [rank for rank, one in wait.pending.items() if one.sequence < latest]
+    if behind and len(behind) < len(wait.pending) - len(behind):
+        ahead = [rank for rank in wait.pending if rank not in behind]
+        sentence = f"{_ranks(behind, 'is')} still in {wait.place}, which others have left"
+        return _cause(wait, "unfinished", behind, sentence, ahead)
+    sentence = (
+        f"{_ranks(wait.pending, 'has')} entered {wait.place}, nobody is missing, and it does not "
+        f"end since {wait.waiting_ms // 1000} s"
+    )
+    return _cause(wait, "unfinished", (), sentence, list(wait.pending))
+
+
+# ---------------------------------------------------------------------- sentences
+
+
+def _cause(
+    wait: _Wait,
+    kind: str,
+    ranks: Iterable[int],
+    sentence: str,
+    waiting: Iterable[int],
+    operation: str = "",
+) -> Cause:
+    return Cause(
+        kind=kind,
+        ranks=tuple(ranks),
+        group=wait.group,
+        sequence=wait.sequence,
+        operation=operation if kind == "other_operation" and operation else wait.operation,
+        waiting=tuple(waiting),
+        waiting_ms=wait.waiting_ms,
+        sentence=sentence,
+    )
+
+
+def _since(wait: _Wait, waiting: Collection[int] | None = None) -> str:
+    ranks = wait.pending if waiting is None else waiting
+    return f"{_ranks(ranks, 'wait')} in it since {wait.waiting_ms // 1000} s"
+
+
+def _detail(wait: _Wait) -> str:
+    """Describe everybody in a group that waits."""
+    parts = []
+    places: dict[tuple[int, str, str], list[int]] = {}
+    for rank, one in wait.pending.items():
+        places.setdefault((one.sequence, one.operation, one.sizes), []).append(rank)
+    for (sequence, operation, sizes), ranks in sorted(places.items()):
+        sized = f" {sizes}" if sizes else ""
+        parts.append(f"{_ranks(ranks, 'wait')} in {operation} #{sequence}{sized}")
+    if wait.absent:
+        parts.append(f"{_ranks(wait.absent, 'has')} not entered #{wait.sequence}")
+    return f"{wait.name}: {'; '.join(parts)}"[:MAX_SENTENCE_CHARS]
+
+
+_PLURAL = {"has": "have", "is": "are", "waits": "wait"}
+
+
+def _ranks(ranks: Collection[int], verb: str) -> str:
+    """Name ranks, with a verb.
+
+    >>> _ranks([3], "wait"), _ranks([0, 1], "has")
+    ('RANK 3 waits', 'RANK 0-1 have')
+    """
+    one = {"wait": "waits"}.get(verb, verb)
+    return f"RANK {ranks_text(ranks)} {one if len(ranks) == 1 else _PLURAL[one]}"
+
+
+def _has(ranks: Collection[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"

@@ -1,0 +1,194 @@
+"""Which parked workers are kept in the next round, and which of them has the newest state.
+
+A worker that is parked has survived the round that ended; its node offers it with the join. It is
+*kept* if it can go on from where the others are: it took part in the round just ended, its failure
+did not end that round, and it is within one step of the *source*, the kept worker that has sealed
+the most steps. All others are *new*: started by their nodes, and healed by the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+
+from rdzv.core.model import Cause, KeptWorker, Participant, Round, Waiting
+from rdzv.core.root_cause import charged_failures
+from rdzv.structs import replace, struct
+
+
+class WhyNew(StrEnum):
+    """Why a worker that might have been kept is new."""
+
+    NOT_OFFERED = "not offered"
+    OTHER_ROUND = "other round"
+    NOBODY = "nobody"
+    FAILED = "failed"
+    CHARGED = "charged"
+    NO_STEP = "no step"
+    TORN = "torn"
+    OUT_OF_STEP = "out of step"
+
+
+WHY_NEW: Mapping[str, str] = {
+    WhyNew.NOT_OFFERED: "ended, or not parked in time",
+    WhyNew.OTHER_ROUND: "not in the last round",
+    WhyNew.NOBODY: "the end of the last round asked for new processes",
+    WhyNew.FAILED: "failed in the last round",
+    WhyNew.CHARGED: "a collective failed, and nothing else did",
+    WhyNew.NO_STEP: "the last round had kept workers, and failed before a step was sealed",
+    WhyNew.TORN: "a step was left half done, and no worker has a whole state",
+    WhyNew.OUT_OF_STEP: "more than one step away from the source",
+}
+"""The reasons in words, to follow the worker's RANK."""
+
+
+@struct(frozen=True)
+class NotKept:
+    """Workers that might have been kept but are new, by their RANKs in the new round."""
+
+    why: WhyNew
+    ranks: tuple[int, ...]
+
+
+def kept_workers(round_: Round | None) -> int:
+    """Count the workers of a round that took part in the one before as the same processes."""
+    return sum(len(p.kept) for p in round_.participants) if round_ is not None else 0
+
+
+@struct(frozen=True)
+class Keeping:
+    """The participants of a round, with the workers that each of them keeps."""
+
+    participants: tuple[Participant, ...]
+    source: int | None = None
+    resume_step: int | None = None
+    not_kept: tuple[NotKept, ...] = ()
+
+
+def keep(
+    prior: Round | None,
+    participants: tuple[Participant, ...],
+    joins: Mapping[str, Waiting],
+    window_ms: int,
+) -> Keeping:
+    """Decide for each worker of a new round whether it is kept.
+
+    `prior` is the round before, if this run had one; its end is settled. `joins` has the
+    participants, and `window_ms` is how long after the first a failure belongs to it. Without a
+    source, kept workers have sealed no step, and begin anew as all others do.
+    """
+    if not any(joins[p.node_id].kept for p in participants):
+        return Keeping(participants)
+    last = _last_round(prior, window_ms)
+    able: dict[int, KeptWorker] = {}
+    new: dict[int, WhyNew] = {}
+    for participant in participants:
+        joined = joins[participant.node_id]
+        offers = {offer.local_rank: offer for offer in joined.kept}
+        known = last.knows(participant, joined)
+        for local_rank in range(participant.offer.local_world_size if known or offers else 0):
+            rank, offer = participant.rank_first + local_rank, offers.get(local_rank)
+            worker = (participant.node_id, local_rank)
+            if not known:
+                new |= {rank: WhyNew.OTHER_ROUND} if offer else {}
+            elif worker in last.failed:
+                new[rank] = WhyNew.FAILED
+            elif offer is None:
+                new[rank] = WhyNew.NOT_OFFERED
+            elif not last.keeps:
+                new[rank] = WhyNew.NOBODY
+            elif worker == last.charged:
+                new[rank] = WhyNew.CHARGED
+            else:
+                able[rank] = offer
+    source = _source(able)
+    why_none = _why_none(prior, able, source)
+    sealed = None if source is None else _sealed(able[source])
+    for rank, offer in able.items():
+        if why_none is not None:
+            new[rank] = why_none
+        elif sealed is not None and abs(_sealed(offer) - sealed) > 1:
+            new[rank] = WhyNew.OUT_OF_STEP
+    kept = able.keys() - new.keys()
+    return Keeping(
+        participants=tuple(_written(p, kept, new) for p in participants),
+        source=source if kept else None,
+        resume_step=sealed if kept else None,
+        not_kept=_grouped(new),
+    )
+
+
+@struct(frozen=True)
+class _LastRound:
+    """What the round just ended says about its workers."""
+
+    number: int | None
+    sizes: Mapping[str, int]
+    """By node_id: the local world size of each participant."""
+    failed: frozenset[tuple[str, int]]
+    """Node and LOCAL_RANK of each worker that failed of its own."""
+    charged: tuple[str, int] | None
+    """The suspect that the end is charged to."""
+    keeps: bool
+
+    def knows(self, participant: Participant, joined: Waiting) -> bool:
+        """Return whether a participant's workers took part in that round and in none since."""
+        size = self.sizes.get(participant.node_id)
+        return joined.left_round == self.number and size == participant.offer.local_world_size
+
+
+def _last_round(prior: Round | None, window_ms: int) -> _LastRound:
+    if prior is None or prior.end is None:
+        return _LastRound(None, {}, frozenset(), None, keeps=False)
+    first = next(iter(charged_failures(prior, window_ms)), None)
+    return _LastRound(
+        number=prior.number,
+        sizes={p.node_id: p.offer.local_world_size for p in prior.participants},
+        failed=frozenset((f.node_id, f.local_rank) for f in prior.end.failures if not f.suspect),
+        charged=(first.node_id, first.local_rank) if first and first.suspect else None,
+        keeps=prior.end.keep,
+    )
+
+
+def _source(able: Mapping[int, KeptWorker]) -> int | None:
+    """Return the RANK that has sealed the most steps; None if no whole state has any."""
+    whole = [rank for rank, offer in able.items() if not offer.torn and _sealed(offer)]
+    return min(whole, key=lambda rank: (-_sealed(able[rank]), rank), default=None)
+
+
+def _sealed(offer: KeptWorker) -> int:
+    return offer.step or 0
+
+
+def _why_none(
+    prior: Round | None, able: Mapping[int, KeptWorker], source: int | None
+) -> WhyNew | None:
+    """Return why none of these workers is kept; None if some are."""
+    if prior is not None and prior.end is not None and prior.end.cause is Cause.WORKER_FAILURE:
+        furthest = max(map(_sealed, able.values()), default=0)
+        if any(p.kept for p in prior.participants) and furthest <= (prior.resume_step or 0):
+            return WhyNew.NO_STEP
+    torn = any(offer.torn or _sealed(offer) for offer in able.values())
+    return WhyNew.TORN if source is None and torn else None
+
+
+def _written(
+    participant: Participant, kept: Collection[int], new: Mapping[int, WhyNew]
+) -> Participant:
+    """Write into a participant which of its workers are kept, and which is charged."""
+    first = participant.rank_first
+    ranks = range(first, first + participant.offer.local_world_size)
+    charged = tuple(rank - first for rank in ranks if new.get(rank) is WhyNew.CHARGED)
+    return replace(
+        participant,
+        kept=tuple(rank - first for rank in ranks if rank in kept),
+        charged_suspects=charged,
+    )
+
+
+def _grouped(new: Mapping[int, WhyNew]) -> tuple[NotKept, ...]:
+    """Put the workers of each reason together, in the order of the reasons."""
+    ranks: dict[WhyNew, list[int]] = {}
+    for rank in sorted(new):
+        ranks.setdefault(new[rank], []).append(rank)
+    return tuple(NotKept(why, tuple(ranks[why])) for why in WhyNew if why in ranks)

@@ -1,0 +1,39 @@
+"""What a run has spent of its budgets, as stored and as its nodes remember it."""
+
+from __future__ import annotations
+
+from rdzv.structs import struct
+
+
+@struct(frozen=True)
+class Spent:
+    """Counts of the ends of a run's rounds; restarts are kept separately, with their times."""
+
+    preemptions: int = 0
+    """Rounds that ended because a node was lost or left."""
+    store_failures: int = 0
+    """Rounds that ended because their store host failed."""
+    soon: int = 0
+    """Consecutive rounds that failed soon and without progress."""
+    in_vain: int = 0
+    """Consecutive restarts without progress."""
+    step: int | None = None
+    """The highest step that the job has ever reached."""
+
+
+MAX_RESTART_AGES = 64
+"""Number of restart ages sent to each node; older restarts count as being as old as the oldest of
+these."""
+
+
+@struct(frozen=True)
+class Tally:
+    """What a run had spent when a round was announced, in addition to the number of its restarts.
+
+    Its nodes keep it, so that a server without memory learns it from their recovery reports.
+    """
+
+    spent: Spent = Spent()
+    restart_ages_ms: tuple[int, ...] = ()
+    """Ages of the spent restarts that still lie within `restart_window`, oldest first; empty
+    without a window, for then all count."""

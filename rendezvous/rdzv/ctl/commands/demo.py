@@ -1,0 +1,29 @@
+"""The command that shows what rdzv does, on this machine alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+
+@click.command("demo")
+@click.option(
+    "--python",
+    metavar="PATH",
+    help="The interpreter with torch that trains; else PYTHON_EXEC, else rdzvctl's own.",
+)
+@click.option(
+    "--keep", is_flag=True, help="Keep the files; keep the server and its page until Ctrl-C."
+)
+def demo_command(python: str | None, keep: bool) -> int:
+    """Play a real training on this machine that loses a worker, then a node, and goes on.
+
+    It starts a server and two nodes on loopback, on free ports, trains a small model on the CPU,
+    and ends by itself within a minute or two. It asks no other server and leaves nothing behind.
+    """
+    from rdzv.demo import story
+
+    story.play(python or os.environ.get("PYTHON_EXEC") or sys.executable, keep=keep)
+    return 0

@@ -1,0 +1,153 @@
+"""The command that shows what jobs have spent their time on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rdzv.ctl.command_line import (
+    as_asked,
+    complete_names,
+    connection_options,
+    opened_client,
+    output_option,
+)
+from rdzv.ctl.commands.history import whole_history
+from rdzv.errors import InvalidRequestError, UnknownJobError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rdzv.client import ControlClient
+    from rdzv.view.answers import Event, JobStatus
+    from rdzv.view.ledger import Ledger
+    from rdzv.view.reports import Report
+
+_SINCE = "7d"
+
+
+@click.command("report")
+@click.argument(
+    "job", required=False, shell_complete=lambda *asked: complete_names(*asked, kind="jobs")
+)
+@click.option(
+    "--run",
+    "number",
+    type=click.IntRange(min=1, max=2**32 - 1),
+    metavar="N",
+    help="Run N of JOB; its last one if not given.",
+)
+@click.option(
+    "--since",
+    metavar="TIME",
+    help=f"Without JOB: all jobs, of this time, such as 12h; {_SINCE} if not given.",
+)
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write it as a page of its own, with its plots, instead.",
+)
+@output_option
+@connection_options
+def report_command(
+    job: str | None,
+    number: int | None,
+    since: str | None,
+    html: Path | None,
+    output: str,
+    server: str | None,
+    timeout_s: float | None,
+) -> str:
+    """Show what each second of JOB was spent on, and what its failures cost.
+
+    Without JOB, all jobs are summed up: which causes and which nodes cost most. JOB is its rdzv_id.
+    Every moment counts once: as queued, waiting for nodes, forming, starting, loading, training,
+    redoing lost steps, detecting a failure, or stopping. Goodput is training's share.
+    """
+    if job is not None and since is not None:
+        raise click.UsageError("give JOB or --since, not both")
+    if job is None and number is not None:
+        raise click.UsageError("--run needs a JOB")
+    now_ms = round(time.time() * 1000)
+    with opened_client(server, timeout_s) as client:
+        if job is None:
+            return _shown_all(_all(client, since or _SINCE, now_ms), output, html)
+        runs = _ledgers(client, job, now_ms)
+        return _shown(job, runs, number, output, html)
+
+
+def _ledgers(client: ControlClient, job: str, now_ms: int) -> list[Ledger]:
+    from rdzv.view.ledger import ledgers_of
+
+    status = client.status(job)
+    past = whole_history(client, job)
+    return ledgers_of(past, _servers_now_ms(status, past, now_ms), status.state)
+
+
+def _servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int:
+    """Return the time by the server's clock, of which history is; this machine's, if unknown."""
+    for event in reversed(past):
+        if event.name == "RunBegan" and event.run == status.run:
+            return event.unix_ms + status.run_age_ms
+    return own_ms
+
+
+def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: Path | None) -> str:
+    from rdzv.ctl import as_text_report, report_page
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+    from rdzv.view.ledger import chosen, run_numbers
+
+    run = chosen(job, runs, number)
+    others = [one for one in runs if one is not run]
+    if html is not None:
+        return _written(html, report_page.ledger(job, run, others), f"the ledger of {job}")
+    if output != "text":
+        return as_asked(output, as_json.ledger(job, run_numbers(runs), run))
+    return as_text_report.ledger(job, run, others, page_for(sys.stdout))
+
+
+def _all(client: ControlClient, since: str, now_ms: int) -> Report:
+    """Sum up all jobs; one that is forgotten meanwhile is left out."""
+    from rdzv.ctl.as_text_report import read_since
+    from rdzv.view.ledger import ledgers_of
+    from rdzv.view.reports import report
+
+    since_ms = read_since(since)
+    ledgers = {}
+    for job in client.jobs():
+        if job.state in ("succeeded", "failed", "stopped") and job.state_age_ms > since_ms:
+            continue
+        try:
+            history = whole_history(client, job.rdzv_id)
+        except UnknownJobError:
+            continue
+        ledgers[job.rdzv_id] = ledgers_of(history, now_ms, job.state)
+    return report(ledgers, now_ms - since_ms, now_ms)
+
+
+def _shown_all(found: Report, output: str, html: Path | None) -> str:
+    from rdzv.ctl import as_text_report, report_page
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    if html is not None:
+        return _written(html, report_page.report(found), "the report")
+    if output != "text":
+        return as_asked(output, as_json.report(found))
+    return as_text_report.report(found, page_for(sys.stdout))
+
+
+def _written(path: Path, page: str, what: str) -> str:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(
+            f"{path} cannot be written: {error.strerror}; give another file"
+        ) from error
+    return f"{path} has {what}; open it in a browser"

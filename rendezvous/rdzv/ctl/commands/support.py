@@ -1,0 +1,142 @@
+"""Commands for when something is wrong: doctor, support-bundle."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rdzv.ctl.command_line import (
+    OK,
+    REFUSED,
+    connection_options,
+    credentials_of,
+    job_argument,
+    opened_client,
+)
+
+if TYPE_CHECKING:
+    from rdzv.ctl.doctor import Finding
+
+WAIT_S = 300.0
+"""How long a doctor that listens waits for the other one, without --timeout."""
+
+
+@click.command("doctor")
+@click.option("--nodes", "with_nodes", is_flag=True, help="Also the nodes that the server knows.")
+@click.option(
+    "--python",
+    metavar="PATH",
+    help="The interpreter of the workers; else PYTHON_EXEC, else the one of rdzvctl.",
+)
+@click.option(
+    "--listen",
+    "listen_port",
+    type=click.IntRange(min=0, max=65_535),
+    metavar="PORT",
+    help="Only wait here for the doctor of another machine, and try the way back; 0: a free port.",
+)
+@click.option(
+    "--reach", metavar="HOST:PORT", help="Only try the way to a doctor that listens, and back."
+)
+@connection_options
+@click.pass_context
+def doctor_command(
+    context: click.Context,
+    with_nodes: bool,
+    python: str | None,
+    listen_port: int | None,
+    reach: str | None,
+    server: str | None,
+    timeout_s: float | None,
+) -> int:
+    """Check this machine, the way to the server and, with --nodes, the nodes.
+
+    Nothing is changed. Exit code 1: there is a problem; warnings alone are 0. Whether workers of
+    two machines reach each other, two doctors find out:
+
+    \b
+    on n1: rdzvctl doctor --listen 29500
+    on n2: rdzvctl doctor --reach n1:29500
+    """
+    from rdzv.ctl import doctor
+
+    if listen_port is not None and reach is not None:
+        raise click.UsageError("--listen and --reach go on two machines; give one of them", context)
+    if listen_port is not None:
+        return _show([doctor.wait_for_visit(listen_port, timeout_s or WAIT_S, _say_port)])
+    if reach is not None:
+        host, _, port = reach.rpartition(":")
+        if not host or not port.isdigit():
+            raise click.UsageError(f"--reach {reach!r} is not HOST:PORT", context)
+        return _show([doctor.visit(host.strip("[]"), int(port))])
+    python = python or os.environ.get("PYTHON_EXEC") or sys.executable
+    credentials = credentials_of(context)
+    with opened_client(server, timeout_s) as client:
+        return _show(doctor.examine(client, credentials, python, with_nodes=with_nodes))
+
+
+def _say_port(port: int) -> None:
+    click.echo(f"waiting for the other machine: rdzvctl doctor --reach THIS_HOST:{port}")
+
+
+def _show(findings: Iterable[Finding]) -> int:
+    """Show findings one by one, as some take seconds; return the exit code."""
+    from rdzv.ctl import doctor
+    from rdzv.ctl.layout import page_for
+
+    page, exit_code = page_for(sys.stdout), OK
+    for finding in findings:
+        click.echo(doctor.line(finding, page))
+        if finding.verdict is doctor.Verdict.PROBLEM:
+            exit_code = REFUSED
+    return exit_code
+
+
+@click.command("support-bundle")
+@job_argument
+@click.option(
+    "-o",
+    "--output",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Where to write it; JOB-support.tar.gz if not given.",
+)
+@click.option("--logs", "with_logs", is_flag=True, help="Also the end of what its workers wrote.")
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option("--yes", is_flag=True, help="Write it without asking.")
+@connection_options
+def support_bundle_command(
+    job: str,
+    path: Path | None,
+    with_logs: bool,
+    force: bool,
+    yes: bool,
+    server: str | None,
+    timeout_s: float | None,
+) -> str:
+    """Write all that is known about JOB into an archive for somebody else to look at.
+
+    It has status, history, explanation, trace, nodes and servers. What looks like a secret (tokens,
+    passwords, keys) is hidden; the files are listed before they are written, so have a look.
+    """
+    from rdzv.ctl import support_bundle
+    from rdzv.ctl.new_files import new_file
+
+    now_unix_ms = round(time.time() * 1000)
+    with opened_client(server, timeout_s) as client:
+        files = support_bundle.collect(client, job, now_unix_ms, with_logs=with_logs)
+    folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in job) + "-support"
+    path = path or Path(f"{folder}.tar.gz")
+    click.echo("\n".join([f"{path} will have:", *support_bundle.contents(files)]), err=True)
+    if not yes:
+        click.confirm("Write it?", abort=True, err=True)
+    with new_file(path, replace=force) as file:
+        support_bundle.write(files, folder, file, now_unix_ms)
+    return f"{path} is written; only you can read it"

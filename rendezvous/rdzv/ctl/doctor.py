@@ -1,0 +1,321 @@
+"""`rdzvctl doctor`: checks of this machine, of the way to the server, and of the nodes it knows.
+
+Each check looks at one thing, changes nothing, and returns a finding with the remedy in it.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+
+from rdzv.client import ControlClient
+from rdzv.core.words import counted, duration, listed
+from rdzv.ctl.layout import Cell, Page
+from rdzv.errors import InvalidRequestError, RendezvousError
+from rdzv.structs import struct
+from rdzv.transport.addresses import leads_beyond_loopback
+from rdzv.transport.certificates import read_certificate
+from rdzv.transport.channels import Credentials
+from rdzv.version import VERSION
+from rdzv.view.answers import Node, Server
+
+FEW_FILES = 4_096
+"""With fewer open files allowed, loaders of several workers and their sockets run out of them."""
+SMALL_SHM_BYTES = 1 << 30
+CLOCK_MS = 2_000
+"""How far this machine's clock may be from the server's before times shown together mislead."""
+EXPIRES_SOON_S = 14 * 86_400
+IMPORT_WITHIN_S = 120
+CONNECT_WITHIN_S = 3.0
+
+
+class Verdict(StrEnum):
+    """How a check came out."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@struct(frozen=True)
+class Finding:
+    """What one check has found."""
+
+    check: str
+    verdict: Verdict
+    text: str
+
+
+def _ok(check: str, text: str) -> Finding:
+    return Finding(check, Verdict.OK, text)
+
+
+def _warning(check: str, text: str) -> Finding:
+    return Finding(check, Verdict.WARNING, text)
+
+
+def _problem(check: str, text: str) -> Finding:
+    return Finding(check, Verdict.PROBLEM, text)
+
+
+# ---------------------------------------------------------------------- this machine
+
+
+def check_machine(python: str) -> Iterator[Finding]:
+    """Check what workers on this machine need; `python` is their interpreter."""
+    yield check_torch(python)
+    yield check_shm(Path("/dev/shm"))
+    yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield check_name(socket.gethostname())
+
+
+def check_torch(python: str) -> Finding:
+    """Check that the workers' interpreter has torch, by importing it there."""
+    if shutil.which(python) is None:
+        return _problem("torch", f"{python} is no program; name the job's interpreter by --python")
+    code = "import torch; print(torch.__version__, torch.cuda.device_count())"
+    try:
+        done = subprocess.run(
+            [python, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_WITHIN_S,
+            check=False,
+            cwd="/",
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return _problem("torch", f"{python} cannot import it: {error}")
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
+        return _problem("torch", f"{python} cannot import it ({reason}); install it there")
+    version, gpus = done.stdout.split()[-2:]
+    return _ok("torch", f"{version} in {python}, {counted(int(gpus), 'GPU')}")
+
+
+def check_shm(shm: Path) -> Finding:
+    """Check the memory that DataLoader workers and NCCL share."""
+    try:
+        usage = shutil.disk_usage(shm)
+    except OSError as error:
+        return _problem("/dev/shm", f"it cannot be used: {error.strerror}")
+    text = f"{_size(usage.free)} free of {_size(usage.total)}"
+    if usage.total < SMALL_SHM_BYTES or usage.free < usage.total // 10:
+        remedy = "enlarge it (docker: --shm-size), or DataLoader workers may die of SIGBUS"
+        return _warning("/dev/shm", f"{text}; {remedy}")
+    return _ok("/dev/shm", text)
+
+
+def check_open_files(soft: int, hard: int) -> Finding:
+    """Check how many files and sockets a worker may have open."""
+    if soft == resource.RLIM_INFINITY or soft >= FEW_FILES:
+        return _ok("open files", "no limit" if soft == resource.RLIM_INFINITY else f"up to {soft}")
+    upto = "" if hard == resource.RLIM_INFINITY else f" (up to {hard} is allowed)"
+    return _warning("open files", f"only {soft}; raise it: ulimit -n, LimitNOFILE={upto}")
+
+
+def check_name(name: str) -> Finding:
+    """Check that this machine's name leads to it also from other machines."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return _warning(
+            "host name",
+            f"{name} is not known to the name service ({error.strerror}); nodes are then told "
+            "an address instead, unless --local-addr names one",
+        )
+    if not leads_beyond_loopback(found):
+        return _warning(
+            "host name",
+            f"{name} leads to loopback only ({found[0][4][0]}; see /etc/hosts), so it is of no use "
+            "to other machines; nodes are told an address instead",
+        )
+    return _ok("host name", f"{name} is {found[0][4][0]}")
+
+
+# ---------------------------------------------------------------------- the server
+
+
+def check_certificate(credentials: Credentials, now: datetime) -> Iterator[Finding]:
+    """Check how long the certificate that rdzvd is shown is valid, if there is one."""
+    if credentials.cert is None:
+        return
+    what = f"certificate {credentials.cert}"
+    try:
+        found = read_certificate(credentials.cert.read_bytes(), what)
+    except (OSError, InvalidRequestError) as error:
+        yield _problem("certificate", str(error))
+        return
+    if trouble := found.trouble(now):
+        yield _problem("certificate", f"{what} {trouble}; renew it")
+        return
+    left_s = (found.not_after - now).total_seconds()
+    text = f"{credentials.cert} is valid for {duration(round(left_s * 1000))} more"
+    soon = left_s < EXPIRES_SOON_S
+    yield _warning("certificate", f"{text}; renew it") if soon else _ok("certificate", text)
+
+
+def check_server(client: ControlClient) -> Iterator[Finding]:
+    """Check that the server answers, and that its version and clock agree with this machine's."""
+    began_s = time.monotonic()
+    try:
+        servers = client.servers()
+    except RendezvousError as error:
+        yield _problem("server", str(error))
+        return
+    took_ms = (time.monotonic() - began_s) * 1000
+    yield from judge_servers(str(client.server), servers, took_ms, round(time.time() * 1000))
+
+
+def judge_servers(
+    asked: str, servers: Sequence[Server], took_ms: float, now_unix_ms: int
+) -> Iterator[Finding]:
+    """Judge an answer that took `took_ms` and came at `now_unix_ms`."""
+    leaders = [server.address for server in servers if server.leads]
+    if leaders:
+        yield _ok("server", f"{asked} answers after {took_ms:.0f} ms; {leaders[0]} leads")
+    else:
+        yield _problem("server", f"{asked} answers, and no server leads: {len(servers)} stand by")
+    for server in servers:
+        if server.version and server.version != VERSION:
+            text = f"{server.address} has {server.version}, this rdzvctl {VERSION}"
+            yield _warning("version", f"{text}; both should be the same once an upgrade is over")
+        if server.insecure:
+            yield _warning("access", f"{server.address}: {server.insecure}")
+        if server.store_away:
+            yield _problem("store", f"{server.address}: {server.store_away}")
+        if server.unix_ms is not None:
+            yield _judge_clock(server.address, now_unix_ms - server.unix_ms, took_ms)
+
+
+def _judge_clock(address: str, ahead_ms: float, took_ms: float) -> Finding:
+    # The server looked at its clock at some time between question and answer.
+    ahead_ms, error_ms = ahead_ms - took_ms / 2, took_ms / 2
+    if abs(ahead_ms) - error_ms <= CLOCK_MS:
+        return _ok("clock", f"it agrees with that of {address}, within {CLOCK_MS / 1000:g} s")
+    side = "ahead of" if ahead_ms > 0 else "behind"
+    text = f"this machine's is {duration(round(abs(ahead_ms)))} {side} that of {address}"
+    return _warning("clock", f"{text}; run NTP on both, or times in logs mislead")
+
+
+# ---------------------------------------------------------------------- the nodes
+
+
+def check_nodes(
+    nodes: Sequence[Node], reach: Callable[[str, int], str] | None = None
+) -> Iterator[Finding]:
+    """Check the nodes that the server knows; `reach` tries a node's port, and returns an error."""
+    if not nodes:
+        yield _warning(
+            "nodes", "the server knows none; start rdzvrun or rdzv-agent with its address"
+        )
+        return
+    away = [node.node_id for node in nodes if node.state != "connected"]
+    wrong = [node for node in nodes if node.unhealthy or node.quarantine]
+    old = [n for n in nodes if n.agent_version not in (None, VERSION)]
+    yield _ok("nodes", f"{counted(len(nodes) - len(away), 'node')} of {len(nodes)} connected")
+    if away:
+        yield _warning("nodes", f"not connected: {listed(away)}")
+    for node in wrong:
+        yield _warning(f"node {node.node_id}", node.unhealthy or node.quarantine or "")
+    if old:
+        versions = listed(dict.fromkeys(f"{n.node_id} ({n.agent_version})" for n in old))
+        yield _warning("version", f"other than this rdzvctl's {VERSION}: {versions}")
+    for node in nodes:
+        if reach is not None and node.metrics and node.state == "connected":
+            host, _, port = node.metrics.rpartition(":")
+            if error := reach(host.strip("[]"), int(port)):
+                text = f"{node.metrics} cannot be reached from here: {error}"
+                yield _warning(f"node {node.node_id}", text)
+
+
+def try_port(host: str, port: int) -> str:
+    """Connect to a port; return why that failed, empty if it did not."""
+    try:
+        with socket.create_connection((host, port), CONNECT_WITHIN_S):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+# ---------------------------------------------------------------------- between two machines
+
+
+def wait_for_visit(port: int, within_s: float, say: Callable[[int], None]) -> Finding:
+    """Listen on a port, which `say` gets, and judge the visit of another machine's doctor."""
+    try:
+        with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True) as open_:
+            say(open_.getsockname()[1])
+            return meet(open_, within_s)
+    except OSError as error:
+        return _problem("ports", f"port {port} cannot be listened on: {error.strerror}")
+
+
+def meet(listening: socket.socket, within_s: float) -> Finding:
+    """Wait for the doctor of another machine, and connect back to the port that it names."""
+    listening.settimeout(within_s)
+    try:
+        with listening.accept()[0] as peer:
+            peer.settimeout(CONNECT_WITHIN_S)
+            host = str(peer.getpeername()[0]).removeprefix("::ffff:")
+            error = try_port(host, int(peer.recv(16).decode("ascii")))
+            peer.sendall((error or "ok").encode()[:200])
+    except (OSError, ValueError) as error_:
+        return _problem("ports", f"no doctor came within {within_s:g} s: {error_}")
+    if error:
+        return _problem("ports", f"{host} reaches this machine, but not the reverse: {error}")
+    return _ok("ports", f"{host} and this machine reach each other's ports")
+
+
+def visit(host: str, port: int) -> Finding:
+    """Connect to the doctor of another machine, which then connects back."""
+    try:
+        with (
+            socket.create_connection((host, port), CONNECT_WITHIN_S) as peer,
+            socket.create_server((peer.getsockname()[0], 0), family=peer.family) as back,
+        ):
+            peer.sendall(f"{back.getsockname()[1]}\n".encode("ascii"))
+            peer.settimeout(2 * CONNECT_WITHIN_S)
+            answer = peer.recv(200).decode(errors="replace")
+    except OSError as error:
+        return _problem("ports", f"{host}:{port} cannot be reached: {error.strerror or error}")
+    if answer != "ok":
+        return _problem("ports", f"{host} cannot reach this machine: {answer or 'no answer'}")
+    return _ok("ports", f"{host} and this machine reach each other's ports")
+
+
+# ---------------------------------------------------------------------- all of them
+
+
+def examine(
+    client: ControlClient, credentials: Credentials, python: str, *, with_nodes: bool
+) -> Iterator[Finding]:
+    """Run all checks of this machine and the server, and those of the nodes if asked for."""
+    yield from check_machine(python)
+    yield from check_certificate(credentials, datetime.now(UTC))
+    answers = True
+    for finding in check_server(client):
+        answers = answers and not (finding.check == "server" and finding.verdict != Verdict.OK)
+        yield finding
+    if with_nodes and answers:
+        try:
+            yield from check_nodes(client.nodes(), try_port)
+        except RendezvousError as error:
+            yield _problem("nodes", str(error))
+
+
+def line(finding: Finding, page: Page) -> str:
+    """Write a finding for people."""
+    styles = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "red"}
+    verdict = Cell(finding.verdict.value.ljust(7), styles[finding.verdict])
+    return page.line(verdict, Cell(finding.check.ljust(12), "bold"), Cell(finding.text))
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,112 @@
+"""`rdzvctl list`: jobs chosen by name and state, in an order, as lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from fnmatch import fnmatchcase
+
+from rdzv.core.model import JobState
+from rdzv.core.words import duration
+from rdzv.ctl.as_text import number_cell, only_watched, state_cell
+from rdzv.ctl.layout import Cell, Page
+from rdzv.view.answers import JobSummary
+
+STATES = tuple(JobState)
+ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED)
+
+ORDERS: dict[str, Callable[[JobSummary], tuple[object, ...]]] = {
+    "name": lambda job: (job.rdzv_id,),
+    "state": lambda job: (STATES.index(JobState(job.state)), job.rdzv_id),
+    "age": lambda job: (job.state_age_ms, job.rdzv_id),
+    "nodes": lambda job: (-job.nodes, job.rdzv_id),
+    "restarts": lambda job: (-(job.restarts or 0), job.rdzv_id),
+}
+"""By name, the orders: the latest change, the most nodes and the most restarts come first."""
+
+
+def chosen(
+    jobs: Sequence[JobSummary], states: Collection[str], name: str | None, order: str | None
+) -> list[JobSummary]:
+    """Return the jobs in one of these states (any if there are none) whose name fits a pattern.
+
+    Jobs that have ended come last. Without an order they are sorted by the time of their end, and
+    the others by name.
+    """
+    found = [
+        job
+        for job in jobs
+        if (not states or job.state in states) and (name is None or fnmatchcase(job.rdzv_id, name))
+    ]
+
+    def place(job: JobSummary) -> tuple[object, ...]:
+        ended = has_ended(job)
+        return ended, ORDERS[order or ("age" if ended else "name")](job)
+
+    return sorted(found, key=place)
+
+
+def has_ended(job: JobSummary) -> bool:
+    """Return whether the last run of a job is closed."""
+    return job.state in ENDED
+
+
+def as_lines(
+    server: str,
+    summaries: Sequence[JobSummary],
+    page: Page,
+    store_away: str | None = None,
+    *,
+    most_ended: int | None = None,
+    wide: bool = False,
+) -> str:
+    """Show one line per job, and why changes are not stored, if they are not.
+
+    Jobs that have ended are shown apart, and at most `most_ended` of them. A `wide` list keeps all
+    columns and the whole reason.
+    """
+    away = page.sentence(store_away) if store_away else []
+    if not summaries:
+        return "\n".join([f"no jobs at {server}", *away])
+    open_jobs = [job for job in summaries if not has_ended(job)]
+    ended = [job for job in summaries if has_ended(job)]
+    shown = ended if most_ended is None else ended[:most_ended]
+    lines = _job_table(open_jobs, page, wide) if open_jobs else []
+    lines += ["", "Ended:"] if open_jobs and shown else []
+    lines += _job_table(shown, page, wide) if shown else []
+    if len(shown) < len(ended):
+        lines.append(f"... and {len(ended) - len(shown)} more have ended; --all shows them")
+    return "\n".join([*lines, *away])
+
+
+def _job_table(summaries: Sequence[JobSummary], page: Page, wide: bool) -> list[str]:
+    header = ("JOB", "BACKEND", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
+    # The column is left out if all are the server's own.
+    others = wide or any(map(only_watched, summaries))
+    rows = [
+        (
+            Cell(job.rdzv_id),
+            Cell(job.backend if others else ""),
+            state_cell(job.state),
+            Cell(duration(job.state_age_ms)),
+            Cell(_seated(job)),
+            number_cell(job.world_size),
+            number_cell(job.round),
+            _budget(job),
+            Cell(f"hangs: {job.hangs}", "red") if job.hangs else Cell(job.reason or ""),
+        )
+        for job in summaries
+    ]
+    expendable = () if wide else ("ROUND", "WORLD_SIZE", "RESTARTS")
+    return page.table(header, rows, expendable=expendable, one_line=not wide)
+
+
+def _seated(job: JobSummary) -> str:
+    if job.min_nodes is None or job.max_nodes is None:
+        return str(job.nodes)
+    return f"{job.nodes} of {job.min_nodes}:{job.max_nodes}"
+
+
+def _budget(job: JobSummary) -> Cell:
+    if job.restarts is None or job.max_restarts is None:
+        return Cell("-")
+    return Cell(f"{job.restarts} of {job.max_restarts}")

@@ -1,0 +1,134 @@
+"""The processes of the demo, and what they have written."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SERVER = "rdzv.server"
+NODE = "rdzv.agent.run"
+OPERATOR = "rdzv.ctl"
+
+
+def command_of(module: str, *args: str) -> list[str]:
+    """Return the command that runs a program of this installation, wherever its scripts are."""
+    return [sys.executable, "-P", "-m", module, *args]
+
+
+def environment(python: str) -> dict[str, str]:
+    """Return the environment of the demo's programs: the caller's, without launch settings."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RDZV_", "PET_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
+
+
+@dataclass
+class Line:
+    """One line that a process has written, and when."""
+
+    at_s: float
+    text: str
+
+
+@dataclass
+class Program:
+    """One process of the demo and what it has written."""
+
+    name: str
+    process: subprocess.Popen[str]
+    lines: list[Line] = field(default_factory=list)
+    written: threading.Condition = field(default_factory=threading.Condition)
+    reader: threading.Thread | None = None
+
+    @classmethod
+    def start(
+        cls, name: str, command: Sequence[str], environ: dict[str, str], log: Path
+    ) -> Program:
+        """Start a program in a session of its own; its output is kept, and appended to `log`."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="backslashreplace",
+            start_new_session=True,
+            env=environ,
+        )
+        program = cls(name, process)
+        program.reader = threading.Thread(target=program._read, args=(log,), daemon=True)
+        program.reader.start()
+        return program
+
+    def _read(self, log: Path) -> None:
+        assert self.process.stdout is not None
+        with log.open("a") as file, self.process.stdout as output:
+            for text in output:
+                file.write(text)
+                file.flush()
+                with self.written:
+                    self.lines.append(Line(time.monotonic(), text.rstrip("\n")))
+                    self.written.notify_all()
+
+    def find(self, pattern: re.Pattern[str], after_s: float) -> tuple[Line, re.Match[str]] | None:
+        """Return the first match among the lines written after a time."""
+        for line in self.lines:
+            if line.at_s > after_s and (match := pattern.search(line.text)):
+                return line, match
+        return None
+
+    def ended(self) -> bool:
+        """Return whether the program has exited."""
+        return self.process.poll() is not None
+
+    def workers(self) -> list[int]:
+        """Return the pids of this node's workers: they have a RANK, and the runner has none."""
+        return [pid for pid in descendants(self.process.pid) if b"RANK" in environ_of(pid)]
+
+    def kill_all(self) -> None:
+        """Kill the program and all that it has started; no process gets to send anything."""
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._join()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the program in order, or kill it after a while."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(timeout_s)
+            self._join()
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+
+    def _join(self) -> None:
+        self.process.wait()
+        if self.reader is not None:
+            self.reader.join(5)  # A process that has left the tree may hold the pipe open.
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the pids of all processes below one."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def environ_of(pid: int) -> dict[bytes, bytes]:
+    """Return the environment that a process was started with."""
+    with suppress(OSError):
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)
+    return {}

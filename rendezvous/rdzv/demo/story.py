@@ -1,0 +1,261 @@
+"""The story of the demo, step by step; each step checks that it happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rdzv.demo.programs import NODE, OPERATOR, SERVER, Line, Program, command_of, environment
+from rdzv.errors import RendezvousError
+from rdzv.version import VERSION
+
+JOB = "demo"
+TRAINING = Path(__file__).with_name("training.py")
+DEADLINE_S = 180.0
+"""The demo fails if it has not ended by then."""
+_EPOCH = re.compile(r"epoch (\d+) \| loss ([\d.]+) \| world_size (\d+)")
+_HAS_TORCH = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('torch') else 3)"
+
+
+class DemoError(RendezvousError):
+    """A step of the demo did not happen."""
+
+
+def play(python: str, *, keep: bool) -> None:
+    """Play the demo with the interpreter `python` for its training; raise if a step fails.
+
+    With `keep` its files stay, and so do the server and its page until Ctrl-C.
+    """
+    say = f"rdzv {VERSION}: a real training on this machine loses a worker, then a whole node"
+    print(f"{say}; it takes about a minute", flush=True)
+    check_torch(python)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with _folder(keep) as folder:
+        demo = Demo(folder, python)
+        try:
+            demo.play()
+            demo.say("the demo has passed")
+            if keep:
+                demo.stay()
+        finally:
+            demo.stop()
+
+
+def check_torch(python: str) -> None:
+    """Refuse an interpreter that cannot be run or has no torch."""
+    try:
+        done = subprocess.run([python, "-c", _HAS_TORCH], timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DemoError(f"cannot run the interpreter {python!r}: {error}") from None
+    if done.returncode != 0:
+        raise DemoError(
+            f"the interpreter {python!r} has no torch, which the demo's training needs; install it "
+            f"(`{python} -m pip install torch`), or name an interpreter that has it: --python PATH"
+        )
+
+
+class Demo:
+    """A server, two nodes, and what happens to them."""
+
+    deadline_s = DEADLINE_S
+
+    def __init__(self, folder: Path, python: str) -> None:
+        self.folder = folder
+        self.environ = environment(python)
+        self.began_s = time.monotonic()
+        self.nodes: dict[str, Program] = {}
+        self.server: Program | None = None
+        self.endpoint = ""
+        self.http = ""
+
+    def play(self) -> None:
+        """Play and check the whole story."""
+        self.start_server()
+        for name in ("n1", "n2"):
+            self.start_node(name)
+        self.say("started two nodes, n1 and n2, with two workers each; the job needs one to two")
+        self.await_training(4, 0, self.began_s, "the training began")
+        self.await_epochs(2)
+
+        victim = next(iter(self.nodes["n2"].workers()), None)
+        if victim is None:
+            raise DemoError("n2 has no workers")
+        killed_s = self.do("a worker is killed", f"SIGKILL to one worker on n2 (pid {victim})")
+        os.kill(victim, signal.SIGKILL)
+        self.await_training(4, 1, killed_s, "the group restarted, which spent one restart")
+        self.await_epochs(2)
+
+        text = "SIGKILL to everything on n2: its agent, its runner, its workers"
+        killed_s = self.do("a node is killed", text)
+        self.nodes.pop("n2").kill_all()
+        self.await_training(2, 1, killed_s, "n1 went on without n2, which spent no restart")
+        self.await_epochs(2)
+
+        came_s = self.do("the node is back", "n2 comes back")
+        self.start_node("n2")
+        self.await_training(4, 1, came_s, "n2 was taken in again, which spent no restart")
+        self.await_end()
+
+    def start_server(self) -> None:
+        """Start rdzvd on a free port."""
+        command = command_of(SERVER, "--listen=127.0.0.1:0", "--http=127.0.0.1:0")
+        command += [f"--data-dir={self.folder / 'rdzvd'}"]
+        self.server = self._start("rdzvd", command)
+        pattern = re.compile(r"ready: listening on ([^,\s]+),.* http on ([^,\s]+)")
+        _, ready = self.await_line(self.server, pattern, 0.0)
+        self.endpoint, self.http = ready.group(1), f"http://{ready.group(2)}"
+        self.say(f"started the server, rdzvd, on {self.endpoint}")
+        self.say(f"watch it live: {self.http}/#/job/{JOB}")
+
+    def start_node(self, name: str) -> None:
+        """Start one node: an agent in the foreground, as a user would."""
+        launch = (f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={JOB}", f"--node-id={name}")
+        group = ("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--tee=3")
+        logs = f"--log-dir={self.folder / 'logs'}"
+        script = (str(TRAINING), f"--snapshot={self.folder / 'snapshot.pt'}")
+        length = ("--epochs=24", "--step-seconds=0.05")
+        command = command_of(NODE, *launch, *group, logs, *script, *length)
+        self.nodes[name] = self._start(name, command)
+
+    def _start(self, name: str, command: list[str]) -> Program:
+        return Program.start(name, command, self.environ, self.folder / f"{name}.log")
+
+    def do(self, deed: str, text: str) -> float:
+        """Say what is done to the job next; return the time. `deed` names it for observers."""
+        self.say(text)
+        return time.monotonic()
+
+    def await_training(self, world_size: int, restarts: int, after_s: float, what: str) -> None:
+        """Wait until RANK 0 trains in a group of this size, and check what the server says."""
+        pattern = re.compile(rf"rank 0 of {world_size}: (resuming from .*|starting afresh)")
+        line, match = self.await_line(self.nodes["n1"], pattern, after_s)
+        self.say(f"  {what}: {match.group(1)}, after {line.at_s - after_s:.1f} s")
+        status = self.status()
+        seen = (status["state"], status["world_size"], status["restarts"])
+        if seen != ("running", world_size, restarts):
+            raise DemoError(
+                f"expected a running job of {world_size} workers with {restarts} restarts spent, "
+                f"and rdzvctl says {seen}: {status['reason']}"
+            )
+        spent = f"restarts {status['restarts']} of {status['max_restarts']}"
+        self.say(f"  rdzvctl: {status['state']}, {status['reason']}; {spent}")
+
+    def await_epochs(self, count: int) -> None:
+        """Let the training go on for a while."""
+        for _ in range(count):
+            _, match = self.await_line(self.nodes["n1"], _EPOCH, time.monotonic())
+        self.say(f"  epoch {match.group(1)}, loss {match.group(2)}")
+
+    def await_end(self) -> None:
+        """Wait for the success of every node, and check that the model has learned."""
+        for name, node in self.nodes.items():
+            self.await_until(node.ended, f"{name} to end")
+            if node.process.returncode != 0:
+                raise DemoError(f"{name} exited with {node.process.returncode}, expected 0")
+        self.await_line(self.nodes["n1"], re.compile("training finished"), 0.0)
+        losses = [float(m[2]) for x in self.nodes["n1"].lines if (m := _EPOCH.search(x.text))]
+        if not losses[-1] < losses[0] / 2:
+            raise DemoError(f"the loss was to fall by half: it was {losses[0]}, then {losses[-1]}")
+        self.say(f"both nodes exited with 0; the loss fell from {losses[0]} to {losses[-1]}")
+        print(f"\n$ rdzvctl explain {JOB}\n{self.rdzvctl('explain', JOB)}", flush=True)
+        status = self.status()
+        if (status["state"], status["restarts"]) != ("succeeded", 1):
+            raise DemoError(f"expected success with 1 restart, and rdzvctl says {status}")
+
+    def status(self) -> dict[str, object]:
+        """Ask the server, as an operator would."""
+        answer = json.loads(self.rdzvctl("status", JOB, "-o", "json"))
+        assert isinstance(answer, dict)
+        return answer
+
+    def rdzvctl(self, *args: str) -> str:
+        """Run rdzvctl and return what it says."""
+        command = command_of(OPERATOR, "--server", self.endpoint, *args)
+        done = subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, timeout=60, check=False
+        )
+        if done.returncode != 0:
+            raise DemoError(f"rdzvctl {args[0]} exited with {done.returncode}: {done.stderr}")
+        return done.stdout
+
+    def await_line(
+        self, program: Program, pattern: re.Pattern[str], after_s: float
+    ) -> tuple[Line, re.Match[str]]:
+        """Wait until a program writes a line that matches."""
+        what = f"a line of {program.name} that matches {pattern.pattern!r}"
+        with program.written:
+            while (found := program.find(pattern, after_s)) is None:
+                if program.process.poll() is not None:
+                    code = program.process.returncode
+                    raise DemoError(f"{program.name} exited with {code} before {what}")
+                self.check_deadline(what)
+                program.written.wait(timeout=1.0)
+        return found
+
+    def await_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until something holds."""
+        while not condition():
+            self.check_deadline(what)
+            time.sleep(0.1)
+
+    def check_deadline(self, what: str) -> None:
+        """Fail the demo if it takes too long."""
+        if time.monotonic() > self.began_s + self.deadline_s:
+            raise DemoError(f"waited for {what} until the demo's {self.deadline_s:g} s were over")
+
+    def say(self, text: str) -> None:
+        """Print what happens, with the time since the beginning."""
+        print(f"[{time.monotonic() - self.began_s:5.1f} s] {text}", flush=True)
+
+    def stay(self) -> None:
+        """Leave the server up, to be looked at, until Ctrl-C or SIGTERM."""
+        over = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: over.set())
+        lines = (
+            "\nthe server stays up until Ctrl-C:",
+            f"  page     {self.http}/#/job/{JOB}",
+            f"  API      {self.http}/api/v1/jobs/{JOB}",
+            f"  metrics  {self.http}/metrics",
+            f"  rdzvctl --server {self.endpoint} status {JOB}",
+        )
+        print("\n".join(lines), flush=True)
+        over.wait()
+
+    def stop(self) -> None:
+        """End everything that was started, and nothing else."""
+        for node in self.nodes.values():
+            if node.process.poll() is None:
+                node.process.terminate()
+        for node in self.nodes.values():
+            node.stop(60)
+        if self.server is not None:
+            self.server.stop(10)
+
+
+@contextmanager
+def _folder(keep: bool) -> Iterator[Path]:
+    """Make a folder for the demo's files; it stays if the demo fails, or is asked to keep it."""
+    path = Path(tempfile.mkdtemp(prefix="rdzv_demo_"))
+    try:
+        yield path
+    except DemoError as error:
+        raise DemoError(f"the demo has failed: {error}; all output is in {path}") from None
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    if keep:
+        print(f"all output is in {path}")
+    else:
+        shutil.rmtree(path)

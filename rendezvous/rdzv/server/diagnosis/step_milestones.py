@@ -1,0 +1,79 @@
+"""Notes the steps that a job's ledger needs: a round's first, the last lost one redone, its last.
+
+In memory, for the present round only. A server that takes over notes a first step again; whoever
+reads the history takes the first note of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rdzv.core.events import Event, FirstStepMade, LastStepMade, LostStepsRedone
+from rdzv.core.model import State
+from rdzv.server.messages import Progress
+
+
+@dataclass(slots=True)
+class _Round:
+    """The furthest step of one live round, and when it was made."""
+
+    run: str
+    round: int
+    step: int
+    at_ms: int
+    redone: bool
+    """Nothing is left to redo."""
+
+
+class StepMilestones:
+    """The milestones of one server's jobs."""
+
+    def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
+        """`tell` records events that did not come from a step of a job."""
+        self._tell = tell
+        self._rounds: dict[str, _Round] = {}
+
+    def note(self, state: State, node_id: str, said: Progress, now_ms: int) -> None:
+        """Note the progress of a node in the live round that it names."""
+        if not said.ranks:
+            return
+        best = max(said.ranks, key=lambda one: one.step)
+        at_ms, furthest = now_ms - best.age_ms, state.membership.spent.step
+        events: tuple[Event, ...] = ()
+        known = self._rounds.get(said.rdzv_id)
+        if known is None or (known.run, known.round) != (said.run, said.round):
+            known = _Round(said.run, said.round, best.step, at_ms, redone=furthest is None)
+            self._rounds[said.rdzv_id] = known
+            events = (FirstStepMade(said.round, node_id, best.rank, best.step, best.age_ms),)
+        if not known.redone and furthest is not None and best.step >= furthest:
+            known.redone = True
+            reached_ms = _reached_ms(known, best.step, at_ms, furthest)
+            events = (*events, LostStepsRedone(said.round, furthest, max(now_ms - reached_ms, 0)))
+        if best.step > known.step:
+            known.step, known.at_ms = best.step, at_ms
+        if events:
+            self._tell(said.rdzv_id, events)
+
+    def note_state(self, state: State, now_ms: int) -> None:
+        """Note the last step of a round that is over, after a job has changed."""
+        membership, round_ = state.membership, state.membership.round
+        known = self._rounds.get(membership.rdzv_id)
+        if known is None:
+            return
+        live = membership.ended is None and round_ is not None and round_.live
+        number = round_.number if round_ is not None else None
+        if live and (membership.run, number) == (known.run, known.round):
+            return
+        del self._rounds[membership.rdzv_id]
+        if membership.run == known.run and membership.ended is None:
+            last = LastStepMade(known.round, known.step, max(now_ms - known.at_ms, 0))
+            self._tell(membership.rdzv_id, (last,))
+
+
+def _reached_ms(known: _Round, step: int, at_ms: int, furthest: int) -> int:
+    """Return when `furthest` was reached, between two reports, at an even pace."""
+    if step <= known.step or furthest <= known.step:
+        return at_ms
+    share = (furthest - known.step) / (step - known.step)
+    return round(known.at_ms + (at_ms - known.at_ms) * share)

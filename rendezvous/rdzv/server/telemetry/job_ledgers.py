@@ -1,0 +1,75 @@
+"""What the jobs of a server spend their time on, for /metrics: the sums of their ledgers.
+
+A job is counted from when this server knows of it, over all its runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rdzv.core.explain import job_state
+from rdzv.core.model import State
+from rdzv.stores.base import Record
+from rdzv.view import history
+from rdzv.view.ledger import Book
+
+_NO_MATTER = frozenset({"NodeJoined", "NodeStopped", "NodeSucceeded", "NodeAdopted"})
+"""Events that only count nodes, of which a large job has thousands."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """The present or last run of a job, and the sums of the runs before it."""
+
+    book: Book
+    earlier: Counter[str] = field(default_factory=Counter)
+
+
+class JobLedgers:
+    """The ledgers of one server's jobs."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, _Job] = {}
+
+    def loaded(self, state: State, now_ms: int) -> None:
+        """Begin to count a run that this server has found in its store."""
+        membership = state.membership
+        if membership.rdzv_id in self._jobs:
+            return
+        book = Book(membership.run, now_ms)
+        round_ = membership.round
+        if round_ is not None and round_.live:
+            book.note(now_ms, history.RoundAdopted(round_.number, len(round_.participants)))
+        self._jobs[membership.rdzv_id] = _Job(book)
+
+    def recorded(self, rows: Sequence[Record]) -> None:
+        """Note rows of history."""
+        for row in rows:
+            if row.name in _NO_MATTER or row.name not in history.KINDS or not row.run:
+                continue
+            job = self._jobs.get(row.rdzv_id)
+            if job is None:
+                job = self._jobs[row.rdzv_id] = _Job(Book(row.run, row.unix_ms))
+            elif job.book.run != row.run:
+                job.earlier.update(job.book.sums(row.unix_ms))
+                job.book = Book(row.run, row.unix_ms)
+            job.book.note(row.unix_ms, history.read(row.name, history.fields_in(row.data)))
+            job.book.fold()
+
+    def phases(self, rdzv_id: str, now_ms: int, state: State | None = None) -> dict[str, int]:
+        """Return the milliseconds by phase; empty for a job that is not counted."""
+        job = self._jobs.get(rdzv_id)
+        if job is None:
+            return {}
+        present = job.book.sums(now_ms, job_state(state) if state is not None else "")
+        return {phase: ms + job.earlier[phase] for phase, ms in present.items()}
+
+    def drop(self, rdzv_id: str) -> None:
+        """Forget a job."""
+        self._jobs.pop(rdzv_id, None)
+
+    def clear(self) -> None:
+        """Forget all jobs: they belong to another server."""
+        self._jobs.clear()

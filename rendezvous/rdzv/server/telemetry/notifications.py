@@ -1,0 +1,210 @@
+"""Notifications that a run has ended, a node is in quarantine, or a job has waited for long.
+
+They are made from the same rows as log and history, and posted to a webhook as JSON. No step waits
+for them: they go into a bounded queue, from which a task posts them one by one. A post that fails
+is repeated a few times, then dropped and logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import aiohttp
+from yarl import URL
+
+from rdzv.server.settings.config import Notify
+from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.stores.base import Record
+from rdzv.structs import struct
+from rdzv.view.answers import event_in
+
+log = logging.getLogger("rdzv.notifications")
+
+WAITING = 200
+"""Notifications that may wait to be posted."""
+
+WITHIN_S = 10.0
+"""How long the webhook may take to answer."""
+
+RETRY_AFTER_S = (1.0, 5.0, 30.0)
+"""The waits before a post that failed is repeated."""
+
+CLOSE_WITHIN_S = 2.0
+"""How long a stopping server goes on posting."""
+
+_REPORTED = ("RunEnded", "NodeQuarantined")
+
+
+@struct(frozen=True)
+class Notification:
+    """A notification; `text` is one sentence for people."""
+
+    text: str
+    event: str
+    rdzv_id: str
+    unix_ms: int
+    fields: Mapping[str, object]
+
+    def body(self, style: str) -> dict[str, object]:
+        """Return the JSON that this kind of webhook accepts.
+
+        >>> Notification("a has ended", "RunEnded", "a", 0, {}).body("slack")
+        {'text': 'a has ended'}
+        """
+        match style:
+            case "slack":
+                return {"text": self.text}
+            case "discord":
+                return {"content": self.text}
+            case _:
+                return {
+                    "text": self.text,
+                    "event": self.event,
+                    "rdzv_id": self.rdzv_id,
+                    "unix_ms": self.unix_ms,
+                    "fields": dict(self.fields),
+                }
+
+
+Post = Callable[[Notification], Awaitable[None]]
+"""Posts a notification; raises `OSError`, `aiohttp.ClientError` or `TimeoutError` if it failed."""
+
+
+class Notifications(Meter):
+    """Makes notifications from rows of history and posts them. `notifying` creates it."""
+
+    def __init__(self, post: Post, queued_after_s: float) -> None:
+        """Report jobs that have waited in the queue for `queued_after_s`, unless that is 0."""
+        self._post = post
+        self._queued_after_s = queued_after_s
+        self._waiting: deque[Notification] = deque()
+        self._news = asyncio.Event()
+        self._dropped = 0
+        self._queued: dict[str, asyncio.TimerHandle] = {}
+
+    def recorded(self, rows: Sequence[Record]) -> None:
+        """Queue the notifications that follow from rows of history."""
+        for row in rows:
+            for notification in self._of(row):
+                self._put(notification)
+
+    def forget_jobs(self) -> None:
+        """Note that this server no longer leads: another one reports what happens from now on."""
+        for timer in self._queued.values():
+            timer.cancel()
+        self._queued.clear()
+
+    def _of(self, row: Record) -> Iterator[Notification]:
+        event = event_in(row)
+        fields = event.fields or {}
+        match row.name:
+            case "RunBegan":
+                self._begin_to_wait(row, "")
+            case "JobQueued":
+                self._begin_to_wait(row, str(fields.get("reason", "")))
+            case "NodesPlaced" | "NodeJoined" | "RunEnded":
+                self._end_wait(row.rdzv_id)
+        if row.name in _REPORTED:
+            text = f"{row.rdzv_id}: {event.text}"
+            yield Notification(text, row.name, row.rdzv_id, row.unix_ms, fields)
+
+    def _begin_to_wait(self, row: Record, reason: str) -> None:
+        self._end_wait(row.rdzv_id)
+        if self._queued_after_s:
+            loop = asyncio.get_running_loop()
+            self._queued[row.rdzv_id] = loop.call_later(
+                self._queued_after_s, self._report_queued, row, reason
+            )
+
+    def _end_wait(self, rdzv_id: str) -> None:
+        if (timer := self._queued.pop(rdzv_id, None)) is not None:
+            timer.cancel()
+
+    def _report_queued(self, row: Record, reason: str) -> None:
+        del self._queued[row.rdzv_id]
+        text = f"{row.rdzv_id}: it has waited in the queue for {self._queued_after_s:g} s"
+        text += f" ({reason})" if reason else ""
+        text += f"; `rdzvctl status {row.rdzv_id}` shows what it waits for"
+        self._put(Notification(text, "JobQueued", row.rdzv_id, row.unix_ms, {"reason": reason}))
+
+    def _put(self, notification: Notification) -> None:
+        if len(self._waiting) == WAITING:
+            self._dropped += 1
+            return
+        self._waiting.append(notification)
+        self._news.set()
+
+    @property
+    def queued(self) -> tuple[str, ...]:
+        """The jobs that are reported if they wait for much longer."""
+        return tuple(self._queued)
+
+    async def run(self) -> None:
+        """Post notifications as they come, until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await self.drain()
+
+    async def drain(self) -> None:
+        """Post all notifications that wait."""
+        while self._waiting:
+            await self._deliver(self._waiting[0])
+            self._waiting.popleft()
+            if self._dropped:
+                log.warning("%d notifications were dropped: too many at once", self._dropped)
+                self._dropped = 0
+
+    async def _deliver(self, notification: Notification) -> None:
+        """Post one notification, with retries; after the last attempt it is dropped."""
+        for wait_s in (*RETRY_AFTER_S, None):
+            try:
+                await self._post(notification)
+                return
+            except (OSError, aiohttp.ClientError, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+            if wait_s is None:
+                log.warning("a notification is dropped (%s): %s", why, notification.text)
+            else:
+                await asyncio.sleep(wait_s)
+
+
+@asynccontextmanager
+async def notifying(notify: Notify) -> AsyncIterator[Notifications]:
+    """Post notifications until the body ends, and those still waiting for `CLOSE_WITHIN_S` more.
+
+    Raises:
+        InvalidRequestError: the address of the webhook cannot be read.
+
+    """
+    url, timeout = URL(notify.read_url()), aiohttp.ClientTimeout(total=WITHIN_S)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
+
+        async def post(notification: Notification) -> None:
+            body = notification.body(notify.style)
+            async with session.post(url, json=body, allow_redirects=False) as answer:
+                if answer.status >= 300:
+                    raise OSError(f"{url.host} answers {answer.status} {answer.reason}")
+
+        notifications = Notifications(post, notify.queued_after_ms / 1000)
+        async with asyncio.TaskGroup() as tasks:
+            posting = tasks.create_task(notifications.run())
+            try:
+                yield notifications
+            finally:
+                notifications.forget_jobs()
+                posting.cancel()
+                await asyncio.wait([posting])
+                await _finish(notifications)
+
+
+async def _finish(notifications: Notifications) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_WITHIN_S):
+            await notifications.drain()
+    except TimeoutError:
+        log.warning("the last notifications are dropped: the webhook does not take them in time")

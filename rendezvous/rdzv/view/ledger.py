@@ -1,0 +1,544 @@
+"""The ledger of a run: what each second of it was spent on, by its history.
+
+Every moment from the run's beginning to its end, or to now, lies in exactly one interval. Nothing
+is read from a sentence, and nothing is guessed: where no worker has reported a step, training
+counts from the start of the workers, and the ledger says so (`Ledger.steps_reported`).
+
+Some facts come late: a failure is older than the report of it, and only a round that completes
+says since when enough nodes were there. So time is booked when a round is over, and what is shown
+before is provisional.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rdzv.core import events
+from rdzv.core.model import Cause
+from rdzv.errors import UnknownJobError
+from rdzv.structs import replace, struct
+from rdzv.view import history
+from rdzv.view.answers import Event
+
+DECLINED = "node declined"
+"""The cause of time that was lost because a node could not run the job."""
+
+
+class LedgerPhase(StrEnum):
+    """What time was spent on."""
+
+    QUEUED = "queued"
+    """A submitted job has no node."""
+    WAITING = "waiting"
+    """Fewer nodes are ready than a round needs."""
+    FORMING = "forming"
+    """Enough nodes are ready; more are waited for, or the run backs off."""
+    STARTING = "starting"
+    """From a complete round to its first step, before the run has made any step."""
+    LOADING = "loading"
+    """The same in a later round: workers start again and load what was saved."""
+    TRAINING = "training"
+    REDOING = "redoing"
+    """Steps that were made before, and lost."""
+    DETECTING = "detecting"
+    """A failure has happened, or workers are silent, and the round has not ended."""
+    STOPPING = "stopping"
+    """The round has ended, and workers are being stopped."""
+
+
+@struct(frozen=True)
+class Interval:
+    """One stretch of a run's time."""
+
+    from_unix_ms: int
+    until_unix_ms: int
+    phase: str
+    """One of `LedgerPhase`."""
+    cause: str
+    """The cause of the end of the round before, or of this round, that it is owed to; or empty."""
+    node_id: str
+    """The node that this cause is about; empty if it is none, several, or not known."""
+    round: int | None
+    """The round that it belongs to; None between rounds."""
+    node_ms: int
+    """The time of all nodes that the job held."""
+
+    @property
+    def ms(self) -> int:
+        """How long it lasted."""
+        return self.until_unix_ms - self.from_unix_ms
+
+
+@struct(frozen=True)
+class Cost:
+    """The time that one cause, about one node, has kept a run from training."""
+
+    cause: str
+    node_id: str
+    times: int
+    """How many ends of rounds, or refusals, it stands for."""
+    ms: int
+    node_ms: int
+
+
+@struct(frozen=True)
+class Ledger:
+    """All the time of one run; open runs are counted until now."""
+
+    run: str
+    run_number: int | None
+    """None if the run's beginning is no longer in the history, so that the ledger begins later."""
+    from_unix_ms: int
+    until_unix_ms: int
+    wall_ms: int
+    result: str
+    """How the run ended; empty while it is open."""
+    goodput: float | None
+    """Training's share of the time; None if no time has passed."""
+    steps_reported: bool
+    """Whether any worker has reported a step. If not, starting, loading and redone steps count as
+    training, so `goodput` is an upper bound."""
+    steps_redone: int
+    """Steps that were made more than once."""
+    node_ms: int
+    """The time of all nodes that the job held."""
+    gpus_per_node: int | None
+    """None if unknown."""
+    phases: dict[str, int]
+    """Milliseconds by phase, of all phases."""
+    costs: tuple[Cost, ...]
+    """What has kept the run from training, the most node time first."""
+    intervals: tuple[Interval, ...]
+
+
+def summed(intervals: Iterable[Interval]) -> dict[str, int]:
+    """Return the milliseconds by phase: all phases, in the order of `LedgerPhase`."""
+    spent = dict.fromkeys((phase.value for phase in LedgerPhase), 0)
+    for interval in intervals:
+        spent[interval.phase] += interval.ms
+    return spent
+
+
+def costs(intervals: Iterable[Interval]) -> tuple[Cost, ...]:
+    """Sum up by cause and node what was not training, the most node time first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    before: Interval | None = None
+    for one in intervals:
+        if one.phase != LedgerPhase.TRAINING:
+            sums = found.setdefault((one.cause, one.node_id), [0, 0, 0])
+            sums[0] += _begins(one, before)
+            sums[1] += one.ms
+            sums[2] += one.node_ms
+        before = one
+    listed = [Cost(cause, node, *sums) for (cause, node), sums in found.items()]
+    return tuple(sorted(listed, key=lambda cost: (-cost.node_ms, -cost.ms, cost.cause)))
+
+
+def _begins(one: Interval, before: Interval | None) -> bool:
+    """Return whether an interval begins what its cause has cost, from the end of a round on."""
+    if before is None or before.phase == LedgerPhase.TRAINING:
+        return True
+    if one.phase in _ENDS:
+        return before.phase not in _ENDS or before.round != one.round
+    return (before.cause, before.node_id) != (one.cause, one.node_id)
+
+
+_ENDS = (LedgerPhase.DETECTING, LedgerPhase.STOPPING)
+
+
+def ledgers_of(past: Iterable[Event], now_ms: int, state: str = "") -> list[Ledger]:
+    """Return the ledger of each run, oldest first.
+
+    `state` is the job's present state, if known: it tells a queued job from one that waits.
+    """
+    books: dict[str, Book] = {}
+    for event in past:
+        name = event.run or ""
+        book = books.get(name)
+        if book is None:
+            book = books[name] = Book(name, event.unix_ms)
+        book.note(event.unix_ms, history.read(event.name, event.fields))
+    last = next(reversed(books), None)
+    return [book.ledger(now_ms, state if name == last else "") for name, book in books.items()]
+
+
+def run_numbers(runs: Iterable[Ledger]) -> list[int]:
+    """Return the numbers of the runs whose beginning is kept."""
+    return [run.run_number for run in runs if run.run_number is not None]
+
+
+def chosen(rdzv_id: str, runs: Sequence[Ledger], number: int | None) -> Ledger:
+    """Return the ledger of the run with this number; None: of the last run.
+
+    Raises:
+        UnknownJobError: nothing of this run is kept.
+
+    """
+    if not runs:
+        raise UnknownJobError(f"nothing of the past of {rdzv_id} is kept; it has no ledger")
+    if number is None:
+        return runs[-1]
+    for run in runs:
+        if run.run_number == number:
+            return run
+    kept = ", ".join(map(str, run_numbers(runs))) or "none"
+    raise UnknownJobError(f"run {number} of {rdzv_id} is not kept; those that are: {kept}")
+
+
+@dataclass(slots=True)
+class _Round:
+    """The facts about the last round; its time is booked when the next thing happens."""
+
+    number: int
+    at_ms: int
+    adopted: bool
+    first: tuple[int, int] | None = None
+    """The time and number of its first step."""
+    redone_ms: int | None = None
+    last_ms: int | None = None
+    failed_ms: int | None = None
+    """When the earliest of its workers failed."""
+    hung_ms: int | None = None
+    """Since when workers have hung."""
+    lost_ms: dict[str, int] = field(default_factory=dict)
+    """By node_id, of the nodes that were lost: since when each had been silent."""
+    dead_ms: int = 0
+    ended_ms: int | None = None
+    settled_ms: int | None = None
+    cause: str = ""
+    node_id: str = ""
+    furthest: int | None = None
+
+
+@dataclass(slots=True)
+class Book:
+    """The ledger of one run in the making: note its events in their order."""
+
+    run: str
+    began_ms: int
+    number: int | None = None
+    result: str = ""
+    booked: list[Interval] = field(default_factory=list)
+    folded: dict[str, int] = field(default_factory=dict)
+    """Milliseconds by phase of intervals that are no longer in `booked`; see `fold`."""
+    _until_ms: int = -1
+    """The time until which all is booked."""
+    _now_ms: int = 0
+    _round: _Round | None = None
+    _cause: tuple[str, str] = ("", "")
+    """What the time between rounds, and until lost steps are redone, is owed to."""
+    _furthest: int | None = None
+    """The furthest step of all rounds that are over."""
+    _any_steps: bool = False
+    _steps_redone: int = 0
+    _queued: bool = False
+    _called_ms: int | None = None
+    _vacant_ms: int = 0
+    """When the run last lost a node, or began."""
+    _gpus: int | None = None
+    _present: set[str] = field(default_factory=set)
+    _unnamed: int = 0
+    _held: list[tuple[int, int]] = field(default_factory=list)
+    """The times since `_until_ms` at which the number of held nodes changed, and the number."""
+
+    def __post_init__(self) -> None:
+        self._until_ms = self._now_ms = self._vacant_ms = self.began_ms
+        self._held = [(self.began_ms, 0)]
+
+    def ledger(self, now_ms: int, state: str = "") -> Ledger:
+        """Return the ledger until now; `state` is as in `ledgers_of`."""
+        book = self._until(now_ms, state)
+        phases, wall_ms = summed(book.booked), book._now_ms - self.began_ms
+        return Ledger(
+            run=self.run,
+            run_number=self.number,
+            from_unix_ms=self.began_ms,
+            until_unix_ms=book._now_ms,
+            wall_ms=wall_ms,
+            result=self.result,
+            goodput=phases[LedgerPhase.TRAINING] / wall_ms if wall_ms else None,
+            steps_reported=self._any_steps,
+            steps_redone=book._steps_redone,
+            node_ms=sum(interval.node_ms for interval in book.booked),
+            gpus_per_node=self._gpus,
+            phases=phases,
+            costs=costs(book.booked),
+            intervals=tuple(book.booked),
+        )
+
+    def fold(self) -> None:
+        """Keep only the sums of what is booked, for a server that shows no intervals."""
+        self.folded, self.booked = self._sums(), []
+
+    def sums(self, now_ms: int, state: str = "") -> dict[str, int]:
+        """Return the milliseconds by phase until now, folded ones included."""
+        return self._until(now_ms, state)._sums()
+
+    def _sums(self) -> dict[str, int]:
+        return {p: ms + self.folded.get(p, 0) for p, ms in summed(self.booked).items()}
+
+    def _until(self, now_ms: int, state: str) -> Book:
+        """Return a copy in which everything until now is booked."""
+        book = copy.copy(self)
+        book.booked, book._held = [*self.booked], [*self._held]
+        if not self.result:
+            book._now_ms = max(now_ms, self._now_ms)
+            book._queued = book._queued or state == LedgerPhase.QUEUED
+            book._close(book._now_ms)
+        return book
+
+    # ---------------------------------------------------------------- events
+
+    def note(self, at_ms: int, event: history.Kept | None) -> None:
+        """Note the next event; None: one that is not known here. Time never goes back."""
+        if self.result:
+            return
+        self._now_ms = now_ms = max(at_ms, self._now_ms)
+        match event:
+            case events.RunBegan():
+                self.number, self._queued = event.run_number, event.queued
+                self._gpus = event.gpus_per_node
+            case history.NodesPlaced():
+                self._place(event, now_ms)
+            case events.JobQueued():
+                self._queued, self._vacant_ms = True, now_ms
+            case events.NodeDeclined():
+                self._decline(event, now_ms)
+            case events.LastCallBegan():
+                self._called_ms = now_ms
+            case history.RoundCompleted():
+                self._complete(event, now_ms)
+            case history.RoundAdopted():
+                self._close(now_ms)
+                self._round = _Round(event.round, now_ms, adopted=True)
+                self._hold(now_ms, event.nodes)
+            case history.RoundEnded() | history.RoundSettled():
+                self._end(event, now_ms)
+            case history.RunEnded():
+                self._close(now_ms)
+                self.result = event.result
+            case _:
+                self._note_node(event, now_ms)
+                self._note_evidence(event, now_ms)
+
+    def _place(self, event: history.NodesPlaced, now_ms: int) -> None:
+        nobody = not self._present and not self._unnamed
+        if event.was_queued or (event.was_queued is None and nobody):
+            self._close(self._vacant_ms)
+            self._book(now_ms, LedgerPhase.QUEUED, self._cause)
+        self._queued = False
+
+    def _decline(self, event: events.NodeDeclined, now_ms: int) -> None:
+        self._vacant_ms = now_ms
+        if self._round is None or self._round.settled_ms is not None:
+            self._book_round(now_ms)
+            self._cause = (DECLINED, event.node_id)
+            self._book(now_ms, LedgerPhase.WAITING, self._cause)
+
+    def _complete(self, event: history.RoundCompleted, now_ms: int) -> None:
+        later = self._round is not None
+        self._book_round(now_ms)
+        if event.enough_ms is not None:
+            enough_ms = now_ms - event.enough_ms
+        else:
+            # An older version does not say since when; between rounds, nodes are usually there.
+            enough_ms = self._called_ms or (self._until_ms if later else now_ms)
+        self._book(enough_ms, LedgerPhase.WAITING, self._cause)
+        self._book(now_ms, LedgerPhase.FORMING, self._cause)
+        self._called_ms, self._queued = None, False
+        self._round = _Round(event.round, now_ms, adopted=False)
+        self._present.update(place.node_id for place in event.participants)
+        self._hold(now_ms, event.nodes)
+
+    def _end(self, event: history.RoundEnded | history.RoundSettled, now_ms: int) -> None:
+        round_ = self._of(event.round)
+        if isinstance(event, history.RoundEnded):
+            round_.ended_ms, round_.dead_ms = now_ms, event.dead_ms
+        else:
+            round_.ended_ms = now_ms if round_.ended_ms is None else round_.ended_ms
+            round_.settled_ms = now_ms
+            round_.furthest = _further(round_.furthest, event.step)
+        round_.cause, round_.node_id = event.cause.value, event.cause_node_id
+
+    def _note_node(self, event: history.Kept | None, now_ms: int) -> None:
+        """Count the nodes that the job holds."""
+        match event:
+            case events.NodeJoined(node_id=node_id) | events.NodeAdopted(node_id=node_id):
+                if node_id not in self._present:
+                    self._present.add(node_id)
+                    adopted = isinstance(event, events.NodeAdopted)
+                    self._unnamed -= 1 if adopted and self._unnamed else 0
+            case events.NodeLeft(node_id=node_id) | events.NodeLost(node_id=node_id):
+                if node_id not in self._present:
+                    self._unnamed = max(self._unnamed - 1, 0)
+                self._present.discard(node_id)
+                self._vacant_ms = now_ms
+            case history.NodesWithdrawn():
+                self._vacant_ms = now_ms
+            case _:
+                return
+        self._hold(now_ms)
+
+    def _hold(self, now_ms: int, at_least: int = 0) -> None:
+        self._unnamed = max(self._unnamed, at_least - len(self._present))
+        self._held.append((now_ms, len(self._present) + self._unnamed))
+
+    def _note_evidence(self, event: history.Kept | None, now_ms: int) -> None:
+        """Note what tells how far a round has come, and when it broke."""
+        match event:
+            case events.FirstStepMade():
+                self._step(self._of(event.round), event, now_ms)
+            case events.LostStepsRedone():
+                round_ = self._of(event.round)
+                if round_.redone_ms is None:
+                    round_.redone_ms = now_ms - event.age_ms
+            case events.LastStepMade():
+                round_ = self._of(event.round)
+                round_.last_ms = now_ms - event.age_ms
+                round_.furthest = _further(round_.furthest, event.step)
+            case history.WorkerFailed():
+                round_ = self._of(event.round)
+                round_.failed_ms = _earlier(round_.failed_ms, now_ms - event.age_ms)
+            case events.WorkersHang():
+                round_ = self._of(event.round)
+                round_.hung_ms = _earlier(round_.hung_ms, now_ms - event.silent_ms)
+            case events.HangOver():
+                self._of(event.round).hung_ms = None
+            case events.NodeLost():
+                if self._round is not None:
+                    self._round.lost_ms.setdefault(event.node_id, now_ms - event.silent_ms)
+
+    def _step(self, round_: _Round, event: events.FirstStepMade, now_ms: int) -> None:
+        if round_.first is None:
+            round_.first = now_ms - event.age_ms, event.step
+        if not self._any_steps:
+            self._any_steps = True
+            self.booked = _starting(self.booked)
+            if trained_ms := self.folded.pop(LedgerPhase.TRAINING, 0):
+                started_ms = self.folded.get(LedgerPhase.STARTING, 0)
+                self.folded[LedgerPhase.STARTING.value] = started_ms + trained_ms
+
+    def _of(self, number: int) -> _Round:
+        """Return a round; facts about any but the last are of no use any more."""
+        if self._round is None and self.number is None and not self.booked:
+            # Complete before this history began.
+            self._round = _Round(number, self._until_ms, adopted=True)
+        known = self._round is not None and self._round.number == number
+        return self._round if known and self._round else _Round(number, 0, adopted=True)
+
+    # ---------------------------------------------------------------- booking
+
+    def _book(
+        self,
+        until_ms: int,
+        phase: LedgerPhase,
+        cause: tuple[str, str] = ("", ""),
+        of: int | None = None,
+    ) -> None:
+        """Book the time that is not booked yet, until `until_ms` and never beyond now."""
+        since_ms, until_ms = self._until_ms, min(until_ms, self._now_ms)
+        if until_ms <= since_ms:
+            return
+        node_ms = self._spend_held(since_ms, until_ms)
+        self.booked.append(Interval(since_ms, until_ms, phase.value, *cause, of, node_ms))
+        self._until_ms = until_ms
+
+    def _spend_held(self, since_ms: int, until_ms: int) -> int:
+        """Return the nodes' time in an interval; changes before its end are done with."""
+        node_ms, held, at_ms = 0, 0, since_ms
+        for changed_ms, number in self._held:
+            if changed_ms >= until_ms:
+                break
+            node_ms += max(changed_ms - at_ms, 0) * held
+            held, at_ms = number, max(changed_ms, at_ms)
+        node_ms += (until_ms - at_ms) * held
+        later = [one for one in self._held if one[0] >= until_ms]
+        self._held = [(until_ms, held), *later]
+        return node_ms
+
+    def _close(self, until_ms: int) -> None:
+        """Book everything until this time."""
+        ended = self._round is None or self._round.ended_ms is not None
+        self._book_round(until_ms)
+        if ended:
+            if self._queued:
+                self._book(min(self._vacant_ms, until_ms), LedgerPhase.WAITING, self._cause)
+            elif self._called_ms is not None:
+                self._book(min(self._called_ms, until_ms), LedgerPhase.WAITING, self._cause)
+            phase = LedgerPhase.QUEUED if self._queued else LedgerPhase.WAITING
+            phase = LedgerPhase.FORMING if self._called_ms is not None else phase
+            self._book(until_ms, phase, self._cause)
+
+    def _book_round(self, until_ms: int) -> None:
+        """Book the last round, until all its nodes had stopped."""
+        round_, self._round = self._round, None
+        if round_ is None:
+            return
+        number, ended_ms = round_.number, until_ms if round_.ended_ms is None else round_.ended_ms
+        broke_ms = _broke_ms(round_, ended_ms)
+        owed = self._cause
+        if not round_.adopted and (round_.first is not None or self._any_steps):
+            first_ms = broke_ms if round_.first is None else min(round_.first[0], broke_ms)
+            phase = LedgerPhase.STARTING if self._furthest is None else LedgerPhase.LOADING
+            self._book(first_ms, phase, owed, number)
+        if round_.first is not None and not round_.adopted:
+            self._book_redone(round_, min(broke_ms, ended_ms), owed)
+        self._book(broke_ms, LedgerPhase.TRAINING, of=number)
+        first = round_.first[1] if round_.first is not None else None
+        self._furthest = _further(self._furthest, round_.furthest, first)
+        if round_.ended_ms is None and broke_ms >= ended_ms:
+            return
+        self._cause = (round_.cause or Cause.WORKER_FAILURE.value, round_.node_id)
+        self._book(ended_ms, LedgerPhase.DETECTING, self._cause, number)
+        stopped_ms = until_ms if round_.settled_ms is None else round_.settled_ms
+        self._book(stopped_ms, LedgerPhase.STOPPING, self._cause, number)
+
+    def _book_redone(self, round_: _Round, broke_ms: int, owed: tuple[str, str]) -> None:
+        assert round_.first is not None
+        step, furthest = round_.first[1], self._furthest
+        if furthest is None or step > furthest:
+            return
+        reached = furthest if round_.redone_ms is not None else round_.furthest or step
+        self._steps_redone += max(min(reached, furthest) - step + 1, 0)
+        redone_ms = broke_ms if round_.redone_ms is None else min(round_.redone_ms, broke_ms)
+        self._book(redone_ms, LedgerPhase.REDOING, owed, round_.number)
+
+
+def _broke_ms(round_: _Round, ended_ms: int) -> int:
+    """Return when a round stopped to work: at its end, or before that was known.
+
+    A step that was made after a node fell silent shows that the others went on.
+    """
+    found = [ended_ms - round_.dead_ms]
+    if round_.failed_ms is not None:
+        found.append(round_.failed_ms)
+    if round_.hung_ms is not None:
+        found.append(round_.hung_ms)
+    if round_.cause == Cause.NODE_LOST and round_.node_id in round_.lost_ms:
+        found.append(round_.lost_ms[round_.node_id])
+    broke_ms = max(min(found), round_.at_ms, round_.last_ms or 0)
+    return min(broke_ms, ended_ms)
+
+
+def _earlier(known_ms: int | None, found_ms: int) -> int:
+    return found_ms if known_ms is None else min(known_ms, found_ms)
+
+
+def _further(*steps: int | None) -> int | None:
+    return max((step for step in steps if step is not None), default=None)
+
+
+def _starting(booked: Iterable[Interval]) -> list[Interval]:
+    """Return intervals in which no step was ever made, so that those rounds have not trained."""
+    found: list[Interval] = []
+    for one in booked:
+        if one.phase != LedgerPhase.TRAINING:
+            found.append(one)
+            continue
+        cause, node_id = (found[-1].cause, found[-1].node_id) if found else ("", "")
+        starting = LedgerPhase.STARTING.value
+        found.append(replace(one, phase=starting, cause=cause, node_id=node_id))
+    return found

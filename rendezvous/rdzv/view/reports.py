@@ -1,0 +1,144 @@
+"""The ledgers of many jobs, summed up: which causes and which nodes have cost most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rdzv.structs import replace, struct
+from rdzv.view.ledger import Cost, Interval, Ledger, LedgerPhase, costs, summed
+
+
+@struct(frozen=True)
+class JobLine:
+    """What the runs of one job have spent within the time of a report."""
+
+    rdzv_id: str
+    runs: int
+    wall_ms: int
+    goodput: float | None
+    """Training's share of the time."""
+    steps_reported: bool
+    """Whether every run has reported steps; if not, `goodput` is an upper bound."""
+    node_ms: int
+    lost_node_ms: int
+    """The nodes' time that was not training."""
+    lost_gpu_ms: int | None
+    """The same of their GPUs; None if the GPUs of a run are unknown."""
+
+
+@struct(frozen=True)
+class Loss:
+    """What one cause, or one node, has cost all jobs."""
+
+    name: str
+    """The cause, or the node_id."""
+    times: int
+    ms: int
+    node_ms: int
+    gpu_ms: int | None
+    """None if the GPUs of a run that it has cost are unknown."""
+
+
+@struct(frozen=True)
+class Report:
+    """All jobs within a time."""
+
+    from_unix_ms: int
+    until_unix_ms: int
+    phases: dict[str, int]
+    """Milliseconds by phase, summed over all runs."""
+    goodput: float | None
+    """Training's share of the nodes' time."""
+    node_ms: int
+    jobs: tuple[JobLine, ...]
+    """The most lost node time first."""
+    causes: tuple[Loss, ...]
+    nodes: tuple[Loss, ...]
+    """Only nodes that a cause is about."""
+
+
+def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
+    """Return the intervals since `from_ms`; one that began before is cut, with its nodes' time."""
+    found = []
+    for one in ledger.intervals:
+        if one.until_unix_ms <= from_ms:
+            continue
+        if one.from_unix_ms < from_ms:
+            share = (one.until_unix_ms - from_ms) / one.ms
+            node_ms = round(one.node_ms * share)
+            found.append(replace(one, from_unix_ms=from_ms, node_ms=node_ms))
+        else:
+            found.append(one)
+    return tuple(found)
+
+
+def report(ledgers: Mapping[str, Sequence[Ledger]], from_ms: int, until_ms: int) -> Report:
+    """Sum up the ledgers of all jobs, by rdzv_id, since `from_ms`."""
+    lines, everything = list[JobLine](), list[Interval]()
+    owed: list[tuple[Cost, int | None]] = []
+    for rdzv_id, runs in ledgers.items():
+        spent = [(run, clipped(run, from_ms)) for run in runs]
+        spent = [(run, intervals) for run, intervals in spent if intervals]
+        if spent:
+            lines.append(_line(rdzv_id, spent))
+        for run, intervals in spent:
+            everything += intervals
+            owed += [(cost, run.gpus_per_node) for cost in costs(intervals)]
+    node_ms = sum(one.node_ms for one in everything)
+    trained_ms = node_ms - sum(line.lost_node_ms for line in lines)
+    return Report(
+        from_unix_ms=from_ms,
+        until_unix_ms=until_ms,
+        phases=summed(everything),
+        goodput=trained_ms / node_ms if node_ms else None,
+        node_ms=node_ms,
+        jobs=tuple(sorted(lines, key=lambda line: (-line.lost_node_ms, line.rdzv_id))),
+        causes=_losses((cost.cause, cost, gpus) for cost, gpus in owed),
+        nodes=_losses((cost.node_id, cost, gpus) for cost, gpus in owed if cost.node_id),
+    )
+
+
+def _line(rdzv_id: str, spent: Sequence[tuple[Ledger, tuple[Interval, ...]]]) -> JobLine:
+    intervals = [one for _, found in spent for one in found]
+    wall_ms = sum(one.ms for one in intervals)
+    lost = [(run.gpus_per_node, _lost_node_ms(found)) for run, found in spent]
+    return JobLine(
+        rdzv_id=rdzv_id,
+        runs=len(spent),
+        wall_ms=wall_ms,
+        goodput=summed(intervals)[LedgerPhase.TRAINING] / wall_ms if wall_ms else None,
+        steps_reported=all(run.steps_reported for run, _ in spent),
+        node_ms=sum(one.node_ms for one in intervals),
+        lost_node_ms=sum(node_ms for _, node_ms in lost),
+        lost_gpu_ms=_of_gpus(lost),
+    )
+
+
+def _lost_node_ms(intervals: Iterable[Interval]) -> int:
+    return sum(one.node_ms for one in intervals if one.phase != LedgerPhase.TRAINING)
+
+
+def _of_gpus(spent: Iterable[tuple[int | None, int]]) -> int | None:
+    total = 0
+    for gpus, node_ms in spent:
+        if gpus is None:
+            return None
+        total += gpus * node_ms
+    return total
+
+
+def _losses(owed: Iterable[tuple[str, Cost, int | None]]) -> tuple[Loss, ...]:
+    found: dict[str, list[tuple[Cost, int | None]]] = {}
+    for name, cost, gpus in owed:
+        found.setdefault(name, []).append((cost, gpus))
+    losses = [
+        Loss(
+            name=name,
+            times=sum(cost.times for cost, _ in parts),
+            ms=sum(cost.ms for cost, _ in parts),
+            node_ms=sum(cost.node_ms for cost, _ in parts),
+            gpu_ms=_of_gpus((gpus, cost.node_ms) for cost, gpus in parts),
+        )
+        for name, parts in found.items()
+    ]
+    return tuple(sorted(losses, key=lambda loss: (-loss.node_ms, -loss.ms, loss.name)))

@@ -1,0 +1,160 @@
+// What the time of a run was spent on: a band over time, and a table that says the same in words.
+
+import { ask } from "./ask.js";
+import { fillAnew, h, keyed, mark, put, s } from "./dom.js";
+import { jobPath } from "./stream.js";
+import { clock, counted, duration, moment, orNone } from "./words.js";
+
+const WIDE = 1000;
+const HIGH = 30;
+const LEAST = 0.25; // What is narrower is drawn together with what follows, as the longest of them.
+const REST = 2000; // Milliseconds between two readings, however many events come.
+
+/** Group intervals so that each group can be seen. */
+export function together(intervals, least) {
+  const groups = [];
+  for (const one of intervals) {
+    const last = groups[groups.length - 1];
+    if (last && last.until - last.from < least) {
+      last.until = one.until_unix_ms;
+      if (one.until_unix_ms - one.from_unix_ms > last.most.until_unix_ms - last.most.from_unix_ms) last.most = one;
+    } else groups.push({ from: one.from_unix_ms, until: one.until_unix_ms, most: one });
+  }
+  return groups;
+}
+
+function about(one) {
+  const owed = one.cause ? `: ${one.cause}${one.node_id ? ` on ${one.node_id}` : ""}` : "";
+  return `${one.phase}, ${duration(one.until_unix_ms - one.from_unix_ms)} from ${clock(one.from_unix_ms)}${one.round === null ? "" : `, round ${one.round}`}${owed}`;
+}
+
+export class Ledger {
+  constructor(name) {
+    this.name = name;
+    this.share = h("p", {});
+    this.note = h("p", { class: "dim" });
+    this.runs = h("select", { "aria-label": "Run", onchange: () => this.choose() });
+    this.band = s("svg", { class: "band", viewBox: `0 0 ${WIDE} ${HIGH}`, preserveAspectRatio: "none", role: "img", "aria-label": "Phases over time; the table below says the same" });
+    this.ends = h("p", { class: "dim band-ends", "aria-hidden": "true" });
+    this.rows = h("tbody");
+    this.costs = h("ul", { class: "others" });
+    this.element = h(
+      "section",
+      { class: "card wide ledger", "aria-labelledby": "ledger", hidden: true },
+      h("h2", { id: "ledger" }, "Where the time went ", this.runs),
+      this.share,
+      this.note,
+      this.band,
+      this.ends,
+      h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "unseen" }, "Time by phase"), h("thead", {}, h("tr", {}, ["Phase", "Time", "Share"].map((head) => h("th", { scope: "col" }, head)))), this.rows)),
+      this.costs,
+    );
+    this.number = null; // The last run, until another is chosen.
+    this.seen = "";
+  }
+
+  close() {
+    this.closed = true;
+    clearTimeout(this.timer);
+  }
+
+  /** Read it again if anything has happened. */
+  draw(events, job) {
+    const last = events[events.length - 1];
+    const seen = `${job.run} ${events.length} ${last?.unix_ms} ${last?.name}`;
+    // A job in torch's own store has no history, and so no ledger.
+    if (seen === this.seen || !last) return;
+    this.seen = seen;
+    this.read();
+  }
+
+  choose() {
+    const chosen = Number(this.runs.value);
+    this.number = this.runs.selectedIndex === this.runs.options.length - 1 ? null : chosen;
+    this.read();
+  }
+
+  async read() {
+    if (this.busy) {
+      this.again = true;
+      return;
+    }
+    this.busy = true;
+    this.again = false;
+    try {
+      const answer = await ask(`${jobPath(this.name)}/ledger${this.number === null ? "" : `?run=${this.number}`}`);
+      const told = await answer.json();
+      if (!this.closed) {
+        this.element.hidden = !answer.ok;
+        if (answer.ok) this.show(told);
+      }
+    } catch {
+      // The line above says when the server is away; the next event has it read again.
+    }
+    this.timer = setTimeout(() => {
+      this.busy = false;
+      if (this.again && !this.closed) this.read();
+    }, REST);
+  }
+
+  show({ ledger, run_numbers: numbers }) {
+    this.ledger = ledger;
+    this.at = Date.now();
+    keyed(this.runs, numbers, (number) => number, (number) => h("option", { value: number }, `run ${number}`), () => {});
+    this.runs.value = String(ledger.run_number ?? "");
+    this.runs.hidden = numbers.length < 2;
+    const notes = [];
+    if (!ledger.steps_reported && ledger.phases.training) notes.push("No progress is reported: training counts from the start of the workers, so this is at most what it can be.");
+    if (ledger.run_number === null) notes.push("The beginning of this run is no longer kept, and not counted.");
+    put(this.note, notes.join(" "));
+    const costs = ledger.costs.filter((cost) => cost.cause).slice(0, 5);
+    fillAnew(
+      this.costs,
+      costs.map((cost) => h("li", {}, h("b", {}, `${cost.cause}${cost.node_id ? ` on ${cost.node_id}` : ""}`), h("span", { class: "dim" }, `${cost.times === 1 ? "once" : `${cost.times} times`}, ${duration(cost.ms)}, ${(cost.node_ms / 3_600_000).toPrecision(3)} node-hours`))),
+    );
+    this.costs.hidden = !costs.length;
+    this.tick();
+  }
+
+  /** An open run goes on as it was, until the next event says otherwise. */
+  tick() {
+    const ledger = this.ledger;
+    if (!ledger) return;
+    const more = ledger.result || !ledger.intervals.length ? 0 : Math.max(Date.now() - this.at, 0);
+    const intervals = [...ledger.intervals];
+    const phases = { ...ledger.phases };
+    if (more) {
+      const last = intervals.pop();
+      intervals.push({ ...last, until_unix_ms: last.until_unix_ms + more });
+      phases[last.phase] += more;
+    }
+    const whole = ledger.wall_ms + more;
+    const percent = (ms) => (whole ? `${((100 * ms) / whole).toFixed(1)} %` : "–");
+    const most = !ledger.steps_reported && phases.training ? "at most " : "";
+    put(this.share, `Goodput ${most}${percent(phases.training)}: ${duration(phases.training)} of ${duration(whole)} were training.${ledger.steps_redone ? ` ${counted(ledger.steps_redone, "step")} redone.` : ""}`);
+    const scale = whole ? WIDE / whole : 0;
+    keyed(
+      this.band,
+      together(intervals, scale ? LEAST / scale : 0),
+      (group) => group.from,
+      () => s("rect", { y: 0, height: HIGH }, s("title")),
+      (rect, group) => {
+        mark(rect, "x", ((group.from - ledger.from_unix_ms) * scale).toFixed(2));
+        mark(rect, "width", Math.max((group.until - group.from) * scale, LEAST).toFixed(2));
+        mark(rect, "data-phase", group.most.phase);
+        put(rect.firstChild, about(group.most));
+      },
+    );
+    fillAnew(this.ends, h("span", {}, moment(ledger.from_unix_ms)), h("span", {}, orNone(ledger.result, "now")));
+    keyed(
+      this.rows,
+      Object.entries(phases).filter(([, ms]) => ms > 0),
+      ([phase]) => phase,
+      ([phase]) => h("tr", {}, h("th", { scope: "row" }, h("i", { class: "swatch", "data-phase": phase }), phase), h("td", { class: "n" }), h("td", { class: "n" })),
+      (row, [, ms]) => {
+        put(row.children[1], duration(ms));
+        put(row.children[2], percent(ms));
+      },
+    );
+  }
+}

@@ -1,0 +1,166 @@
+"""Plain scripts of torch hang, and the rank that the others wait for is named.
+
+They import nothing of rdzv and report no progress; and what opens torch's record to the agent
+changes nothing that a script can see.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+DEADLINE_S = 120.0
+
+TRAIN = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, how = dist.get_rank(), sys.argv[1]
+for step in range(10_000):
+    time.sleep(0.02)
+    if step == 60 and rank == 1:
+        if how == "absent":
+            time.sleep(600)
+        elif how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "other":
+            dist.broadcast(torch.ones(4), src=2)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+def rdzvrun(
+    *arguments: str | Path, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [BIN / "rdzvrun", "--standalone", *arguments],
+        env={**os.environ, **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+@pytest.fixture(name="train")
+def _train(tmp_path: Path) -> Path:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    return script
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "said"),
+    [
+        (
+            "absent",
+            ("--nproc-per-node=2",),
+            "hung: RANK 1 has not entered all_reduce #61 of the default group; RANK 0 waits in it",
+        ),
+        (
+            "stopped",
+            ("--nproc-per-node=2",),
+            "hung: RANK 1 is stopped by a signal; RANK 0 waits in all_reduce #61 of the default",
+        ),
+        (
+            "other",
+            ("--nproc-per-node=3", "--warm"),
+            "hung: RANK 1 has entered broadcast as #61 of the default group, where RANK 0,2 have "
+            "entered all_reduce",
+        ),
+    ],
+)
+def test_a_hang_names_the_rank_that_the_others_wait_for(
+    how: str, options: tuple[str, ...], said: str, train: Path
+) -> None:
+    done = rdzvrun(*options, "--hang-timeout=4", train, how)
+    assert done.returncode == 1
+    (ended,) = (line for line in done.stderr.splitlines() if ": round 0 ended " in line)
+    assert "(worker failure): rank 1 (local_rank 1) on " in ended, done.stderr
+    assert f": {said}" in ended
+    assert "no collective completed for " in done.stderr
+
+
+def test_without_the_trace_nobody_is_watched_by_collectives(train: Path) -> None:
+    script = train.read_text().replace("range(10_000)", "range(62)").replace("(600)", "(12)")
+    train.write_text(script)
+    done = rdzvrun(
+        "--nproc-per-node=2", "--hang-timeout=3", "--no-collective-trace", train, "absent"
+    )
+    assert done.returncode == 0, done.stderr
+    assert " hangs: " not in done.stderr
+
+
+SEEN = """
+import multiprocessing, os, subprocess, sys
+
+def seen():
+    ours = {name for name in (*sys.modules, *sys.path) if "rdzv" in name or "hook" in name}
+    path = [os.environ.get(name) for name in ("PYTHONPATH", "RDZV_PYTHONPATH", "CUSTOMIZED")]
+    return sorted(ours), path, "sitecustomize" in sys.modules, sys.meta_path[1:] == finders
+
+finders = sys.meta_path[-3:]
+
+if __name__ == "__main__":
+    print(sys.path[1:3], seen()[:3], "torch" in sys.modules)
+    print(subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True))
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    print(dist.init_process_group.__name__, dist.init_process_group.__module__)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(seen)[:3])
+    from torch.utils.data import DataLoader
+    print(list(DataLoader(range(4), num_workers=2)))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7)
+    print(os.waitpid(pid, 0)[1], flush=True)
+    dist.destroy_process_group()
+"""
+CHILD = (
+    "import os, sys; print(os.environ.get('PYTHONPATH'), os.environ.get('CUSTOMIZED'), sys.path)"
+)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["with a sitecustomize", "without"])
+def test_a_script_sees_nothing_of_it(own: bool, tmp_path: Path) -> None:
+    """Neither do its children, however they are started."""
+    script, site = tmp_path / "script.py", tmp_path / "site"
+    script.write_text(SEEN.replace("CHILD", repr(CHILD)))
+    site.mkdir()
+    environ = {}
+    if own:
+        text = "import os\nos.environ['CUSTOMIZED'] = 'yes, ' + str(os.environ.get('CUSTOMIZED'))\n"
+        (site / "sitecustomize.py").write_text(text)
+        environ = {"PYTHONPATH": str(site)}
+    traced, plain = (
+        rdzvrun(*options, "--nproc-per-node=1", script, environ=environ)
+        for options in ((), ("--no-collective-trace",))
+    )
+    assert (traced.returncode, plain.returncode) == (0, 0), traced.stderr
+    assert traced.stdout == plain.stdout
+    assert ("'yes, " in traced.stdout) is own
+    ours = [line for line in traced.stderr.splitlines() if " rdzvrun[" not in line]
+    assert ours == [line for line in plain.stderr.splitlines() if " rdzvrun[" not in line]
+
+
+def test_where_it_cannot_work_the_log_says_so_once(tmp_path: Path) -> None:
+    script = tmp_path / "isolated.py"
+    script.write_text(
+        "import os, time\n"
+        "from pathlib import Path\n"
+        "Path(os.environ['RDZV_PROGRESS_FILE']).write_text('1')\n"
+        "time.sleep(600)\n"
+    )
+    options = ("--nproc-per-node=2", "--hang-timeout=3", "--no-python")
+    done = rdzvrun(*options, sys.executable, "-I", script)
+    assert done.returncode == 1
+    assert done.stderr.count("no record of the collectives of pid ") == 1, done.stderr
+    assert "give -E, -I or -S?" in done.stderr

@@ -1,0 +1,334 @@
+"""Workers that stay between rounds, with real servers, nodes and processes.
+
+The worker is `tests/support/linked_worker.py`, which speaks its link by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import JOB, Cluster, Node, alive, cluster, cluster_without_server
+from test_agent_restart import Nodes
+
+ROOT = Path(__file__).parents[2]
+WORKER = str(ROOT / "tests" / "support" / "linked_worker.py")
+
+
+@pytest.fixture(name="c")
+def _cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path) as made:
+        yield made
+
+
+def start(
+    c: Cluster, name: str, *does: str, options: tuple[str, ...] = (), nnodes: str = "2", nproc: int
+) -> Node:
+    given = ("--max-restarts=5", "--redirects=3", *options)
+    return c.start_node(name, *given, worker=WORKER, args=does, nnodes=nnodes, nproc=nproc)
+
+
+def pids(reports: list[dict[str, Any]]) -> list[int]:
+    """Return the workers' pids by RANK."""
+    return [int(report["pid"]) for report in reports]
+
+
+def one_node(c: Cluster, *does: str, options: tuple[str, ...] = (), nproc: int = 3) -> Node:
+    return start(c, "n1", *does, options=options, nnodes="1", nproc=nproc)
+
+
+# ------------------------------------------------------------------ kept
+
+
+def test_survivors_of_a_killed_worker_keep_their_processes(c: Cluster) -> None:
+    nodes = [start(c, name, nproc=2) for name in ("n1", "n2")]
+    before = pids(c.wait_for_round(0, workers=4))
+    os.kill(before[1], signal.SIGKILL)
+    reports = c.wait_for_round(1, workers=4)
+    after = pids(reports)
+    assert [after[n] for n in (0, 2, 3)] == [before[n] for n in (0, 2, 3)]
+    assert after[1] != before[1]
+    for node in nodes:
+        c.wait_for_text(node, "kept (local_rank")
+    assert any("its worker ended with signal 9 (SIGKILL))" in node.text for node in nodes)
+    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in reports} == {"1"}
+    assert {report["RDZV_ROUND"] for report in reports} == {"1"}
+    ports = {report["MASTER_PORT"] for report in reports}
+    assert len(ports) == 1
+    c.finish()
+    assert [node.wait() for node in nodes] == [0, 0]
+
+
+def test_survivors_of_a_lost_node_keep_their_processes(c: Cluster) -> None:
+    nodes = [start(c, f"n{i}", nnodes="2:3", nproc=2) for i in (1, 2, 3)]
+    before = c.wait_for_round(0, workers=6)
+    lost = next(node for node in nodes if int(before[0]["pid"]) in node.workers())
+    lost.kill_tree()
+    reports = c.wait_for_round(1, workers=4)
+    assert pids(reports) == pids(before)[2:]
+    assert [report["RANK"] for report in reports] == ["0", "1", "2", "3"]
+    assert {report["WORLD_SIZE"] for report in reports} == {"4"}
+    assert c.status().restarts == 0
+    c.finish()
+    assert [node.wait() for node in nodes if node is not lost] == [0, 0]
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_beside_kept_workers(c: Cluster) -> None:
+    nodes = [start(c, f"n{i}", nproc=1) for i in (1, 2)]
+    before = c.wait_for_round(0, workers=2)
+    nodes.append(start(c, "n3", nproc=1))
+    c.wait_until("n3 waits", lambda: "n3" in [node.node_id for node in c.status().nodes])
+    lost = next(node for node in nodes if int(before[1]["pid"]) in node.workers())
+    lost.kill_tree()
+    after = pids(c.wait_for_round(1, workers=2))
+    assert after[0] == pids(before)[0]
+    assert after[1] in nodes[2].workers()
+    assert c.status().restarts == 0
+
+
+def test_rounds_in_a_row_keep_the_same_processes(c: Cluster) -> None:
+    node = one_node(c)
+    kept = pids(c.wait_for_round(0, workers=3))[:2]
+    for number in range(1, 4):
+        os.kill(pids(c.wait_for_round(number - 1, workers=3))[2], signal.SIGKILL)
+        assert pids(c.wait_for_round(number, workers=3))[:2] == kept
+    c.finish()
+    assert node.wait() == 0
+
+
+# ------------------------------------------------------------------ not kept
+
+
+def test_a_worker_that_blocks_is_replaced_alone(c: Cluster) -> None:
+    node = one_node(c, "deaf:1", options=("--keep-timeout=0.5",))
+    before = pids(c.wait_for_round(0, workers=3))
+    os.kill(before[2], signal.SIGKILL)
+    after = pids(c.wait_for_round(1, workers=3))
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    assert not alive(before[1])
+    c.wait_for_text(node, "is killed, not kept: it has not parked in time")
+
+
+def test_workers_with_and_without_a_link_may_be_in_one_job(c: Cluster) -> None:
+    start(c, "n1", nproc=1)
+    other = start(c, "n2", "unlinked", nproc=1)
+    before = c.wait_for_round(0, workers=2)
+    victim = next(int(r["pid"]) for r in before if int(r["pid"]) in other.workers())
+    os.kill(victim, signal.SIGKILL)
+    after = pids(c.wait_for_round(1, workers=2))
+    assert len(set(after) & set(pids(before))) == 1
+    assert victim not in after
+
+
+def test_without_keep_timeout_every_worker_is_new(c: Cluster) -> None:
+    one_node(c, "unlinked", options=("--keep-timeout=0",))
+    reports = c.wait_for_round(0, workers=3)
+    assert not any("RDZV_WORKER_LINK" in report for report in reports)
+    os.kill(pids(reports)[2], signal.SIGKILL)
+    assert not set(pids(c.wait_for_round(1, workers=3))) & set(pids(reports))
+
+
+def test_an_operators_restart_keeps_no_worker(c: Cluster) -> None:
+    one_node(c)
+    before = pids(c.wait_for_round(0, workers=3))
+    asked = c.run("rdzvctl", f"--server={c.endpoint}", "restart", JOB)
+    assert asked.returncode == 0, asked
+    assert not set(pids(c.wait_for_round(1, workers=3))) & set(before)
+
+
+# ------------------------------------------------------------------ failures
+
+
+def test_a_failure_of_the_script_is_one_as_ever_and_its_siblings_stay(c: Cluster) -> None:
+    file = c.folder / "fail"
+    node = one_node(c, f"fails:{file}")
+    before = pids(c.wait_for_round(0, workers=3))
+    file.touch()
+    after = pids(c.wait_for_round(1, workers=3))
+    assert len(set(before) & set(after)) == 2
+    assert c.status().restarts == 1
+    c.wait_for_text(node, "ValueError: the script's own")
+
+
+def test_suspects_are_innocent_where_a_worker_was_killed(c: Cluster) -> None:
+    file = c.folder / "suspect"
+    one_node(c, f"suspect:{file}")
+    before = pids(c.wait_for_round(0, workers=3))
+    os.kill(before[2], signal.SIGSTOP)
+    file.touch()
+    os.kill(before[2], signal.SIGKILL)
+    after = pids(c.wait_for_round(1, workers=3))
+    assert after[:2] == before[:2]
+
+
+def test_a_suspect_alone_is_the_failure_and_raises_its_exception(c: Cluster) -> None:
+    file = c.folder / "suspect"
+    one_node(c, f"suspect:{file}", nproc=1)
+    before = pids(c.wait_for_round(0, workers=1))
+    file.touch()
+    c.wait_until("it is charged", lambda: c.status().restarts == 1)
+    file.unlink()
+    after = pids(c.wait_for_round(1, workers=1))
+    assert after != before
+    (log,) = (c.folder / "logs").glob("*/*/round_0/0/stderr.log")
+    assert "ConnectionResetError: Connection reset by peer" in log.read_text()
+
+
+# ------------------------------------------------------------------ while they are parked
+
+
+def parked(c: Cluster, *options: str, does: tuple[str, ...] = ()) -> tuple[Node, list[int]]:
+    """Return a node whose workers are parked, since the other node is lost, and their pids."""
+    nodes = [start(c, f"n{i}", *does, nproc=1, options=options) for i in (1, 2)]
+    before = pids(c.wait_for_round(0, workers=2))
+    lost = next(node for node in nodes if before[1] in node.workers())
+    (stays,) = [node for node in nodes if node is not lost]
+    lost.kill_tree()
+    (log,) = (c.folder / "logs").glob(f"*/{stays.name}/round_0/0/stdout.log")
+    c.wait_until("it has parked", lambda: "parked after round 0" in log.read_text())
+    return stays, before[:1]
+
+
+def test_a_node_that_waits_for_others_keeps_its_workers_until_they_come(c: Cluster) -> None:
+    _, kept = parked(c)
+    start(c, "n3", nproc=1)
+    assert pids(c.wait_for_round(1, workers=2))[0] == kept[0]
+
+
+def test_parked_workers_end_after_a_while(c: Cluster) -> None:
+    node, kept = parked(c, "--park-timeout=1", does=("stays",))
+    c.wait_until("they have ended", lambda: not alive(kept[0]))
+    assert node.process.poll() is None
+    start(c, "n3", nproc=1)
+    assert kept[0] not in pids(c.wait_for_round(1, workers=2))
+
+
+@pytest.mark.parametrize("does", [(), ("stays",)], ids=["willing", "stubborn"])
+def test_sigterm_of_an_agent_ends_parked_workers(c: Cluster, does: tuple[str, ...]) -> None:
+    node, kept = parked(c, "--rdzv-conf=failure_stop_timeout=1", does=does)
+    node.process.terminate()
+    assert node.wait() == 128 + signal.SIGTERM
+    assert not alive(kept[0])
+
+
+@pytest.mark.parametrize(("verb", "code"), [("stop", 1), ("drain", 75)])
+def test_operators_end_parked_workers(c: Cluster, verb: str, code: int) -> None:
+    node, kept = parked(c)
+    what = JOB if verb == "stop" else node.name
+    asked = c.run("rdzvctl", f"--server={c.endpoint}", verb, what)
+    assert asked.returncode == 0, asked
+    assert node.wait() == code
+    assert not alive(kept[0])
+
+
+def test_a_parked_worker_that_dies_is_replaced(c: Cluster) -> None:
+    _, kept = parked(c)
+    os.kill(kept[0], signal.SIGKILL)
+    start(c, "n3", nproc=1)
+    assert kept[0] not in pids(c.wait_for_round(1, workers=2))
+
+
+def test_the_fence_ends_parked_workers(c: Cluster) -> None:
+    node, kept = parked(c, "--fence-after=1")
+    c.kill_server()
+    c.wait_until("the fence has come", lambda: not alive(kept[0]))
+    assert node.process.poll() is None
+
+
+# ------------------------------------------------------------------ agents that are replaced
+
+
+@pytest.fixture(name="d")
+def _nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with cluster_without_server(tmp_path) as made:
+        made.start_server()
+        try:
+            yield Nodes(made)
+        finally:
+            # Runners that were adopted descend from no agent that the cluster could end them by.
+            for pid in made.marked():
+                if made.server is None or pid != made.server.pid:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+
+def submitted(d: Nodes, *names: str) -> list[int]:
+    """Start agents and a job on them, with two workers each; return the workers' pids."""
+    for name in names:
+        d.agents[name] = d.start(name)
+    nnodes = f"--nnodes={len(names)}"
+    d.submit("job", nnodes, "--nproc-per-node=2", "--max-restarts=5", WORKER)
+    return pids(d.cluster.wait_for_round(0, workers=2 * len(names)))
+
+
+def test_workers_are_kept_by_an_agent_that_has_adopted_them(d: Nodes) -> None:
+    before = submitted(d, "n1")
+    d.kill("n1")
+    d.come_back("n1")
+    os.kill(before[1], signal.SIGKILL)
+    after = pids(d.cluster.wait_for_round(1, workers=2))
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
+def test_parked_workers_wait_for_the_next_agent(d: Nodes) -> None:
+    before = submitted(d, "n1", "n2")
+    stays = {pid for pid in before if d.node_of(pid) == "n1"}
+    drained = d.cluster.run("rdzvctl", f"--server={d.cluster.endpoint}", "drain", "n2")
+    assert drained.returncode == 0, drained
+
+    def waits() -> bool:
+        return any(n.node_id == "n1" and n.state == "waiting" for n in d.status("job").nodes)
+
+    # A node whose agent is killed before it has said that it stopped is lost.
+    d.until("n1 waits", waits)
+    d.until("the others are gone", lambda: not any(map(alive, set(before) - stays)))
+    d.kill("n1")
+    d.come_back("n1")
+    assert all(map(alive, stays))
+    d.agents["n3"] = d.start("n3")
+    assert stays <= set(pids(d.cluster.wait_for_round(1, workers=4)))
+
+
+# ------------------------------------------------------------------ with the library
+
+
+def test_a_training_goes_on_in_its_processes_from_the_step_before(c: Cluster) -> None:
+    script = ROOT / "examples" / "train_kept.py"
+    options = ("--max-restarts=2", "--redirects=3")
+    args = ("--epochs=20", "--step-seconds=0.02")
+    # rdzv.worker is found beside rdzv without an installation that knows of it.
+    where = os.pathsep.join([str(ROOT / "worker"), os.environ["PYTHONPATH"]])
+    node = c.start_node(
+        "n1",
+        *options,
+        worker=str(script),
+        args=args,
+        nnodes="1",
+        nproc=2,
+        environ={"PYTHONPATH": where},
+    )
+
+    def printed(round_: int, text: str) -> list[str]:
+        lines: list[str] = []
+        for log in (c.folder / "logs").glob(f"*/n1/round_{round_}/0/stdout.log"):
+            lines += [line for line in log.read_text().splitlines() if text in line]
+        return lines
+
+    first = c.wait_until("it trains", lambda: printed(0, "epoch 2"))[0]
+    pid = int(first.rpartition("pid ")[2])
+    (other,) = set(node.workers()) - {pid}
+    os.kill(other, signal.SIGKILL)
+    c.wait_for_text(node, "1 worker kept (local_rank 0)")
+    (going_on,) = c.wait_until("it goes on", lambda: printed(1, "going on at step"))
+    assert int(going_on.split()[4]) >= int(first.split(" | ")[1].split()[1])
+    assert node.wait() == 0
+    epochs = printed(1, "epoch ")
+    assert epochs
+    assert all(line.endswith(f"pid {pid}") for line in epochs)

@@ -1,0 +1,136 @@
+"""Workers that park between rounds, in a simulation: at once, late, never; some die of it.
+
+A worker with the library parks when its round ends, or by itself when a collective fails in it (a
+*suspect*). What is true of it is kept here; what its node claims may be something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+from typing import TYPE_CHECKING
+
+from rdzv.agent.core import events
+from rdzv.agent.core.model import Assignment, KeptWorker
+from rdzv.structs import struct
+
+if TYPE_CHECKING:
+    from tests.sim.agents import Runner, Workers
+
+
+@struct(frozen=True)
+class Parked:
+    """A parked worker, as it really is."""
+
+    workers: Workers
+    """The round that it took part in."""
+    pid: int
+    step: int | None
+    torn: bool
+
+    @property
+    def sealed(self) -> int:
+        return self.step or 0
+
+
+class Parking:
+    """The workers of one job on one node that can park, and those that are parked."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        part, world = runner.part, runner.world
+        chance = Random(f"{world.seed}, {part.node_id} and {part.rdzv_id} with the library")
+        ranks = range(part.job.local_world_size) if part.job.keep_timeout_ms else ()
+        self.able = frozenset(rank for rank in ranks if chance.random() < 0.9)
+        """LOCAL_RANKs of workers that say hello."""
+        self.pids: dict[int, int] = {}
+        self.parked: dict[int, Parked] = {}
+        self.suspects: set[int] = set()
+        """LOCAL_RANKs of workers that have parked by themselves, in a round that may yet run."""
+        self._ending: set[int] | None = None
+        """Process ids of those that were told to end; None: nobody was."""
+        self._base = 0
+        """How many steps each worker had sealed when the round began."""
+
+    # -------------------------------------------------------------- a round begins
+
+    def go(self, assignment: Assignment) -> None:
+        """Let the kept workers take part in a round; all others that are parked end before."""
+        kept = {rank: self.parked[rank] for rank in assignment.kept if rank in self.parked}
+        world = self._runner.world
+        if self._ending is not None:
+            self._ended(self._ending)
+        world.counts["workers kept"] += len(kept)
+        self.pids = {
+            rank: kept[rank].pid if rank in kept else world.new_pid(rank)
+            for rank in range(self._runner.part.job.local_world_size)
+        }
+        self.parked, self.suspects = {}, set()
+        self._base = assignment.resume_step or 0
+
+    def suspect(self, workers: Workers, among: Iterable[int]) -> bool:
+        """Let a collective fail in a worker, which parks; return whether one can."""
+        able = sorted(self.able.intersection(among) - self.suspects)
+        world = self._runner.world
+        if not able or world.random.random() < 0.2:
+            return False
+        local_rank = world.random.choice(able)
+        self.suspects.add(local_rank)
+        world.count("worker suspected")
+        pid = self.pids[local_rank]
+        self._runner.tell(
+            events.WorkerSuspected(workers[2], local_rank, pid, "connection closed", "", age_ms=0)
+        )
+        return True
+
+    # -------------------------------------------------------------- a round ends
+
+    def park(self, workers: Workers, among: Iterable[int]) -> dict[int, Parked]:
+        """Return those workers that park in time."""
+        world = self._runner.world
+        parked = {}
+        for local_rank in sorted(self.able.intersection(among)):
+            if local_rank in self.suspects or not world.happens("parks never"):
+                step = world.steps_sealed(workers) + self._base
+                step -= world.random.choice((0, 0, 1)) if step > self._base else 0
+                torn = world.happens("torn")
+                parked[local_rank] = Parked(workers, self.pids[local_rank], step or None, torn)
+        return parked
+
+    def claims(self) -> tuple[KeptWorker, ...]:
+        """Return what is claimed of the workers that have just parked; some die of it."""
+        world = self._runner.world
+        world.counts["workers parked"] += len(self.parked)
+        claims = []
+        for local_rank, one in self.parked.items():
+            step, torn = one.step, one.torn
+            if world.happens("wrong claims"):
+                world.judge.honest = False
+                step = world.random.choice((None, 0, one.sealed + 1, one.sealed + 7, 1 << 53))
+                torn = not torn
+            claims.append(KeptWorker(local_rank, one.pid, step, torn))
+            if world.happens("dies parked"):
+                in_ms = world.random.choice((0, 5, 500))
+                world.agenda.after(in_ms, lambda rank=local_rank, pid=one.pid: self._die(rank, pid))
+        return tuple(claims)
+
+    def _die(self, local_rank: int, pid: int) -> None:
+        one = self.parked.get(local_rank)
+        if one is not None and one.pid == pid:
+            del self.parked[local_rank]
+            self._runner.world.count("died parked")
+            self._runner.tell(events.KeptExited(local_rank, pid))
+            self._runner.world.buried(self._runner.part.agent)
+
+    def end(self, grace_ms: int) -> None:
+        """End all that are parked."""
+        world = self._runner.world
+        self._ending = pids = {one.pid for one in self.parked.values()}
+        in_ms = world.random.choice((0, 50, grace_ms))
+        world.agenda.after(in_ms, lambda: self._ended(pids) if pids is self._ending else None)
+
+    def _ended(self, pids: set[int]) -> None:
+        self._ending = None
+        self.parked = {rank: one for rank, one in self.parked.items() if one.pid not in pids}
+        self._runner.tell(events.KeptGone())
+        self._runner.world.buried(self._runner.part.agent)

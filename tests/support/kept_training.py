@@ -1,0 +1,292 @@
+"""What the workers of `kept_workers` run: a small training, with faults at chosen places."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # DDP's constructor imports it.
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from rdzv.worker import ElasticBatchSampler, Round, State, elastic, groups, healing
+
+SAMPLES = 96
+
+
+def say(what: str, **fields: Any) -> None:
+    os.write(1, (json.dumps({"what": what, "pid": os.getpid(), **fields}) + "\n").encode())
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(SAMPLES, 8, generator=generator)
+    return TensorDataset(torch.arange(SAMPLES), x, x.sum(1, keepdim=True).tanh())
+
+
+def make_state(rank: int, **more: Any) -> State:
+    torch.set_num_threads(1)
+    torch.manual_seed(11)
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    torch.manual_seed(100 + rank)
+    return State(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        sampler=ElasticBatchSampler(SAMPLES, 4, seed=3),
+        step=0,
+        history=[],
+        **more,
+    )
+
+
+def weights(state: State) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in state.model.state_dict().values():
+        found.update(tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+def fault(faults: list[dict[str, Any]], round_: Round, step: int, at: str) -> None:
+    """Do what is to happen here, if anything is."""
+    for one in faults:
+        here = {"rank": round_.rank, "step": step, "at": at, "round": round_.number}
+        if all(one.get(key, value) == value for key, value in here.items()):
+            say("fault", **here)
+            if one["do"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif one["do"] == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif one["do"] == "raise":
+                raise ValueError("the script's own mistake")
+            elif one["do"] == "sleep":
+                time.sleep(one["seconds"])
+            elif one["do"] == "time out":
+                group = dist.new_group(timeout=timedelta(seconds=1))
+                if round_.rank == 0:
+                    dist.all_reduce(torch.ones(1), group=group)
+                time.sleep(600)
+
+
+def stop_at(rank: int, operation: int) -> None:
+    """Have a rank stop itself before one operation on the store of its first round."""
+    made = groups.recording_store
+    left = operation
+
+    def recording_store(inner: Any, published: Any, refuse: Any) -> Any:
+        def counting() -> None:
+            nonlocal left
+            refuse()
+            left -= 1
+            place = (os.environ["RANK"], os.environ["RDZV_ROUND"])
+            if left == -1 and place == (str(rank), "0"):
+                say("stops")
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        return made(inner, published, counting)
+
+    groups.recording_store = recording_store
+
+
+def die_while_healing(faults: list[dict[str, Any]]) -> None:
+    """Send a few tensors at a time, and have the source die before one of these sends."""
+    healing._BUCKET_BYTES = 600
+    divided = healing._buckets
+
+    def buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        for number, bucket in enumerate(divided(tensors)):
+            for one in faults:
+                place = (int(os.environ["RANK"]), int(os.environ["RDZV_ROUND"]), number)
+                # The first send is of the head alone.
+                if (one["rank"], one["round"], one["bucket"]) == place and len(tensors) > 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            yield bucket
+
+    healing._buckets = buckets
+
+
+def train(
+    steps: int,
+    faults: list[dict[str, Any]] | None = None,
+    workers: int = 0,
+    stops_at: tuple[int, int] | None = None,
+) -> None:
+    """Train a model with dropout and batch norm for a number of steps."""
+    faults = faults or []
+    if stops_at is not None:
+        stop_at(*stops_at)
+    if any("bucket" in one for one in faults):
+        die_while_healing([one for one in faults if "bucket" in one])
+        faults = [one for one in faults if "bucket" not in one]
+    data = make_data()
+    state = make_state(int(os.environ["RANK"]))
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        fault(faults, round_, state.step, "begin")
+        model = DistributedDataParallel(state.model)
+        model.register_comm_hook(None, _faulty_hook(faults, state, round_))
+        say("begin", round=round_.number, step=state.step, rank=round_.rank, weights=weights(state))
+        while state.step < steps:
+            loader = DataLoader(data, batch_sampler=state.sampler, num_workers=workers)
+            for indices, x, y in loader:
+                one_step(model, indices, x, y, round_)
+                if state.step >= steps:
+                    break
+
+    def one_step(
+        model: nn.Module, indices: torch.Tensor, x: torch.Tensor, y: torch.Tensor, round_: Round
+    ) -> None:
+        noise = torch.from_numpy(np.random.rand(len(x), 8).astype("float32")) * 0.01
+        loss = nn.functional.mse_loss(model(x + noise), y)
+        fault(faults, round_, state.step, "forward")
+        state.optimizer.zero_grad()
+        loss.backward()
+        fault(faults, round_, state.step, "backward")
+        state.optimizer.step()
+        fault(faults, round_, state.step, "step")
+        state.scheduler.step()
+        state.step += 1
+        state.history.append(round_.number)
+        redo = state.is_redo
+        fault(faults, round_, state.step, "commit")
+        said = {
+            "step": state.step,
+            "rank": round_.rank,
+            "round": round_.number,
+            "world": round_.world_size,
+            "loss": loss.detach().double().item().hex(),
+            "samples": indices.tolist(),
+            "redo": redo,
+        }
+        try:
+            state.commit()
+        finally:
+            say("step", **said)
+
+    run(state)
+    say("done", step=state.step, weights=weights(state), history=len(state.history))
+
+
+def _faulty_hook(faults: list[dict[str, Any]], state: State, round_: Round) -> Any:
+    """Return DDP's default hook, with a fault before the collective."""
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # Torch reads annotations, as types.
+        fault(faults, round_, state.step, "collective")
+        tensor = bucket.buffer().div_(dist.get_world_size())
+        future = dist.all_reduce(tensor, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    return hook
+
+
+def with_socket(steps: int, port: int) -> None:
+    """Train beside a TCP connection of the script's own, and use it at last."""
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(b"a")
+    train(steps)
+    connection.sendall(b"b")
+
+
+def busy() -> None:
+    """Do nothing but small collectives."""
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        while True:
+            dist.all_reduce(torch.ones(100))
+
+    run(State(step=0))
+
+
+def differing() -> None:
+    """Build another model on each rank."""
+    rank = int(os.environ["RANK"])
+    elastic(lambda state, round_: None)(State(model=nn.Linear(4, 2 + rank)))
+
+
+def with_old_wrapper() -> None:
+    """Hold on to a wrapper of the first round in a global variable."""
+    state = make_state(int(os.environ["RANK"]))
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        kept_for_long["wrapper"] = DistributedDataParallel(state.model)
+        say("begin", round=round_.number)
+        while True:
+            dist.all_reduce(torch.ones(1))
+            state.check()
+
+    run(state)
+
+
+kept_for_long: dict[str, Any] = {}
+
+
+def parking(seconds: float) -> None:
+    """Have a callback of some length before each park, and see how the loop is left."""
+    state = State(step=0)
+
+    @state.on_park
+    def note(round_: Round) -> None:
+        time.sleep(seconds)
+        say("on_park", round=round_.number, token=round_.token)
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        say("begin", round=round_.number)
+        while round_.number == 0:
+            try:
+                state.step += 1
+                state.commit()
+                time.sleep(0.01)
+            except Exception as error:
+                say("swallowed", error=repr(error))
+
+    run(state)
+    say("done", step=state.step, env=os.environ["RDZV_ROUND"])
+
+
+def in_thread(seconds: float) -> None:
+    """Two groups, one used by another thread, and a blocked collective in it."""
+    state = make_state(int(os.environ["RANK"]))
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        group = dist.new_group(list(range(round_.world_size)))
+        if round_.rank == 0 and round_.number == 0:
+            thread = threading.Thread(target=_reduce, args=(group,))
+            thread.start()
+            dist.all_reduce(torch.ones(2))
+            thread.join()
+        elif round_.number == 0:
+            time.sleep(seconds)
+        dist.all_reduce(torch.ones(2), group=group)
+        state.step += 1
+        state.commit()
+
+    run(state)
+    say("done", step=state.step)
+
+
+def _reduce(group: Any) -> None:
+    try:
+        dist.all_reduce(torch.ones(2), group=group)
+    except RuntimeError as error:
+        say("thread", error=str(error)[:100])

@@ -1,0 +1,251 @@
+"""A stand-in for the runner: it speaks the link's protocol with real workers.
+
+Each round has a store of its own. Workers are forked from a server that has torch imported. What a
+worker does is a function of `kept_training`, by name, with arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 60.0
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["kept_training"])
+
+
+def _start_fork_server() -> None:
+    """Start the server, once; its preload reads PYTHONPATH and nothing else of the path here."""
+    before = os.environ.get("PYTHONPATH")
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "worker")]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+def run_worker(
+    link: socket.socket | None, env: dict[str, str], out: str, function: str, args: dict[str, Any]
+) -> None:
+    """Run a function of `kept_training` in a forked process, as if the runner had started it."""
+    import kept_training
+
+    fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.environ.update(env)
+    # Else it may have no loader processes.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    if link is not None:
+        os.environ["RDZV_WORKER_LINK"] = str(link.detach())
+    getattr(kept_training, function)(**args)
+
+
+@dataclass
+class Worker:
+    """One worker process, the runner's end of its link, and what it has written."""
+
+    process: BaseProcess
+    link: socket.socket
+    out: Path
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    _received: bytearray = field(default_factory=bytearray)
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def send(self, message: dict[str, Any], *fds: int) -> None:
+        payload = json.dumps(message).encode()
+        socket.send_fds(self.link, [struct.pack(">I", len(payload)) + payload], fds)
+
+    def expect(self, kind: str, deadline_s: float = DEADLINE_S, **fields: Any) -> dict[str, Any]:
+        """Return the next message of a kind that has these fields; earlier ones are passed over."""
+        end = time.monotonic() + deadline_s
+        while True:
+            while self.messages:
+                message = self.messages.pop(0)
+                if message["type"] == kind and fields.items() <= message.items():
+                    return message
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self.link], [], [], left)[0]:
+                raise AssertionError(f"no {kind} {fields} within {deadline_s} s: {self.text()}")
+            data = self.link.recv(65536)
+            if not data:
+                raise AssertionError(f"the worker is gone, without {kind} {fields}: {self.text()}")
+            self._received += data
+            while len(self._received) >= 4:
+                (length,) = struct.unpack_from(">I", self._received)
+                if len(self._received) < 4 + length:
+                    break
+                self.messages.append(json.loads(self._received[4 : 4 + length]))
+                del self._received[: 4 + length]
+
+    def text(self) -> str:
+        return self.out.read_text() if self.out.exists() else ""
+
+    def lines(self, what: str | None = None) -> list[dict[str, Any]]:
+        """Return the JSON lines that the worker has printed; those of one kind."""
+        found = []
+        for line in self.text().splitlines():
+            if line.startswith("{") and line.endswith("}"):
+                row = json.loads(line)
+                if what is None or row.get("what") == what:
+                    found.append(row)
+        return found
+
+    def wait_line(self, what: str, deadline_s: float = DEADLINE_S, **fields: Any) -> dict[str, Any]:
+        """Wait for a printed line."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            for row in self.lines(what):
+                if fields.items() <= row.items():
+                    return row
+            time.sleep(0.01)
+        raise AssertionError(f"no line {what} {fields} within {deadline_s} s: {self.text()}")
+
+    def exit_code(self, deadline_s: float = DEADLINE_S) -> int | None:
+        """Wait for the end of the process."""
+        self.process.join(deadline_s)
+        assert not self.process.is_alive(), f"runs on after {deadline_s} s: {self.text()}"
+        return self.process.exitcode
+
+    def resources(self) -> tuple[int, int, int]:
+        """Return how many descriptors and threads the process has, and its resident memory."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        found = dict(line.split(":", 1) for line in status.splitlines())
+        fds = len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        return fds, int(found["Threads"]), int(found["VmRSS"].split()[0]) << 10
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.process.join(DEADLINE_S)
+
+
+class World:
+    """Rounds of workers: who takes part, with which rank, and on which store."""
+
+    def __init__(self, folder: Path, function: str, **args: Any) -> None:
+        self.folder = folder
+        self.function = function
+        self.args = args
+        self.number = -1
+        self.workers: list[Worker] = []
+        """Those of the present round, by rank."""
+        self.all: list[Worker] = []
+        self._stores: list[Any] = []
+
+    def begin(
+        self,
+        size: int,
+        kept: Sequence[Worker] = (),
+        *,
+        step: int | None = None,
+        source: int | None = None,
+        fds: Sequence[int] = (),
+        **args: Any,
+    ) -> list[Worker]:
+        """Begin a round: kept workers have the first ranks, new ones are started for the others."""
+        import torch.distributed as dist
+
+        self.number += 1
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+        self._stores.append(
+            dist.TCPStore(
+                "127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False
+            )
+        )
+        workers = []
+        for rank in range(size):
+            env = self._env(rank, size, port)
+            if rank < len(kept):
+                worker = kept[rank]
+                worker.send(
+                    {
+                        "type": "go",
+                        "round": self.number,
+                        "env": env,
+                        "source": source,
+                        "step": step,
+                    },
+                    *fds,
+                )
+            else:
+                worker = self._start(env, {**self.args, **args})
+            workers.append(worker)
+        self.workers = workers
+        return workers
+
+    def end(self, workers: Sequence[Worker] | None = None) -> list[dict[str, Any]]:
+        """Say that the round is over, and wait until these workers have parked."""
+        told = self.workers if workers is None else workers
+        for worker in told:
+            worker.send({"type": "round_over", "round": self.number})
+        return [worker.expect("parked", round=self.number) for worker in told]
+
+    def resumed(self) -> list[dict[str, Any]]:
+        """Wait until the function is about to be called on all ranks."""
+        return [worker.expect("resumed", round=self.number) for worker in self.workers]
+
+    def _env(self, rank: int, size: int, port: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": "test",
+            "RDZV_ROUND": str(self.number),
+        }
+
+    def _start(self, env: dict[str, str], args: dict[str, Any]) -> Worker:
+        ours, theirs = socket.socketpair()
+        out = self.folder / f"worker{len(self.all)}.log"
+        _start_fork_server()
+        process = _forks.Process(
+            target=run_worker, args=(theirs, env, str(out), self.function, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        worker = Worker(process, ours, out)
+        self.all.append(worker)
+        return worker
+
+    def close(self) -> None:
+        for worker in self.all:
+            if worker.process.is_alive():
+                os.kill(worker.pid, signal.SIGKILL)
+            worker.process.join(DEADLINE_S)
+            worker.link.close()
+        self._stores.clear()
+
+
+@contextmanager
+def world(folder: Path, function: str = "train", **args: Any) -> Iterator[World]:
+    """Make a world whose workers end with the block."""
+    made = World(folder, function, **args)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,97 @@
+"""What torch has recorded of a worker's collectives is read, and reduced to what is compared."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rdzv.agent.observers.flight_records import FlightRecord, entries_for, read_record
+
+NOW_NS = 1_795_421_148_000_000_000
+
+
+def entry(sequence: int, operation: str = "gloo:all_reduce", **more: Any) -> dict[str, Any]:
+    """Return an entry as torch 2.13 writes it."""
+    return {
+        "collective_seq_id": sequence,
+        "input_dtypes": ["Float"],
+        "input_sizes": [[2, 3]],
+        "is_p2p": False,
+        "op_id": sequence + 1,
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "profiling_name": operation,
+        "retired": True,
+        "state": "scheduled",
+        "time_created_ns": NOW_NS - 5_000_000_000,
+        "time_discovered_completed_ns": 0,
+        **more,
+    }
+
+
+def record(*entries: dict[str, Any], **more: Any) -> FlightRecord:
+    trace = {"entries": entries, "pg_config": {}, "version": "2.10", **more}
+    return read_record(json.dumps(trace).encode(), NOW_NS, more.get("keep", 64))
+
+
+def test_gloos_entries_are_done_once_they_are_retired() -> None:
+    (group,) = record(entry(1), entry(2, retired=False)).groups
+    assert (group.group, group.description, group.entered) == ("0", "default_pg", 2)
+    assert [one.done for one in group.latest] == [True, False]
+    assert group.pending is not None
+    assert (group.pending.operation, group.pending.sizes) == ("all_reduce", "[2, 3] Float")
+    assert group.pending.age_ms == 5_000
+
+
+def test_nccls_entries_are_done_once_they_are_completed() -> None:
+    """One that is retired without has timed out."""
+    done = entry(1, "nccl:all_reduce", state="completed")
+    late = entry(2, "nccl:all_reduce", state="started", retired=True)
+    (group,) = record(done, late).groups
+    assert [one.done for one in group.latest] == [True, False]
+
+
+def test_the_first_that_is_not_done_is_kept_however_old() -> None:
+    open_ = [entry(n, retired=n < 3) for n in range(1, 100)]
+    (group,) = record(*open_, keep=8).groups
+    assert [one.sequence for one in group.latest] == [3, *range(93, 100)]
+
+
+def test_of_a_group_that_was_made_again_only_the_new_one_counts() -> None:
+    old = [entry(n, pg_id=0, retired=False) for n in (1, 2)]
+    (group,) = record(*old, entry(1, pg_id=3)).groups
+    assert (group.entered, group.pending) == (1, None)
+
+
+def test_messages_between_two_ranks_are_no_collectives() -> None:
+    (group,) = record(entry(1), entry(1, "nccl:send 0->1", is_p2p=True, retired=False)).groups
+    assert group.pending is None
+
+
+def test_a_worker_that_has_entered_nothing_yet_says_so() -> None:
+    found = record()
+    assert [(group.description, group.entered) for group in found.groups] == [("default_pg", 0)]
+    assert not found.waits
+
+
+def test_what_is_completed_is_counted_over_all_groups() -> None:
+    status = {
+        "0": {"last_completed_collective": "12", "last_enqueued_collective": "13"},
+        "1": {"last_completed_collective": "-1"},
+        "2": {"last_completed_collective": "3"},
+    }
+    assert record(pg_status=status).completed == 15
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b'{"entries": 7}', b"\xff", b'{"entries": [{"pg_id": "x"}]}']
+)
+def test_what_is_no_record_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_record(text, NOW_NS)
+
+
+def test_the_more_ranks_the_fewer_entries_of_each() -> None:
+    assert [entries_for(size) for size in (1, 64, 1_000, 100_000)] == [64, 64, 4, 4]

@@ -1,0 +1,265 @@
+"""Why a worker ended: what the kernel did to it, /dev/shm, its core dump, its last words."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent.exit_causes import ExitedWorker, MemoryKills, explain_exit
+from rdzv.agent.exit_causes.core_dumps import find_core_dump
+from rdzv.agent.exit_causes.exits import _explain_signal
+from rdzv.agent.exit_causes.last_words import KNOWN, explain_last_words
+from rdzv.agent.exit_causes.memory_kills import count_memory_kills, explain_memory_kill
+
+PID = 4711
+
+
+class Machine:
+    """The files of a kernel with cgroup v2, or with v1."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc, self.cgroup = folder / "proc", folder / "cgroup"
+        self.kernel_log = folder / "kmsg"
+        self.job = self.cgroup / "jobs" / "a"
+        self.write(self.proc / "self" / "cgroup", "0::/jobs/a\n")
+        self.write(self.proc / "vmstat", "pgfault 7\noom_kill 3\n")
+        self.write(self.proc / "meminfo", "MemTotal:       25165824 kB\nMemFree: 1 kB\n")
+        self.write(self.cgroup / "cgroup.controllers", "memory\n")
+        self.write(self.job / "memory.max", f"{16 << 30}\n")
+        self.write(self.job / "memory.peak", f"{16 << 30}\n")
+        self.write(self.job / "memory.events", "low 0\nhigh 0\nmax 9\noom 1\noom_kill 1\n")
+
+    def write(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def count(self) -> MemoryKills:
+        return count_memory_kills(self.proc, self.cgroup)
+
+    def explain(self, before: MemoryKills) -> str:
+        return explain_memory_kill(
+            PID, before, proc=self.proc, cgroup=self.cgroup, kernel_log=self.kernel_log
+        )
+
+    def log(self, text: str, age_s: float = 0) -> None:
+        at_us = int((time.monotonic() - age_s) * 1e6)
+        self.write(self.kernel_log, f"3,100,{at_us},-;{text}\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_a_kill_in_the_cgroup_is_named_with_limit_and_peak(machine: Machine) -> None:
+    before = machine.count()
+    machine.write(machine.job / "memory.events", "oom 2\noom_kill 2\n")
+    assert machine.explain(before) == (
+        "most likely the kernel killed it: meanwhile it has killed a process because cgroup "
+        "/jobs/a was out of memory (limit 16.0 GiB, peak 16.0 GiB)"
+    )
+
+
+def test_a_kill_before_the_round_explains_nothing(machine: Machine) -> None:
+    assert machine.explain(machine.count()) == ""
+
+
+def test_a_kill_elsewhere_on_the_machine_is_named(machine: Machine) -> None:
+    before = machine.count()
+    machine.write(machine.proc / "vmstat", "oom_kill 4\n")
+    assert "memory ran out on this machine (24.0 GiB)" in machine.explain(before)
+
+
+def test_what_cannot_be_read_explains_nothing(tmp_path: Path) -> None:
+    empty = Machine.__new__(Machine)
+    empty.proc, empty.cgroup, empty.kernel_log = tmp_path, tmp_path, tmp_path / "kmsg"
+    assert empty.count() == MemoryKills()
+    assert empty.explain(MemoryKills()) == ""
+
+
+def test_cgroup_v1_counts_kills_as_well(machine: Machine) -> None:
+    machine.write(machine.proc / "self" / "cgroup", "5:cpu,memory:/jobs/b\n")
+    job = machine.cgroup / "memory" / "jobs" / "b"
+    machine.write(job / "memory.oom_control", "under_oom 0\noom_kill 0\n")
+    machine.write(job / "memory.limit_in_bytes", f"{512 << 20}\n")
+    before = machine.count()
+    machine.write(job / "memory.oom_control", "under_oom 0\noom_kill 1\n")
+    assert "cgroup /jobs/b was out of memory (limit 512 MiB)" in machine.explain(before)
+
+
+MEMCG = (
+    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,"
+    f"oom_memcg=/jobs/a,task_memcg=/jobs/a,task=python,pid={PID},uid=1000"
+)
+GLOBAL = (
+    "oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,global_oom,"
+    f"task_memcg=/jobs/a,task=python,pid={PID},uid=1000"
+)
+
+
+def test_the_log_names_the_process_and_its_cgroup(machine: Machine) -> None:
+    machine.log(MEMCG)
+    assert machine.explain(machine.count()) == (
+        "the kernel killed it because cgroup /jobs/a was out of memory "
+        "(limit 16.0 GiB, peak 16.0 GiB)"
+    )
+
+
+def test_the_log_tells_the_machine_from_the_cgroup(machine: Machine) -> None:
+    machine.log(GLOBAL)
+    assert machine.explain(machine.count()) == (
+        "the kernel killed it because the machine was out of memory (24.0 GiB)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "age_s"),
+    [
+        (MEMCG, 3600),
+        (MEMCG.replace(str(PID), "12"), 0),
+        (f"a program that writes {MEMCG}", 0),
+        ("oom-kill:constraint=", 0),
+    ],
+    ids=["an old record", "another process", "not the kernel's words", "cut off"],
+)
+def test_other_records_of_the_log_explain_nothing(
+    machine: Machine, text: str, age_s: float
+) -> None:
+    machine.log(text, age_s)
+    assert machine.explain(machine.count()) == ""
+
+
+# ---------------------------------------------------------------------- core dumps
+
+
+def kernel(folder: Path, pattern: str, uses_pid: str = "1") -> Path:
+    (folder / "core_pattern").write_text(pattern + "\n")
+    (folder / "core_uses_pid").write_text(uses_pid + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("pattern", "uses_pid", "name"),
+    [
+        ("core", "1", f"core.{PID}"),
+        ("core", "0", "core"),
+        ("core-%e-%p-%t", "0", f"core-python-{PID}-1700000000"),
+        ("100%%-%p", "0", f"100%-{PID}"),
+    ],
+)
+def test_a_core_file_is_found(tmp_path: Path, pattern: str, uses_pid: str, name: str) -> None:
+    where = kernel(tmp_path, pattern, uses_pid)
+    assert find_core_dump(PID, signal.SIGSEGV, tmp_path, None, where) == ""
+    (tmp_path / name).write_bytes(b"\x7fELF")
+    found = find_core_dump(PID, signal.SIGSEGV, tmp_path, None, where)
+    assert found == f"its core dump: {tmp_path / name}"
+    assert find_core_dump(PID, signal.SIGKILL, tmp_path, None, where) == ""
+    os.utime(tmp_path / name, (1, 1))
+    assert find_core_dump(PID, signal.SIGSEGV, tmp_path, None, where) == "", "another's, and old"
+
+
+def test_a_link_is_no_core_file(tmp_path: Path) -> None:
+    where = kernel(tmp_path, "core")
+    (tmp_path / f"core.{PID}").symlink_to("/etc/passwd")
+    assert find_core_dump(PID, signal.SIGABRT, tmp_path, None, where) == ""
+
+
+def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
+    where = kernel(tmp_path, "|/usr/lib/systemd/systemd-coredump %P %u")
+    assert find_core_dump(PID, signal.SIGSEGV, None, None, where) == (
+        f"its core dump: coredumpctl info {PID}"
+    )
+    where = kernel(tmp_path, "|/usr/share/apport/apport %p")
+    assert "given to /usr/share/apport/apport" in find_core_dump(
+        PID, signal.SIGSEGV, None, None, where
+    )
+
+
+# ---------------------------------------------------------------------- last words
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        (
+            "h:1:2 [0] misc/shmutils.cc:113 NCCL WARN Error while creating shared memory segment "
+            "/dev/shm/nccl-UbzKZ9 (size 9637888)\nncclSystemError: System call failed",
+            "NCCL cannot make its shared memory",
+        ),
+        (
+            "RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error. It is "
+            "possible that dataloader's workers are out of shared memory.",
+            "a DataLoader worker found no shared memory",
+        ),
+        (
+            "RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly",
+            "a DataLoader worker was killed",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "memory is used"),
+        ("CUDA error: uncorrectable ECC error encountered", "damaged"),
+        (
+            "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, "
+            "OpType=BROADCAST) ran for 600081 milliseconds before timing out.",
+            "that rank is the one to look at, not this one",
+        ),
+        (
+            "NET/IB : Got completion from peer 10.2.0.5<33092> with error 12, opcode 0, len 0, "
+            "vendor err 129 (Recv)",
+            "InfiniBand",
+        ),
+        ("OSError: [Errno 24] Too many open files", "ulimit -n"),
+    ],
+)
+def test_known_last_words_are_explained(text: str, meaning: str) -> None:
+    assert meaning in explain_last_words(text)
+
+
+def test_other_words_are_not() -> None:
+    assert explain_last_words("[gloo/transport/tcp/pair.cc:547] Connection closed by peer") == ""
+    assert explain_last_words("ValueError: lr must be positive\nloss 0.3, memory 12 GB\n") == ""
+
+
+def test_each_pattern_compiles_and_has_a_source() -> None:
+    for words in KNOWN:
+        re.compile(words.pattern)
+        assert words.source, words.pattern
+        assert words.meaning[-1] not in ".!", "it stands in a longer message"
+
+
+# ---------------------------------------------------------------------- together
+
+
+def exited(folder: Path, signum: int | None, stderr: str = "") -> ExitedWorker:
+    log = folder / "stderr.log"
+    log.write_text(stderr)
+    return ExitedWorker(PID, signum, folder / "error.json", log, folder, None, MemoryKills())
+
+
+def test_the_log_explains_what_the_exit_code_does_not(tmp_path: Path) -> None:
+    long = "step\n" * 100_000 + "terminate called after throwing an instance of 'std::bad_alloc'\n"
+    error = explain_exit(exited(tmp_path, signal.SIGABRT, long))
+    assert error.message.startswith(f"received SIGABRT (pid {PID}): this process could not")
+
+
+def test_a_message_that_nobody_knows_stays_as_it_is(tmp_path: Path) -> None:
+    assert explain_exit(exited(tmp_path, signal.SIGTERM)).message == f"received SIGTERM (pid {PID})"
+
+
+def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    worker = exited(tmp_path, signal.SIGTERM)
+    (tmp_path / "stderr.log").unlink()
+    os.mkfifo(tmp_path / "stderr.log")
+    assert explain_exit(worker).message == f"received SIGTERM (pid {PID})"
+
+
+def test_a_bus_error_is_blamed_on_a_full_shm_alone(tmp_path: Path) -> None:
+    worker = exited(tmp_path, signal.SIGBUS)
+    assert "/dev/shm" not in _explain_signal(worker, tmp_path)
+    # The kernel shows /proc without blocks, as it does a file system of unknown size.
+    assert "/dev/shm" not in _explain_signal(worker, Path("/proc"))
+    assert "/dev/shm" not in _explain_signal(worker, tmp_path / "nowhere")

@@ -1,0 +1,86 @@
+"""rdzvctl demo: what it refuses, and how it runs its programs. `make dist-test` plays it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rdzv.ctl.__main__ import run
+from rdzv.demo import programs, story
+
+WITHOUT_TORCH = """#!/bin/sh
+exec {python} -I -S "$@"
+"""
+
+
+def test_an_interpreter_without_torch_is_refused_with_the_remedy(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(WITHOUT_TORCH.format(python=sys.executable))
+    python.chmod(0o755)
+    assert run(["demo", "--python", str(python)]) == 1
+    said = capfd.readouterr()
+    assert said.out.startswith("rdzv "), "it speaks before it looks"
+    assert f"rdzvctl: the interpreter '{python}' has no torch" in said.err
+    assert f"`{python} -m pip install torch`" in said.err
+
+
+def test_an_interpreter_that_is_not_there_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--python", "/nowhere/python"]) == 1
+    assert "cannot run the interpreter '/nowhere/python'" in capfd.readouterr().err
+
+
+def test_its_programs_take_no_launch_settings_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PET_NNODES", "9")
+    monkeypatch.setenv("RDZV_SERVER", "elsewhere:1")
+    kept = programs.environment("/job/python")
+    assert kept["PYTHON_EXEC"] == "/job/python"
+    assert not [name for name in kept if name.startswith(("PET_", "RDZV_"))]
+
+
+def test_a_failed_step_is_one_error_that_names_the_folder_of_the_output(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(demo: story.Demo) -> None:
+        (demo.folder / "n1.log").write_text("why")
+        raise story.DemoError("n1 has no workers")
+
+    monkeypatch.setattr(story, "check_torch", lambda python: None)
+    monkeypatch.setattr(story.Demo, "play", fails)
+    monkeypatch.setattr(story.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    with pytest.raises(story.DemoError, match=f"n1 has no workers; all output is in {tmp_path}"):
+        story.play(sys.executable, keep=False)
+    assert (tmp_path / "n1.log").read_text() == "why"
+
+
+@pytest.mark.slow
+def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
+    child = "import time; time.sleep(100)"
+    script = (
+        "import json, os, subprocess, sys, time\n"
+        f"worker = subprocess.Popen([sys.executable, '-S', '-c', {child!r}], env={{'RANK': '0'}})\n"
+        "print(json.dumps(worker.pid), flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    command = [sys.executable, "-S", "-c", script]
+    program = programs.Program.start("n1", command, {}, tmp_path / "n1.log")
+    try:
+        with program.written:
+            assert program.written.wait_for(lambda: program.lines, timeout=30)
+        worker = json.loads(program.lines[0].text)
+        deadline = time.monotonic() + 30
+        while program.workers() != [worker]:  # Until it runs its own program.
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        program.kill_all()
+        assert program.ended()
+        assert not programs.environ_of(worker)
+    finally:
+        program.kill_all()

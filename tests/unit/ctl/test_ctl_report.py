@@ -1,0 +1,229 @@
+"""`rdzvctl report`: where the time of jobs went, as text, as JSON, and as a page of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC
+from html.parser import HTMLParser
+from pathlib import Path
+
+import control_samples
+import pytest
+from fake_control import FakeControl
+from stories import STORIES, told
+
+from rdzv.ctl import as_text_report, report_page
+from rdzv.ctl.__main__ import run
+from rdzv.ctl.commands.report import _servers_now_ms
+from rdzv.ctl.layout import Page
+from rdzv.errors import InvalidRequestError
+from rdzv.structs import replace
+from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
+from rdzv.view.reports import report
+from tests.unit.ctl.test_ctl import control, server  # noqa: F401
+from tests.unit.view.test_ledger import TABLE, ledger_of
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "report"
+PAGE = Page(width=100, colour=False, now_s=61, zone=UTC)
+FAILS_TWICE = "a round that fails before it has redone all owes that to the failure before"
+
+
+def of_table(name: str) -> Ledger:
+    story, now_s, _ = TABLE[name]
+    return ledger_of(story, now_s)
+
+
+def texts() -> dict[str, str]:
+    fails = of_table(FAILS_TWICE)
+    before = replace(of_table("a drain costs the stop and the next start, and nothing to detect"))
+    queued = of_table("a node that declines costs the wait for it, and the queue after it")
+    all_jobs = report({"night": [before, fails], "eval": [queued]}, 20_000, 61_000)
+    nothing = report({}, 0, 61_000)
+    return {
+        "fails_twice": as_text_report.ledger("night", fails, [before], PAGE),
+        "no_steps": as_text_report.ledger("eval", queued, [], PAGE),
+        "all": as_text_report.report(all_jobs, PAGE),
+        "none": as_text_report.report(nothing, PAGE),
+    }
+
+
+@pytest.mark.parametrize("name", ["fails_twice", "no_steps", "all", "none"])
+def test_a_report_is_read_by_people(name: str, request: pytest.FixtureRequest) -> None:
+    path = GOLDEN / f"{name}.txt"
+    text = texts()[name] + "\n"
+    if request.config.getoption("--rewrite"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), "review the diff, then: pytest --rewrite"
+
+
+@pytest.mark.parametrize("name", sorted(STORIES))
+async def test_what_a_server_has_decided_adds_up(name: str) -> None:
+    story, rdzv_id = STORIES[name]
+    of = await told(story, rdzv_id)
+    for ledger in ledgers_of(of.history, of.now_ms, of.status.state):
+        assert sum(ledger.phases.values()) == ledger.wall_ms
+        assert sum(one.ms for one in ledger.intervals) == ledger.wall_ms
+        assert as_text_report.ledger(rdzv_id, ledger, [], of.page())
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"),
+    [("90m", 5_400_000), ("12 h", 43_200_000), ("7d", 604_800_000), ("1w", 604_800_000)],
+)
+def test_how_far_to_look_back(text: str, ms: int) -> None:
+    assert as_text_report.read_since(text) == ms
+
+
+@pytest.mark.parametrize("text", ["", "7", "0d", "-1d", "7 days", "d", "9999999d"])
+def test_what_is_no_time_to_look_back(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="is not a time to look back"):
+        as_text_report.read_since(text)
+
+
+# ------------------------------------------------------------------ the page
+
+
+class _Reader(HTMLParser):
+    """Checks that every element is closed, and collects what a browser would draw or load."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.rects: list[dict[str, str | None]] = []
+        self.loads: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "rect":
+            self.rects.append(dict(attrs))
+        self.loads += [name for name, _ in attrs if name in ("src", "href")]
+        if tag in ("script", "link", "img", "iframe"):
+            self.loads.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_needs_nothing_else() -> None:
+    fails = of_table(FAILS_TWICE)
+    read = _Reader(report_page.ledger("night", fails, [fails]))
+    assert read.loads == []
+    text = " ".join(read.text)
+    assert "worker failure" in text
+    assert "url(" not in text
+    both = [report_page.report(report({"night": [fails]}, 0, 61_000))]
+    both.append(report_page.report(report({}, 0, 1)))
+    for page in both:
+        assert _Reader(page).loads == []
+
+
+def test_the_band_is_as_long_as_the_run() -> None:
+    """Each stretch is drawn where it was, also of thousands that are too short to be seen."""
+    fails = of_table(FAILS_TWICE)
+    read = _Reader(report_page.ledger("night", fails, []))
+    band = [rect for rect in read.rects if rect["y"] == "0"]
+    assert len(band) == len(fails.intervals)
+    assert sum(float(rect["width"] or 0) for rect in band) == pytest.approx(1_000, abs=1)
+    one = fails.intervals[0]
+    many = tuple(
+        replace(one, from_unix_ms=at_ms, until_unix_ms=at_ms + 1) for at_ms in range(30_000)
+    )
+    read = _Reader(report_page.ledger("night", replace(fails, intervals=many), []))
+    band = [rect for rect in read.rects if rect["y"] == "0"]
+    assert len(band) <= 5_001
+    assert sum(float(rect["width"] or 0) for rect in band) == pytest.approx(1_000, abs=2)
+
+
+def test_each_phase_has_a_colour() -> None:
+    assert set(report_page.COLOURS) == set(LedgerPhase)
+    assert len(set(report_page.COLOURS.values())) == len(LedgerPhase)
+
+
+def test_no_name_becomes_markup() -> None:
+    hostile = "<script>alert(1)</script>&\"'"
+    fails = of_table(FAILS_TWICE)
+    named = tuple(replace(cost, node_id=hostile, cause=hostile) for cost in fails.costs)
+    evil = tuple(replace(one, node_id=hostile, cause=hostile) for one in fails.intervals)
+    page = report_page.ledger(hostile, replace(fails, costs=named, intervals=evil), [])
+    assert "<script" not in page
+    assert _Reader(page).loads == []
+
+
+# ------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def job(control: FakeControl, server: str) -> str:  # noqa: F811
+    control.jobs["a"] = control_samples.running()
+    control.history = control_samples.history()
+    return "a"
+
+
+def test_one_job(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["report", job]) == 0
+    assert capsys.readouterr().out.startswith("a  run")
+    assert run(["report", job, "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["version"], document["rdzv_id"]) == (1, "a")
+    ledger = document["ledger"]
+    assert sum(ledger["phases"].values()) == ledger["wall_ms"]
+    assert list(ledger["phases"]) == [phase.value for phase in LedgerPhase]
+    page = tmp_path / "a.html"
+    assert run(["report", job, "--html", str(page)]) == 0
+    assert f"{page} has the ledger of a; open it in a browser" in capsys.readouterr().out
+    assert re.match("<!doctype html>", page.read_text())
+    assert run(["report", job, "--html", str(tmp_path / "no" / "a.html")]) == 1
+    assert "give another file" in capsys.readouterr().err
+
+
+async def test_the_time_is_that_of_the_servers_clock() -> None:
+    """The clock of whoever asks may be wrong by hours; the age of the run is the server's word."""
+    story, rdzv_id = STORIES["recovers"]
+    of = await told(story, rdzv_id)
+    assert _servers_now_ms(of.status, of.history, 0) == of.now_ms
+    assert _servers_now_ms(of.status, of.history[1:], 77) == 77
+
+
+def test_a_run_that_is_not_kept_is_refused(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", job, "--run", "77"]) == 1
+    assert "run 77 of a is not kept; those that are: " in capsys.readouterr().err
+
+
+def test_a_job_without_a_past(
+    job: str,
+    control: FakeControl,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    control.history = []
+    assert run(["report", job]) == 1
+    assert "nothing of the past of a is kept" in capsys.readouterr().err
+
+
+def test_all_jobs(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["report", "--since", "2w"]) == 0
+    assert capsys.readouterr().out.startswith("All jobs in the last 14 d 0 h")
+    assert run(["report", "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) >= {"version", "phases", "jobs", "causes", "nodes", "goodput"}
+    page = tmp_path / "all.html"
+    assert run(["report", "--html", str(page)]) == 0
+    assert "All jobs" in page.read_text()
+
+
+def test_the_command_line_says_what_it_needs(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", job, "--since", "1d"]) == 2
+    assert "give JOB or --since, not both" in capsys.readouterr().err
+    assert run(["report", "--run", "1"]) == 2
+    assert "--run needs a JOB" in capsys.readouterr().err
+    assert run(["report", "--since", "soon"]) == 1
+    assert "'soon' is not a time to look back" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""/metrics has the sums of each job's ledger: the same as the report, and bounded in memory."""
+
+from __future__ import annotations
+
+from rdzv.core.commands import Submit
+from rdzv.core.model import JobSpec, Settings, Tuning
+from rdzv.core.rendezvous import step
+from rdzv.core.runs import vacant
+from rdzv.server.telemetry.event_lines import records
+from rdzv.server.telemetry.job_ledgers import JobLedgers
+from rdzv.view.answers import event_in
+from rdzv.view.ledger import Book, ledgers_of
+from tests.unit.server.test_metrics import history, scraped
+from tests.unit.view.test_ledger import TABLE, ledger_of
+
+REDOES = "a failure is detected after it has happened, and its steps are redone"
+
+
+async def test_the_sums_are_those_of_the_report() -> None:
+    async with scraped() as s:
+        await history(s)
+        now_ms = s.clock.now_ms()
+        for rdzv_id in ("job-7", "eval", "later", "done"):
+            rows = await s.driver.history.of(rdzv_id, 10_000)
+            runs = ledgers_of([event_in(row) for row in rows], now_ms)
+            ledgers = JobLedgers()
+            ledgers.recorded(rows)
+            shown = ledgers.phases(rdzv_id, now_ms)
+            for phase, ms in shown.items():
+                assert ms == sum(run.phases[phase] for run in runs), (rdzv_id, phase)
+            assert sum(shown.values()) == sum(run.wall_ms for run in runs)
+
+
+async def test_a_server_that_takes_over_counts_from_then() -> None:
+    async with scraped() as s:
+        await s.pair()
+        state = s.driver.engine.jobs.peek("job-7")
+        assert state is not None
+        now_ms = s.clock.now_ms()
+    ledgers = JobLedgers()
+    ledgers.loaded(state, now_ms)
+    shown = ledgers.phases("job-7", now_ms + 5_000, state)
+    assert shown["training"] == sum(shown.values()) == 5_000
+    ledgers.loaded(state, now_ms + 1_000)
+    assert ledgers.phases("job-7", now_ms + 5_000, state) == shown
+    ledgers.drop("job-7")
+    assert ledgers.phases("job-7", now_ms) == {}
+
+
+def test_what_was_queued_is_counted_over_all_runs() -> None:
+    ledgers, state = JobLedgers(), vacant("job-7", Tuning())
+    for number, at_ms in enumerate((0, 60_000), 1):
+        submitted = Submit(f"run-{number}", Settings(1, 1), JobSpec(("a.py",)), "ada")
+        transition = step(state, submitted, at_ms)
+        ledgers.recorded(records("job-7", f"run-{number}", transition.events, at_ms))
+    shown = ledgers.phases("job-7", 90_000, transition.state)
+    assert shown["queued"] == sum(shown.values()) == 90_000
+
+
+def test_no_interval_is_kept() -> None:
+    """A job in a crash loop has thousands, and only their sums are shown."""
+    book = Book("r", 0)
+    story, now_s, _ = TABLE[REDOES]
+    for at_s, kept in story:
+        book.note(round(at_s * 1000), kept)
+        book.fold()
+        assert book.booked == []
+    assert book.sums(round(now_s * 1000)) == ledger_of(story, now_s).phases
+
+
+def test_rounds_that_never_made_a_step_have_not_trained() -> None:
+    """Also when what they had spent is summed up already, at the first step of a later round."""
+    story, now_s, _ = TABLE["a failure before the first step is no training once any step is made"]
+    book = Book("r", 0)
+    for at_s, kept in story:
+        book.note(round(at_s * 1000), kept)
+        book.fold()
+    assert book.sums(round(now_s * 1000)) == ledger_of(story, now_s).phases

@@ -1,0 +1,60 @@
+"""The ledgers of all jobs, summed up: the causes and nodes that cost most, within a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from rdzv.structs import replace
+from rdzv.view.ledger import Ledger
+from rdzv.view.reports import clipped, report
+from tests.unit.view.test_ledger import TABLE, ledger_of
+
+
+def of(name: str) -> Ledger:
+    story, now_s, _ = TABLE[name]
+    return ledger_of(story, now_s)
+
+
+LOST = of("a lost node is detected from its last word")
+DRAINED = of("a drain costs the stop and the next start, and nothing to detect")
+QUEUED = of("a submitted job is queued until it is placed")
+
+
+def test_what_was_before_is_not_counted() -> None:
+    """An interval that began before is cut, and so is the time of its nodes."""
+    assert clipped(LOST, 0) == LOST.intervals
+    found = clipped(LOST, 30_000)
+    assert [one.ms for one in found] == [10_000, 1_000, 9_000]
+    assert [one.node_ms for one in found] == [20_000, 1_000, 9_000]
+    assert clipped(LOST, 50_000) == ()
+
+
+def test_all_jobs_are_summed_up_by_cause_and_node() -> None:
+    found = report({"a": [LOST], "b": [DRAINED, LOST], "c": [QUEUED]}, 0, 50_000)
+    assert [(line.rdzv_id, line.runs) for line in found.jobs] == [("b", 2), ("a", 1), ("c", 1)]
+    assert found.node_ms == sum(line.node_ms for line in found.jobs)
+    lost = found.node_ms - sum(line.lost_node_ms for line in found.jobs)
+    assert found.goodput == pytest.approx(lost / found.node_ms)
+    by_cause = {loss.name: loss for loss in found.causes}
+    assert by_cause["node lost"].times == 2
+    # Held: two nodes while it is detected, and one from then on.
+    assert by_cause["node lost"].node_ms == 2 * (15_000 * 2 + 10_000)
+    assert [loss.name for loss in found.nodes] == ["n2"]
+    assert found.nodes[0].times == 3
+    walls = sum(ledger.wall_ms for ledger in (LOST, LOST, DRAINED, QUEUED))
+    assert sum(found.phases.values()) == walls
+
+
+def test_gpus_are_counted_where_they_are_known() -> None:
+    """One run without them leaves a sum unknown, rather than too small."""
+    known = replace(LOST, gpus_per_node=8)
+    (line,) = report({"a": [known]}, 0, 50_000).jobs
+    assert line.lost_gpu_ms == 8 * line.lost_node_ms
+    found = report({"a": [known], "b": [LOST]}, 0, 50_000)
+    assert [line.lost_gpu_ms is None for line in found.jobs] == [False, True]
+    assert all(loss.gpu_ms is None for loss in found.causes)
+
+
+def test_jobs_without_a_run_in_that_time_are_left_out() -> None:
+    found = report({"a": [LOST]}, 60_000, 90_000)
+    assert (found.jobs, found.causes, found.nodes, found.goodput) == ((), (), (), None)

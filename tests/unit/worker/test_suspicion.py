@@ -1,0 +1,101 @@
+"""An exception that a peer may have caused, and the script's own, are told apart."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from rdzv.worker.suspicion import follows_from_cut, is_suspect
+
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[127.0.0.1]:7564. This is typically caused by a remote worker crashing."
+)
+
+
+def caught(raising: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as info:
+        raising()
+    return info.value
+
+
+def from_collective(error: BaseException, *, hidden: bool = False) -> Callable[[], None]:
+    def raising() -> None:
+        try:
+            raise RuntimeError(GLOO)
+        except RuntimeError as cause:
+            if hidden:
+                raise error from None
+            raise error from cause
+
+    return raising
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(GLOO),
+        RuntimeError(f"Got the following error when running the callback: RuntimeError: {GLOO}"),
+        RuntimeError("Gloo connectFullMesh failed with ..."),
+        RuntimeError("NCCL communicator was aborted on rank 1."),
+        dist.DistBackendError("NCCL error in: ..."),
+        dist.DistNetworkError("Failed to recv, got 0 bytes."),
+        caught(from_collective(ValueError("wrapped"))),
+        caught(from_collective(ValueError("wrapped"), hidden=True)),
+    ],
+)
+def test_a_collective_anywhere_in_the_chain_is_suspect(error: BaseException) -> None:
+    assert is_suspect(error)
+    assert follows_from_cut(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(GLOO),
+        RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed."),
+        RuntimeError("CUDA out of memory"),
+        RuntimeError("the file gloo/notes.txt is missing"),
+        ConnectionResetError("Connection closed by peer"),
+        caught(from_collective(SystemExit(3))),
+        caught(from_collective(KeyboardInterrupt())),
+    ],
+)
+def test_anything_else_is_the_scripts_own(error: BaseException) -> None:
+    assert not is_suspect(error)
+    assert not follows_from_cut(error)
+
+
+def test_a_group_that_was_aborted_follows_from_the_cut_alone() -> None:
+    error = ValueError("Default process group has not been initialized, please call init ...")
+    assert follows_from_cut(error)
+    assert not is_suspect(error)
+
+
+class Handler:
+    def __call__(self, number: int, frame: object) -> None:
+        raise RuntimeError(GLOO)
+
+    def method(self, number: int, frame: object) -> None:
+        self(number, frame)
+
+
+def function(number: int, frame: object) -> None:
+    raise RuntimeError(GLOO)
+
+
+@pytest.mark.parametrize(
+    "handler", [function, Handler(), Handler().method, functools.partial(function)]
+)
+def test_what_a_signal_handler_raises_is_never_suspect(handler: signal._HANDLER) -> None:
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        error = caught(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        assert not is_suspect(error)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -1,0 +1,185 @@
+"""What is in a state: its entries by kind, and their tensors by name."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .errors import CannotBroadcastError, UnsupportedError, WorkerError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+class Contents:
+    """The entries of a state, divided into modules, optimizers, other objects and plain values."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        """Take the entries; `WorkerError` for those that a round would break."""
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.objects: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        for name, entry in entries.items():
+            if isinstance(entry, DistributedDataParallel):
+                raise WorkerError(
+                    f"state.{name} is wrapped in DistributedDataParallel: give State the module "
+                    "itself, and wrap it inside of the function under @elastic, anew in each round"
+                )
+            if isinstance(entry, torch.nn.Module):
+                self.modules[name] = entry
+            elif isinstance(entry, torch.optim.Optimizer):
+                self.optimizers[name] = entry
+            elif hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict"):
+                self.objects[name] = entry
+            else:
+                self.values[name] = entry
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """Name the parameters that an optimizer steps, each once."""
+        stepped = self._stepped()
+        return [(name, one) for name, one in self._all_parameters() if id(one) in stepped]
+
+    def outside(self) -> list[tuple[str, Tensor]]:
+        """Name the tensors that no optimizer steps, and that are the same on all ranks.
+
+        They are the parameters of a module that is not trained by an optimizer of the state (an
+        average of the weights), its buffers, and frozen parameters.
+        """
+        stepped = self._stepped()
+        found = [(name, one) for name, one in self._all_parameters() if id(one) not in stepped]
+        for name, module in self.modules.items():
+            if not any(id(one) in stepped for one in module.parameters()):
+                found += [(f"{name}.{path}", one) for path, one in module.named_buffers()]
+        return found
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """Name the buffers of trained modules: each rank has its own (batch norm's averages)."""
+        stepped = self._stepped()
+        return [
+            (f"{name}.{path}", one)
+            for name, module in self.modules.items()
+            if any(id(parameter) in stepped for parameter in module.parameters())
+            for path, one in module.named_buffers()
+        ]
+
+    def optimizer_state(self) -> list[tuple[tuple[str, int, str], Any]]:
+        """List what optimizers hold for their parameters, by optimizer, parameter's place, name."""
+        return [
+            ((name, place, str(key)), value)
+            for name, optimizer in self.optimizers.items()
+            for place, parameter in enumerate(parameters_of(optimizer))
+            for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        ]
+
+    def replicated(self) -> list[tuple[str, Tensor]]:
+        """Name every tensor in which ranks that are at the same step are equal."""
+        import torch
+
+        held = [
+            ("/".join(map(str, key)), value)
+            for key, value in self.optimizer_state()
+            if isinstance(value, torch.Tensor)
+        ]
+        return [*self.parameters(), *self.outside(), *held]
+
+    def manifest(self) -> list[list[str]]:
+        """Describe what has to be alike on all ranks before a tensor is sent."""
+        kinds = (
+            ("module", self.modules),
+            ("optimizer", self.optimizers),
+            ("object", self.objects),
+            ("value", self.values),
+        )
+        found = [[f"state.{name}", kind] for kind, entries in kinds for name in sorted(entries)]
+        for name, tensor in (*self.parameters(), *self.outside(), *self.buffers()):
+            found.append([name, f"{list(tensor.shape)} {tensor.dtype}".replace("torch.", "")])
+        for name, optimizer in self.optimizers.items():
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            found.append([f"{name}.param_groups", f"with {sizes} parameters"])
+        return found
+
+    def refuse_shards(self) -> None:
+        """Raise `UnsupportedError` if parameters are sharded, or replicated over a mesh."""
+        for name, parameter in self._all_parameters():
+            if type(parameter.data).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
+                raise UnsupportedError(
+                    f"{name} is distributed over a device mesh, which ends with its round (FSDP2, "
+                    "tensor or pipeline parallelism). Such a model cannot be kept: leave out State "
+                    "and @elastic, and resume from a checkpoint"
+                )
+
+    def _all_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        seen: set[int] = set()
+        for name, module in self.modules.items():
+            for path, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{name}.{path}", parameter
+
+    def _stepped(self) -> set[int]:
+        return {
+            id(parameter)
+            for optimizer in self.optimizers.values()
+            for parameter in parameters_of(optimizer)
+        }
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """List an optimizer's parameters, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of an optimizer's groups (its learning rates), without parameters."""
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def copied(name: str, what: Any, copy: Callable[[Any], Any]) -> Any:
+    """Copy an entry; `CannotBroadcastError` names it if that is not possible."""
+    try:
+        return copy(what)
+    except Exception as error:
+        raise cannot_broadcast(name, error) from error
+
+
+def packed(parts: Mapping[str, Any]) -> bytes:
+    """Pickle named parts; `CannotBroadcastError` names the one that cannot be."""
+    import torch
+
+    pickled = {}
+    for name, part in parts.items():
+        out = io.BytesIO()
+        try:
+            torch.save(part, out)
+        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+            raise cannot_broadcast(name, error) from error
+        pickled[name] = out.getvalue()
+    return pickle.dumps(pickled)
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Read what `packed` has made, in another rank of the same job."""
+    import torch
+
+    return {
+        name: torch.load(io.BytesIO(part), map_location="cpu", weights_only=False)
+        for name, part in pickle.loads(data).items()
+    }
+
+
+def cannot_broadcast(name: str, error: Exception) -> CannotBroadcastError:
+    """Return the error that names an entry, the reason and the remedy."""
+    return CannotBroadcastError(
+        f"state.{name} cannot be sent to another rank ({type(error).__name__}: {error}). Keep it "
+        "out of the state, or give it state_dict and load_state_dict"
+    )

@@ -1,0 +1,128 @@
+"""How the collectives of a round are broken off, for each back-end of torch."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Protocol
+
+from .errors import RoundOver
+from .gloo_addresses import Published
+from .tcp import Address, drop_in_child, knock, let_go, stop_reading
+
+
+class Backend(Protocol):
+    """A back-end whose collectives can be broken off from another thread."""
+
+    def cut(self) -> None:
+        """Make every collective that is under way fail; may be called again and again."""
+
+    def release(self) -> None:
+        """Give back what `cut` held on to: nothing is under way any more."""
+
+
+class Cut:
+    """Whether a round's collectives are broken off, and how: a state, not an event.
+
+    From the first `cut` on, until the worker has parked, no new group is made, and `cut` is called
+    again and again for connections that come late.
+    """
+
+    def __init__(self, backends: list[Backend]) -> None:
+        self._backends = backends
+        self._lock = threading.Lock()
+        self._is_cut = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether `cut` was called."""
+        return self._is_cut
+
+    def add(self, backend: Backend) -> None:
+        """Have one more back-end cut, at once if the others are."""
+        with self._lock:
+            self._backends.append(backend)
+            if self._is_cut:
+                backend.cut()
+
+    def cut(self) -> None:
+        """Break off what is under way, from any thread."""
+        with self._lock:
+            self._is_cut = True
+            for backend in self._backends:
+                backend.cut()
+
+    def release(self) -> None:
+        """End the cut: the round's groups are destroyed."""
+        with self._lock:
+            for backend in self._backends:
+                backend.release()
+            self._backends = []
+
+    def refuse(self) -> None:
+        """Raise `RoundOver` if the round is cut."""
+        if self._is_cut:
+            raise RoundOver
+
+
+class GlooCut:
+    """gloo has no abort that unblocks anybody, so its connections are shut down.
+
+    They are known by the addresses that the round's groups have published in its store. The store's
+    own connection is one of them, since a rank may wait in the store for others.
+
+    gloo forgets an operation whose write fails because the peer has closed, and waits for it until
+    its timeout; where its read comes to an end, it fails all operations. So connections are shut
+    down for reading only, and held open until this rank has left its collectives: a peer that is
+    cut a little later has not seen them close by then.
+    """
+
+    def __init__(self, published: Published, store: set[Address]) -> None:
+        self._published = published
+        self._store = store
+        self._held: dict[int, socket.socket] = {}
+        self._knocked = 0
+
+    @property
+    def addresses(self) -> set[Address]:
+        """All addresses of the round: those of its ranks, and its store's."""
+        return self._store | set(self._published.addresses)
+
+    def cut(self) -> None:
+        """Shut down the round's connections that are open now."""
+        stop_reading(self.addresses, self._held)
+        # A rank may also wait for a peer's connection, where there is nothing to shut down yet. It
+        # gets one that breaks off at once. Ids that nobody waits for have no effect.
+        own = list(self._published.own)
+        for address, ids in own[self._knocked :]:
+            for peer in ids:
+                knock(address, peer)
+        self._knocked = len(own)
+
+    def release(self) -> None:
+        """End the connections, so that peers see it."""
+        let_go(self._held)
+
+    def drop_in_child(self) -> None:
+        """Let go of the round's connections in a forked child."""
+        drop_in_child(self.addresses)
+
+
+class NcclCut:
+    """NCCL is aborted by torch, which brackets all groups; one abort after another deadlocks."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def cut(self) -> None:
+        """Abort all groups, once."""
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
+
+        if self._done or not dist.is_initialized():
+            return
+        self._done = True
+        c10d._abort_process_group()
+
+    def release(self) -> None:
+        """There is nothing to give back."""

@@ -1,0 +1,44 @@
+"""The library's exceptions: what each means, and what to do about it."""
+
+from __future__ import annotations
+
+
+class RoundOver(BaseException):
+    """The round has ended: the function leaves its loop, and is called again in the next round.
+
+    It is no `Exception`, so that a loop's `except Exception` cannot swallow it. A script may catch
+    it to put something in order, and must raise it again.
+    """
+
+    def __init__(self, reason: str = "the round is over", *, leaving: bool = False) -> None:
+        super().__init__(reason)
+        self.leaving = leaving
+        """Whether this worker's node was told to leave: no next round is to be expected here."""
+
+
+class WorkerError(RuntimeError):
+    """The script uses the library in a way that cannot work; the message has the remedy."""
+
+
+class NoRoundError(WorkerError):
+    """A call that belongs to a round was made while no round is under way."""
+
+
+class MismatchError(WorkerError):
+    """Ranks differ in names, shapes or types of their state."""
+
+
+class CannotBroadcastError(WorkerError):
+    """An entry of the state cannot be copied, or sent to another rank."""
+
+
+class StaleGroupError(WorkerError):
+    """A process group, or a wrapper on one, was made outside of the round that would use it."""
+
+
+class UnsupportedError(WorkerError):
+    """This torch, or this form of parallelism, cannot be used."""
+
+
+class NoSourceError(WorkerError):
+    """No rank of the round holds the step from which it was to go on."""

@@ -1,0 +1,59 @@
+"""What gloo's ranks publish in the store of a round: where each of them is reached."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from dataclasses import dataclass, field
+
+from .tcp import Address, plain
+
+_STORAGE_BYTES = 128
+"""Size of `struct sockaddr_storage`, which an address begins with."""
+
+
+@dataclass
+class Published:
+    """The addresses of all groups of a round, as they were seen on their way through the store."""
+
+    addresses: set[Address] = field(default_factory=set)
+    own: list[tuple[Address, list[bytes]]] = field(default_factory=list)
+    """Where this rank listens, and the ids with which its peers introduce themselves."""
+
+    def note(self, value: bytes, *, own: bool) -> None:
+        """Take note of a value of the store, if it is one of gloo's."""
+        found = parse(value)
+        if found is None:
+            return
+        address, ids = found
+        if own:
+            self.own.append((address, ids))
+        self.addresses.add(address)
+
+
+def parse(value: bytes) -> tuple[Address, list[bytes]] | None:
+    """Read what a rank has published: its address, and an id of 8 bytes for each peer.
+
+    Its form: the host's name, a `sockaddr_storage` with a number behind it, both with their
+    lengths before them in 8 bytes, and the ids. None for every other value.
+    """
+    try:
+        (name_bytes,) = struct.unpack_from("<Q", value)
+        (address_bytes,) = struct.unpack_from("<Q", value, 8 + name_bytes)
+        if address_bytes != _STORAGE_BYTES + 8:
+            return None
+        start = 16 + name_bytes
+        (family,) = struct.unpack_from("<H", value, start)
+        (port,) = struct.unpack_from(">H", value, start + 2)
+    except (struct.error, OverflowError):
+        return None
+    rest = value[start + address_bytes :]
+    if port == 0 or len(rest) % 8:
+        return None
+    if family == socket.AF_INET:
+        host = socket.inet_ntop(family, value[start + 4 : start + 8])
+    elif family == socket.AF_INET6:
+        host = socket.inet_ntop(family, value[start + 8 : start + 24])
+    else:
+        return None
+    return plain((host, port)), [rest[i : i + 8] for i in range(0, len(rest), 8)]

@@ -1,0 +1,223 @@
+"""The process groups of one round: made on the round's store, broken off, destroyed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from .cutting import Cut, GlooCut, NcclCut
+from .errors import StaleGroupError, UnsupportedError
+from .gloo_addresses import Published
+from .recording_store import recording_store
+from .tcp import resolve
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from .link import Link
+    from .rounds import Round
+
+
+@dataclass(frozen=True)
+class Options:
+    """How process groups are made: torch's back-end and timeout, or its and our defaults."""
+
+    backend: str | None = None
+    timeout: timedelta | None = None
+
+
+class RoundGroups:
+    """The default group of a round and all that the script makes beside it."""
+
+    def __init__(self, round_: Round, options: Options, link: Link | None) -> None:
+        self.round = round_
+        self.cut = Cut([])
+        self.store: Store | None = None
+        """A store of this round alone; None before `open`."""
+        self._options = options
+        self._link = link
+        self._published = Published()
+        self._gloo: GlooCut | None = None
+        self._base_store: Any = None
+        self._excepthook = sys.excepthook
+
+    def open(self) -> None:
+        """Make the default group; blocks until all ranks of the round do.
+
+        `RoundOver` or a collective's exception if the round ends meanwhile.
+        """
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore
+
+        _check_torch()
+        if self._link is not None:
+            _keep_nccl_quiet()
+            self._link.begin(self.round.number, self.cut)
+        timeout = self._options.timeout or dist.distributed_c10d.default_pg_timeout
+        self._base_store = self._made_store(timeout)
+        # Names of groups begin at 0 in every round, so two rounds must not share their keys.
+        self.store = PrefixStore(f"rdzv/{self.round.number}", self._base_store)
+        dist.init_process_group(
+            self._options.backend or _default_backend(),
+            store=self.store,
+            rank=self.round.rank,
+            world_size=self.round.world_size,
+            timeout=self._options.timeout,
+        )
+        if "nccl" in dist.get_backend_config():
+            self.cut.add(NcclCut())
+        self.cut.refuse()
+
+    def before_step(self) -> None:
+        """Return once the collectives of a step have come to their end; `RoundOver` if cut.
+
+        On a GPU they have only been started as the backward pass returns.
+        """
+        import torch
+
+        if self._link is None:
+            return
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
+        self.cut.refuse()
+
+    @property
+    def connections(self) -> list[list[Any]]:
+        """Host and port of every rank of the round's gloo groups."""
+        return [[host, port] for host, port in sorted(self._published.addresses)]
+
+    def close(self) -> None:
+        """Destroy all groups. Returns with no connection of the round left open to a peer."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            # NCCL's abort in the other thread may have been first.
+            with contextlib.suppress(ValueError, AssertionError):
+                dist.destroy_process_group()
+        # An init that was broken off has counted its group. Names are numbers, alike on all ranks.
+        dist.distributed_c10d._world.group_count = 0
+        if self._link is not None:
+            self._link.end()
+        self.cut.release()
+        self.store = self._base_store = None
+        # Each init wraps the hook once more.
+        sys.excepthook = self._excepthook
+
+    def watch(self) -> list[weakref.ref[Any]]:
+        """Return weak references to all groups there are now."""
+        import torch.distributed.distributed_c10d as c10d
+
+        return [weakref.ref(group) for group in c10d._world.pg_map]
+
+    def drop_in_child(self) -> None:
+        """Let go of the round's connections in a forked child."""
+        if self._gloo is not None:
+            self._gloo.drop_in_child()
+
+    def _made_store(self, timeout: timedelta) -> Store:
+        from torch._C._distributed_c10d import HashStore, TCPStore
+
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if host is None or port is None:
+            if self.round.world_size != 1:
+                raise UnsupportedError(
+                    f"WORLD_SIZE is {self.round.world_size}, and MASTER_ADDR or MASTER_PORT is not "
+                    "set: start the script by rdzvrun or torchrun, or without WORLD_SIZE"
+                )
+            return HashStore()
+        if self._link is not None:
+            self._gloo = GlooCut(self._published, resolve(host, int(port)))
+            self.cut.add(self._gloo)
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = TCPStore(
+            host,
+            int(port),
+            self.round.world_size,
+            is_master=not served and self.round.rank == 0,
+            timeout=timeout,
+            **({} if served else {"multi_tenant": True}),
+        )
+        if self._link is None:
+            return store
+        return recording_store(store, self._published, self.cut.refuse)
+
+
+def refuse_groups_from_outside() -> None:
+    """Raise `StaleGroupError` if the script has made a process group by itself."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        raise StaleGroupError(
+            "a process group was made before the function under @elastic was called. The library "
+            "makes it for each round: remove init_process_group from the script"
+        )
+
+
+def refuse_old_groups(groups: list[weakref.ref[Any]], number: int) -> None:
+    """Raise `StaleGroupError` if a group of a round that is over is still referred to.
+
+    It would be used again over the old connections, as long as both ends live.
+    """
+    if not any(group() is not None for group in groups):
+        return
+    gc.collect()  # It costs some tenths of a second, and most often nothing is left to collect.
+    holders = {
+        holder for group in groups if (alive := group()) is not None for holder in _holders(alive)
+    }
+    if not any(group() is not None for group in groups):
+        return
+    raise StaleGroupError(
+        f"a process group of round {number}, which is over, is still in use"
+        + (f" by {', '.join(sorted(holders))}" if holders else "")
+        + ": make groups and wrappers (DistributedDataParallel) inside of the function under "
+        "@elastic, and keep them in its local variables only"
+    )
+
+
+def _holders(group: object) -> set[str]:
+    """Name the types of what refers to a group, for people; dictionaries by their owners."""
+    names = set()
+    for holder in gc.get_referrers(group):
+        if isinstance(holder, dict):
+            owners = [
+                one for one in gc.get_referrers(holder) if getattr(one, "__dict__", None) is holder
+            ]
+            names |= {getattr(one, "__name__", type(one).__name__) for one in owners}
+        elif not isinstance(holder, (list, tuple, set)) and type(holder).__name__ != "frame":
+            names.add(type(holder).__name__)
+    return names
+
+
+def _check_torch() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise UnsupportedError(
+            "this build of torch has no gloo, which the library needs beside any other back-end: "
+            "install a build with USE_GLOO=1"
+        )
+
+
+def _default_backend() -> str:
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def _keep_nccl_quiet() -> None:
+    """Have NCCL's watchdog and monitor not end a process that is to be kept.
+
+    "1", which every launcher sets, ends the process at the first error of a collective.
+    """
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")

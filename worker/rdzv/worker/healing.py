@@ -1,0 +1,383 @@
+"""How the ranks of a round come to one state: the furthest of those that took part before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import rng
+from .contents import packed, parameters_of, settings_of, unpacked
+from .digest import digest
+from .errors import MismatchError, NoSourceError
+from .sealing import load_object, put_settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store
+
+    from .rounds import Round
+    from .sealing import Sealing
+
+
+_BUCKET_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank brings into a round."""
+
+    kept: bool
+    step: int | None
+    torn: bool
+    digest: str
+    manifest: str
+
+    @property
+    def sealed(self) -> int:
+        """The number of steps sealed, 0 if there are none."""
+        return self.step or 0
+
+
+@dataclass(frozen=True)
+class Healed:
+    """Where the state of this round has come from, and whether this rank received it."""
+
+    source: int
+    step: int | None
+    received: bool
+
+
+def elect(offers: list[Offer]) -> int:
+    """Return the rank whose state the round goes on from.
+
+    It is the lowest of those with the furthest sealed step. Ranks that took part in the round
+    before go before new ones; one that is torn is never chosen. `NoSourceError` if all are torn.
+
+    >>> def offer(kept: bool, step: int, torn: bool = False) -> Offer:
+    ...     return Offer(kept, step, torn, "", "")
+    >>> elect([offer(False, 0), offer(True, 6), offer(True, 7, torn=True), offer(True, 6)])
+    1
+    """
+    anyone_kept = any(offer.kept for offer in offers)
+    whole = [
+        rank
+        for rank, offer in enumerate(offers)
+        if not offer.torn and (offer.kept or not anyone_kept)
+    ]
+    if not whole:
+        raise NoSourceError(
+            "every rank that was kept is torn: an optimizer had begun to change its parameters. "
+            "The job has to go on from its checkpoint, in new processes"
+        )
+    return min(whole, key=lambda rank: (-offers[rank].sealed, rank))
+
+
+def receivers(offers: list[Offer], source: int) -> list[int]:
+    """Return the ranks that need the source's state: all that are not equal to it."""
+    one = offers[source]
+    return [
+        rank
+        for rank, offer in enumerate(offers)
+        if rank != source
+        and (
+            offer.torn
+            or (offer.kept, offer.sealed, offer.digest) != (one.kept, one.sealed, one.digest)
+        )
+    ]
+
+
+def heal(
+    sealing: Sealing,
+    round_: Round,
+    store: Store,
+    expected_step: int | None,
+) -> Healed:
+    """Bring this rank to the state of the round's source; all ranks call it together.
+
+    Ranks that are equal to the source receive nothing. A rank that cannot be a source any more once
+    it has begun to receive is torn until the last tensor has come, and its digest is the source's.
+    Blocks as long as ranks are missing. `MismatchError` if entries, sizes or types differ, on all
+    ranks, before anything is sent.
+    """
+    sealing.contents.refuse_shards()
+    offers, manifest = _exchange(sealing, round_, store)
+    source = elect(offers)
+    _compare_manifests(offers, source, manifest, round_, store)
+    step = offers[source].step
+    if expected_step is not None and (step or 0) < expected_step:
+        raise NoSourceError(
+            f"the round was to go on from step {expected_step}, and the furthest that a rank of it "
+            f"holds is {step or 0}"
+        )
+    to = receivers(offers, source)
+    _settle(sealing, offers, source, round_)
+    if to:
+        _transfer(sealing, offers, source, to, round_, store)
+    sealing.step = step
+    return Healed(source, step, round_.rank in to)
+
+
+def _exchange(sealing: Sealing, round_: Round, store: Store) -> tuple[list[Offer], list[list[str]]]:
+    """Publish this rank's offer, and wait for all."""
+    manifest = sealing.contents.manifest()
+    text = json.dumps(manifest)
+    mine = Offer(
+        # One that never came so far as to train has nothing to offer, like a new process.
+        kept=sealing.has_begun,
+        step=sealing.step,
+        torn=sealing.torn,
+        digest="" if sealing.torn else digest(sealing.contents.replicated()),
+        manifest=_hashed(text),
+    )
+    store.set(f"offer/{round_.rank}", json.dumps(asdict(mine)))
+    if round_.rank == 0:
+        store.set("manifest", text)
+    found = store.multi_get([f"offer/{rank}" for rank in range(round_.world_size)])
+    return [Offer(**json.loads(one)) for one in found], manifest
+
+
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _compare_manifests(
+    offers: list[Offer],
+    source: int,
+    manifest: list[list[str]],
+    round_: Round,
+    store: Store,
+) -> None:
+    """Raise on every rank if one describes its state otherwise than rank 0 does."""
+    others = [rank for rank, offer in enumerate(offers) if offer.manifest != offers[0].manifest]
+    if not others:
+        return
+    if round_.rank not in others:
+        raise MismatchError(
+            f"the state of rank {others[0]} differs from that of rank 0 in names, sizes or types; "
+            f"its own error says where"
+        )
+    first = dict(json.loads(store.get("manifest")))
+    here = dict(manifest)
+    for name in (*first, *here):
+        if first.get(name) != here.get(name):
+            raise MismatchError(
+                f"{name} is {here.get(name, 'missing')} on rank {round_.rank}, and "
+                f"{first.get(name, 'missing')} on rank 0: build the same state on every rank"
+            )
+    raise MismatchError(
+        f"the state of rank {round_.rank} has the entries of rank 0 in another order: build it the "
+        "same way on every rank"
+    )
+
+
+def _settle(sealing: Sealing, offers: list[Offer], source: int, round_: Round) -> None:
+    """Put what is this rank's own to where the source's step ends."""
+    mine, step = offers[round_.rank], offers[source].sealed
+    if not mine.kept:
+        return
+    if mine.sealed < step - 1:
+        raise NoSourceError(
+            f"rank {round_.rank} has sealed {mine.sealed} steps, and rank {source} {step}: ranks "
+            "that are more than one step apart did not train in lock-step, so nothing says that "
+            "their states belong together. Call state.commit() on every rank after each step"
+        )
+    if mine.sealed != step:
+        # The source was a step ahead. This rank has done the passes of that step as well, else no
+        # collective of it had come to its end: so its buffers and random numbers are right already.
+        sealing.is_redo = False
+    elif mine.torn:
+        sealing.roll_back_local()
+    else:
+        sealing.roll_back()
+
+
+def _transfer(
+    sealing: Sealing,
+    offers: list[Offer],
+    source: int,
+    to: list[int],
+    round_: Round,
+    store: Store,
+) -> None:
+    """Send the source's state to those that need it, over a group of their own."""
+    import torch
+    import torch.distributed as dist
+
+    # Every rank calls this, also those that are not in it.
+    group: Any = dist.new_group(sorted([source, *to]))
+    if round_.rank == source:
+        head = _head(sealing)
+        store.set("head_bytes", str(len(head)))
+        _broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
+        _broadcast([tensor.detach() for _, tensor in _sent(sealing)], source, group)
+    elif round_.rank in to:
+        size = int(store.get("head_bytes"))
+        head_tensor = torch.empty(size, dtype=torch.uint8)
+        _broadcast([head_tensor], source, group)
+        _receive(sealing, unpacked(head_tensor.numpy().tobytes()), offers, source, round_, group)
+    if round_.rank in (source, *to):
+        dist.destroy_process_group(group)
+
+
+def _sent(sealing: Sealing) -> list[tuple[str, Tensor]]:
+    return [*sealing.contents.replicated(), *sealing.contents.buffers()]
+
+
+def _head(sealing: Sealing) -> bytes:
+    """Return everything that is no tensor of a fixed place, and what the others have to make."""
+    import torch
+
+    contents = sealing.contents
+    held: list[tuple[Any, Any]] = []
+    for key, value in contents.optimizer_state():
+        if isinstance(value, torch.Tensor):
+            shape = _Shape(tuple(value.shape), value.dtype, value.device.type != "cpu")
+            held.append((key, shape))
+        else:
+            held.append((key, value))
+    return packed(
+        {
+            "optimizer state": held,
+            "settings": {name: settings_of(one) for name, one in contents.optimizers.items()},
+            "seed": torch.initial_seed(),
+            **{f"object.{name}": one.state_dict() for name, one in contents.objects.items()},
+            **{f"value.{name}": value for name, value in contents.values.items()},
+        }
+    )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor that an optimizer holds, to be made by ranks that have none yet."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    on_device: bool
+
+
+def _receive(
+    sealing: Sealing,
+    head: dict[str, Any],
+    offers: list[Offer],
+    source: int,
+    round_: Round,
+    group: Any,
+) -> None:
+    import torch
+
+    contents, mine, step = sealing.contents, offers[round_.rank], offers[source].sealed
+    # A rank that is whole, though behind, stays so until everything has come: it may be the only
+    # one that is left if the source dies now.
+    staged = mine.kept and not mine.torn
+    held = _made_optimizer_state(sealing, head["optimizer state"], fresh=staged)
+    places = [tensor.detach() for _, tensor in (*contents.parameters(), *contents.outside())]
+    # A rank that did the passes of the source's last step has buffers of its own.
+    buffers = [tensor.detach() for _, tensor in contents.buffers()]
+    buffers_count = 0 if mine.kept else len(buffers)
+    if not staged:
+        sealing.torn = True
+    into = [torch.empty_like(one) for one in places] if staged else places
+    scratch = buffers if buffers_count else [torch.empty_like(one) for one in buffers]
+    tensors = [value for _, value in held if isinstance(value, torch.Tensor)]
+    _broadcast([*into, *tensors, *scratch], source, group)
+    sealing.torn = True
+    if staged:
+        with torch.no_grad():
+            for place, came in zip(places, into):
+                place.copy_(came)
+    _put_optimizer_state(sealing, held)
+    for name, optimizer in contents.optimizers.items():
+        put_settings(optimizer, head["settings"][name])
+    for name, entry in contents.objects.items():
+        load_object(name, entry, head[f"object.{name}"])
+    for name in contents.values:
+        contents.values[name] = head[f"value.{name}"]
+    if not mine.kept and offers[source].kept:
+        rng.derive(head["seed"], round_.rank, step)
+    if digest(contents.replicated()) != offers[source].digest:
+        raise NoSourceError(
+            f"rank {round_.rank} has received other bits than rank {source} has announced"
+        )
+    sealing.torn = False
+
+
+def _made_optimizer_state(
+    sealing: Sealing, described: list[tuple[Any, Any]], *, fresh: bool
+) -> list[tuple[Any, Any]]:
+    """Return the source's optimizer state, with tensors to receive into.
+
+    They are those that are held here already where they fit, unless they have to be `fresh`.
+    """
+    import torch
+
+    here = dict(sealing.contents.optimizer_state())
+    parameters = {
+        name: parameters_of(optimizer) for name, optimizer in sealing.contents.optimizers.items()
+    }
+    made = []
+    for key, value in described:
+        if isinstance(value, _Shape):
+            tensor = here.get(key)
+            if fresh or not _fits(tensor, value):
+                device = parameters[key[0]][key[1]].device if value.on_device else "cpu"
+                tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+            made.append((key, tensor))
+        else:
+            made.append((key, value))
+    return made
+
+
+def _fits(tensor: Any, shape: _Shape) -> bool:
+    import torch
+
+    return (
+        isinstance(tensor, torch.Tensor)
+        and (tuple(tensor.shape), tensor.dtype) == (shape.shape, shape.dtype)
+        and (tensor.device.type != "cpu") == shape.on_device
+        and tensor.is_contiguous()
+    )
+
+
+def _put_optimizer_state(sealing: Sealing, held: list[tuple[Any, Any]]) -> None:
+    for optimizer in sealing.contents.optimizers.values():
+        optimizer.state.clear()
+    for (name, place, key), value in held:
+        optimizer = sealing.contents.optimizers[name]
+        parameter = parameters_of(optimizer)[place]
+        optimizer.state.setdefault(parameter, {})[key] = value
+
+
+def _broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
+    """Send tensors from one rank of the group to the others, in place; small ones together."""
+    import torch
+    import torch.distributed as dist
+
+    known = [device.type for device in group._device_types]
+    sends = dist.get_rank() == source
+    for bucket in _buckets(tensors):
+        flat = torch.cat([one.reshape(-1) for one in bucket])
+        wire = flat if flat.device.type in known else flat.to(known[0])
+        dist.broadcast(wire, source, group=group)
+        if not sends:
+            with torch.no_grad():
+                for one, came in zip(bucket, torch.split(wire, [one.numel() for one in bucket])):
+                    one.copy_(came.view(one.shape))
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Divide tensors into lists of one type and device that are sent at once, in the same order."""
+    bucket: list[Tensor] = []
+    octets = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        alike = not bucket or (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not alike or octets + size > _BUCKET_BYTES):
+            yield bucket
+            bucket, octets = [], 0
+        bucket.append(tensor)
+        octets += size
+    if bucket:
+        yield bucket

@@ -1,0 +1,245 @@
+"""The socket between a worker and its runner: what is said on it, and the thread that listens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import stat
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .cutting import Cut
+from .frames import BrokenLinkError, Received, encode
+
+LINK_VARIABLE = "RDZV_WORKER_LINK"
+PROTOCOL = 1
+VERSION = "0.1.0"
+
+_CUT_AGAIN_MS = 20
+"""How often late connections of a round that is cut are looked for."""
+_SEND_TIMEOUT_S = 10.0
+"""A runner that reads nothing for so long is gone."""
+
+
+@dataclass(frozen=True)
+class Go:
+    """The runner's word that this worker takes part in the next round."""
+
+    round: int
+    env: Mapping[str, str]
+    source: int | None = None
+    step: int | None = None
+    fds: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Release:
+    """The runner's word that this worker's failure counts: it raises its exception, and ends."""
+
+    reason: str
+
+
+class Link:
+    """A worker's end. All methods are safe in any thread; those that wait release the GIL."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over a connected socket; `listen` starts the thread."""
+        sock.setblocking(True)
+        sock.settimeout(None)
+        self._socket = sock
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._cut: Cut | None = None
+        self._round = -1
+        self._over_through = -1
+        """The last round that the runner has declared over."""
+        self._word: Go | Release | None = None
+        self._closed = False
+
+    def listen(self) -> None:
+        """Say hello and start the thread that hears the runner; it ends with the process."""
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+        self._send({"type": "hello", "protocol": PROTOCOL, "version": VERSION})
+        threading.Thread(target=self._listen, name="rdzv link", daemon=True).start()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the runner is gone, so that this worker cannot be kept any more."""
+        return self._closed
+
+    def begin(self, number: int, cut: Cut) -> None:
+        """Have a round cut as soon as it is over, at once if it already is."""
+        with self._changed:
+            self._round = number
+            self._cut = cut
+            over = self._over_through >= number
+        if over:
+            cut.cut()
+
+    def is_over(self) -> bool:
+        """Whether the round that began last has ended."""
+        return self._over_through >= self._round
+
+    def wait_until_over(self, timeout_s: float) -> bool:
+        """Wait a while for the word that the round is over, and return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(self.is_over, timeout_s)
+
+    def end(self) -> None:
+        """Stop cutting: nothing of the round is left."""
+        with self._changed:
+            self._cut = None
+
+    def suspect(self, number: int, message: str, traceback: str) -> None:
+        """Report an exception that a peer may have caused."""
+        self._send(
+            {
+                "type": "suspect",
+                "round": number,
+                "message": message[:4000],
+                # The end of a traceback says what happened.
+                "traceback": traceback[-12_000:],
+            }
+        )
+
+    def parked(
+        self, number: int, step: int | None, torn: bool, connections: list[list[Any]]
+    ) -> None:
+        """Say that nothing of this worker takes part in the round any more."""
+        self._send(
+            {
+                "type": "parked",
+                "round": number,
+                "step": step,
+                "torn": torn,
+                "connections": connections[:500],
+            }
+        )
+
+    def resumed(self, **what: Any) -> None:
+        """Say that the script's function is about to be called."""
+        self._send({"type": "resumed", **what})
+
+    def wait_for_word(self) -> Go | Release | None:
+        """Wait, parked, for what comes next; None if the runner is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._word is not None or self._closed)
+            word, self._word = self._word, None
+            return word
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        """Send a message; a runner that is gone, or reads nothing, closes the link."""
+        frame = encode(message)
+        with self._sending:
+            if self._closed:
+                return
+            view = memoryview(frame)
+            try:
+                while view:
+                    _, ready, _ = select.select([], [self._socket], [], _SEND_TIMEOUT_S)
+                    if not ready:
+                        raise TimeoutError("the runner reads nothing")
+                    view = view[self._socket.send(view, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                self._close()
+            except OSError:
+                self._close()
+
+    def _listen(self) -> None:
+        received = Received()
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        try:
+            while True:
+                if poll.poll(self._poll_ms()):
+                    received.read(self._socket)
+                    while (found := received.next_message()) is not None:
+                        self._take(*found)
+                elif (cut := self._cut) is not None and cut.is_cut:
+                    cut.cut()
+        except (BrokenLinkError, OSError, ValueError):
+            received.close()
+            self._close()
+
+    def _poll_ms(self) -> int | None:
+        cut = self._cut
+        return _CUT_AGAIN_MS if cut is not None and cut.is_cut else None
+
+    def _take(self, message: Mapping[str, Any], fds: list[int]) -> None:
+        kind = message.get("type")
+        if kind == "go":
+            self._note(
+                Go(
+                    round=int(message["round"]),
+                    env={str(name): str(value) for name, value in message["env"].items()},
+                    source=message.get("source"),
+                    step=message.get("step"),
+                    fds=fds,
+                )
+            )
+            return
+        for fd in fds:
+            os.close(fd)
+        if kind == "release":
+            self._note(Release(str(message.get("reason", ""))))
+        elif kind == "round_over":
+            with self._changed:
+                self._over_through = max(self._over_through, int(message["round"]))
+                cut = self._cut if self.is_over() else None
+                self._changed.notify_all()
+            if cut is not None:
+                cut.cut()
+
+    def _note(self, word: Go | Release) -> None:
+        with self._changed:
+            self._word = word
+            self._changed.notify_all()
+
+    def _close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _leave_to_parent(self) -> None:
+        # Locks may be held by threads that a forked child does not have.
+        self._closed = True
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+_links: list[Link] = []
+
+
+def process_link() -> Link | None:
+    """Return this process's link, if its launcher gave it one; says hello the first time.
+
+    The variable is taken out of the environment, since the number means nothing to children.
+    """
+    value = os.environ.pop(LINK_VARIABLE, "")
+    if value:
+        link = _opened(value)
+        if link is not None:
+            link.listen()
+            _links[:] = [link]
+    return _links[0] if _links and not _links[0].is_closed else None
+
+
+def _opened(value: str) -> Link | None:
+    try:
+        fd = int(value)
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
+        os.set_inheritable(fd, False)
+        sock = socket.socket(fileno=fd)
+    except (ValueError, OSError):
+        return None  # A child of the worker may have the variable, and never has the descriptor.
+    if sock.family != socket.AF_UNIX:
+        sock.detach()
+        return None
+    return Link(sock)

@@ -1,0 +1,47 @@
+"""The random number generators of this process: captured, put back, derived for a new rank."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from typing import Any
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of Python's, torch's, the GPU's and, if it was imported, numpy's."""
+    import torch
+
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = numpy.random.get_state()
+    return states
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Put captured states back."""
+    import torch
+
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+
+def derive(seed: int, rank: int, step: int) -> None:
+    """Seed all generators for a rank that enters the job at a step.
+
+    The same three numbers give the same states in every process, and any other three give others.
+    """
+    import torch
+
+    digest = hashlib.blake2b(f"{seed}/{rank}/{step}".encode(), digest_size=8).digest()
+    derived = int.from_bytes(digest, "big") >> 1
+    random.seed(derived)
+    torch.manual_seed(derived)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(derived & 0xFFFFFFFF)

@@ -1,0 +1,184 @@
+"""Batches of a data set for a group of workers whose size changes in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+from .errors import NoRoundError, WorkerError
+
+
+class ElasticBatchSampler:
+    """Hands out every sample once an epoch, over any history of failures and resizes.
+
+    It goes into `State(sampler=...)` and `DataLoader(..., batch_sampler=state.sampler)`. An epoch
+    is one order of all samples, which depends on `seed` and the epoch alone; each step takes the
+    next `batch_size * world_size` of it, a consecutive `batch_size` for each rank. The place in the
+    order moves by `state.commit()`, so samples that were loaded ahead, or were part of a step that
+    did not come to its end, are handed out again.
+
+    At the end of an epoch fewer samples than that may be left. They are divided among the ranks, as
+    evenly as possible. If there are fewer than ranks, the first samples of the epoch fill up, so
+    that each rank has one: only these are seen twice. With `drop_tail` the last incomplete step is
+    left out instead, so that all batches have the same size.
+
+    Iterating ends with the epoch. Loop over epochs like this, which is right also where a round
+    begins in the middle of one:
+
+        while state.sampler.epoch < epochs:
+            for batch in loader:
+                ...
+                state.commit()
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_tail: bool = False,
+        batches_per_commit: int = 1,
+    ) -> None:
+        """Take a data set or the number of its samples, and the size of a rank's batch.
+
+        `batches_per_commit` is how many batches lie between two commits, if a script accumulates
+        gradients over several. `ValueError` if a number is not positive.
+        """
+        self.size = data if isinstance(data, int) else len(data)
+        for name, value in (
+            ("the number of samples", self.size),
+            ("batch_size", batch_size),
+            ("batches_per_commit", batches_per_commit),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_tail = drop_tail
+        self.batches_per_commit = batches_per_commit
+        self.epoch = 0
+        """Epochs done."""
+        self.position = 0
+        """Samples of the present epoch that are done, of all ranks together."""
+        self.on_first_batch: Callable[[], None] | None = None
+        """Called as the first batch of a round is handed out in the middle of an epoch."""
+        self._rank: int | None = None
+        self._world_size = 1
+        self._round = 0
+        self._ends: deque[int] = deque()
+
+    def begin_round(self, rank: int, world_size: int) -> None:
+        """Divide the samples anew; iterators of the round before are refused from now on.
+
+        `WorkerError` if `drop_tail` would leave nothing of an epoch.
+        """
+        if self.drop_tail and self.size < self.batch_size * world_size:
+            raise WorkerError(
+                f"drop_tail leaves nothing of {self.size} samples in a world of {world_size} with "
+                f"batches of {self.batch_size}: choose a smaller batch, or keep the tail"
+            )
+        self._rank = rank
+        self._world_size = world_size
+        self._round += 1
+        self._ends.clear()
+        self._end_epoch()
+
+    def commit(self) -> None:
+        """Count the batches that were handed out first as done; `State.commit` calls this."""
+        for _ in range(min(self.batches_per_commit, len(self._ends))):
+            self.position = self._ends.popleft()
+        self._end_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data: epochs and samples done, and what the order depends on."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "size": self.size,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place; `WorkerError` if it is one in another data set."""
+        if state["size"] != self.size:
+            raise WorkerError(
+                f"the sampler's state is of {state['size']} samples, and the data set here has "
+                f"{self.size}: give every rank and every start of the job the same data set"
+            )
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self.seed = state["seed"]
+        self._ends.clear()
+
+    def __len__(self) -> int:
+        """Return how many batches this rank still gets in this epoch, in a world of this size."""
+        per_step = self.batch_size * self._world_size
+        left = self.size - self.position
+        return left // per_step if self.drop_tail else -(-left // per_step)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield lists of indices to the end of the epoch."""
+        if self._rank is None:
+            raise NoRoundError(
+                "the sampler was asked for batches before a round began: give it to State(...), "
+                "and make loaders and iterators inside of the function under @elastic"
+            )
+        return self._batches(self._rank, self._round)
+
+    def _batches(self, rank: int, round_: int) -> Iterator[list[int]]:
+        self._refuse_if_stale(round_)
+        if self.on_first_batch is not None and self.position:
+            self.on_first_batch()
+        self.on_first_batch = None
+        order = self._order()
+        position = self.position
+        self._ends.clear()
+        while self._left(position):
+            batch, position = self._step(order, position, rank)
+            self._ends.append(position)
+            yield batch
+            self._refuse_if_stale(round_)
+
+    def _refuse_if_stale(self, round_: int) -> None:
+        if round_ != self._round:
+            raise WorkerError(
+                "an iterator of a former round was asked for a batch: it divides the samples among "
+                "other ranks. Make loaders and iterators inside of the function under @elastic"
+            )
+
+    def _end_epoch(self) -> None:
+        if self._left(self.position) == 0:
+            self.epoch += 1
+            self.position = 0
+            self._ends.clear()
+
+    def _left(self, position: int) -> int:
+        """Return how many samples are left to hand out, from a position on."""
+        left = self.size - position
+        if self.drop_tail and left < self.batch_size * self._world_size:
+            return 0
+        return left
+
+    def _step(self, order: list[int], position: int, rank: int) -> tuple[list[int], int]:
+        """Return this rank's share of the step that begins at a position, and where it ends."""
+        world_size = self._world_size
+        count = min(self.batch_size * world_size, self.size - position)
+        taken = order[position : position + count]
+        if count < world_size:
+            taken = [*taken, *(order[i % self.size] for i in range(world_size - count))]
+        share, more = divmod(len(taken), world_size)
+        begin = rank * share + min(rank, more)
+        return taken[begin : begin + share + (rank < more)], position + count
+
+    def _order(self) -> list[int]:
+        import torch
+
+        if not self.shuffle:
+            return list(range(self.size))
+        generator = torch.Generator().manual_seed((self.seed << 20) + self.epoch)
+        order: list[int] = torch.randperm(self.size, generator=generator).tolist()
+        return order

@@ -1,0 +1,153 @@
+"""Which step a worker's state is at: sealed by a commit, torn by a step that was not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import rng
+from .contents import Contents, copied, parameters_of, settings_of
+from .sampler import ElasticBatchSampler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Sealing:
+    """The state's contents, and a copy of what moves outside of the parameters.
+
+    Parameters and what optimizers hold for them change in an optimizer's step alone, so they need
+    no copy: they are at the sealed step, or torn. Everything else (buffers, averages of the
+    weights, the scaler, the sampler, random number generators, plain values) may change at any
+    time, and is put back to the sealed step before a step is done again.
+    """
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self.contents = Contents(entries)
+        self.step: int | None = None
+        """How many steps were sealed; None before the first."""
+        self.torn = False
+        """Whether an optimizer has touched the parameters since the last seal."""
+        self.is_redo = False
+        self._sealed: _Copy | None = None
+        self._before_step: Callable[[], None] | None = None
+        for optimizer in self.contents.optimizers.values():
+            optimizer.register_step_pre_hook(self._refuse_or_tear)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this rank was brought to the state of a round's source at least once."""
+        return self._sealed is not None
+
+    def begin_round(self, rank: int, world_size: int, before_step: Callable[[], None]) -> None:
+        """Prepare for a round; `before_step` is called before each step, and may refuse it."""
+        self._before_step = before_step
+        for optimizer in self.contents.optimizers.values():
+            # A backward pass that was broken off has left some.
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
+        for entry in self.contents.objects.values():
+            if isinstance(entry, ElasticBatchSampler):
+                entry.begin_round(rank, world_size)
+                entry.on_first_batch = self._restore_rng
+        self._seal()
+
+    def end_round(self) -> None:
+        """Let optimizers step unasked again, outside of rounds."""
+        self._before_step = None
+
+    def commit(self) -> None:
+        """Seal the step that was just done."""
+        for entry in self.contents.objects.values():
+            if isinstance(entry, ElasticBatchSampler):
+                entry.commit()
+        self._seal()
+        self.step = (self.step or 0) + 1
+        self.torn = False
+        self.is_redo = False
+
+    def roll_back(self) -> None:
+        """Put everything outside of the parameters back to the sealed step."""
+        assert self._sealed is not None
+        self._sealed.put_back(self.contents)
+
+    def roll_back_local(self) -> None:
+        """Put back only what each rank has for itself: its buffers and its random numbers."""
+        assert self._sealed is not None
+        self._sealed.put_back_local(self.contents)
+
+    def _seal(self) -> None:
+        self._sealed = _Copy(self.contents)
+
+    def _restore_rng(self) -> None:
+        # A loader draws a number as it begins. In the middle of an epoch the round before did not.
+        if self._sealed is not None:
+            rng.restore(self._sealed.rng)
+
+    def _refuse_or_tear(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._before_step is not None:
+            self._before_step()
+            self.torn = True
+
+
+class _Copy:
+    """What moves outside of the parameters, as it was at one moment."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.rng = rng.capture()
+        self._buffers = _cloned(contents.buffers())
+        self._outside = _cloned(contents.outside())
+        self._settings = {
+            name: copy.deepcopy(settings_of(optimizer))
+            for name, optimizer in contents.optimizers.items()
+        }
+        self._objects = {
+            name: copied(name, entry, lambda one: copy.deepcopy(one.state_dict()))
+            for name, entry in contents.objects.items()
+        }
+        self._values = {
+            name: copied(name, value, copy.deepcopy) for name, value in contents.values.items()
+        }
+
+    def put_back(self, contents: Contents) -> None:
+        self.put_back_local(contents)
+        _copy_back(self._outside, contents.outside())
+        for name, optimizer in contents.optimizers.items():
+            put_settings(optimizer, copy.deepcopy(self._settings[name]))
+        for name, entry in contents.objects.items():
+            load_object(name, entry, copy.deepcopy(self._objects[name]))
+        contents.values.update(copy.deepcopy(self._values))
+
+    def put_back_local(self, contents: Contents) -> None:
+        rng.restore(self.rng)
+        _copy_back(self._buffers, contents.buffers())
+
+
+def put_settings(optimizer: Any, settings: list[dict[str, Any]]) -> None:
+    """Give an optimizer's groups the settings that were captured."""
+    for group, held in zip(optimizer.param_groups, settings):
+        group.update(held)
+
+
+def load_object(name: str, entry: Any, state: Any) -> None:
+    """Load an entry's state; a gradient scaler also forgets the step that was broken off."""
+    # A disabled scaler has an empty state, and refuses to load it.
+    if state or not hasattr(entry, "_per_optimizer_states"):
+        entry.load_state_dict(state)
+    # Else its unscale_() says that it was called already in this step.
+    if (unfinished := getattr(entry, "_per_optimizer_states", None)) is not None:
+        unfinished.clear()
+
+
+def _cloned(tensors: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors}
+
+
+def _copy_back(held: dict[str, Tensor], tensors: list[tuple[str, Tensor]]) -> None:
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in tensors:
+            if name in held:
+                tensor.copy_(held[name])

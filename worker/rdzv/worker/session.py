@@ -1,0 +1,210 @@
+"""Rounds, one after another, in one process: init, heal, train, park, wait."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from .errors import RoundOver
+from .groups import Options, RoundGroups, refuse_groups_from_outside, refuse_old_groups
+from .healing import heal
+from .link import Go, Link, Release
+from .rounds import Round, round_of
+from .suspicion import chain, follows_from_cut, is_suspect
+
+if TYPE_CHECKING:
+    from .sealing import Sealing
+    from .state import State
+
+_MEET_SLICE = timedelta(seconds=1)
+"""How long a rank waits at the end in one go: signal handlers run in between."""
+
+
+_CAUSE_WAIT_S = 0.25
+"""A peer's death is most often known within milliseconds; a suspect reported sooner hides it."""
+
+
+@dataclass
+class _Returned:
+    value: Any
+
+
+@dataclass
+class _Over:
+    """A round that this rank takes no further part in."""
+
+    round: Round
+    groups: RoundGroups
+    error: BaseException
+    """What has led out of the script's function."""
+
+
+class Session:
+    """One call of a function under @elastic: as many rounds as it takes until it returns."""
+
+    def __init__(self, state: State, options: Options, link: Link | None) -> None:
+        self._state = state
+        self._sealing: Sealing = state._sealing
+        self._options = options
+        self._link = link
+        self._groups: RoundGroups | None = None
+        self._round: Round | None = None
+        self._ended_between_steps = False
+
+    def run(self, call: Callable[[Round], Any]) -> Any:
+        """Call the script's function in each round, and return what it returns at last.
+
+        Exceptions of the script's own are raised at once. Those that follow from the end of the
+        round lead into the next one, if a runner keeps this process.
+        """
+        refuse_groups_from_outside()
+        go: Go | None = None
+        while True:
+            outcome = self._one_round(call, go)
+            if isinstance(outcome, _Returned):
+                return outcome.value
+            word = self._park(outcome)
+            if isinstance(word, Release):
+                raise outcome.error
+            if word is None:
+                raise SystemExit("the runner of this worker is gone, so it will have no next round")
+            _enter(word)
+            go, outcome = word, _Returned(None)
+
+    def check(self, *, between_steps: bool) -> None:
+        """Raise `RoundOver` if the round has ended."""
+        if self._link is not None and self._link.is_over():
+            self._ended_between_steps = between_steps
+            assert self._round is not None
+            raise RoundOver(leaving=self._round.leaving)
+
+    def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> _Returned | _Over:
+        round_ = self._round = round_of(os.environ, kept=go is not None)
+        groups = self._groups = RoundGroups(round_, self._options, self._link)
+        object.__setattr__(self._state, "_session", self)
+        try:
+            self._begin(round_, groups, go)
+            value = call(round_)
+            self._meet(groups)
+        except RoundOver as over:
+            if self._link is None or not self._link.is_over():
+                raise
+            return _Over(round_, groups, over)
+        except Exception as error:
+            if not self._ends_the_round(error):
+                raise
+            return _Over(round_, groups, error)
+        finally:
+            object.__setattr__(self._state, "_session", None)
+            self._sealing.end_round()
+        groups.close()
+        return _Returned(value)
+
+    def _begin(self, round_: Round, groups: RoundGroups, go: Go | None) -> None:
+        begun = time.monotonic()
+        groups.open()
+        ready = time.monotonic()
+        assert groups.store is not None
+        self._sealing.is_redo = round_.kept and not self._ended_between_steps
+        self._ended_between_steps = False
+        healed = heal(self._sealing, round_, groups.store, go.step if go else None)
+        self._sealing.begin_round(round_.rank, round_.world_size, groups.before_step)
+        if self._link is not None:
+            self._link.resumed(
+                round=round_.number,
+                step=healed.step,
+                source=healed.source,
+                healed=healed.received,
+                init_ms=_ms(ready - begun),
+                heal_ms=_ms(time.monotonic() - ready),
+            )
+
+    def _meet(self, groups: RoundGroups) -> None:
+        """Wait until all ranks have returned: one that left earlier could not do a step again."""
+        if self._link is None or groups.store is None:
+            return
+        world_size = groups.round.world_size
+        if groups.store.add("returned", 1) == world_size:
+            groups.store.set("all returned", "")
+        while True:
+            self.check(between_steps=True)
+            try:
+                groups.store.wait(["all returned"], _MEET_SLICE)
+                return
+            except Exception as error:
+                if "imeout" not in str(error) and "timed out" not in str(error).lower():
+                    raise
+
+    def _ends_the_round(self, error: Exception) -> bool:
+        """Say whether an exception follows from the round's end, and report it if it is suspect."""
+        link = self._link
+        if link is None or link.is_closed:
+            return False
+        if link.is_over():
+            return follows_from_cut(error)
+        if not is_suspect(error):
+            return False
+        if link.wait_until_over(_CAUSE_WAIT_S):
+            return True
+        assert self._round is not None
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        link.suspect(self._round.number, f"{type(error).__name__}: {error}", text)
+        return True
+
+    def _park(self, over: _Over) -> Go | Release | None:
+        """Leave the round with everything, say so, and wait for what comes next."""
+        link = self._link
+        assert link is not None
+        over.groups.cut.cut()
+        # Frames hold the function's variables: its wrappers, and so the groups.
+        for error in chain(over.error):
+            traceback.clear_frames(error.__traceback__)
+        watched = over.groups.watch()
+        over.groups.close()
+        refuse_old_groups(watched, over.round.number)
+        _wait_for_devices()
+        for callback in self._state._on_park:
+            callback(over.round)
+        link.parked(
+            over.round.number,
+            self._sealing.step,
+            self._sealing.torn,
+            over.groups.connections,
+        )
+        return link.wait_for_word()
+
+
+def drop_in_child(session: weakref.ref[Session]) -> None:
+    """Let go of a session's connections in a forked child."""
+    found = session()
+    if found is not None and found._groups is not None:
+        found._groups.drop_in_child()
+
+
+def _enter(go: Go) -> None:
+    """Become a worker of the next round: its environment, and where it writes to."""
+    os.environ.update(go.env)
+    for number, stream, fd in zip((1, 2), (sys.stdout, sys.stderr), go.fds):
+        stream.flush()
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _wait_for_devices() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for index in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(index):
+                torch.cuda.synchronize(index)
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

@@ -1,0 +1,100 @@
+"""The state of a training that stays in memory: what a script gives in, and steps it commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .errors import NoRoundError
+from .sealing import Sealing
+
+if TYPE_CHECKING:
+    from .rounds import Round
+    from .session import Session
+
+
+class State:
+    """All that a training changes as it goes on: `State(model=..., optimizer=..., step=0)`.
+
+    An entry is a module, an optimizer, an object with `state_dict` and `load_state_dict` (a
+    sampler, a scheduler, a gradient scaler), or a plain value that can be copied and pickled. Each
+    is an attribute; plain values can be assigned to:
+
+    >>> state = State(step=0, note="begun")
+    >>> state.step += 1
+    >>> state.step, state.note
+    (1, 'begun')
+
+    Parameters must be changed by the optimizers of the state alone, from the first commit on. What
+    is computed from random numbers before the first batch of a round is not put back.
+    """
+
+    def __init__(self, **entries: Any) -> None:
+        """Take the entries. `WorkerError` for one that a new round would break."""
+        taken = sorted(set(entries) & {name for name in dir(State) if not name.startswith("__")})
+        if taken:
+            raise ValueError(f"State has {taken[0]!r} for itself: choose another name")
+        object.__setattr__(self, "_sealing", Sealing(entries))
+        object.__setattr__(self, "_session", None)
+        object.__setattr__(self, "_on_park", [])
+
+    def __getattr__(self, name: str) -> Any:
+        contents = self._sealing.contents
+        for entries in (contents.values, contents.modules, contents.optimizers, contents.objects):
+            if name in entries:
+                return entries[name]
+        raise AttributeError(f"the state has no entry {name!r}: give it to State(...)")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._sealing.contents.values:
+            raise AttributeError(
+                f"the state has no plain value {name!r}: give it to State(...), on every rank"
+            )
+        self._sealing.contents.values[name] = value
+
+    @property
+    def committed(self) -> int:
+        """How many steps were committed since the training was begun or loaded."""
+        return self._sealing.step or 0
+
+    @property
+    def is_redo(self) -> bool:
+        """Whether the step under way was begun before, in a round that ended in its middle."""
+        redo: bool = self._sealing.is_redo
+        return redo
+
+    def commit(self) -> None:
+        """Say that this step is done, on every rank; call it once after each optimizer step.
+
+        From here on the state can be gone on from: if the round ends, a step that was begun since
+        is done again from here. It copies the small things (buffers, the sampler's place, random
+        number generators, plain values), and no parameters.
+
+        Raises `RoundOver` if the round has ended, `NoRoundError` outside of the function under
+        @elastic, `CannotBroadcastError` for a value that cannot be copied.
+        """
+        session = self._running("commit")
+        self._sealing.commit()
+        session.check(between_steps=True)
+
+    def check(self) -> None:
+        """Raise `RoundOver` if the round has ended; for long work between two commits."""
+        self._running("check").check(between_steps=False)
+
+    def on_park(self, callback: Callable[[Round], object]) -> Callable[[Round], object]:
+        """Have a function called with the round that is over, before the wait for the next.
+
+        It makes writers in the background finish or give up, and returns soon: a worker that has
+        not parked within the job's --keep-timeout is ended. Can be used as a decorator.
+        """
+        self._on_park.append(callback)
+        return callback
+
+    def _running(self, what: str) -> Session:
+        session: Session | None = self._session
+        if session is None:
+            raise NoRoundError(
+                f"state.{what}() was called while no round is under way: call it inside of the "
+                "function under @elastic"
+            )
+        return session

@@ -1,0 +1,97 @@
+"""Whose failure an exception is: a collective's, which a peer may have caused, or the script's."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from types import CodeType, TracebackType
+
+# gloo names its source file and line in every error. Nothing else does, the sentence differs.
+_GLOO = re.compile(r"\bgloo/[\w/]+\.(?:cc|h|cpp):\d+\]|Gloo connectFullMesh failed")
+_NCCL = re.compile(
+    r"NCCL communicator was aborted|NCCL error|ncclUnhandledCudaError|ncclSystemError"
+    r"|ncclRemoteError|ncclInternalError"
+)
+# What torch says of a group that another thread has aborted.
+_NO_GROUP = re.compile(
+    r"Default process group has not been initialized|Invalid process group"
+    r"|not initialized in the world group map|Group .* is not registered"
+)
+
+
+def is_suspect(error: BaseException) -> bool:
+    """Say whether an exception follows from a collective that failed, so perhaps from a peer.
+
+    It does if a collective's exception is anywhere in its chain. An exception that a signal
+    handler has raised never does: it only happened to come while a collective was under way.
+    """
+    if not isinstance(error, Exception) or raised_by_handler(error):
+        return False
+    return any(_is_of_collective(one) for one in chain(error))
+
+
+def follows_from_cut(error: BaseException) -> bool:
+    """Say whether an exception follows from the cut of this round's collectives."""
+    if is_suspect(error):
+        return True
+    if not isinstance(error, Exception) or raised_by_handler(error):
+        return False
+    return any(
+        isinstance(one, (ValueError, RuntimeError)) and _NO_GROUP.search(str(one))
+        for one in chain(error)
+    )
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and all that it was raised from, or while handling.
+
+    `raise ... from None` hides a cause from the reader, and not from here.
+    """
+    left: list[BaseException] = [error]
+    seen: set[int] = set()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        left += [other for other in (one.__cause__, one.__context__) if other is not None]
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Say whether a signal handler of this process was running as the exception was raised."""
+    handlers = set(_handlers())
+    return any(code in handlers for code in _codes(error.__traceback__))
+
+
+def _handlers() -> Iterator[CodeType]:
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if handler is signal.default_int_handler or not callable(handler):
+            continue
+        function = getattr(handler, "func", handler)  # functools.partial
+        function = getattr(function, "__func__", function)  # a method
+        code = getattr(function, "__code__", None)
+        if code is None:
+            code = getattr(vars(type(function)).get("__call__"), "__code__", None)
+        if isinstance(code, CodeType):
+            yield code
+
+
+def _codes(traceback: TracebackType | None) -> Iterator[CodeType]:
+    while traceback is not None:
+        yield traceback.tb_frame.f_code
+        traceback = traceback.tb_next
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    dist_error = getattr(distributed, "DistError", None)
+    if dist_error is not None and isinstance(error, dist_error):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return bool(_GLOO.search(text) or _NCCL.search(text))
