@@ -29,6 +29,7 @@ from test_daemon import Daemons
 from test_store_faults import set_file_limit
 
 ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
 FOLDER = ROOT / "deploy" / "prometheus"
 DIES_WITH_US = ("setpriv", "--pdeathsig=KILL")
 """Also when the tests are killed before they can tidy up."""
@@ -200,8 +201,11 @@ def test_every_rule_and_alert_says_something_when_it_happens(tmp_path: Path) -> 
             assert SLOW not in fired or p.query(SLOW_COMMITS), "it fires, and no commit was slow"
 
 
-def every_panel_has_data(p: Prometheus, instance: str) -> None:
-    """Wait until every query of every dashboard has some, for some choice of what it is about."""
+def every_panel_has_data(p: Prometheus, instance: str, fails: Path) -> None:
+    """Wait until every query of every dashboard has some, for some choice of what it is about.
+
+    While the file `fails` is made anew, a worker fails, and those that stay go on.
+    """
     values = {
         "job": ["rdzv"],
         "rdzv_id": [JOB, "submitted", "crash"],
@@ -212,6 +216,7 @@ def every_panel_has_data(p: Prometheus, instance: str) -> None:
     assert len(left) > 100
 
     def all_have() -> bool:
+        fails.touch()
         left[:] = [q for q in left if not any(p.query(text) for text in q.with_values(values))]
         return not left
 
@@ -248,7 +253,7 @@ def what_rules_say_is_there(p: Prometheus) -> None:
             p.wait_until(f"{rule.name} has data: {compared}", lambda what=compared: p.query(what))
 
 
-def what_is_counted_is_right(p: Prometheus, http: str) -> None:
+def what_is_counted_is_right(p: Prometheus, http: str, fails: Path) -> None:
     """Look at numbers that are known, and at all that is drawn."""
 
     def says(query: str) -> dict[str, float]:
@@ -260,7 +265,7 @@ def what_is_counted_is_right(p: Prometheus, http: str) -> None:
     (node,) = says('rdzv_agent_gpus{state="running"} == 2')
     assert json.loads(node)["node_id"] == "g1"
     assert len(says('rdzv_jobs{state="queued"} == 1')) == 1
-    every_panel_has_data(p, http)
+    every_panel_has_data(p, http, fails)
     lost = f'rdzv_job_membership_changes_total{{rdzv_id="{JOB}",kind="lost"}}'
     assert len(says(f"{lost} == 2")) == 1
     (goodput,) = says(f'rdzv:job_goodput:ratio_rate1h{{rdzv_id="{JOB}"}} > 0').values()
@@ -287,6 +292,9 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     apart.mkdir()
     env = (("RDZV_TEST_REPORTS", str(apart)),)
     budgets = ("--max-preemptions=9", "--max-store-failures=9", "--no-progress-restarts=9")
+    fails = c.folder / "fails"
+    kept = ("--nproc-per-node=2", "--max-restarts=10000", str(SUPPORT / "linked_worker.py"))
+    d.submit("kept", *kept, f"fails:{fails}", env=env, gpus_per_node=0)
     for name in ("submitted", "queued"):
         d.submit(name, "--nproc-per-node=2", *budgets, str(WORKERS / "steps.py"), env=env)
     c.start_node(
@@ -316,7 +324,7 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     fires("RdzvNodeFlaps", "RdzvJobCrashLoop", "RdzvJobFailed")
 
     what_rules_say_is_there(p)
-    what_is_counted_is_right(p, http)
+    what_is_counted_is_right(p, http, fails)
     what_dashboards_draw_is_told(c)
 
     # The next join cannot be written.
