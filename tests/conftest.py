@@ -24,6 +24,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The programs that tests start import torch hundreds of times.
 os.environ["PYTHONPATH"] = str(Path(__file__).parent / "support" / "quick_torch")
+# They restart cold, since each zygote would import torch once more.
+os.environ["PET_WARM"] = ""
 
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     # `make test &` in a script, and nohup, have these ignored; whatever is started here would
@@ -32,6 +34,12 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(
             _number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
         )
+
+
+@pytest.fixture
+def restarts_as_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs of this test restart warm, as users' do."""
+    monkeypatch.delenv("PET_WARM")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -389,8 +389,9 @@ FAILS_ONCE = """
 import os, sys, time, torch
 from pathlib import Path
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-sys.stdout.write(f"attempt {attempt} rank {rank} {torch.IMPORTED_BY == os.getpid()}\\n")
-while attempt == "0" and not Path("go").exists():
+print(f"attempt {attempt} rank {rank} {torch.IMPORTED_BY == os.getpid()}", flush=True)
+Path(f"said-{rank}").touch()
+while attempt == "0" and not all(map(os.path.exists, ("go", "said-0", "said-1"))):
     time.sleep(0.01)
 sys.exit(3 if (attempt, rank) == ("0", "1") else 0)
 """
@@ -423,12 +424,14 @@ def run_job(folder: Path, flags: Sequence[str], go_after: str) -> tuple[list[str
     return sorted((folder / "out").read_text().splitlines()), "".join(log)
 
 
+@pytest.mark.usefixtures("restarts_as_by_default")
 def test_a_job_that_may_restart_restarts_warm_without_being_told_to(tmp_path: Path) -> None:
     out, log = run_job(tmp_path, (), go_after="workers can be warm: torch, torch._dynamo imported")
     assert out == [f"attempt {n} rank {rank} {n == 0}" for n in range(2) for rank in range(2)]
     assert "workers start cold" not in log
 
 
+@pytest.mark.usefixtures("restarts_as_by_default")
 def test_with_no_warm_all_rounds_are_cold(tmp_path: Path) -> None:
     out, log = run_job(tmp_path, ["--no-warm"], go_after="round 0: GROUP_RANK 0 of 1")
     assert out == [f"attempt {n} rank {rank} True" for n in range(2) for rank in range(2)]

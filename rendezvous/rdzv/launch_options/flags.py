@@ -221,7 +221,7 @@ def add(
     action = parser.add_argument(*both, **settings)
     variable = f"PET_{action.dest.upper()}"
     text = environ.get(variable)
-    if text is None or action.dest in _WITHOUT_ENVIRONMENT:
+    if text is None or option is NO_WARM or action.dest in _WITHOUT_ENVIRONMENT:
         return action
     if action.nargs != 0:
         # argparse parses a text like the option's value.
@@ -286,6 +286,17 @@ def switch(name: str, text: str, *, short: str | None = None) -> Option:
     """Declare a flag without a value: `text` is its help."""
     names = (name,) if short is None else (short, name)
     return names, {"action": "store_true", "help": text}
+
+
+# It is --warm= in words, so that of the two the last one holds, and each overrides PET_WARM.
+NO_WARM: Option = (
+    ("--no-warm",),
+    {
+        **{"action": "store_const", "dest": "warm", "const": ""},
+        "help": "start the workers of restarts cold, too; without this and --warm they are forked "
+        "from an interpreter that imports torch once the first workers have",
+    },
+)
 
 
 def _where() -> list[Option]:
@@ -499,11 +510,7 @@ def _what() -> list[Option]:
             nargs="?",
             const="torch",
         ),
-        switch(
-            "--no-warm",
-            "start the workers of restarts cold, too; without this and --warm they are forked "
-            "from an interpreter that imports torch once the first workers have",
-        ),
+        NO_WARM,
         value(
             "--numa-binding",
             "MODE",

@@ -19,6 +19,11 @@ from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
 
 
+@pytest.fixture(autouse=True)
+def _as_users_have_it(restarts_as_by_default: None) -> None:
+    """Have PET_WARM unset."""
+
+
 def launch(*argv: str) -> Launch:
     return parse_launch([*argv, "train.py", "--lr=1"])[0]
 
@@ -48,7 +53,7 @@ def test_a_default_for_all_jobs_is_in_the_environment(monkeypatch: pytest.Monkey
     assert launch().warm == ("torch", "numpy")
 
 
-@pytest.mark.parametrize("text", ["", "a-b", "torch,", "1", "a..b"])
+@pytest.mark.parametrize("text", ["a-b", "torch,", "1", "a..b"])
 def test_what_is_no_module_is_refused(text: str) -> None:
     with pytest.raises(
         InvalidRequestError, match="is not the name of a module; give names such as --warm=torch"
@@ -79,10 +84,27 @@ def test_restarts_are_warm_if_there_can_be_some(argv: tuple[str, ...], expected:
     assert launch(*argv).warm_restarts is expected
 
 
-def test_no_warm_turns_off_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PET_WARM", "torch")
-    found = launch("--no-warm", "--max-restarts=1")
-    assert (found.warm, found.warm_restarts) == ((), False)
+@pytest.mark.parametrize(
+    ("environ", "argv", "expected"),
+    [
+        ("torch", ("--no-warm",), ()),
+        ("", (), ()),
+        ("", ("--warm=numpy",), ("numpy",)),
+        (None, ("--warm=numpy", "--no-warm"), ()),
+        (None, ("--no-warm", "--warm=numpy"), ("numpy",)),
+        (None, ("--warm=",), ()),
+    ],
+)
+def test_the_last_word_about_warmth_holds(
+    monkeypatch: pytest.MonkeyPatch,
+    environ: str | None,
+    argv: tuple[str, ...],
+    expected: tuple[str, ...],
+) -> None:
+    if environ is not None:
+        monkeypatch.setenv("PET_WARM", environ)
+    found = launch("--max-restarts=1", *argv)
+    assert (found.warm, found.warm_restarts) == (expected, False)
 
 
 def test_a_zygote_for_restarts_imports_torch_after_the_workers() -> None:

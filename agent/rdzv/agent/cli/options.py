@@ -76,9 +76,8 @@ def parse_launch(
     if size is None:
         size = _count(args.nproc_per_node, python, environ)
     job = _job(args, conf, meeting, size, environ)
-    warm = () if args.no_warm else parse_modules(args.warm)
+    warm = parse_modules(args.warm)
     no_python = args.no_python and not args.run_path
-    can_be_warm = not (args.no_warm or no_python)
     return Launch(
         job=job,
         script=args.training_script,
@@ -98,7 +97,7 @@ def parse_launch(
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=NumaBinding(args.numa_binding) if args.numa_binding else None,
         warm=warm,
-        warm_restarts=can_be_warm and not warm and _may_restart(job.settings),
+        warm_restarts=args.warm is None and not no_python and _may_restart(job.settings),
         collective_trace=not args.no_collective_trace,
         hang_timeout=hang_timeout(args.hang_timeout),
         signals=parse_signals(args.signals_to_handle),
@@ -118,7 +117,7 @@ def parse_modules(text: str | None) -> tuple[str, ...]:
     >>> parse_modules("torch,transformers"), parse_modules(None)
     (('torch', 'transformers'), ())
     """
-    names = () if text is None else tuple(name.strip() for name in text.split(","))
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise InvalidRequestError(
