@@ -226,6 +226,20 @@ bench-takeover: $(READY)  ## how long a job has no server when one dies; QUICK=1
 bench-recovery: $(READY)  ## how long until a training goes on, beside torchrun; RUNS=1: five minutes
 	@$(BIN)/python bench/recovery.py --out build/bench/recovery.jsonl $(if $(RUNS),--runs $(RUNS))
 
+# Two peers whose processes stay as well, in an environment of their own, beside ours.
+build/peers/.ready: $(READY)
+	@$(BIN)/python -m venv build/peers
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$(build/peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	@build/peers/bin/python -m pip install -q torchft==0.2.0 nvidia-resiliency-ext==0.4.1
+	@touch $@
+
+.PHONY: bench-kept
+bench-kept: $(READY) build/peers/.ready  ## workers that stay: what they promise, and how soon, beside peers; a quarter of an hour
+	@$(BIN)/python bench/recovery.py --out build/bench/kept-recovery.jsonl --nodes 3 --nproc 2 --cases worker \
+	  --minutes 4 --launchers torchrun,torchrun-best,torchft,nvidia,rdzvrun,rdzvrun-warm,rdzvrun-kept
+	@$(BIN)/python bench/kept.py --out build/bench/kept.jsonl
+
 .PHONY: bench-goodput
 bench-goodput: $(READY)  ## what share of its time a failing job trains, beside torchrun; QUICK=1: four minutes
 	@$(BIN)/python bench/goodput.py --out build/bench/goodput.jsonl $(if $(QUICK),--minutes 1)

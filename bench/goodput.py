@@ -122,7 +122,7 @@ class FailingJob(Job):
         while (now_s := time.monotonic()) < end_s and not failed:
             if now_s >= due_s:
                 due_s += every_s
-                pid = next(s.pid for s in reversed(self._read()) if s.node == NODES[-1])
+                pid = next(s.pid for s in reversed(self._read()) if s.seat == f"{NODES[-1]}/0")
                 # One that has not come back yet cannot fail again.
                 if pid not in killed:
                     killed.add(pid)

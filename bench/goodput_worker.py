@@ -78,7 +78,7 @@ while True:
         first = False
         stage = {
             **{"stage": "steady", "at_s": time.monotonic(), "pid": os.getpid()},
-            **{"node": os.environ["RDZV_BENCH_NODE"], "world_size": dist.get_world_size()},
+            **{"seat": f"{os.environ['RDZV_BENCH_NODE']}/0", "world_size": dist.get_world_size()},
         }
         append(STAGES, json.dumps(stage) + "\n")
     time.sleep(PAUSE_S)

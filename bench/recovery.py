@@ -1,14 +1,16 @@
 """How long until a real training goes on after something has befallen it, phase by phase.
 
-A small DDP model trains over gloo, with one worker on each of two or three nodes of this machine,
-under each launcher in turn:
+A small DDP model trains over gloo, with one worker (--nproc) on each of two or three nodes of this
+machine, under each launcher in turn:
 
 * torchrun: as it comes; -unshared: each attempt has a store of its own
   (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), without which half of its restarts do not come back;
   -tuned: last_call_timeout=1 and keep_alive_interval=1; -best: both;
 * rdzvrun: as it comes, so its restarts are warm; -warm: with --warm; -cold: with --no-warm; -kept:
   a script whose processes stay (rdzv.worker). Where there is to be a zygote, nothing befalls the
-  job before each node has one.
+  job before each node has one;
+* torchft, nvidia: what stays in its processes elsewhere (recovery_peers.py), for `worker` alone.
+  torchft starts the killed worker anew, cold; the in-process wrapper has a spare rank for it.
 
 What befalls it, always on the last node, since the first hosts torchrun's store, whose loss ends
 the job:
@@ -57,6 +59,7 @@ from measure import (
 )
 from processes import BIN
 from recovery_job import CASES, CONTENDERS, PHASES, Contender, Job, Outcome
+from recovery_peers import are_installed
 
 DEADLINE_S = 30.0
 PATIENT_DEADLINE_S = 75.0
@@ -79,6 +82,7 @@ class Point:
     case: str
     nodes: int
     contender: Contender
+    nproc: int = 1
 
     @property
     def patient(self) -> bool:
@@ -91,20 +95,21 @@ class Point:
         return PATIENT_DEADLINE_S if self.patient else DEADLINE_S
 
     def __str__(self) -> str:
-        return f"{self.case} nodes={self.nodes} {self.contender.name}"
+        return f"{self.case} nodes={self.nodes}x{self.nproc} {self.contender.name}"
 
 
 Outcomes = dict[Point, list[Outcome]]
 
 
 def points(
-    nodes: Sequence[int], cases: Sequence[str], contenders: Sequence[Contender]
+    nodes: Sequence[int], cases: Sequence[str], contenders: Sequence[Contender], nproc: int = 1
 ) -> Iterator[Point]:
     """Yield what is to be measured; contenders of one case follow each other."""
     for count in nodes:
         for case in cases or PLAN.get(count, CASES):
             for contender in contenders:
-                yield Point(case, count, contender)
+                if case == "worker" or not contender.alone:
+                    yield Point(case, count, contender, nproc)
 
 
 async def measure(
@@ -126,11 +131,11 @@ async def measure(
         port = free_port()
         try:
             async with Job.running(point.contender, below, f"127.0.0.1:{port}", lifeline) as job:
-                outcome = await job.measure(point.case, point.nodes, point.deadline_s)
+                outcome = await job.measure(point.case, point.nodes, point.nproc, point.deadline_s)
         except (OSError, RuntimeError) as error:
             outcome = Outcome({}, f"{type(error).__name__}: {error}")
         outcomes[point].append(outcome)
-        came = figure(outcome.phases.get("reduced")) if outcome.phases else outcome.failed
+        came = figure(outcome.phases.get("stepped")) if outcome.phases else outcome.failed
         say_progress(f"{point}: {came}")
 
     beside = asyncio.Semaphore(BESIDE)
@@ -186,6 +191,7 @@ def _row(
         "bench": "recovery",
         "case": point.case,
         "nodes": point.nodes,
+        "nproc": point.nproc,
         "contender": point.contender.name,
         "runs": len(found),
         "recovered": len(found) - len(failed),
@@ -201,6 +207,7 @@ def _row(
 HEADINGS = {
     "died": "died",
     "noticed": "noticed",
+    "parked": "parked",
     "stopped": "stopped",
     "round": "round",
     "spawned": "spawned",
@@ -224,7 +231,7 @@ def table(found: Sequence[dict[str, Json]]) -> str:
         assert isinstance(phases, dict)
         cells = [
             str(row["case"]),
-            str(row["nodes"]),
+            f"{row['nodes']} x {row['nproc']}",
             str(row["contender"]),
             f"{row['recovered']} of {row['runs']}",
         ]
@@ -268,6 +275,7 @@ def arguments() -> argparse.Namespace:
     add("--minutes", type=float, default=20.0, help="no run begins after that (default 20)")
     add("--cases", default="", help=f"with commas, of {', '.join(CASES)}")
     add("--nodes", default="", help="numbers of nodes, with commas (default 2,3; one run: 3)")
+    add("--nproc", type=int, default=1, help="workers of each node (default 1)")
     add(
         "--launchers",
         default="",
@@ -309,6 +317,9 @@ def main() -> None:
         # Told, so that nobody takes its absence for a result.
         print("# this rdzvrun has no --warm: rdzvrun-warm is left out")
         chosen.contenders = [c for c in chosen.contenders if "--warm" not in c.options]
+    if not are_installed():
+        print("# there is no build/peers (`make build/peers/.ready`): torchft, nvidia are left out")
+        chosen.contenders = [c for c in chosen.contenders if not c.alone]
     with (
         tempfile.TemporaryDirectory(prefix="rdzv-bench-", dir=chosen.directory) as temporary,
         emitting_to(chosen.out),
@@ -318,7 +329,7 @@ def main() -> None:
         say_conditions("recovery", directory)
         began_s = time.monotonic()
         end_s = began_s + 60 * chosen.minutes
-        wanted = list(points(chosen.nodes, chosen.cases, chosen.contenders))
+        wanted = list(points(chosen.nodes, chosen.cases, chosen.contenders, chosen.nproc))
         outcomes = asyncio.run(measure(wanted, chosen.runs, end_s, directory, lifeline))
         in_order = {point: outcomes[point] for point in wanted if point in outcomes}
         found = rows(in_order)

@@ -23,12 +23,13 @@ from datetime import datetime
 from pathlib import Path
 
 import measure  # noqa: F401  (its path to `cluster`)
+import recovery_peers
 from cluster import environ
 from processes import BIN, guard
 
 WORKER = Path(__file__).with_name("recovery_worker.py")
 KEPT_WORKER = Path(__file__).with_name("recovery_kept_worker.py")
-START_S = 60.0
+START_S = 240.0
 """How long a job may take to train at first, on top of its launcher's last call."""
 LAST_CALL_S = 30.0
 """The default of both launchers."""
@@ -40,7 +41,7 @@ SETTLE_S = 2.0
 over then, and few jobs fail in their first second."""
 
 PHASES = (
-    *("died", "noticed", "stopped", "round", "spawned"),
+    *("died", "noticed", "parked", "stopped", "round", "spawned"),
     *("started", "imported", "grouped", "reduced", "stepped"),
 )
 """What a recovery passes through, each in seconds since what befell the job:
@@ -48,6 +49,7 @@ PHASES = (
 * died: the first worker of the old world is gone. Of a worker that got SIGKILL, that is what the
   kernel takes to free its memory, before anyone can hear of it;
 * noticed: the first line that a launcher or server writes about it;
+* parked: the last worker that stays has left its round (it says so itself);
 * stopped: the last worker of the old world is gone, which again takes the kernel its time;
 * round: the round of the new world is complete, by the last launcher that says so;
 * spawned: the last process of the new world has executed its interpreter, or is forked and has its
@@ -78,9 +80,14 @@ class Contender:
         return self.program == "torchrun"
 
     @property
+    def alone(self) -> bool:
+        """Whether each of its workers is launched by itself."""
+        return self.program in recovery_peers.NAMES
+
+    @property
     def warm(self) -> bool:
         """Whether it has a zygote once it has trained for a while."""
-        return not self.torchrun and "--no-warm" not in self.options
+        return self.program == "rdzvrun" and "--no-warm" not in self.options
 
     @property
     def patient(self) -> bool:
@@ -102,8 +109,9 @@ CONTENDERS = (
     Contender("rdzvrun", "rdzvrun", {"last_call_timeout": "1"}),
     Contender("rdzvrun-warm", "rdzvrun", {"last_call_timeout": "1"}, options=("--warm",)),
     Contender("rdzvrun-kept", "rdzvrun", {"last_call_timeout": "1"}, script=KEPT_WORKER),
+    *(Contender(name, name) for name in recovery_peers.NAMES),
 )
-"""torchrun as it comes; with a store of its own for each attempt; tuned; both. rdzvrun."""
+"""torchrun as it comes; with a store of its own for each attempt; tuned; both. rdzvrun. Peers."""
 
 CASES = ("worker", "tree", "late", "term")
 """SIGKILL of a worker; of an agent and all below it; a node comes late; SIGTERM of an agent."""
@@ -116,7 +124,8 @@ class Stage:
     stage: str
     at_s: float
     pid: int
-    node: str
+    seat: str
+    """Its node and LOCAL_RANK: `n0/1`."""
     world_size: int
     round: int = 0
     """Of a script whose processes stay: the round. Else a new world has new processes."""
@@ -141,30 +150,33 @@ class Outcome:
 
 
 def new_world(
-    stages: Iterable[Stage], old: frozenset[tuple[int, int]], nodes: Sequence[str]
+    stages: Iterable[Stage], old: frozenset[tuple[int, int]], seats: Sequence[str]
 ) -> dict[str, float] | None:
     """Return when the last worker of the new world reached each stage; None while none is steady.
 
-    A node's present worker is the last that has started there, and the world is that of all nodes.
+    A seat's present worker is the last that has started there, and the world is that of all seats.
+    A worker of the old world parks in it.
 
     >>> went = [Stage("steady", 9.0, 2, "n0", 1)]
     >>> new_world(went, frozenset({(1, 0)}), ["n0"]), new_world(went, frozenset({(2, 0)}), ["n0"])
     ({'steady': 9.0}, None)
     """
     present: dict[str, list[Stage]] = {}
-    for stage in stages:
-        if stage.worker not in old and stage.node in nodes:
-            of_node = present.setdefault(stage.node, [])
-            if of_node and of_node[0].worker != stage.worker:
-                of_node.clear()
-            of_node.append(stage)
-    if set(present) != set(nodes):
-        return None
     reached: dict[str, float] = {}
-    for of_node in present.values():
-        if of_node[-1].stage != "steady" or of_node[-1].world_size != len(nodes):
+    for stage in stages:
+        if stage.worker not in old and stage.seat in seats:
+            of_seat = present.setdefault(stage.seat, [])
+            if of_seat and of_seat[0].worker != stage.worker:
+                of_seat.clear()
+            of_seat.append(stage)
+        elif stage.stage == "parked" and stage.worker in old:
+            reached["parked"] = max(reached.get("parked", 0.0), stage.at_s)
+    if set(present) != set(seats):
+        return None
+    for of_seat in present.values():
+        if of_seat[-1].stage != "steady" or of_seat[-1].world_size != len(seats):
             return None
-        for stage in of_node:
+        for stage in of_seat:
             reached[stage.stage] = max(reached.get(stage.stage, 0.0), stage.at_s)
     return reached
 
@@ -259,10 +271,11 @@ def phases(
     Logs are cut to milliseconds, so what they tell may seem to come just before its cause.
     """
     found = {name: at_s - befell_s for name, at_s in world.items() if name in PHASES}
-    ends = list(exits_s.values())
-    if ends and all(end is not None for end in ends):
-        found["died"] = max(min(end for end in ends if end is not None) - befell_s, 0.0)
-        found["stopped"] = max(max(end for end in ends if end is not None) - befell_s, 0.0)
+    ends = [end for end in exits_s.values() if end is not None]
+    if ends:
+        found["died"] = max(min(ends) - befell_s, 0.0)
+        if len(ends) == len(exits_s):
+            found["stopped"] = max(max(ends) - befell_s, 0.0)
     for one in said:
         at_s = one.unix_s - unix_offset_s - befell_s
         if at_s < -0.001 or at_s > world["reduced"] - befell_s:
@@ -279,11 +292,13 @@ def phases(
 
 
 class Job:
-    """One job of so many nodes, of one worker each. Made by `running`."""
+    """One job on some nodes. Made by `running`."""
 
     worker: Path | None = None
     """The script; None: the contender's."""
     max_restarts = 3
+    nproc = 1
+    """Workers of each node."""
 
     def __init__(
         self, contender: Contender, directory: Path, endpoint: str, lifeline: Path
@@ -307,18 +322,23 @@ class Job:
         """Hold a job, and whatever server it needs, until the body ends; nothing is left then."""
         job = cls(contender, directory, endpoint, lifeline)
         try:
-            if not contender.torchrun:
+            if contender.program == "rdzvrun":
                 job._start_server()
+            elif contender.program == "torchft":
+                job._launch("lighthouse", recovery_peers.lighthouse(endpoint), {})
             yield job
         finally:
             job._end()
 
-    async def measure(self, case: str, nodes: int, deadline_s: float) -> Outcome:
+    async def measure(self, case: str, nodes: int, nproc: int, deadline_s: float) -> Outcome:
         """Let the job train, let it befall what the case says, and wait until it trains again."""
-        names = [f"n{number}" for number in range(nodes)]
+        alone = self._contender.alone
+        self.nproc = 1 if alone else nproc
+        names = [f"n{number}" for number in range(nodes * nproc if alone else nodes)]
+        spares = recovery_peers.spares(self._contender.program, len(names)) if alone else ()
         at_first = names[:-1] if case == "late" else names
-        self._nnodes = str(nodes) if case == "worker" else f"{nodes - 1}:{nodes}"
-        for name in at_first:
+        self._nnodes = str(len(names)) if case == "worker" else f"{nodes - 1}:{nodes}"
+        for name in (*at_first, *spares):
             self._start(name)
         waits_s = START_S + (LAST_CALL_S if case == "late" and self._contender.patient else 0.0)
         if (failed := await self._trains(at_first, frozenset(), waits_s)) is not None:
@@ -326,24 +346,28 @@ class Job:
         if self._contender.warm and (failed := await self._warmed(at_first)) is not None:
             return Outcome({}, failed)
         await asyncio.sleep(SETTLE_S)
-        steady = {stage.node: stage for stage in self._read() if stage.stage == "steady"}
-        old = {node: stage.pid for node, stage in steady.items()}
+        steady = {stage.seat: stage for stage in self._read() if stage.stage == "steady"}
+        old = {seat: stage.pid for seat, stage in steady.items()}
         before = frozenset(stage.worker for stage in steady.values())
         with _watched(old.values()) as exits_s:
             befell_s = time.monotonic()
             self._befall(case, names[-1], old)
-            expected = names[:-1] if case in ("tree", "term") else names
+            leaves = case in ("tree", "term") or spares
+            expected = [*names[:-1], *spares] if leaves else names
             failed = await self._trains(expected, before, deadline_s)
         if failed is not None:
             return Outcome({}, failed)
-        world = new_world(self._read(), before, expected)
+        world = new_world(self._read(), before, self._seats(expected))
         assert world is not None, "it trains"
         return Outcome(phases(befell_s, world, exits_s, self._said(), self._unix_offset_s))
+
+    def _seats(self, nodes: Sequence[str]) -> list[str]:
+        return [f"{node}/{number}" for node in nodes for number in range(self.nproc)]
 
     def _befall(self, case: str, node: str, workers: Mapping[str, int]) -> None:
         match case:
             case "worker":
-                os.kill(workers[node], signal.SIGKILL)
+                os.kill(workers[self._seats([node])[-1]], signal.SIGKILL)
             case "tree":
                 for pid in [self._launchers[node].pid, *self._marked(node)]:
                     _kill(pid)
@@ -357,7 +381,7 @@ class Job:
     ) -> str | None:
         """Wait until all of these train together with new workers; return why they do not."""
         end_s = time.monotonic() + deadline_s
-        while new_world(self._read(), old, nodes) is None:
+        while new_world(self._read(), old, self._seats(nodes)) is None:
             for name in nodes:
                 if (code := self._launchers[name].poll()) is not None:
                     return f"the launcher of {name} has ended with {code}"
@@ -380,7 +404,7 @@ class Job:
         return [Stage(**json.loads(line)) for line in whole.splitlines()]
 
     def _said(self) -> Iterator[Said]:
-        if self._contender.torchrun:
+        if self._contender.torchrun or self._contender.alone:
             year = datetime.now().year
             for name in self._launchers:
                 yield from said_by_torchrun(self._log(name).read_text(errors="replace"), year)
@@ -419,6 +443,12 @@ class Job:
 
     def _start(self, name: str) -> None:
         contender = self._contender
+        if contender.alone:
+            told = recovery_peers.environ(
+                contender.program, name, self._endpoint, int(self._nnodes)
+            )
+            self._launch(name, recovery_peers.command(contender.program), told)
+            return
         conf = dict(contender.conf)
         backend = ["--rdzv-backend=rdzv", f"--node-id={name}"]
         if contender.torchrun:
@@ -434,17 +464,20 @@ class Job:
             "--rdzv-id=bench",
             f"--rdzv-conf={','.join(f'{key}={value}' for key, value in conf.items())}",
             f"--nnodes={self._nnodes}",
-            "--nproc-per-node=1",
+            f"--nproc-per-node={self.nproc}",
             f"--max-restarts={self.max_restarts}",
             f"--log-dir={self._directory / 'logs'}",
             str(self.worker or contender.script),
         ]
+        self._launch(name, command, contender.environ)
+
+    def _launch(self, name: str, command: Sequence[str], more: Mapping[str, str]) -> None:
         with self._log(name).open("wb") as log:
             self._launchers[name] = subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environ(name) | dict(contender.environ),
+                env=self._environ(name) | dict(more),
                 preexec_fn=guard(),  # noqa: PLW1509
             )
 

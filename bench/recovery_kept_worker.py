@@ -51,4 +51,13 @@ def train(state: State, round: Round) -> None:
 
 torch.set_num_threads(1)
 net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
-train(State(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.01)))
+held = State(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.01))
+
+
+@held.on_park
+def parked(over: Round) -> None:
+    """Say that this worker has left the round."""
+    reach("parked", time.monotonic(), over.number)
+
+
+train(held)

@@ -5,21 +5,22 @@ import json
 import os
 
 STEPS_OF_STEADY = 5
-PAUSE_S = 0.05
+PAUSE_S = 0.02
 """Between two steps: a machine on which many train must not be busy with training."""
 
 
-def reach(stage: str, at_s: float, round_: int = 0) -> None:
+def reach(stage: str, at_s: float, round_: int = 0, world_size: int = 0) -> None:
     """Say that a stage is reached, in one write, which no other worker's can cut in two.
 
-    `round_` is the round, if the processes of the script stay from one to the next.
+    `round_` is the round, if the processes of the script stay from one to the next, and
+    `world_size` how many take part where the launcher does not say it.
     """
     line = {
         "stage": stage,
         "at_s": at_s,
         "pid": os.getpid(),
-        "node": os.environ["RDZV_BENCH_NODE"],
-        "world_size": int(os.environ["WORLD_SIZE"]),
+        "seat": f"{os.environ['RDZV_BENCH_NODE']}/{os.environ.get('LOCAL_RANK', '0')}",
+        "world_size": world_size or int(os.environ["WORLD_SIZE"]),
         "round": round_,
     }
     stages = os.open(os.environ["RDZV_BENCH_STAGES"], os.O_WRONLY | os.O_APPEND)

@@ -24,6 +24,7 @@ Row = dict[str, Any]
 HEADINGS = {
     "died": "worker gone",
     "noticed": "noticed",
+    "parked": "parked",
     "stopped": "all stopped",
     "round": "round",
     "spawned": "spawned",
@@ -84,7 +85,7 @@ def _recovery_row(row: Row) -> str:
         span = " / ".join(figure(reduced[key]) for key in ("low", "p90", "high"))
     medians = [figure(spreads[p]["median"]) if spreads[p] else "-" for p in PHASES]
     ratios = [f"x{figure(r)}" if (r := row[k]) else "-" for k in ("to_torchrun", "to_best")]
-    cells = [BEFELL[row["case"]], str(row["nodes"]), row["contender"]]
+    cells = [BEFELL[row["case"]], f"{row['nodes']} x {row['nproc']}", row["contender"]]
     cells += [f"{row['recovered']} of {row['runs']}", *medians, span, *ratios]
     return _cells(cells)
 
@@ -107,7 +108,7 @@ def recovery_plot(rows: Sequence[Row]) -> str:
         for phase in PHASES:
             before = max(before, spreads[phase]["median"]) if spreads[phase] else before
             ends.append(before)
-        name = f"{row['case']}, {row['nodes']} nodes: {row['contender']}"
+        name = f"{row['case']}, {row['nodes']} x {row['nproc']}: {row['contender']}"
         failed_after = 0.0 if medians else row["deadline_s"]
         drawn.append(draw.Bar(name, tuple(ends) if medians else (), note, failed_after))
     title = "Recovery by phase, until the last node's first DDP step (medians)"

@@ -37,9 +37,16 @@ def test_the_old_world_is_no_recovery() -> None:
 
 def test_a_process_that_stays_is_of_the_new_world_in_its_next_round() -> None:
     old = stages("n0", 1, 1, "steady")
-    kept = [Stage(s.stage, s.at_s + 10, s.pid, s.node, s.world_size, round=1) for s in old[2:]]
-    world = new_world([*old, *kept], frozenset({(1, 0)}), ["n0"])
-    assert world == {"grouped": 12.0, "reduced": 13.0, "stepped": 14.0, "steady": 15.0}
+    kept = [Stage(s.stage, s.at_s + 10, s.pid, s.seat, s.world_size, round=1) for s in old[2:]]
+    parked = Stage("parked", 6.5, 1, "n0", 1)
+    world = new_world([*old, parked, *kept], frozenset({(1, 0)}), ["n0"])
+    assert world == {
+        "parked": 6.5,
+        "grouped": 12.0,
+        "reduced": 13.0,
+        "stepped": 14.0,
+        "steady": 15.0,
+    }
 
 
 def test_a_world_of_which_one_node_is_not_steady_has_not_recovered() -> None:
@@ -76,6 +83,7 @@ def test_a_node_that_was_steady_and_began_again_has_not_recovered() -> None:
 
 
 WORLD = {
+    "parked": 100.7,
     "started": 103.0,
     "imported": 104.0,
     "grouped": 104.1,
@@ -91,6 +99,7 @@ def test_phases_are_counted_from_what_befell_the_job() -> None:
     assert {name: round(at_s, 3) for name, at_s in found.items()} == {
         "died": 1.0,
         "noticed": 0.5,
+        "parked": 0.7,
         "stopped": 1.5,
         "round": 2.0,
         "spawned": 2.5,
@@ -124,7 +133,14 @@ def test_a_log_that_is_cut_to_milliseconds_is_not_before_its_cause() -> None:
 
 
 def test_not_all_stopped_is_no_phase() -> None:
-    assert "stopped" not in phases(100.0, WORLD, {7: 101.0, 8: None}, [], 1000.0)
+    found = phases(100.0, WORLD, {7: 101.0, 8: None}, [], 1000.0)
+    assert found["died"] == 1.0
+    assert "stopped" not in found
+
+
+def test_peers_whose_workers_are_launched_alone_are_measured_in_one_case() -> None:
+    alone = [str(point) for point in points([3], [], [BY_NAME["torchft"], BY_NAME["nvidia"]], 2)]
+    assert alone == ["worker nodes=3x2 torchft", "worker nodes=3x2 nvidia"]
 
 
 def test_what_is_no_line_of_a_log_is_passed_over() -> None:
@@ -176,9 +192,10 @@ def test_where_nothing_recovered_the_table_says_the_deadline() -> None:
 def test_every_contender_of_a_case_is_measured_before_the_next_case() -> None:
     wanted = list(points([2, 3], [], CONTENDERS))
     assert [str(point) for point in wanted[: len(CONTENDERS)]] == [
-        f"worker nodes=2 {contender.name}" for contender in CONTENDERS
+        f"worker nodes=2x1 {contender.name}" for contender in CONTENDERS
     ]
-    assert len(wanted) == len(CONTENDERS) * 5
+    alone = sum(contender.alone for contender in CONTENDERS)
+    assert len(wanted) == len(CONTENDERS) * 5 - alone * 3
 
 
 def test_only_torchrun_with_its_own_timeouts_is_patient() -> None:

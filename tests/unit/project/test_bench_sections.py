@@ -36,6 +36,7 @@ def recovered(contender: str, *reduced: float, lost: int = 0) -> dict[str, Any]:
         "bench": "recovery",
         "case": "tree",
         "nodes": 3,
+        "nproc": 1,
         "contender": contender,
         "runs": len(reduced) + lost,
         "recovered": len(reduced),
@@ -148,7 +149,7 @@ def texts(svg: str) -> list[str]:
 def test_bars_show_each_contender_and_what_did_not_recover() -> None:
     rows = [CONDITIONS, recovered("rdzvrun", 2.0), recovered("torchrun", lost=1)]
     svg = sections.recovery_plot(rows)
-    assert "tree, 3 nodes: rdzvrun" in texts(svg)
+    assert "tree, 3 x 1: rdzvrun" in texts(svg)
     assert "1 of 1 not within 30 s" in texts(svg)
     assert svg.count("stroke-dasharray") == 1
 

@@ -1,0 +1,420 @@
+"""What workers that stay promise, with real servers, nodes and processes, again and again.
+
+Three nodes of two workers train a small model with dropout and batch norm over gloo, on this
+machine. Each case has a job of its own:
+
+* worker: a worker gets SIGKILL. The five others stay, with as many descriptors and threads as
+  before, and no more memory; at last all losses are compared with those of a run that nothing
+  disturbed: bit for bit, where the new ranks' random numbers are seeded as they were;
+* blocked: a rank holds the GIL, is in a call of C, or waits for its loader, by turns, and another
+  gets SIGKILL: these two are replaced, once --keep-timeout is over, and the others stay;
+* stopped: a rank gets SIGSTOP; it alone is replaced, once --hang-timeout is over;
+* stuck: a rank waits in the kernel, in D state, for a file server that does not answer, and
+  survives SIGKILL: its node is given up, and the others stay;
+* lost: a node and all on it is killed, and comes back; spare: another one takes its place. The
+  workers of the other nodes stay, and no restart is spent;
+* scale: an operator has a third node take part, and then not any more: all others stay;
+* source: a worker is replaced, and the rank that heals it dies while it does: no round begins with
+  ranks of several states.
+
+Seconds are from the fault to the first step of the last rank, and those before it: all who stay
+have parked, and the next round is decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kept_job import START_S, BrokenPromiseError, KeptJob, of_nodes, resources, victim
+from measure import (
+    Json,
+    Spread,
+    emit,
+    emitting_to,
+    end_on_sigterm,
+    figure,
+    load,
+    names_of,
+    say_conditions,
+    say_progress,
+)
+from recovery import lifeline_in
+
+from cluster import cluster  # isort: skip  (its path comes from measure)
+
+NAMES = ("n1", "n2", "n3")
+WAITS = ("waiting", "spare")
+KEEP_S = 0.5
+HANG_S = 2.0
+GROWN_BYTES = 24 << 20
+"""So much more memory than early in the case is not flat any more."""
+WARM_UP = 10
+"""After so many rounds the memory is looked at for the first time."""
+
+
+@dataclass
+class Found:
+    """What came of one case."""
+
+    case: str
+    wanted: int
+    held: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    broken: str = ""
+
+    def took(self, phase: str, seconds: float) -> None:
+        """Note a time."""
+        self.seconds.setdefault(phase, []).append(seconds)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where jobs are made."""
+
+    directory: Path
+    lifeline: Path
+
+    @contextmanager
+    def job(
+        self, *options: str, nnodes: str = "3", names: tuple[str, ...] = NAMES
+    ) -> Iterator[KeptJob]:
+        """Start a job, and wait until it trains, and restarts are warm."""
+        with cluster(Path(tempfile.mkdtemp(dir=self.directory))) as made:
+            job = KeptJob(made, self.lifeline, *options)
+            nodes = job.start(names, nnodes)
+            job.trains(2 * len(names), within_s=START_S)
+            job.warmed(nodes)
+            yield job
+
+
+def settle(job: KeptJob, seconds: float) -> None:
+    """Let it train a while: at least a few steps, and until forks are made ahead again."""
+    time.sleep(seconds)
+    first = next(iter(job.workers.values())).step
+    ranks = range(len(job.workers))
+    job.until(
+        "a few steps are done",
+        lambda: all((first + 3, rank) in job.diary.read().losses for rank in ranks),
+    )
+
+
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float:
+    """Send a signal; return when."""
+    at_s = time.monotonic()
+    os.kill(pid, number)
+    return at_s
+
+
+def note_recovery(found: Found, job: KeptJob, since_s: float, stepped_s: float, last: int) -> None:
+    """Note what a recovery took, of a round whose number was `last`."""
+    parked = job.diary.parked_s.get(last)
+    if parked:
+        found.took("parked", max(parked.values()) - since_s)
+    if (decided_s := job.decided_s()) is not None:
+        found.took("decided", decided_s - since_s)
+    found.took("stepped", stepped_s - since_s)
+
+
+# ------------------------------------------------------------------ the cases
+
+
+def worker(found: Found, place: Place) -> None:
+    """SIGKILL of a worker."""
+    with place.job() as job:
+        early: dict[int, tuple[int, int, int]] = {}
+        for number in range(found.wanted):
+            settle(job, 1.1)
+            if number == min(WARM_UP, found.wanted // 2):
+                early = {s.pid: resources(s.pid) for s in job.workers.values()}
+            before, last, killed = dict(job.workers), job.round, victim(job, "n3")
+            since_s = kill(killed.pid)
+            stepped_s = job.trains(6)
+            job.check_kept(before, [killed.pid])
+            note_recovery(found, job, since_s, stepped_s, last)
+            found.held += 1
+        settle(job, 0)
+        _check_flat(found, job, early)
+        seeds = [
+            (seat.rank, seat.step, seat.seed)
+            for number, seats in job.diary.begun.items()
+            for seat in seats.values()
+            if number and not seat.kept
+        ]
+        _check_losses(found, job, place, seeds)
+
+
+def _check_flat(found: Found, job: KeptJob, early: dict[int, tuple[int, int, int]]) -> None:
+    grown = 0
+    for pid in early.keys() & {seat.pid for seat in job.workers.values()}:
+        (fds, threads, memory), now = early[pid], resources(pid)
+        if now[:2] != (fds, threads):
+            raise BrokenPromiseError(f"descriptors, threads: {(fds, threads)}, then {now[:2]}")
+        grown = max(grown, now[2] - memory)
+    if grown > GROWN_BYTES:
+        raise BrokenPromiseError(f"a worker's memory has grown by {grown >> 10} kB")
+    found.notes.append(f"descriptors and threads flat, memory + {grown / 1e6:.1f} MB")
+
+
+def _check_losses(
+    found: Found, job: KeptJob, place: Place, seeds: list[tuple[int, int, int]]
+) -> None:
+    """Compare all losses of the job with those of a run that nothing disturbs."""
+    last = max(step for step, _ in job.diary.losses) - 1
+    expected = {key: loss for key, loss in job.diary.losses.items() if key[0] <= last}
+    job.end()
+    environ = {"KEPT_STEPS": str(last), "KEPT_SEEDS": json.dumps(seeds)}
+    with cluster(Path(tempfile.mkdtemp(dir=place.directory))) as made:
+        calm = KeptJob(made, place.lifeline, environ=environ, nproc=6, pause_s=0)
+        (node,) = calm.start(["n1"], "1")
+        if code := node.wait(START_S + last):
+            raise BrokenPromiseError(f"the run that nothing disturbs ended with {code}")
+        undisturbed = calm.diary.read().losses
+    differing = sorted(key for key in expected if undisturbed.get(key) != expected[key])
+    if differing:
+        raise BrokenPromiseError(
+            f"{len(differing)} of {len(expected)} losses differ, the first at step, rank "
+            f"{differing[0]}; new ranks: {seeds[:4]}"
+        )
+    found.notes.append(f"{len(expected)} losses of {last} steps bitwise equal")
+
+
+def blocked(found: Found, place: Place) -> None:
+    """A rank blocks, in three ways by turns, and another gets SIGKILL."""
+    with place.job(f"--keep-timeout={KEEP_S}", nnodes="2", names=NAMES[:2]) as job:
+        for number in range(found.wanted):
+            settle(job, 0.2)
+            before, blocks, killed = dict(job.workers), job.workers[number % 3], job.workers[3]
+            job.order(blocks.pid, ("gil", "call", "loader")[number // 3 % 3])
+            since_s = kill(killed.pid)
+            stepped_s = job.trains(4)
+            job.check_kept(before, [killed.pid, blocks.pid])
+            found.took("stepped", stepped_s - since_s)
+            found.held += 1
+
+
+def stopped(found: Found, place: Place) -> None:
+    """SIGSTOP of a rank."""
+    with place.job(f"--hang-timeout={HANG_S}") as job:
+        for number in range(found.wanted):
+            settle(job, 1.1)
+            before, last, rank = dict(job.workers), job.round, job.workers[number % 6]
+            since_s = kill(rank.pid, signal.SIGSTOP)
+            stepped_s = job.trains(6)
+            job.check_kept(before, [rank.pid])
+            note_recovery(found, job, since_s + HANG_S, stepped_s, last)
+            found.held += 1
+        found.notes.append(f"beyond the limit of {HANG_S:g} s")
+
+
+def stuck(found: Found, place: Place) -> None:
+    """A rank in D state."""
+    from file_server import serving
+
+    for _ in range(found.wanted):
+        with (
+            place.job(f"--keep-timeout={KEEP_S}", nnodes="2:3") as job,
+            serving(job.made.folder / "remote") as server,
+        ):
+            settle(job, 0.5)
+            before, rank = dict(job.workers), victim(job, "n3")
+            server.hang()
+            job.order(rank.pid, str(server.path / "batch"))
+            other = next(s for s in before.values() if s.node == "n3" and s.pid != rank.pid)
+            since_s = kill(other.pid)
+            job.may_end.add("n3")
+            stepped_s = job.trains(4)
+            job.check_kept(of_nodes(before, NAMES[:2]))
+            if not Path(f"/proc/{rank.pid}").exists():
+                raise BrokenPromiseError("the rank has not survived SIGKILL: it was not stuck")
+            found.took("stepped", stepped_s - since_s)
+            found.held += 1
+
+
+def lost(found: Found, place: Place) -> None:
+    """A node is lost, and comes back."""
+    with place.job(nnodes="2:3") as job:
+        for _ in range(found.wanted):
+            settle(job, 1.1)
+            before, last = of_nodes(job.workers, NAMES[:2]), job.round
+            since_s = time.monotonic()
+            next(n for n in reversed(job.made.nodes) if n.name == "n3").kill_tree()
+            stepped_s = job.trains(4)
+            job.check_kept(before)
+            note_recovery(found, job, since_s, stepped_s, last)
+            settle(job, 0)
+            back = job.start(["n3"], "2:3")
+            job.trains(6, within_s=START_S)
+            job.check_kept(before)
+            job.warmed(back)
+            found.held += 1
+        _check_no_restart(found, job)
+
+
+def spare(found: Found, place: Place) -> None:
+    """A node is lost, and another one takes its place."""
+    with place.job() as job:
+        goes = "n3"
+        for number in range(found.wanted):
+            comes = f"n{4 + number}"
+            job.warmed(job.start([comes], "3"))
+            job.until(f"{comes} waits", lambda: job.node_state(comes) in WAITS)  # noqa: B023
+            settle(job, 1.1)
+            before, last = of_nodes(job.workers, NAMES[:2]), job.round
+            since_s = time.monotonic()
+            next(n for n in job.made.nodes if n.name == goes).kill_tree()
+            stepped_s = job.trains(6, within_s=START_S)
+            job.check_kept(before)
+            note_recovery(found, job, since_s, stepped_s, last)
+            goes = comes
+            found.held += 1
+        _check_no_restart(found, job)
+
+
+def _check_no_restart(found: Found, job: KeptJob) -> None:
+    if spent := job.made.status().restarts:
+        raise BrokenPromiseError(f"{spent} restarts are spent")
+    found.notes.append("no restart spent")
+
+
+def scale(found: Found, place: Place) -> None:
+    """Two nodes, three, and two again."""
+    with place.job(nnodes="2", names=NAMES[:2]) as job:
+        job.warmed(job.start(["n3"], "2"))
+        job.until("n3 waits", lambda: job.node_state("n3") in WAITS)
+        for _ in range(found.wanted):
+            settle(job, 1.1)
+            before = dict(job.workers)
+            since_s = job.scale(3)
+            stepped_s = job.trains(6, within_s=START_S)
+            job.check_kept(before)
+            found.took("to three", stepped_s - since_s)
+            settle(job, 0.5)
+            since_s = job.scale(2)
+            stepped_s = job.trains(4)
+            job.check_kept(before)
+            found.took("to two", stepped_s - since_s)
+            found.held += 1
+        _check_no_restart(found, job)
+
+
+def source(found: Found, place: Place) -> None:
+    """The source dies while it heals."""
+    with place.job() as job:
+        for number in range(found.wanted):
+            settle(job, 0.3)
+            died = len(job.diary.died)
+            (job.orders / "heal").write_text(str(number % 5))
+            since_s = kill(victim(job, "n3").pid)
+            job.until("the source dies", lambda: len(job.diary.read().died) > died)  # noqa: B023
+            found.took("stepped", job.trains(6, within_s=START_S) - since_s)
+            for seats in job.diary.begun.values():
+                if len({(seat.step, seat.weights) for seat in seats.values()}) != 1:
+                    raise BrokenPromiseError(f"a round began with a mixture: {seats}")
+            found.held += 1
+        began = [next(iter(seats.values())).step for seats in job.diary.begun.values()]
+        found.notes.append(f"{sum(step == 0 for step in began) - 1} times from step 0")
+
+
+CASES: dict[str, tuple[Callable[[Found, Place], None], int]] = {
+    "worker": (worker, 200),
+    "blocked": (blocked, 200),
+    "stopped": (stopped, 6),
+    "stuck": (stuck, 2),
+    "lost": (lost, 6),
+    "spare": (spare, 4),
+    "scale": (scale, 4),
+    "source": (source, 100),
+}
+"""Each with how often, if nothing else is asked for."""
+
+
+def run(case: str, times: int, place: Place) -> Found:
+    """Run a case; what it promises and does not hold is in the answer."""
+    found = Found(case, times)
+    try:
+        CASES[case][0](found, place)
+    except BrokenPromiseError as error:
+        found.broken = str(error)
+    return found
+
+
+# ------------------------------------------------------------------ what came of it
+
+
+def row(found: Found) -> str:
+    """Return a line of a table in Markdown."""
+    spreads = {phase: Spread.of(seconds) for phase, seconds in found.seconds.items()}
+    times = "; ".join(
+        f"{phase} {figure(one.median)} / {figure(one.p99)} / {figure(one.high)}"
+        for phase, one in spreads.items()
+    )
+    notes = "; ".join([*found.notes, *([f"**broken**: {found.broken}"] if found.broken else [])])
+    return f"| {found.case} | {found.held} of {found.wanted} | {times or '-'} | {notes} |"
+
+
+def as_json(found: Found) -> dict[str, Json]:
+    """Return the values of a JSON line."""
+    return {
+        "bench": "kept",
+        "case": found.case,
+        "wanted": found.wanted,
+        "held": found.held,
+        "seconds": {p: Spread.of(seconds).as_json() for p, seconds in found.seconds.items()},
+        "notes": list(found.notes),
+        "broken": found.broken,
+        "load": load(),
+    }
+
+
+def main() -> None:
+    """Run the cases, and print their table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--cases", default="", help=f"with commas, of {', '.join(CASES)}")
+    add(
+        "--times",
+        type=int,
+        help="of each case (default: "
+        + ", ".join(f"{case} {times}" for case, (_, times) in CASES.items())
+        + ")",
+    )
+    add("--out", type=Path, help="where the JSON lines are written as well")
+    add("--directory", type=Path, help="where data is written, and removed again (default: /tmp)")
+    chosen = parser.parse_args()
+    cases = names_of(parser, "--cases", chosen.cases, list(CASES)) or list(CASES)
+    end_on_sigterm()
+    broken = False
+    with (
+        tempfile.TemporaryDirectory(prefix="rdzv-bench-", dir=chosen.directory) as temporary,
+        emitting_to(chosen.out),
+        lifeline_in(Path(temporary)) as lifeline,
+    ):
+        place = Place(Path(temporary), lifeline)
+        say_conditions("kept", place.directory)
+        lines = ["| case | held | seconds: median / p99 / most | |", "|---|---|---|---|"]
+        for case in cases:
+            began_s = time.monotonic()
+            found = run(case, chosen.times or CASES[case][1], place)
+            broken = broken or bool(found.broken)
+            lines.append(row(found))
+            emit("", **as_json(found))
+            say_progress(f"{lines[-1]} ({time.monotonic() - began_s:.0f} s)")
+        print("\n".join(lines))
+    sys.exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    main()
