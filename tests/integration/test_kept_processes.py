@@ -158,13 +158,22 @@ def test_a_failure_of_the_script_is_one_as_ever_and_its_siblings_stay(c: Cluster
 
 def test_suspects_are_innocent_where_a_worker_was_killed(c: Cluster) -> None:
     file = c.folder / "suspect"
-    one_node(c, f"suspect:{file}")
+    node = one_node(c, f"suspect:{file}")
     before = pids(c.wait_for_round(0, workers=3))
     os.kill(before[2], signal.SIGSTOP)
     file.touch()
+    # They end the round, long before anybody notices what has killed the third.
+    c.wait_for_text(node, "round 0 ended")
+    for rank in (0, 1):
+        (log,) = (c.folder / "logs").glob(f"*/*/round_0/{rank}/stdout.log")
+        c.wait_until("it has parked", lambda log=log: "parked after round 0" in log.read_text())
+    file.unlink()
     os.kill(before[2], signal.SIGKILL)
     after = pids(c.wait_for_round(1, workers=3))
     assert after[:2] == before[:2]
+    assert after[2] != before[2]
+    assert c.status().restarts == 1
+    c.wait_for_text(node, "local_rank 2 is cold: its worker ended with signal 9 (SIGKILL)")
 
 
 def test_a_suspect_alone_is_the_failure_and_raises_its_exception(c: Cluster) -> None:

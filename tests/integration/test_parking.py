@@ -181,6 +181,7 @@ async def test_a_worker_that_does_not_park_is_killed_alone_in_time(node: Parking
     late = await node.heard(WorkerNotKept)
     assert (late.local_rank, late.pid) == (1, pids[1])
     assert state_of(pids[1]) == ""
+    assert not (await node.heard(WorkerExited, local_rank=1)).by_itself
 
 
 async def test_a_stopped_worker_is_killed_alone_in_time(node: Parking) -> None:
@@ -192,6 +193,18 @@ async def test_a_stopped_worker_is_killed_alone_in_time(node: Parking) -> None:
 async def test_a_culprit_is_killed_at_once(node: Parking) -> None:
     pids = await node.begin()
     assert ranks_of(await node.park(1)) == {0: pids[0]}
+
+
+async def test_how_a_worker_ends_while_others_park_is_told_from_how_it_was_ended(
+    node: Parking,
+) -> None:
+    pids = await node.begin("deaf:1", ranks=3)
+    os.kill(pids[1], signal.SIGSTOP)
+    node.link.stop_workers(0, signal.SIGTERM, FOR_EVER_MS, FOR_EVER_MS, (2,))
+    assert not (await node.heard(WorkerExited, local_rank=2)).by_itself
+    await node.printed(node.worker(0, 0), "parked")
+    os.kill(pids[1], signal.SIGKILL)
+    assert (await node.heard(WorkerExited, local_rank=1)).by_itself
 
 
 async def test_a_worker_without_a_link_is_stopped_as_ever_beside_one_that_stays(

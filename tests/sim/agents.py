@@ -23,7 +23,7 @@ from rdzv.core.model import UNMOVED, Moved, Offer
 from rdzv.core.nodes import AgentKind
 from rdzv.core.placement import Resources
 from rdzv.core.stacks import Frame, Thread, WorkerStack
-from rdzv.structs import struct
+from rdzv.structs import replace, struct
 from rdzv.transport.node_stream import FINAL_REFUSALS, PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.network import Connection, End
@@ -244,7 +244,9 @@ class Runner:
         local_rank = self.world.random.choice(sorted(self.alive))
         self.alive.discard(local_rank)
         self.hung.discard(local_rank)
-        self.tell(self._exit(workers, local_rank, 1, None))
+        parks = self._keeping and local_rank in self.parking.able - self._not_kept
+        by_itself = self._stop_due_ms is None or parks
+        self.tell(replace(self._exit(workers, local_rank, 1, None), by_itself=by_itself))
         if self.part.agent.alive or self.alive:
             return
         if self._stop_due_ms is None:

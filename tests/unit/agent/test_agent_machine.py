@@ -73,12 +73,17 @@ def closed(
 
 
 def exited(
-    local_rank: int = 0, exit_code: int | None = 0, round_: int = 0, age_ms: int = 0
+    local_rank: int = 0,
+    exit_code: int | None = 0,
+    round_: int = 0,
+    age_ms: int = 0,
+    *,
+    by_itself: bool = False,
 ) -> events.WorkerExited:
     signum = 9 if exit_code is None else None
     text = "" if exit_code == 0 else "ValueError: no"
     return events.WorkerExited(
-        round_, local_rank, 100 + local_rank, exit_code, signum, text, text, age_ms
+        round_, local_rank, 100 + local_rank, exit_code, signum, text, text, age_ms, by_itself
     )
 
 

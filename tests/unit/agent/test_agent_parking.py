@@ -36,6 +36,7 @@ from tests.unit.agent.test_agent_machine import (
     Node,
     closed,
     exited,
+    gone,
     line,
     outcome_of,
     signalled,
@@ -137,6 +138,20 @@ def test_a_suspect_after_the_end_of_its_round_is_nothing_new() -> None:
     node.hear(over())
     assert node.hear(suspected()) == []
     assert node.state.failures == ()
+
+
+@pytest.mark.parametrize("first", [suspected(0), over()], ids=["its own suspect", "elsewhere"])
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_an_exit_that_no_stop_explains_is_reported_though_the_round_was_ended_before(
+    first: events.Event, by_itself: bool
+) -> None:
+    node = running()
+    node.hear(first)
+    node.now_ms += 50
+    assert node.hear(exited(1, None, by_itself=by_itself)) == []
+    (join,) = [c for c in node.hear(gone(0)) if isinstance(c, SayJoin)]
+    died = [failure.local_rank for failure in join.failures if not failure.suspect]
+    assert died == ([1] if by_itself else [])
 
 
 def test_a_suspect_that_exits_late_has_not_failed_a_second_time() -> None:

@@ -28,7 +28,7 @@ _MEET_SLICE = timedelta(seconds=1)
 
 
 _CAUSE_WAIT_S = 0.25
-"""A peer's death is most often known within milliseconds; a suspect reported sooner hides it."""
+"""A peer's death is most often known within milliseconds, and then there is nothing to report."""
 
 
 @dataclass

@@ -89,6 +89,8 @@ class WorkerExited:
     message: str
     traceback: str
     age_ms: int
+    by_itself: bool = False
+    """Whether nothing that ends a worker was sent to it, though its round is ending."""
 
 
 @struct(frozen=True)

@@ -369,14 +369,19 @@ def _note_exit(work: _Step, event: WorkerExited) -> None:
 
 
 def _note_failure(work: _Step, event: WorkerExited | WorkerSuspected) -> None:
-    """Record a worker that failed by itself; one stopped by the agent is no failure."""
+    """Record a worker that failed by itself; one stopped by the agent is no failure.
+
+    A suspect may end the round before the exit that it felt is noticed, so an exit counts that
+    nothing sent to the worker explains. The join reports it, before the end is charged.
+    """
     state, failed_at_ms = work.state, work.now_ms - event.age_ms
-    if state.stopping_since_ms is not None and failed_at_ms >= state.stopping_since_ms:
-        return
     assignment = state.assignment
-    exit_code, signum = None, None
+    exit_code, signum, by_itself = None, None, False
     if isinstance(event, WorkerExited):
-        exit_code, signum = event.exit_code, event.signal
+        exit_code, signum, by_itself = event.exit_code, event.signal, event.by_itself
+    stopping = state.stopping_since_ms is not None and failed_at_ms >= state.stopping_since_ms
+    if stopping and not by_itself:
+        return
     failure = WorkerFailure(
         local_rank=event.local_rank,
         rank=event.local_rank + (assignment.rank_first if assignment else 0),

@@ -275,6 +275,7 @@ class Round:
                 message=error.message,
                 traceback=error.traceback,
                 age_ms=max(exited.age_ms, error.age_ms),
+                by_itself=exited.by_itself,
             )
         )
 

@@ -5,6 +5,7 @@ Both directions carry the frames of channel.py; requests.py lists the requests. 
     started           {round, local_rank, pid}        with `how`: kept, warm or cold
     start_failed      {round, local_rank, reason}     the round is then killed; `gone` follows
     exited            {round, local_rank, pid, exit_code, signal, age_ms}
+                                                      with `by_itself`: nothing sent explains it
     suspect           {round, local_rank, pid, message, traceback, age_ms}
     resumed           {round, local_rank, pid, step, source, healed, init_ms, heal_ms}
     gone              {round, kept}                   no process takes part in it any more but its
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 
 _EVENTS_OF_KEPT = frozenset({"suspect", "resumed", "not_kept", "kept_exited", "kept_gone"})
-_FIELDS_OF_KEPT = frozenset({"how", "kept"})
+_FIELDS_OF_KEPT = frozenset({"how", "kept", "by_itself"})
 """The events, and fields of other events, that only agents of this version know."""
 
 

@@ -54,13 +54,23 @@ class Round:
             link.child = child
             self.links[child.pid] = link
 
-    def forget(self, child: Child) -> None:
-        """Note that a worker does not exist any more."""
+    def forget(self, child: Child) -> bool:
+        """Note that a worker does not exist any more; return whether it has ended by itself.
+
+        It has if nothing was sent to it but the word to park, and its time to do so was not over.
+        """
         self.running.discard(child.pid)
         link = self.links.pop(child.pid, None)
         if link is not None:
-            link.read()  # It may have reported a suspect before it was killed.
+            link.read()  # It may have reported a suspect, or parked, before it was killed.
             link.close()
+        if self.notified_by is not None:
+            return False
+        if self.kill_at is None:
+            return self.has_links
+        if link is None or link.kill_at is None or link.parked is not None:
+            return False
+        return self.keeps and time.monotonic() < link.kill_at
 
     @property
     def is_to_be_killed(self) -> bool:
@@ -92,7 +102,7 @@ class Round:
             if link.local_rank in not_kept:
                 self._kill(link.pid)
                 link.close()
-            elif link.can_be_kept:
+            elif link.can_be_kept or link.hung_up:
                 link.kill_at = time.monotonic() + keep_s
                 if link.parked is None:
                     link.ask_to_park()
@@ -138,8 +148,8 @@ class Round:
         if not self.keeps:
             return
         for link in self.links.values():
-            if link.kill_at is not None and not link.is_open:
-                # It cannot say any more that it has parked.
+            if link.kill_at is not None and not link.is_open and not link.hung_up:
+                # It cannot say any more that it has parked. If it has hung up, it is exiting.
                 link.kill_at = None
                 signal_group(link.pid, signal.SIGTERM)
         for pid, at in self._deadlines().items():

@@ -90,6 +90,8 @@ class WorkerLink:
         self.kill_at: float | None = None
         """When it is killed, if it is told to park or to end."""
         self.killed = False
+        self.hung_up = False
+        """Whether it could be kept, and has closed its end, as it does when it exits."""
         self.left: set[int] = set()
         """What it has left behind, by pid, after its exit."""
         self._store = _store_of(spec)
@@ -202,7 +204,8 @@ class WorkerLink:
         try:
             self._channel.send(message, *fds)
             self._loop.watch_channel(self._channel)
-        except (OSError, BufferError, ValueError):
+        except (OSError, BufferError, ValueError) as error:
+            self.hung_up = self._hello and isinstance(error, ConnectionError)
             self.close()
 
     # ------------------------------------------------------------------ from the worker
@@ -220,7 +223,8 @@ class WorkerLink:
                 if self._frames > MAX_FRAMES:
                     raise FrameError("too many frames")
                 self._take(frame)
-        except (EOFError, OSError, MalformedFrameError, FrameError):
+        except (EOFError, OSError, MalformedFrameError, FrameError) as error:
+            self.hung_up = self._hello and isinstance(error, EOFError)
             self.close()
 
     def _take(self, frame: Mapping[str, object]) -> None:

@@ -178,7 +178,7 @@ class Workers:
 
     def report_exit(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
         """Note that a worker has exited."""
-        of.forget(child)
+        fields = {"by_itself": True} if of.forget(child) else {}
         of.exited.add(child.pid)
         self._agent.emit(
             "exited",
@@ -187,6 +187,7 @@ class Workers:
             pid=child.pid,
             **exit_fields(code),
             age_ms=0,
+            **fields,
         )
 
     # ------------------------------------------------------------------ warm

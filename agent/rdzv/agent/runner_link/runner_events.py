@@ -41,6 +41,8 @@ class WorkerExited:
     exit_code: int | None
     signal: int | None
     age_ms: int
+    by_itself: bool = False
+    """Whether nothing that was sent to it explains this. Runners say so where workers can park."""
 
 
 @struct(frozen=True)
