@@ -1313,9 +1313,16 @@ MUTANTS = (
     Mutant(
         "workers that were stopped count as failed",
         "machine._note_failure",
-        "    if state.stopping_since_ms is not None and failed_at_ms >= state.stopping_since_ms:",
+        "    if stopping and not by_itself:",
         "    if False:",
         by="tests/unit/agent/test_agent_machine.py",
+    ),
+    Mutant(
+        "a death that is noticed after the suspect that felt it does not count",
+        "machine._note_failure",
+        "    if stopping and not by_itself:",
+        "    if stopping:",
+        by="tests/unit/agent/test_agent_parking.py",
     ),
     Mutant(
         "a node succeeds with its first worker",
