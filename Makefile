@@ -81,10 +81,12 @@ sim-mutants: $(READY)  ## planted bugs: the simulator must catch every one of th
 
 N ?= 400
 
-# SEED=7 repeats a draw; an interrupted run of the same tree continues.
+# SEED=7 repeats a draw; an interrupted run of the same tree continues. ONLY=core,ledger: in files of such
+# names; QUICK=1: judged by `make unit` alone.
 .PHONY: mutants
 mutants: $(READY)  ## N random changes to the code: the tests must catch nine of ten; SEED=N repeats
-	@$(BIN)/python -m tests.mutants -n $(N) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m tests.mutants -n $(N) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) \
+	  $(if $(QUICK),--quick)
 
 .PHONY: conformance-warm
 conformance-warm: $(READY)  ## the conformance table with workers forked from a zygote

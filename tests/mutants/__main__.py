@@ -39,9 +39,11 @@ from tests.mutants.record import QUICK_S, Record, file_of, make_programs_write
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build/mutants"
+SOURCES = ("agent", "proto", "rendezvous", "worker")
 COPIED = (
-    *("agent", "bench", "deploy", "docs", "examples", "proto", "rendezvous", "tests"),
+    *(*SOURCES, "bench", "deploy", "docs", "examples", "tests"),
     *("pyproject.toml", "README.md", "CHANGELOG.md", "GLOSSARY.md", "ARCHITECTURE.md", "Makefile"),
+    *("LICENSE", "CONTRIBUTING.md", "SECURITY.md", "mkdocs.yml"),
 )
 TARGETS = (
     "rendezvous/rdzv/core/*.py",
@@ -54,9 +56,13 @@ TARGETS = (
     "rendezvous/rdzv/server/diagnosis/hang_investigation.py",
     "rendezvous/rdzv/server/diagnosis/log_relay.py",
     "rendezvous/rdzv/server/replication/replica.py",
+    "rendezvous/rdzv/server/telemetry/notifications.py",
     "rendezvous/rdzv/stores/*.py",
+    "rendezvous/rdzv/view/ledger.py",
+    "rendezvous/rdzv/ctl/doctor.py",
     "rendezvous/rdzv/transport/node_stream.py",
     "rendezvous/rdzv/torchrun/sync_stream.py",
+    "agent/rdzv/agent/exit_causes/*.py",
     "agent/rdzv/agent/job/decisions.py",
     "agent/rdzv/agent/job/job_driver.py",
     "agent/rdzv/agent/job/round.py",
@@ -71,19 +77,23 @@ TARGETS = (
     "agent/rdzv/agent/job_programs/store_host.py",
     "agent/rdzv/agent/workers/worker_group.py",
     "agent/rdzv/agent/job_programs/zygote.py",
+    "worker/rdzv/worker/*.py",
 )
 """What is changed."""
+QUICK_JUDGES = ("tests/unit", "tests/scenarios", "tests/stores")
 JUDGES = (
-    "tests/unit",
-    "tests/scenarios",
-    "tests/stores",
+    *QUICK_JUDGES,
     "tests/sim/test_sim.py",
     "tests/integration/test_adoption.py",
     "tests/integration/test_agent_restart.py",
     "tests/integration/test_daemon.py",
     "tests/integration/test_etcd.py",
+    "tests/integration/test_ended_by_the_machine.py",
     "tests/integration/test_fencing.py",
+    "tests/integration/test_kept_workers.py",
+    "tests/integration/test_ledger_of_a_job.py",
     "tests/integration/test_logs.py",
+    "tests/integration/test_parking.py",
     "tests/integration/test_replicas.py",
     "tests/integration/test_runner.py",
     "tests/integration/test_runner_faults.py",
@@ -91,6 +101,7 @@ JUDGES = (
     "tests/integration/test_runner_outlives.py",
     "tests/integration/test_torchrun_handler.py",
     "tests/integration/test_warm.py",
+    "tests/integration/test_warm_restarts.py",
     "tests/integration/test_warm_store_host.py",
 )
 """The tests that may notice: the quick ones, the simulator's, and those that run the rest."""
@@ -122,18 +133,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-n", type=int, default=400, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=None, help="repeats a draw")
-    parser.add_argument("--only", default="", help="files with this word in their path")
+    parser.add_argument("--only", default="", help="files with one of these words in their path")
+    parser.add_argument("--quick", action="store_true", help="judged by `make unit` alone")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     seed = random.randrange(1_000_000) if options.seed is None else options.seed
     drawn = draw(options.n, seed, options.only)
-    state = _state_of_the_tree()
+    judges = ("-m", "not slow", *QUICK_JUDGES) if options.quick else (*CHOICE, *JUDGES)
+    state = _state_of_the_tree(judges)
     print(f"seed {seed}, revision {_revision()}: {len(drawn)} mutants", flush=True)
     with contextlib.ExitStack() as stack:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for _ in range(options.processes):
             copies.put(stack.enter_context(Copy.made()))
-        verdicts = _run_all(drawn, copies, _record(state), BUILD / f"verdicts-{state}.jsonl")
+        verdicts = _run_all(
+            drawn, copies, _record(state, judges), BUILD / f"verdicts-{state}.jsonl"
+        )
     return report(verdicts, f"seed {seed}, revision {_revision()}")
 
 
@@ -147,11 +162,14 @@ def targets() -> list[str]:
 
 
 def draw(count: int, seed: int, only: str = "") -> list[Mutation]:
-    """Draw from all mutations of all targets; each is as likely as each other."""
+    """Draw from all mutations of all targets; each is as likely as each other.
+
+    `only` has words with commas between them: of the targets, those with one in their path.
+    """
     all_of_them = [
         mutation
         for file in targets()
-        if only in file
+        if any(word in file for word in only.split(","))
         for mutation in mutations(file, (ROOT / file).read_text())
     ]
     return random.Random(seed).sample(all_of_them, min(count, len(all_of_them)))
@@ -222,7 +240,7 @@ def _make_environment(root: Path) -> None:
         made.write_bytes(data.replace(f"#!{sys.prefix}/".encode(), f"#!{root}/.venv/".encode(), 1))
         made.chmod(0o755)
     packages = next((root / ".venv/lib").glob("python3*/site-packages"))
-    places = [root / "agent", root / "proto", root / "rendezvous", sysconfig.get_path("purelib")]
+    places = [*(root / each for each in SOURCES), sysconfig.get_path("purelib")]
     (packages / "rdzv.pth").write_text("".join(f"{place}\n" for place in places))
 
 
@@ -240,7 +258,7 @@ def _caged(root: Path) -> list[str]:
     ]
 
 
-def _record(state: str) -> Record:
+def _record(state: str, judges: tuple[str, ...]) -> Record:
     """Return which tests run which lines; recorded once for a state of the tree."""
     kept = BUILD / f"lines-{state}.json"
     if kept.exists():
@@ -249,7 +267,7 @@ def _record(state: str) -> Record:
     began = time.monotonic()
     with Copy.made() as copy:
         make_programs_write(copy.root, targets())
-        words = [*JUDGES, *CHOICE, "-q", "-n", "2", "-p", "no:cacheprovider", "--dist", "loadfile"]
+        words = [*judges, "-q", "-n", "2", "-p", "no:cacheprovider", "--dist", "loadfile"]
         status, text = copy.pytest(words, {"MUTANTS_LINES": str(copy.root / "lines")}, 3600)
         if status not in (0, 1):
             raise SystemExit(f"the tests do not run in the copy:\n{text[-3000:]}")
@@ -413,10 +431,10 @@ def _key(mutation: Mutation) -> str:
     return f"{mutation.file}:{mutation.start}:{mutation.end}:{mutation.new}"
 
 
-def _state_of_the_tree() -> str:
+def _state_of_the_tree(judges: tuple[str, ...]) -> str:
     """Return a digest of all sources and tests: lines and verdicts hold for one state alone."""
-    digest = hashlib.sha256()
-    for folder in ("proto", "rendezvous", "agent", "tests"):
+    digest = hashlib.sha256("".join(judges).encode())
+    for folder in (*SOURCES, "tests"):
         for file in sorted((ROOT / folder).rglob("*.py")):
             digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
@@ -429,7 +447,7 @@ def _revision() -> str:
         )
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "proto", "rendezvous", "agent")
+    changed = git("status", "--porcelain", "--", *SOURCES)
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (", changed" if changed else "")
 
 

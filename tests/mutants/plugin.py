@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-SOURCES = ("rendezvous/rdzv", "agent/rdzv")
+SOURCES = ("rendezvous/rdzv", "agent/rdzv", "worker/rdzv")
 _coverage: Any = None
 _failed: set[str] = set()
 _seconds: defaultdict[str, float] = defaultdict(float)

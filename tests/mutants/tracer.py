@@ -10,7 +10,8 @@ import sys
 import threading
 
 _root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
-_folders = tuple(os.path.join(_root, each) for each in ("agent/rdzv/", "rendezvous/rdzv/"))  # noqa: PTH118
+_sources = ("agent/rdzv/", "rendezvous/rdzv/", "worker/rdzv/")
+_folders = tuple(os.path.join(_root, each) for each in _sources)  # noqa: PTH118
 _seen = set()
 
 
