@@ -103,6 +103,7 @@ JUDGES = (
     "tests/integration/test_warm.py",
     "tests/integration/test_warm_restarts.py",
     "tests/integration/test_warm_store_host.py",
+    "tests/integration/test_worker_in_process.py",
 )
 """The tests that may notice: the quick ones, the simulator's, and those that run the rest."""
 CHOICE = ("-m", "not campaign and not clusters")

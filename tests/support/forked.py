@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     config = session.config
     if not config.option.forks or config.option.collectonly or session.testsfailed:
         return None
-    files = [list(items) for _, items in groupby(session.items, lambda item: item.path)]
+    files = [list(items) for _, items in groupby(session.items, _file)]
     # What many tests are in is begun first, so that no process is left with it at the end.
     files.sort(key=len, reverse=True)
     turns, all_turns = os.pipe()
@@ -54,6 +55,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             worker.end()
         os.close(turns)
     return True
+
+
+def _file(item: pytest.Item) -> Path:
+    """Return the file of a test; those of the whole project are together, to parse sources once."""
+    return item.path.parent if item.path.parent.name == "project" else item.path
 
 
 class _Worker:

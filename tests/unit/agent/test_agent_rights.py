@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.source_tree import statements
+
 AGENT = Path(__file__).parents[3] / "agent" / "rdzv" / "agent"
 
 OF_THE_JOB = {"torch_side", "store_host", "zygote", "sitecustomize"}
@@ -403,7 +405,7 @@ def sources() -> dict[str, str]:
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 

@@ -92,6 +92,16 @@ def test_cgroup_v1_counts_kills_as_well(machine: Machine) -> None:
     assert "cgroup /jobs/b was out of memory (limit 512 MiB)" in machine.explain(before)
 
 
+@pytest.mark.parametrize(
+    ("limit", "text"), [(1 << 30, "1.0 GiB"), (3 << 29, "1.5 GiB"), (1023 << 20, "1023 MiB")]
+)
+def test_a_limit_is_in_gib_from_one_on(machine: Machine, limit: int, text: str) -> None:
+    machine.write(machine.job / "memory.max", f"{limit}\n")
+    before = machine.count()
+    machine.write(machine.job / "memory.events", "oom_kill 2\n")
+    assert f"(limit {text}, " in machine.explain(before)
+
+
 MEMCG = (
     "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,"
     f"oom_memcg=/jobs/a,task_memcg=/jobs/a,task=python,pid={PID},uid=1000"

@@ -197,6 +197,13 @@ def test_nobody_comes_and_nobody_is_there() -> None:
     assert "cannot be reached" in doctor.visit("127.0.0.1", port).text
 
 
+def test_a_port_that_nobody_listens_at_is_said_in_words_without_a_number() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert doctor.try_port("127.0.0.1", port) == ""
+    assert doctor.try_port("127.0.0.1", port) == "Connection refused"
+
+
 # ---------------------------------------------------------------------- the command
 
 

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from tests.unit.project.test_layers import MAP, ROOT, SOURCES, parsed
+from tests.support.source_tree import MAP, ROOT, SOURCES, parsed, sources, statements
 
 FUNCTION_LINES = 60
 CLASS_METHODS = 27
@@ -65,16 +65,15 @@ def test_every_answer_is_a_function_that_exists() -> None:
 def test_what_is_large_is_listed_with_its_reason() -> None:
     listed = set(re.findall(r"^\* `([\w/.]+(?::\w+)?)`: \S", section("Large on purpose"), re.M))
     large = set()
-    for source in SOURCES:
-        for path in sorted((source / "rdzv").rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            if path.read_text(encoding="utf-8").count("\n") > FILE_LINES:
-                large.add(name)
-            for node in ast.walk(parsed(path)):
-                if isinstance(node, ast.ClassDef):
-                    methods = sum(isinstance(one, _DEF) for one in node.body)
-                    if methods > CLASS_METHODS:
-                        large.add(f"{name}:{node.name}")
+    for path, _ in sources():
+        name = path.relative_to(ROOT).as_posix()
+        if path.read_text(encoding="utf-8").count("\n") > FILE_LINES:
+            large.add(name)
+        for node in statements(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(one, _DEF) for one in node.body)
+                if methods > CLASS_METHODS:
+                    large.add(f"{name}:{node.name}")
     assert listed == large
 
 

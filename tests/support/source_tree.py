@@ -1,0 +1,37 @@
+"""The sources as tests of their structure read them: each file is parsed once in a process."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCES = (ROOT / "rendezvous", ROOT / "agent", ROOT / "worker")
+MAP = ROOT / "ARCHITECTURE.md"
+
+
+@functools.cache
+def sources() -> tuple[tuple[Path, str], ...]:
+    """Return every source file, and its path below `rdzv/`."""
+    return tuple(
+        (path, path.relative_to(root / "rdzv").as_posix())
+        for root in SOURCES
+        for path in sorted((root / "rdzv").rglob("*.py"))
+    )
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all that is below a node, except for expressions: most of a tree is those."""
+    left = [node]
+    while left:
+        for child in ast.iter_child_nodes(left.pop()):
+            if not isinstance(child, ast.expr):
+                yield child
+                left.append(child)

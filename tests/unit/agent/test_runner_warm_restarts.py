@@ -1,0 +1,134 @@
+"""When a runner starts the zygote: which reports of workers it takes, how many, and from whom."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rdzv.agent.runner.warm_restarts import MAX_REPORTS_PER_WORKER, SETTLE_S, WarmRestarts
+
+
+class Loop:
+    """Calls back when the test says so."""
+
+    def __init__(self) -> None:
+        self.shutting_down = False
+        self.watched: dict[int, Callable[[], None]] = {}
+
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        assert fd not in self.watched
+        self.watched[fd] = callback
+
+    def unwatch(self, fd: int) -> None:
+        del self.watched[fd]
+
+    def turn(self) -> None:
+        for callback in list(self.watched.values()):
+            callback()
+
+
+class Zygote:
+    def __init__(self) -> None:
+        self.spec = SimpleNamespace(after_import=True, identity=None)
+        self.begun = self.given_up = False
+        self.reason = ""
+
+    def begin(self) -> None:
+        self.begun = True
+
+    def give_up_for_good(self, reason: str) -> None:
+        self.given_up, self.reason = True, reason
+
+
+class Watched:
+    """Warm restarts of a round of two workers, who report."""
+
+    def __init__(self) -> None:
+        self.loop, self.zygote = Loop(), Zygote()
+        self.restarts = WarmRestarts(self.loop, self.zygote)  # type: ignore[arg-type]
+        self.restarts.begin_round(2)
+
+    def report(self, changed: object = ()) -> None:
+        assert self.restarts.report_to is not None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
+            data = json.dumps({"changed": changed}).encode()
+            worker.sendto(data, f"\0{self.restarts.report_to}")
+        self.loop.turn()
+
+    @property
+    def starts_in_s(self) -> float | None:
+        (at,) = self.restarts.wake_times()
+        return None if at is None else at - time.monotonic()
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    made = Watched()
+    yield made
+    made.restarts.close()
+    assert not made.loop.watched
+
+
+def exited(watched: Watched, code: int, age_s: float) -> None:
+    child: Any = SimpleNamespace(pid=4711)
+    watched.restarts.note_exit(child, code, time.monotonic() - age_s)
+
+
+def test_the_first_import_waits_for_the_others_but_not_for_ever(watched: Watched) -> None:
+    watched.report()
+    starts_in_s = watched.starts_in_s
+    assert starts_in_s is not None
+    assert 0 < starts_in_s <= SETTLE_S
+    watched.report()  # The same process again: it is one worker still.
+    assert watched.starts_in_s == pytest.approx(starts_in_s, abs=5)
+    watched.restarts.do_due(time.monotonic())
+    assert not watched.zygote.begun
+    watched.restarts.do_due(time.monotonic() + SETTLE_S)
+    assert watched.zygote.begun
+
+
+def test_when_all_have_imported_it_starts_at_once() -> None:
+    alone = Watched()
+    alone.restarts.begin_round(1)
+    alone.report()
+    alone.restarts.do_due(time.monotonic())
+    assert alone.zygote.begun
+    alone.restarts.close()
+
+
+def test_reports_are_received_up_to_a_number_and_again_in_the_next_round(watched: Watched) -> None:
+    address = watched.restarts.report_to
+    watched.restarts.begin_round(2)
+    assert watched.restarts.report_to == address
+    for _ in range(2 * MAX_REPORTS_PER_WORKER - 1):
+        watched.report(changed=7)  # Nonsense counts as well.
+    assert watched.restarts.report_to == address
+    watched.report()
+    assert watched.restarts.report_to is None
+    watched.restarts.begin_round(2)
+    assert watched.restarts.report_to not in (None, address)
+
+
+def test_a_change_that_a_fork_would_not_see_is_named(watched: Watched) -> None:
+    watched.report(changed=["OMP_NUM_THREADS"])
+    assert watched.zygote.reason.startswith("the script changes 'OMP_NUM_THREADS' before it")
+    assert watched.restarts.report_to is None
+    watched.restarts.begin_round(2)
+    assert watched.restarts.report_to is None
+
+
+@pytest.mark.parametrize(("code", "age_s"), [(1, 0), (-9, 0), (-11, 60)])
+def test_other_exits_show_nothing_of_a_fork(watched: Watched, code: int, age_s: float) -> None:
+    exited(watched, code, age_s)
+    assert not watched.zygote.given_up
+
+
+def test_a_crash_soon_after_the_fork_is_the_last(watched: Watched) -> None:
+    exited(watched, -11, 1)
+    assert watched.zygote.reason.startswith("a warm worker, pid 4711, died of SIGSEGV 1.0 s after")

@@ -1,0 +1,143 @@
+"""A worker's end of its link: what it sends, what it takes, and when it cuts a round."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from rdzv.worker.frames import BrokenLinkError, Received, encode
+from rdzv.worker.link import Go, Link, Release
+
+
+class Runner:
+    """The other end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._received = Received()
+
+    def say(self, **message: Any) -> None:
+        self._socket.sendall(encode(message))
+
+    def hear(self) -> Mapping[str, Any]:
+        while (found := self._received.next_message()) is None:
+            self._received.read(self._socket)
+        return found[0]
+
+    def leave(self) -> None:
+        self._socket.close()
+
+
+class Cut:
+    """Counts how often a round is cut."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.is_cut = False
+        self.again = threading.Event()
+
+    def cut(self) -> None:
+        self.is_cut = True
+        self.times += 1
+        if self.times == 3:
+            self.again.set()
+
+
+@pytest.fixture
+def runner() -> Iterator[tuple[Link, Runner]]:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(60)
+    link = Link(ours)
+    link.listen()
+    with theirs:
+        other = Runner(theirs)
+        assert other.hear()["type"] == "hello"
+        yield link, other
+    while link._word is None and not link.is_closed:
+        link.wait_for_word()
+    ours.close()
+
+
+def test_a_round_is_over_from_its_own_end_on(runner: tuple[Link, Runner]) -> None:
+    link, other = runner
+    link.begin(2, Cut())  # type: ignore[arg-type]
+    other.say(type="round_over", round=1)
+    # Of a type that this worker does not know, from a newer runner: nothing.
+    other.say(type="news", round=2)
+    other.say(type="go", round=1, env={})
+    assert link.wait_for_word() == Go(1, {})
+    assert not link.is_over()
+    other.say(type="round_over", round=2)
+    assert link.wait_until_over(60)
+    # What comes late, of a round before, takes nothing back.
+    other.say(type="round_over", round=1)
+    other.say(type="release", reason="enough")
+    assert link.wait_for_word() == Release("enough")
+    assert link.is_over()
+
+
+def test_a_round_that_is_over_is_cut_again_and_again_until_nothing_of_it_is_left(
+    runner: tuple[Link, Runner],
+) -> None:
+    link, other = runner
+    cut = Cut()
+    link.begin(0, cut)  # type: ignore[arg-type]
+    assert cut.times == 0
+    other.say(type="round_over", round=0)
+    assert cut.again.wait(60)
+    link.end()
+    # A round of which the end was heard before it began.
+    late = Cut()
+    link.begin(0, late)  # type: ignore[arg-type]
+    assert late.times >= 1
+
+
+def test_what_a_worker_reports(runner: tuple[Link, Runner]) -> None:
+    link, other = runner
+    link.suspect(3, "m" * 5000, "t" * 20_000 + "end")
+    report = other.hear()
+    assert (report["type"], report["round"]) == ("suspect", 3)
+    assert report["message"] == "m" * 4000
+    assert len(report["traceback"]) == 12_000
+    assert report["traceback"].endswith("end")
+    link.parked(3, 7, True, [["a", 1]] * 600)
+    assert other.hear() == {
+        **{"type": "parked", "round": 3, "step": 7, "torn": True},
+        "connections": [["a", 1]] * 500,
+    }
+    link.resumed(round=4, step=7)
+    assert other.hear() == {"type": "resumed", "round": 4, "step": 7}
+
+
+def test_a_runner_that_is_gone_ends_the_wait(runner: tuple[Link, Runner]) -> None:
+    link, other = runner
+    other.leave()
+    assert link.wait_for_word() is None
+    assert link.is_closed
+    link.resumed(round=4)  # Nobody hears it, and that is no error.
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_has_no_link_and_no_lock_of_its_parent(runner: tuple[Link, Runner]) -> None:
+    link, other = runner
+    with link._changed, link._sending:
+        pid = os.fork()
+        if pid == 0:
+            # Would wait for ever for a lock that its parent holds.
+            os._exit(0 if link.wait_for_word() is None and link.is_closed else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    link.resumed(round=1)
+    assert other.hear()["round"] == 1
+
+
+def test_the_end_of_a_link_is_an_end_and_no_frame() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.close()
+        with pytest.raises(BrokenLinkError, match="closed the link"):
+            Received().read(ours)

@@ -1,0 +1,92 @@
+"""The connections of a process: found by their addresses, stopped, and left alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from rdzv.worker.tcp import Address, drop_in_child, knock, let_go, stop_reading
+
+
+class Connection:
+    """Both ends of a connection."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.ours = socket.create_connection(listener.getsockname())
+        self.theirs, _ = listener.accept()
+        for end in (self.ours, self.theirs):
+            end.settimeout(60)
+
+    @property
+    def address(self) -> Address:
+        host, port = self.ours.getsockname()
+        return host, port
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        made.settimeout(60)
+        yield made
+
+
+@pytest.fixture
+def connections(listener: socket.socket) -> Iterator[list[Connection]]:
+    made = [Connection(listener), Connection(listener)]
+    yield made
+    for one in made:
+        one.close()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def test_a_connection_that_is_stopped_reads_its_end_and_its_peer_hears_nothing_yet(
+    connections: list[Connection],
+) -> None:
+    one, other = connections
+    held: dict[int, socket.socket] = {}
+    before = open_files()
+    # Both ends are of this process, and each has the address; one that is held is not held twice.
+    stop_reading({one.address}, held)
+    stop_reading({one.address}, held)
+    assert len(held) == 2
+    assert open_files() == before + 2
+    assert one.ours.recv(1) == b""
+    one.ours.sendall(b"still heard")
+    other.ours.sendall(b"x")
+    assert other.theirs.recv(1) == b"x"
+    let_go(held)
+    assert not held
+    assert open_files() == before
+    with pytest.raises(BrokenPipeError):
+        one.ours.sendall(b"x")
+
+
+def test_a_child_keeps_the_numbers_and_not_the_connections(connections: list[Connection]) -> None:
+    one, other = connections
+    number, before = one.ours.fileno(), open_files()
+    drop_in_child({one.address})
+    assert open_files() == before
+    assert os.readlink(f"/proc/self/fd/{number}") == "/dev/null"  # noqa: PTH115
+    assert not os.get_inheritable(number)
+    other.ours.sendall(b"x")
+    assert other.theirs.recv(1) == b"x"
+
+
+def test_whoever_waits_for_a_caller_gets_a_greeting_and_an_error(listener: socket.socket) -> None:
+    knock(listener.getsockname(), b"hello")
+    caller, _ = listener.accept()
+    with caller:
+        caller.settimeout(60)
+        assert caller.recv(5) == b"hello"
+        with pytest.raises(ConnectionResetError):
+            caller.recv(1)
