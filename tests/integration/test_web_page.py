@@ -193,6 +193,13 @@ def test_where_the_time_went_is_told_and_drawn(open_page: Open) -> None:
         expect(card.get_by_label("Run")).to_be_hidden()
         s.progress("night", "n1", (0, 101, 2.5))
         expect(card.locator(".band rect").last).to_have_attribute("data-phase", "training")
+        expect(card).to_contain_text("with workers all new (once)")
+        page.get_by_role("link", name="Lost time").click()
+        causes = page.get_by_label("Which causes cost most")
+        expect(causes.locator("tr", has_text="worker failure")).to_have_count(1)
+        expect(page.get_by_label("Jobs").get_by_role("link")).to_have_text(["night", "waits"])
+        page.get_by_label("Which nodes cost most").get_by_role("link", name="n2").click()
+        expect(page.locator("h1")).to_have_text("n2")
         once(page)
 
 

@@ -20,6 +20,9 @@ FORGOTTEN = "The beginning of this run is no longer kept, and not counted."
 LISTED = 10
 """The number of jobs, causes and nodes that a text names."""
 
+COMEBACKS = ("workers", "times", "each", "time", "node-hours")
+"""What each kind of comeback is told by."""
+
 _BAR = 24
 _HOUR_MS = 3_600_000
 _UNITS_MS = {"m": 60_000, "min": 60_000, "h": _HOUR_MS, "d": 24 * _HOUR_MS, "w": 168 * _HOUR_MS}
@@ -87,6 +90,10 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) ->
     if found.costs:
         lines += ["", page.line(Cell("What it cost", "bold"))]
         lines += _indented(_costs(found.costs, found.gpus_per_node, page))
+    if found.comebacks:
+        lines += ["", page.line(Cell("How long until it trained again", "bold"))]
+        header = tuple(name.upper() for name in COMEBACKS)
+        lines += _indented(page.table(header, [[*map(Cell, row)] for row in came_back(found)]))
     if others:
         lines += ["", page.line(Cell("Other runs", "bold"))]
         lines += _indented(_runs(others, page))
@@ -101,6 +108,17 @@ def notes(found: Ledger) -> list[str]:
     if found.run_number is None:
         told.append(FORGOTTEN)
     return told
+
+
+def came_back(found: Ledger) -> list[tuple[str, ...]]:
+    """Return a row for each way in which rounds began; `COMEBACKS` are the titles."""
+    return [
+        (
+            *(one.way, str(one.times), duration(one.ms // one.times)),
+            *(duration(one.ms), hours(one.node_ms)),
+        )
+        for one in found.comebacks
+    ]
 
 
 def _indented(lines: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from datetime import datetime
 from html import escape
 
 from rdzv.core.words import duration
-from rdzv.ctl.as_text_report import cause_name, hours, notes, share
+from rdzv.ctl.as_text_report import COMEBACKS, came_back, cause_name, hours, notes, share
 from rdzv.view.ledger import Interval, Ledger, LedgerPhase
 from rdzv.view.reports import Loss, Report
 
@@ -31,6 +31,8 @@ _WIDTH, _BAND = 1_000, 46
 _LEAST_WIDTH = 0.2
 """Narrower intervals are drawn together, as the one that takes most of their time."""
 _TICKS = 5
+_WORDS = ("cause", "node", "job", "workers")
+"""Titles of columns that hold no numbers."""
 
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif;
@@ -75,6 +77,8 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
         ]
         header = ("cause", "node", "times", "time", "node-hours", "GPU-hours")
         body += ["<h2>What it cost</h2>", _table(header, rows)]
+    if found.comebacks:
+        body += ["<h2>How long until it trained again</h2>", _table(COMEBACKS, came_back(found))]
     if others:
         body += ["<h2>Other runs</h2>", *(_other(run) for run in others)]
     return _page(f"{rdzv_id}: {number}", body)
@@ -227,7 +231,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Write a table; the first two columns are text if they hold any, and the others numbers."""
     found = list(rows)
     kept = [i for i in range(len(header)) if any(row[i] for row in found)]
-    kinds = {i: "" if header[i] in ("cause", "node", "job") else ' class="n"' for i in kept}
+    kinds = {i: "" if header[i] in _WORDS else ' class="n"' for i in kept}
     head = "".join(f"<th{kinds[i]}>{escape(header[i])}</th>" for i in kept)
     lines = (
         "<tr>" + "".join(f"<td{kinds[i]}>{escape(row[i])}</td>" for i in kept) + "</tr>"

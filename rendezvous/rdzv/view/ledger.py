@@ -49,6 +49,16 @@ class LedgerPhase(StrEnum):
     """The round has ended, and workers are being stopped."""
 
 
+class Way(StrEnum):
+    """How the workers of a round came into it."""
+
+    ALL_KEPT = "all kept"
+    """Their processes are those of the round before."""
+    SOME_KEPT = "some kept"
+    ALL_NEW = "all new"
+    """They were started, warm or cold: that is known to their nodes alone."""
+
+
 @struct(frozen=True)
 class Interval:
     """One stretch of a run's time."""
@@ -65,6 +75,8 @@ class Interval:
     """The round that it belongs to; None between rounds."""
     node_ms: int
     """The time of all nodes that the job held."""
+    way: str = ""
+    """How the workers of its round came: one of `Way`; empty between rounds, and if not known."""
 
     @property
     def ms(self) -> int:
@@ -80,6 +92,17 @@ class Cost:
     node_id: str
     times: int
     """How many ends of rounds, or refusals, it stands for."""
+    ms: int
+    node_ms: int
+
+
+@struct(frozen=True)
+class Comeback:
+    """The time from the end of training until it went on, of all rounds that began in one way."""
+
+    way: str
+    """One of `Way`."""
+    times: int
     ms: int
     node_ms: int
 
@@ -111,14 +134,16 @@ class Ledger:
     """Milliseconds by phase, of all phases."""
     costs: tuple[Cost, ...]
     """What has kept the run from training, the most node time first."""
+    comebacks: tuple[Comeback, ...]
+    """How long it took to train again, by how the workers of the round came."""
     intervals: tuple[Interval, ...]
 
 
-def summed(intervals: Iterable[Interval]) -> dict[str, int]:
-    """Return the milliseconds by phase: all phases, in the order of `LedgerPhase`."""
+def summed(intervals: Iterable[Interval], *, nodes: bool = False) -> dict[str, int]:
+    """Return the milliseconds by phase, of the run or of its nodes, in the order of the phases."""
     spent = dict.fromkeys((phase.value for phase in LedgerPhase), 0)
     for interval in intervals:
-        spent[interval.phase] += interval.ms
+        spent[interval.phase] += interval.node_ms if nodes else interval.ms
     return spent
 
 
@@ -144,6 +169,21 @@ def _begins(one: Interval, before: Interval | None) -> bool:
     if one.phase in _ENDS:
         return before.phase not in _ENDS or before.round != one.round
     return (before.cause, before.node_id) != (one.cause, one.node_id)
+
+
+def comebacks(intervals: Iterable[Interval]) -> tuple[Comeback, ...]:
+    """Sum up the stretches between two of training, by how the workers came that ended them."""
+    found: dict[str, list[int]] = {}
+    trained, ms, node_ms = False, 0, 0
+    for one in intervals:
+        if one.phase != LedgerPhase.TRAINING:
+            ms, node_ms = ms + one.ms, node_ms + one.node_ms
+            continue
+        if trained and ms and one.way:
+            sums = found.setdefault(one.way, [0, 0, 0])
+            sums[:] = sums[0] + 1, sums[1] + ms, sums[2] + node_ms
+        trained, ms, node_ms = True, 0, 0
+    return tuple(Comeback(way.value, *found[way]) for way in Way if way in found)
 
 
 _ENDS = (LedgerPhase.DETECTING, LedgerPhase.STOPPING)
@@ -195,6 +235,7 @@ class _Round:
     number: int
     at_ms: int
     adopted: bool
+    way: str = ""
     first: tuple[int, int] | None = None
     """The time and number of its first step."""
     redone_ms: int | None = None
@@ -224,6 +265,8 @@ class Book:
     booked: list[Interval] = field(default_factory=list)
     folded: dict[str, int] = field(default_factory=dict)
     """Milliseconds by phase of intervals that are no longer in `booked`; see `fold`."""
+    folded_nodes: dict[str, int] = field(default_factory=dict)
+    """The same of the nodes' time."""
     _until_ms: int = -1
     """The time until which all is booked."""
     _now_ms: int = 0
@@ -266,19 +309,24 @@ class Book:
             gpus_per_node=self._gpus,
             phases=phases,
             costs=costs(book.booked),
+            comebacks=comebacks(book.booked),
             intervals=tuple(book.booked),
         )
 
     def fold(self) -> None:
         """Keep only the sums of what is booked, for a server that shows no intervals."""
-        self.folded, self.booked = self._sums(), []
+        (self.folded, self.folded_nodes), self.booked = self._sums(), []
 
-    def sums(self, now_ms: int, state: str = "") -> dict[str, int]:
-        """Return the milliseconds by phase until now, folded ones included."""
+    def sums(self, now_ms: int, state: str = "") -> tuple[dict[str, int], dict[str, int]]:
+        """Return the milliseconds by phase until now, of the run and of its nodes."""
         return self._until(now_ms, state)._sums()
 
-    def _sums(self) -> dict[str, int]:
-        return {p: ms + self.folded.get(p, 0) for p, ms in summed(self.booked).items()}
+    def _sums(self) -> tuple[dict[str, int], dict[str, int]]:
+        spent, of_nodes = summed(self.booked), summed(self.booked, nodes=True)
+        return (
+            {phase: ms + self.folded.get(phase, 0) for phase, ms in spent.items()},
+            {phase: ms + self.folded_nodes.get(phase, 0) for phase, ms in of_nodes.items()},
+        )
 
     def _until(self, now_ms: int, state: str) -> Book:
         """Return a copy in which everything until now is booked."""
@@ -349,7 +397,7 @@ class Book:
         self._book(enough_ms, LedgerPhase.WAITING, self._cause)
         self._book(now_ms, LedgerPhase.FORMING, self._cause)
         self._called_ms, self._queued = None, False
-        self._round = _Round(event.round, now_ms, adopted=False)
+        self._round = _Round(event.round, now_ms, adopted=False, way=_way(event))
         self._present.update(place.node_id for place in event.participants)
         self._hold(now_ms, event.nodes)
 
@@ -417,9 +465,10 @@ class Book:
         if not self._any_steps:
             self._any_steps = True
             self.booked = _starting(self.booked)
-            if trained_ms := self.folded.pop(LedgerPhase.TRAINING, 0):
-                started_ms = self.folded.get(LedgerPhase.STARTING, 0)
-                self.folded[LedgerPhase.STARTING.value] = started_ms + trained_ms
+            for sums in (self.folded, self.folded_nodes):
+                if trained_ms := sums.pop(LedgerPhase.TRAINING, 0):
+                    started_ms = sums.get(LedgerPhase.STARTING, 0)
+                    sums[LedgerPhase.STARTING.value] = started_ms + trained_ms
 
     def _of(self, number: int) -> _Round:
         """Return a round; facts about any but the last are of no use any more."""
@@ -436,14 +485,16 @@ class Book:
         until_ms: int,
         phase: LedgerPhase,
         cause: tuple[str, str] = ("", ""),
-        of: int | None = None,
+        of: _Round | None = None,
     ) -> None:
         """Book the time that is not booked yet, until `until_ms` and never beyond now."""
         since_ms, until_ms = self._until_ms, min(until_ms, self._now_ms)
         if until_ms <= since_ms:
             return
         node_ms = self._spend_held(since_ms, until_ms)
-        self.booked.append(Interval(since_ms, until_ms, phase.value, *cause, of, node_ms))
+        number, way = (None, "") if of is None else (of.number, of.way)
+        one = Interval(since_ms, until_ms, phase.value, *cause, number, node_ms, way)
+        self.booked.append(one)
         self._until_ms = until_ms
 
     def _spend_held(self, since_ms: int, until_ms: int) -> int:
@@ -477,24 +528,24 @@ class Book:
         round_, self._round = self._round, None
         if round_ is None:
             return
-        number, ended_ms = round_.number, until_ms if round_.ended_ms is None else round_.ended_ms
+        ended_ms = until_ms if round_.ended_ms is None else round_.ended_ms
         broke_ms = _broke_ms(round_, ended_ms)
         owed = self._cause
         if not round_.adopted and (round_.first is not None or self._any_steps):
             first_ms = broke_ms if round_.first is None else min(round_.first[0], broke_ms)
             phase = LedgerPhase.STARTING if self._furthest is None else LedgerPhase.LOADING
-            self._book(first_ms, phase, owed, number)
+            self._book(first_ms, phase, owed, round_)
         if round_.first is not None and not round_.adopted:
             self._book_redone(round_, min(broke_ms, ended_ms), owed)
-        self._book(broke_ms, LedgerPhase.TRAINING, of=number)
+        self._book(broke_ms, LedgerPhase.TRAINING, of=round_)
         first = round_.first[1] if round_.first is not None else None
         self._furthest = _further(self._furthest, round_.furthest, first)
         if round_.ended_ms is None and broke_ms >= ended_ms:
             return
         self._cause = (round_.cause or Cause.WORKER_FAILURE.value, round_.node_id)
-        self._book(ended_ms, LedgerPhase.DETECTING, self._cause, number)
+        self._book(ended_ms, LedgerPhase.DETECTING, self._cause, round_)
         stopped_ms = until_ms if round_.settled_ms is None else round_.settled_ms
-        self._book(stopped_ms, LedgerPhase.STOPPING, self._cause, number)
+        self._book(stopped_ms, LedgerPhase.STOPPING, self._cause, round_)
 
     def _book_redone(self, round_: _Round, broke_ms: int, owed: tuple[str, str]) -> None:
         assert round_.first is not None
@@ -504,7 +555,7 @@ class Book:
         reached = furthest if round_.redone_ms is not None else round_.furthest or step
         self._steps_redone += max(min(reached, furthest) - step + 1, 0)
         redone_ms = broke_ms if round_.redone_ms is None else min(round_.redone_ms, broke_ms)
-        self._book(redone_ms, LedgerPhase.REDOING, owed, round_.number)
+        self._book(redone_ms, LedgerPhase.REDOING, owed, round_)
 
 
 def _broke_ms(round_: _Round, ended_ms: int) -> int:
@@ -521,6 +572,12 @@ def _broke_ms(round_: _Round, ended_ms: int) -> int:
         found.append(round_.lost_ms[round_.node_id])
     broke_ms = max(min(found), round_.at_ms, round_.last_ms or 0)
     return min(broke_ms, ended_ms)
+
+
+def _way(event: history.RoundCompleted) -> str:
+    if not event.kept:
+        return Way.ALL_NEW.value
+    return (Way.ALL_KEPT if event.kept == event.world_size else Way.SOME_KEPT).value
 
 
 def _earlier(known_ms: int | None, found_ms: int) -> int:

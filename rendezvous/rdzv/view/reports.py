@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rdzv.structs import replace, struct
 from rdzv.view.ledger import Cost, Interval, Ledger, LedgerPhase, costs, summed
@@ -57,6 +57,16 @@ class Report:
     """Only nodes that a cause is about."""
 
 
+@struct(frozen=True)
+class Spent:
+    """What the runs of one job have spent within the time of a report."""
+
+    line: JobLine
+    phases: dict[str, int]
+    costs: tuple[tuple[Cost, int | None], ...]
+    """Each with the GPUs that a node of its run has."""
+
+
 def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
     """Return the intervals since `from_ms`; one that began before is cut, with its nodes' time."""
     found = []
@@ -72,24 +82,36 @@ def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
     return tuple(found)
 
 
-def report(ledgers: Mapping[str, Sequence[Ledger]], from_ms: int, until_ms: int) -> Report:
-    """Sum up the ledgers of all jobs, by rdzv_id, since `from_ms`."""
-    lines, everything = list[JobLine](), list[Interval]()
-    owed: list[tuple[Cost, int | None]] = []
-    for rdzv_id, runs in ledgers.items():
-        spent = [(run, clipped(run, from_ms)) for run in runs]
-        spent = [(run, intervals) for run, intervals in spent if intervals]
-        if spent:
-            lines.append(_line(rdzv_id, spent))
-        for run, intervals in spent:
-            everything += intervals
-            owed += [(cost, run.gpus_per_node) for cost in costs(intervals)]
-    node_ms = sum(one.node_ms for one in everything)
+def ended_before(state: str, state_age_ms: int, since_ms: int) -> bool:
+    """Return whether a job has nothing in the last `since_ms`."""
+    return state in ("succeeded", "failed", "stopped") and state_age_ms > since_ms
+
+
+def spent_by(rdzv_id: str, runs: Iterable[Ledger], from_ms: int) -> Spent | None:
+    """Sum up the runs of one job since `from_ms`; None if it had none."""
+    found = [(run, clipped(run, from_ms)) for run in runs]
+    found = [(run, intervals) for run, intervals in found if intervals]
+    if not found:
+        return None
+    return Spent(
+        line=_line(rdzv_id, found),
+        phases=summed(one for _, intervals in found for one in intervals),
+        costs=tuple((cost, run.gpus_per_node) for run, its in found for cost in costs(its)),
+    )
+
+
+def report(jobs: Iterable[Spent | None], from_ms: int, until_ms: int) -> Report:
+    """Sum up what all jobs have spent."""
+    found = [job for job in jobs if job is not None]
+    lines = [job.line for job in found]
+    owed = [cost for job in found for cost in job.costs]
+    phases = {p.value: sum(job.phases[p] for job in found) for p in LedgerPhase}
+    node_ms = sum(line.node_ms for line in lines)
     trained_ms = node_ms - sum(line.lost_node_ms for line in lines)
     return Report(
         from_unix_ms=from_ms,
         until_unix_ms=until_ms,
-        phases=summed(everything),
+        phases=phases,
         goodput=trained_ms / node_ms if node_ms else None,
         node_ms=node_ms,
         jobs=tuple(sorted(lines, key=lambda line: (-line.lost_node_ms, line.rdzv_id))),

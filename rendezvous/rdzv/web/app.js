@@ -5,6 +5,7 @@ import { put, tell, tick } from "./dom.js";
 import { FleetView } from "./fleet.js";
 import { JobView } from "./job.js";
 import { NodeView } from "./node.js";
+import { ReportView } from "./report.js";
 import { Stream } from "./stream.js";
 import { duration } from "./words.js";
 
@@ -16,7 +17,15 @@ let view = null;
 let drawing = false;
 const fresh = new Set();
 
-/** Read where the page is: #/, #/nodes, #/job/NAME, #/node/NAME. */
+const VIEWS = {
+  jobs: () => new FleetView("jobs", say),
+  nodes: () => new FleetView("nodes", say),
+  report: () => new ReportView(),
+  job: (name) => new JobView(name, say),
+  node: (name) => new NodeView(name),
+};
+
+/** Read where the page is: #/, #/nodes, #/report, #/job/NAME, #/node/NAME. */
 function route() {
   const [, kind, name] = location.hash.split("/");
   try {
@@ -25,7 +34,7 @@ function route() {
   } catch {
     // Half an escape: there is no such name.
   }
-  return { kind: kind === "nodes" ? "nodes" : "jobs", name: null };
+  return { kind: kind === "nodes" || kind === "report" ? kind : "jobs", name: null };
 }
 
 function show(first) {
@@ -36,8 +45,7 @@ function show(first) {
     stream = new Stream(job, note);
   }
   view?.close?.();
-  view =
-    kind === "job" ? new JobView(name, say) : kind === "node" ? new NodeView(name) : new FleetView(kind, say);
+  view = VIEWS[kind](name);
   main.replaceChildren(view.element);
   for (const link of document.querySelectorAll("nav a"))
     if (link.dataset.view === kind) link.setAttribute("aria-current", "page");

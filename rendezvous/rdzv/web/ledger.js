@@ -3,7 +3,7 @@
 import { ask } from "./ask.js";
 import { fillAnew, h, keyed, mark, put, s } from "./dom.js";
 import { jobPath } from "./stream.js";
-import { clock, counted, duration, moment, orNone } from "./words.js";
+import { clock, counted, duration, hours, moment, orNone } from "./words.js";
 
 const WIDE = 1000;
 const HIGH = 30;
@@ -38,6 +38,7 @@ export class Ledger {
     this.ends = h("p", { class: "dim band-ends", "aria-hidden": "true" });
     this.rows = h("tbody");
     this.costs = h("ul", { class: "others" });
+    this.comebacks = h("p", { class: "dim" });
     this.element = h(
       "section",
       { class: "card wide ledger", "aria-labelledby": "ledger", hidden: true },
@@ -48,6 +49,7 @@ export class Ledger {
       this.ends,
       h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "unseen" }, "Time by phase"), h("thead", {}, h("tr", {}, ["Phase", "Time", "Share"].map((head) => h("th", { scope: "col" }, head)))), this.rows)),
       this.costs,
+      this.comebacks,
     );
     this.number = null; // The last run, until another is chosen.
     this.seen = "";
@@ -110,9 +112,11 @@ export class Ledger {
     const costs = ledger.costs.filter((cost) => cost.cause).slice(0, 5);
     fillAnew(
       this.costs,
-      costs.map((cost) => h("li", {}, h("b", {}, `${cost.cause}${cost.node_id ? ` on ${cost.node_id}` : ""}`), h("span", { class: "dim" }, `${cost.times === 1 ? "once" : `${cost.times} times`}, ${duration(cost.ms)}, ${(cost.node_ms / 3_600_000).toPrecision(3)} node-hours`))),
+      costs.map((cost) => h("li", {}, h("b", {}, `${cost.cause}${cost.node_id ? ` on ${cost.node_id}` : ""}`), h("span", { class: "dim" }, `${cost.times === 1 ? "once" : `${cost.times} times`}, ${duration(cost.ms)}, ${hours(cost.node_ms)} node-hours`))),
     );
     this.costs.hidden = !costs.length;
+    const back = ledger.comebacks.map((one) => `${duration(one.ms / one.times)} with workers ${one.way} (${one.times === 1 ? "once" : `${one.times} times`})`);
+    put(this.comebacks, back.length ? `Until it trained again: ${back.join(", ")}.` : "");
     this.tick();
   }
 

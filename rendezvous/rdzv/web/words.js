@@ -24,6 +24,13 @@ export function aged(reason, times, more) {
   return text + chars.slice(end).join("");
 }
 
+/** The time of nodes or GPUs, "0.25", "12.5" or "1,200"; a dash if it is not known. */
+export function hours(ms) {
+  if (ms === null) return "–";
+  const found = ms / 3_600_000;
+  return found < 100 ? found.toPrecision(3) : Math.round(found).toLocaleString("en");
+}
+
 export const counted = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
 export const orNone = (value, none = "–") => (value === null || value === undefined || value === "" ? none : String(value));
 export const clock = (ms) => new Date(ms).toLocaleTimeString([], { hour12: false });

@@ -20,7 +20,7 @@ from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
 from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
-from rdzv.view.reports import report
+from rdzv.view.reports import report, spent_by
 from tests.unit.ctl.test_ctl import control, server  # noqa: F401
 from tests.unit.view.test_ledger import TABLE, ledger_of
 
@@ -38,8 +38,9 @@ def texts() -> dict[str, str]:
     fails = of_table(FAILS_TWICE)
     before = replace(of_table("a drain costs the stop and the next start, and nothing to detect"))
     queued = of_table("a node that declines costs the wait for it, and the queue after it")
-    all_jobs = report({"night": [before, fails], "eval": [queued]}, 20_000, 61_000)
-    nothing = report({}, 0, 61_000)
+    spent = [spent_by("night", [before, fails], 20_000), spent_by("eval", [queued], 20_000)]
+    all_jobs = report(spent, 20_000, 61_000)
+    nothing = report([], 0, 61_000)
     return {
         "fails_twice": as_text_report.ledger("night", fails, [before], PAGE),
         "no_steps": as_text_report.ledger("eval", queued, [], PAGE),
@@ -121,8 +122,8 @@ def test_the_page_needs_nothing_else() -> None:
     text = " ".join(read.text)
     assert "worker failure" in text
     assert "url(" not in text
-    both = [report_page.report(report({"night": [fails]}, 0, 61_000))]
-    both.append(report_page.report(report({}, 0, 1)))
+    both = [report_page.report(report([spent_by("night", [fails], 0)], 0, 61_000))]
+    both.append(report_page.report(report([], 0, 1)))
     for page in both:
         assert _Reader(page).loads == []
 

@@ -254,6 +254,17 @@ async def test_the_ledger_of_a_run_is_answered() -> None:
         assert "run 2 of job-7 is not kept; those that are: 1" in error["message"]
 
 
+async def test_what_all_jobs_have_spent_is_answered() -> None:
+    async with asked() as s:
+        await s.pair()
+        await s.clock.advance(4_000)
+        found = await s.get("/report")
+        assert found["until_unix_ms"] - found["from_unix_ms"] == 168 * 3_600_000
+        (job,) = found["jobs"]
+        assert (job["rdzv_id"], job["wall_ms"], found["node_ms"]) == ("job-7", 4_000, 8_000)
+        assert (found["goodput"], found["causes"], found["nodes"]) == (1.0, [], [])
+
+
 async def test_the_stacks_that_a_hang_has_left_are_answered_and_none_are_taken() -> None:
     frame = Frame("step", "/home/ada/train.py", 41)
     stack = WorkerStack(0, 0, 4711, "S", (Thread("MainThread", True, (frame,)),), node_id="n1")

@@ -9,7 +9,7 @@ from rdzv.core.runs import vacant
 from rdzv.server.telemetry.event_lines import records
 from rdzv.server.telemetry.job_ledgers import JobLedgers
 from rdzv.view.answers import event_in
-from rdzv.view.ledger import Book, ledgers_of
+from rdzv.view.ledger import Book, ledgers_of, summed
 from tests.unit.server.test_metrics import history, scraped
 from tests.unit.view.test_ledger import TABLE, ledger_of
 
@@ -25,9 +25,10 @@ async def test_the_sums_are_those_of_the_report() -> None:
             runs = ledgers_of([event_in(row) for row in rows], now_ms)
             ledgers = JobLedgers()
             ledgers.recorded(rows)
-            shown = ledgers.phases(rdzv_id, now_ms)
+            shown, of_nodes = ledgers.phases(rdzv_id, now_ms)
             for phase, ms in shown.items():
                 assert ms == sum(run.phases[phase] for run in runs), (rdzv_id, phase)
+            assert sum(of_nodes.values()) == sum(run.node_ms for run in runs)
             assert sum(shown.values()) == sum(run.wall_ms for run in runs)
 
 
@@ -39,12 +40,12 @@ async def test_a_server_that_takes_over_counts_from_then() -> None:
         now_ms = s.clock.now_ms()
     ledgers = JobLedgers()
     ledgers.loaded(state, now_ms)
-    shown = ledgers.phases("job-7", now_ms + 5_000, state)
+    shown, _ = ledgers.phases("job-7", now_ms + 5_000, state)
     assert shown["training"] == sum(shown.values()) == 5_000
     ledgers.loaded(state, now_ms + 1_000)
-    assert ledgers.phases("job-7", now_ms + 5_000, state) == shown
+    assert ledgers.phases("job-7", now_ms + 5_000, state)[0] == shown
     ledgers.drop("job-7")
-    assert ledgers.phases("job-7", now_ms) == {}
+    assert ledgers.phases("job-7", now_ms) == ({}, {})
 
 
 def test_what_was_queued_is_counted_over_all_runs() -> None:
@@ -53,7 +54,7 @@ def test_what_was_queued_is_counted_over_all_runs() -> None:
         submitted = Submit(f"run-{number}", Settings(1, 1), JobSpec(("a.py",)), "ada")
         transition = step(state, submitted, at_ms)
         ledgers.recorded(records("job-7", f"run-{number}", transition.events, at_ms))
-    shown = ledgers.phases("job-7", 90_000, transition.state)
+    shown, _ = ledgers.phases("job-7", 90_000, transition.state)
     assert shown["queued"] == sum(shown.values()) == 90_000
 
 
@@ -65,7 +66,9 @@ def test_no_interval_is_kept() -> None:
         book.note(round(at_s * 1000), kept)
         book.fold()
         assert book.booked == []
-    assert book.sums(round(now_s * 1000)) == ledger_of(story, now_s).phases
+    ledger = ledger_of(story, now_s)
+    sums = (ledger.phases, summed(ledger.intervals, nodes=True))
+    assert book.sums(round(now_s * 1000)) == sums
 
 
 def test_rounds_that_never_made_a_step_have_not_trained() -> None:
@@ -75,4 +78,6 @@ def test_rounds_that_never_made_a_step_have_not_trained() -> None:
     for at_s, kept in story:
         book.note(round(at_s * 1000), kept)
         book.fold()
-    assert book.sums(round(now_s * 1000)) == ledger_of(story, now_s).phases
+    ledger = ledger_of(story, now_s)
+    sums = (ledger.phases, summed(ledger.intervals, nodes=True))
+    assert book.sums(round(now_s * 1000)) == sums

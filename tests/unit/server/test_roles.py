@@ -59,6 +59,7 @@ EXPECTED_PATHS = {
     **dict.fromkeys(("/api/v1/jobs", "/api/v1/jobs/{rdzv_id}", "/api/v1/servers"), READERS),
     **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/events", "/api/v1/nodes"), READERS),
     "/api/v1/jobs/{rdzv_id}/ledger": READERS,
+    "/api/v1/report": READERS,
     **dict.fromkeys(("/api/v1/nodes/{node_id}", "/api/v1/stream"), READERS),
     "/api/v1/openapi.json": READERS,
     "/api/v1/jobs/{rdzv_id}/logs": SUBMITTERS,

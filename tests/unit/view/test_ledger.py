@@ -11,7 +11,7 @@ from rdzv.core import events
 from rdzv.core.model import Cause, Result
 from rdzv.view import history
 from rdzv.view.history import Kept
-from rdzv.view.ledger import Cost, Interval, Ledger, LedgerPhase, costs, ledgers_of
+from rdzv.view.ledger import Comeback, Cost, Interval, Ledger, LedgerPhase, costs, ledgers_of
 
 Story = Sequence[tuple[float, Kept]]
 """Events with their times in seconds."""
@@ -25,10 +25,10 @@ def joined(node: str) -> Kept:
     return events.NodeJoined(node, 1, "10.0.0.1", 1)
 
 
-def complete(number: int, *nodes: str, enough_s: float = 0) -> Kept:
+def complete(number: int, *nodes: str, enough_s: float = 0, kept: int = 0) -> Kept:
     places = tuple(history.Place(node, rank, 1) for rank, node in enumerate(nodes))
     return history.RoundCompleted(
-        number, len(nodes), len(nodes), places, "h", 1, round(enough_s * 1000)
+        number, len(nodes), len(nodes), places, "h", 1, round(enough_s * 1000), kept
     )
 
 
@@ -412,6 +412,24 @@ def test_what_each_cause_and_node_has_cost() -> None:
     assert first_cost == Cost("worker failure", "n2", 1, 15_000, 30_000)
     assert second_cost == Cost("store host", "n1", 1, 15_000, 30_000)
     assert start == Cost("", "", 1, 10_000, 16_000)
+
+
+def test_how_long_it_took_to_train_again_is_told_by_how_the_workers_came() -> None:
+    """A round that never trains counts to the next one's comeback; the first start is none."""
+    story = list(GATHERED)
+    for number, kept, trains in ((1, 1, True), (2, 0, False), (3, 2, True), (4, 1, True)):
+        at_s = 10 * number
+        story += [
+            (at_s, ended(number - 1, Cause.WORKER_FAILURE, "n2")),
+            (at_s + 1, settled(number - 1, Cause.WORKER_FAILURE, "n2")),
+            (at_s + 2, complete(number, "n1", "n2", kept=kept)),
+            *([(at_s + 3, first(number, 100 * number))] if trains else []),
+        ]
+    story[len(GATHERED) : len(GATHERED)] = [(7, first(0, 1))]
+    assert ledger_of(story, 45).comebacks == (
+        Comeback("all kept", 1, 13_000, 26_000),
+        Comeback("some kept", 2, 6_000, 12_000),
+    )
 
 
 def test_each_end_of_a_round_is_one_time() -> None:

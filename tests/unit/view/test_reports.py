@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
 from rdzv.structs import replace
 from rdzv.view.ledger import Ledger
-from rdzv.view.reports import clipped, report
+from rdzv.view.reports import Report, clipped, ended_before, report, spent_by
 from tests.unit.view.test_ledger import TABLE, ledger_of
+
+
+def report_of(ledgers: Mapping[str, Sequence[Ledger]], from_ms: int, until_ms: int) -> Report:
+    spent = (spent_by(rdzv_id, runs, from_ms) for rdzv_id, runs in ledgers.items())
+    return report(spent, from_ms, until_ms)
 
 
 def of(name: str) -> Ledger:
@@ -30,7 +37,7 @@ def test_what_was_before_is_not_counted() -> None:
 
 
 def test_all_jobs_are_summed_up_by_cause_and_node() -> None:
-    found = report({"a": [LOST], "b": [DRAINED, LOST], "c": [QUEUED]}, 0, 50_000)
+    found = report_of({"a": [LOST], "b": [DRAINED, LOST], "c": [QUEUED]}, 0, 50_000)
     assert [(line.rdzv_id, line.runs) for line in found.jobs] == [("b", 2), ("a", 1), ("c", 1)]
     assert found.node_ms == sum(line.node_ms for line in found.jobs)
     lost = found.node_ms - sum(line.lost_node_ms for line in found.jobs)
@@ -48,13 +55,19 @@ def test_all_jobs_are_summed_up_by_cause_and_node() -> None:
 def test_gpus_are_counted_where_they_are_known() -> None:
     """One run without them leaves a sum unknown, rather than too small."""
     known = replace(LOST, gpus_per_node=8)
-    (line,) = report({"a": [known]}, 0, 50_000).jobs
+    (line,) = report_of({"a": [known]}, 0, 50_000).jobs
     assert line.lost_gpu_ms == 8 * line.lost_node_ms
-    found = report({"a": [known], "b": [LOST]}, 0, 50_000)
+    found = report_of({"a": [known], "b": [LOST]}, 0, 50_000)
     assert [line.lost_gpu_ms is None for line in found.jobs] == [False, True]
     assert all(loss.gpu_ms is None for loss in found.causes)
 
 
 def test_jobs_without_a_run_in_that_time_are_left_out() -> None:
-    found = report({"a": [LOST]}, 60_000, 90_000)
+    found = report_of({"a": [LOST]}, 60_000, 90_000)
     assert (found.jobs, found.causes, found.nodes, found.goodput) == ((), (), (), None)
+
+
+def test_which_jobs_need_not_be_read() -> None:
+    assert ended_before("failed", 8_000, 7_000)
+    assert not ended_before("failed", 6_000, 7_000)
+    assert not ended_before("running", 8_000, 7_000)

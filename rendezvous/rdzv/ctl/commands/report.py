@@ -116,19 +116,20 @@ def _all(client: ControlClient, since: str, now_ms: int) -> Report:
     """Sum up all jobs; one that is forgotten meanwhile is left out."""
     from rdzv.ctl.as_text_report import read_since
     from rdzv.view.ledger import ledgers_of
-    from rdzv.view.reports import report
+    from rdzv.view.reports import ended_before, report, spent_by
 
     since_ms = read_since(since)
-    ledgers = {}
+    spent = []
     for job in client.jobs():
-        if job.state in ("succeeded", "failed", "stopped") and job.state_age_ms > since_ms:
+        if ended_before(job.state, job.state_age_ms, since_ms):
             continue
         try:
             history = whole_history(client, job.rdzv_id)
         except UnknownJobError:
             continue
-        ledgers[job.rdzv_id] = ledgers_of(history, now_ms, job.state)
-    return report(ledgers, now_ms - since_ms, now_ms)
+        runs = ledgers_of(history, now_ms, job.state)
+        spent.append(spent_by(job.rdzv_id, runs, now_ms - since_ms))
+    return report(spent, now_ms - since_ms, now_ms)
 
 
 def _shown_all(found: Report, output: str, html: Path | None) -> str:

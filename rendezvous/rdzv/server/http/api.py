@@ -72,6 +72,7 @@ class Api:
             "getJob": self._job,
             "listEvents": self._events,
             "getLedger": self._ledger,
+            "getReport": self._report,
             "readLogs": self._logs,
             "readStacks": self._stacks,
             "listNodes": self._nodes,
@@ -129,6 +130,10 @@ class Api:
         rdzv_id = _named(request)
         numbers, found = await self._answers.ledger(rdzv_id, given["run"])
         return await asyncio.to_thread(as_json.ledger, rdzv_id, numbers, found)
+
+    async def _report(self, request: web.Request, given: dict[str, Any]) -> str:
+        found = await self._answers.report(given["hours"] * 3_600_000)
+        return await asyncio.to_thread(as_json.report, found)
 
     async def _stacks(self, request: web.Request, given: dict[str, Any]) -> str:
         report = await self._answers.kept_stacks(_named(request), given["round"])

@@ -18,6 +18,7 @@ from rdzv.server.settings.config import Limits
 from rdzv.structs import struct
 from rdzv.view import answers, as_json
 from rdzv.view.ledger import Ledger
+from rdzv.view.reports import Report
 
 PREFIX = "/api/v1"
 
@@ -192,6 +193,14 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             schema="StackReport",
             of="job",
         ),
+        Operation(
+            "getReport",
+            "/report",
+            "What all jobs have spent, and which causes and nodes have cost most",
+            "It reads the histories of all jobs, so in a large fleet it takes its time.",
+            query=(Number("hours", "The number of hours to look back.", 1, 8784, 168),),
+            schema="Report",
+        ),
         Operation("listNodes", "/nodes", "Every node, across its jobs", schema="Nodes"),
         Operation("getNode", "/nodes/{node_id}", "One node", schema="Node", of="node"),
         Operation(
@@ -246,7 +255,7 @@ def document(limits: Limits) -> Schema:
     schemas = _values()
     # A top-level document has a version; as a part of another, it has none of its own.
     schemas["NodeRow"] = schemas["Node"]
-    for name in ("JobStatus", "Node", "StackReport"):
+    for name in ("JobStatus", "Node", "StackReport", "Report"):
         schemas[name] = _document(schemas[name]["properties"])
     for name, fields in (
         ("Jobs", {"jobs": _array("JobSummary"), "store_away": _STORE_AWAY}),
@@ -354,7 +363,7 @@ _REF = "#/components/schemas/{name}"
 
 _VALUES = (
     *(answers.Event, answers.JobStatus, answers.JobSummary, answers.Node, answers.Server),
-    *(answers.StackReport, Ledger),
+    *(answers.StackReport, Ledger, Report),
 )
 
 _STATES: Mapping[str, tuple[str, ...]] = {

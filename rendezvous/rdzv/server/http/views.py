@@ -6,7 +6,8 @@ The values are those that gRPC sends to rdzvctl, so HTTP answers always agree wi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextlib
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
@@ -15,8 +16,10 @@ from rdzv.server.operations import answer_values
 from rdzv.server.rpc.queries import Queries
 from rdzv.server.settings import bounds
 from rdzv.server.wire import inbound_operators
+from rdzv.stores.base import Record
 from rdzv.view import answers
 from rdzv.view.ledger import Ledger, chosen, ledgers_of, run_numbers
+from rdzv.view.reports import Report, Spent, ended_before, report, spent_by
 
 
 class Shown(Queries):
@@ -56,6 +59,22 @@ class Shown(Queries):
         # History may have ten thousand rows; nodes must not wait for them.
         runs = await asyncio.to_thread(ledgers_of, past, now_ms, status.state)
         return run_numbers(runs), chosen(status.rdzv_id, runs, number)
+
+    async def report(self, since_ms: int) -> Report:
+        """Sum up what all jobs have spent in the last `since_ms`.
+
+        It reads the history of each, one after the other; a job that is forgotten meanwhile is left
+        out.
+        """
+        now_ms = self.clock.now_ms()
+        from_ms, spent = now_ms - since_ms, list[Spent | None]()
+        for job in await self.jobs():
+            if ended_before(job.state, job.state_age_ms, since_ms):
+                continue
+            with contextlib.suppress(UnknownJobError):
+                rows = await self.history(job.rdzv_id, self.limits.history_rows)
+                spent.append(await asyncio.to_thread(_spent, job, rows, from_ms, now_ms))
+        return report(spent, from_ms, now_ms)
 
     async def kept_stacks(self, asked: str, number: int | None) -> answers.StackReport:
         """Show the stacks kept of a round that hung: the last one, or the one given.
@@ -104,3 +123,10 @@ class Shown(Queries):
                     yield answer_values.log_lines(lines)
         except (UnknownJobError, InvalidRequestError) as error:
             raise self.why_no_logs(asked, error) from error
+
+
+def _spent(
+    job: answers.JobSummary, rows: Iterable[Record], from_ms: int, now_ms: int
+) -> Spent | None:
+    runs = ledgers_of(map(answers.event_in, rows), now_ms, job.state)
+    return spent_by(job.rdzv_id, runs, from_ms)

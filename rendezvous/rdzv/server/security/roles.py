@@ -94,6 +94,7 @@ PATHS: dict[str, Row | None] = {
     "/api/v1/jobs/{rdzv_id}/ledger": _READ,
     "/api/v1/jobs/{rdzv_id}/logs": _LOOK_INSIDE,
     "/api/v1/jobs/{rdzv_id}/stacks": _LOOK_INSIDE,
+    "/api/v1/report": _READ,
     "/api/v1/nodes": _READ,
     "/api/v1/nodes/{node_id}": _READ,
     "/api/v1/servers": _READ,

@@ -15,8 +15,8 @@ from rdzv.stores.base import Record
 from rdzv.view import history
 from rdzv.view.ledger import Book
 
-_NO_MATTER = frozenset({"NodeJoined", "NodeStopped", "NodeSucceeded", "NodeAdopted"})
-"""Events that only count nodes, of which a large job has thousands."""
+_NO_MATTER = frozenset({"NodeStopped", "NodeSucceeded"})
+"""Events of each node that say nothing about time."""
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class _Job:
 
     book: Book
     earlier: Counter[str] = field(default_factory=Counter)
+    earlier_nodes: Counter[str] = field(default_factory=Counter)
 
 
 class JobLedgers:
@@ -53,18 +54,25 @@ class JobLedgers:
             if job is None:
                 job = self._jobs[row.rdzv_id] = _Job(Book(row.run, row.unix_ms))
             elif job.book.run != row.run:
-                job.earlier.update(job.book.sums(row.unix_ms))
+                spent, of_nodes = job.book.sums(row.unix_ms)
+                job.earlier.update(spent)
+                job.earlier_nodes.update(of_nodes)
                 job.book = Book(row.run, row.unix_ms)
             job.book.note(row.unix_ms, history.read(row.name, history.fields_in(row.data)))
             job.book.fold()
 
-    def phases(self, rdzv_id: str, now_ms: int, state: State | None = None) -> dict[str, int]:
-        """Return the milliseconds by phase; empty for a job that is not counted."""
+    def phases(
+        self, rdzv_id: str, now_ms: int, state: State | None = None
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the milliseconds by phase, of a job and of its nodes; empty if not counted."""
         job = self._jobs.get(rdzv_id)
         if job is None:
-            return {}
-        present = job.book.sums(now_ms, job_state(state) if state is not None else "")
-        return {phase: ms + job.earlier[phase] for phase, ms in present.items()}
+            return {}, {}
+        spent, of_nodes = job.book.sums(now_ms, job_state(state) if state is not None else "")
+        return (
+            {phase: ms + job.earlier[phase] for phase, ms in spent.items()},
+            {phase: ms + job.earlier_nodes[phase] for phase, ms in of_nodes.items()},
+        )
 
     def drop(self, rdzv_id: str) -> None:
         """Forget a job."""

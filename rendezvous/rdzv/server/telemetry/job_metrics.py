@@ -226,6 +226,7 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "failure, or a first step, turns out to be older than its report.",
     ),
     "rdzv_job_goodput_ratio": ("gauge", "Training's share of that time."),
+    "rdzv_job_node_seconds": ("gauge", "Time of all nodes that the job held, by how it was spent."),
     "rdzv_job_formation_seconds": (
         "summary",
         "Time from the first join, or the end of a round, to the next complete round.",
@@ -312,14 +313,19 @@ class JobPage:
         assert tally.final is not None, "only an ended job has no present state"
         self._add_counted(_label("rdzv_id", rdzv_id), tally.final, tally, now_ms)
 
-    def add_phases(self, rdzv_id: str, phases: Mapping[str, int]) -> None:
-        """Write what a job has spent its time on, by phase in milliseconds."""
+    def add_phases(
+        self, rdzv_id: str, phases: Mapping[str, int], of_nodes: Mapping[str, int]
+    ) -> None:
+        """Write what a job and its nodes have spent their time on, by phase in milliseconds."""
         job, whole_ms = _label("rdzv_id", rdzv_id), sum(phases.values())
         for phase, ms in phases.items():
             self._add("rdzv_job_phase_seconds", f'{job},phase="{phase}"', ms / 1000)
         if whole_ms:
             goodput = phases[LedgerPhase.TRAINING] / whole_ms
             self._add("rdzv_job_goodput_ratio", job, round(goodput, 6))
+        trained_ms = of_nodes.get(LedgerPhase.TRAINING, 0)
+        for kind, ms in (("training", trained_ms), ("lost", sum(of_nodes.values()) - trained_ms)):
+            self._add("rdzv_job_node_seconds", f'{job},kind="{kind}"', ms / 1000)
 
     def _add_counted(self, job: str, present: str, tally: JobTally, now_ms: int) -> None:
         add = self._add

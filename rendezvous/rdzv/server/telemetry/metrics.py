@@ -516,12 +516,12 @@ class Metrics(Meter, Collector):
                 page.add_live(state, tally, figures.progress(state), now_ms)
                 page.add_straggling(state, figures.straggling(state))
                 rdzv_id = state.membership.rdzv_id
-                page.add_phases(rdzv_id, self._ledgers.phases(rdzv_id, now_ms, state))
+                page.add_phases(rdzv_id, *self._ledgers.phases(rdzv_id, now_ms, state))
             if number % SLICE_JOBS == 0:
                 await asyncio.sleep(0)
         for number, (rdzv_id, tally) in enumerate(tuple(self._ended.items()), 1):
             page.add_ended(rdzv_id, tally, now_ms)
-            page.add_phases(rdzv_id, self._ledgers.phases(rdzv_id, now_ms))
+            page.add_phases(rdzv_id, *self._ledgers.phases(rdzv_id, now_ms))
             if number % SLICE_JOBS == 0:
                 await asyncio.sleep(0)
         for part in page.parts():

@@ -1,0 +1,91 @@
+// What all jobs have spent: which causes, nodes and jobs have cost most. Read when it is opened, or asked for.
+
+import { ask } from "./ask.js";
+import { fillAnew, h, put } from "./dom.js";
+import { jobLink, nodeLink } from "./fleet.js";
+import { duration, hours } from "./words.js";
+
+const SINCE = { 24: "1 day", 168: "7 days", 720: "30 days" };
+const MOST = 20; // Rows of a table; rdzvctl report has all of them.
+
+const share = (goodput, whole) => (goodput === null ? "–" : `${whole || !goodput ? "" : "at most "}${(100 * goodput).toFixed(1)} %`);
+
+function table(title, heads, rows) {
+  const left = rows.length - MOST;
+  return h(
+    "section",
+    { class: "card", "aria-label": title },
+    h("h2", {}, title),
+    rows.length
+      ? h(
+          "div",
+          { class: "scroll" },
+          h(
+            "table",
+            {},
+            h("thead", {}, h("tr", {}, heads.map((head, at) => h("th", { scope: "col", class: at ? "n" : null }, head)))),
+            h("tbody", {}, rows.slice(0, MOST).map(([name, ...rest]) => h("tr", {}, h("th", { scope: "row" }, name), rest.map((one) => h("td", { class: "n" }, one))))),
+          ),
+        )
+      : h("p", { class: "dim" }, "None."),
+    left > 0 ? h("p", { class: "dim" }, `and ${left} more`) : null,
+  );
+}
+
+const lossRow = (name, one) => [name, one.times, duration(one.ms), hours(one.node_ms), hours(one.gpu_ms)];
+
+export class ReportView {
+  constructor() {
+    this.since = h("select", { id: "since", onchange: () => this.read() }, Object.entries(SINCE).map(([value, text]) => h("option", { value, selected: text === "7 days" }, text)));
+    this.share = h("p", { class: "reason" });
+    this.said = h("p", { class: "dim", role: "status" });
+    this.cards = h("div", { class: "cards" });
+    this.element = h(
+      "section",
+      { class: "report", "aria-labelledby": "title" },
+      h("div", { class: "head" }, h("h1", { id: "title" }, "What was lost"), h("label", { for: "since" }, "in the last ", this.since), h("button", { type: "button", onclick: () => this.read() }, "Read again")),
+      this.share,
+      this.said,
+      this.cards,
+    );
+    this.read();
+  }
+
+  close() {
+    this.reading?.abort();
+  }
+
+  title() {
+    return "What was lost · rdzv";
+  }
+
+  draw() {}
+
+  async read() {
+    this.reading?.abort();
+    const reading = (this.reading = new AbortController());
+    put(this.said, "Reading the history of all jobs.");
+    try {
+      const answer = await ask(`/api/v1/report?hours=${this.since.value}`, { signal: reading.signal });
+      const report = await answer.json();
+      put(this.said, answer.ok ? `As of ${new Date(report.until_unix_ms).toLocaleTimeString([], { hour12: false })}.` : report.message);
+      if (answer.ok) this.show(report);
+    } catch (error) {
+      if (!reading.signal.aborted) put(this.said, `It cannot be read: ${error.message}. Read again.`);
+    }
+  }
+
+  show(report) {
+    const whole = report.jobs.every((job) => job.steps_reported);
+    put(this.share, report.jobs.length ? `Goodput ${share(report.goodput, whole)} of ${hours(report.node_ms)} node-hours.` : "No job had a run in this time.");
+    const spent = Object.values(report.phases).reduce((sum, ms) => sum + ms, 0);
+    const heads = ["Times", "Time", "Node-hours", "GPU-hours"];
+    fillAnew(
+      this.cards,
+      table("Which causes cost most", ["Cause", ...heads], report.causes.map((one) => lossRow(one.name || "the start", one))),
+      table("Which nodes cost most", ["Node", ...heads], report.nodes.map((one) => lossRow(h("a", { href: nodeLink(one.name) }, one.name), one))),
+      table("Where the time went", ["Phase", "Time", "Share"], Object.entries(report.phases).filter(([, ms]) => ms).map(([phase, ms]) => [h("span", {}, h("i", { class: "swatch", "data-phase": phase }), phase), duration(ms), `${((100 * ms) / spent).toFixed(1)} %`])),
+      table("Jobs", ["Job", "Runs", "Time", "Goodput", "Lost node-hours", "Lost GPU-hours"], report.jobs.map((job) => [h("a", { href: jobLink(job.rdzv_id) }, job.rdzv_id), job.runs, duration(job.wall_ms), share(job.goodput, job.steps_reported), hours(job.lost_node_ms), hours(job.lost_gpu_ms)])),
+    );
+  }
+}
