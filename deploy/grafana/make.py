@@ -18,22 +18,47 @@ from pathlib import Path
 from grafana_foundation_sdk.builders import common, dashboard, stat, statetimeline, timeseries
 from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement, StackingMode
+from grafana_foundation_sdk.models.common import (
+    GraphThresholdsStyleMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    StackingMode,
+)
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
     DataSourceRef,
+    Threshold,
+    ThresholdsMode,
+    ValueMap,
+    ValueMappingResult,
     VariableRefresh,
     VariableSort,
 )
 
 FOLDER = Path(__file__).with_name("dashboards")
 TAG = "rdzv"
+PAGE = "http://127.0.0.1:29480"
+"""Where rdzvd's page is, until somebody says so on the dashboard."""
 SOURCE = DataSourceRef(type_val="prometheus", uid="$datasource")
 
 LINES, STACKED, STAT, TIMELINE = "lines", "stacked", "stat", "timeline"
 WIDE, HALF, THIRD, QUARTER = 24, 12, 8, 6
 """Of 24 columns."""
+
+
+Levels = tuple[tuple[float, str], ...]
+"""From which value on which colour is shown; below the first, green."""
+Words = tuple[tuple[str, str, str], ...]
+"""Values, the words that they are shown as, and their colours."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link, by its text."""
+
+    text: str
+    url: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +79,9 @@ class Panel:
     kind: str = LINES
     unit: str = "short"
     span: int = THIRD
+    levels: Levels = ()
+    words: Words = ()
+    links: tuple[Link, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +101,10 @@ class Board:
     text: str
     variables: Mapping[str, str]
     rows: tuple[Row, ...]
+    page: Link
+    """To rdzvd's own page of the same."""
+    marks: tuple[Query, ...]
+    """What is marked on all panels, where it has happened."""
 
 
 def panel(
@@ -82,10 +114,13 @@ def panel(
     kind: str = LINES,
     unit: str = "short",
     span: int = THIRD,
+    levels: Levels = (),
+    words: Words = (),
+    links: tuple[Link, ...] = (),
 ) -> Panel:
     """Write a panel whose queries may have a legend."""
     made = (Query(q) if isinstance(q, str) else Query(*q) for q in queries)
-    return Panel(title, text, tuple(made), kind, unit, span)
+    return Panel(title, text, tuple(made), kind, unit, span, levels, words, links)
 
 
 def mean(metric: str, by: str, where: str) -> str:
@@ -120,6 +155,26 @@ FLEET_OF = 'job="$job"'
 JOB_OF = 'job="$job", rdzv_id="$rdzv_id"'
 NODE_OF = 'job="$job", node_id="$node_id"'
 SERVER_OF = 'job="$job", instance="$instance"'
+
+SHARE_LEVELS: Levels = ((0, "red"), (0.5, "orange"), (0.8, "green"))
+STILL_LEVELS: Levels = ((60, "orange"), (600, "red"))
+ANY_LEVELS: Levels = ((1, "red"),)
+WORKS: Words = (("1", "works", "green"), ("0", "fails", "red"))
+PAGE_OF_JOB = "${page}/#/job/%s"
+TO_JOB = (
+    Link(
+        "Dashboard of ${__field.labels.rdzv_id}",
+        "/d/rdzv-job?${datasource:queryparam}&${job:queryparam}"
+        "&var-rdzv_id=${__field.labels.rdzv_id}&${__url_time_range}",
+    ),
+    Link("Page of ${__field.labels.rdzv_id}", PAGE_OF_JOB % "${__field.labels.rdzv_id}"),
+)
+
+
+def ended(where: str) -> str:
+    """Ask for the ends of rounds within the last minute."""
+    return f"sum by (cause) (increase(rdzv_job_rounds_ended_total{{{where}}}[1m])) > 0"
+
 
 FLEET = Board(
     "rdzv-fleet",
@@ -160,6 +215,7 @@ FLEET = Board(
                     ),
                     kind=TIMELINE,
                     span=HALF,
+                    levels=ANY_LEVELS,
                 ),
                 panel(
                     "Jobs without a round",
@@ -170,6 +226,8 @@ FLEET = Board(
                     ),
                     unit="s",
                     span=HALF,
+                    levels=STILL_LEVELS,
+                    links=TO_JOB,
                 ),
             ),
         ),
@@ -199,6 +257,8 @@ FLEET = Board(
                     "The share of the last hour in which a job trained.",
                     ('bottomk(10, rdzv:job_goodput:ratio_rate1h{job="$job"})', "{{rdzv_id}}"),
                     unit="percentunit",
+                    levels=SHARE_LEVELS,
+                    links=TO_JOB,
                 ),
                 panel(
                     "Silence of workers, the ten longest",
@@ -209,6 +269,7 @@ FLEET = Board(
                         "{{rdzv_id}}",
                     ),
                     unit="s",
+                    links=TO_JOB,
                 ),
                 panel(
                     "Time of all jobs, by phase",
@@ -313,6 +374,8 @@ FLEET = Board(
             ),
         ),
     ),
+    Link("rdzvd's page", "${page}/#/report"),
+    (Query(f"sum by (job) (increase(rdzv_restarts_total{{{FLEET_OF}}}[1m])) > 0", "restart"),),
 )
 
 JOB = Board(
@@ -330,6 +393,7 @@ JOB = Board(
                     (f"max by (state) (rdzv_job_state{{{JOB_OF}}})", "{{state}}"),
                     kind=TIMELINE,
                     span=WIDE,
+                    words=(("1", "is", "blue"), ("0", "is not", "transparent")),
                 ),
                 panel(
                     "Rounds",
@@ -351,6 +415,7 @@ JOB = Board(
                     kind=STAT,
                     unit="percentunit",
                     span=QUARTER,
+                    levels=SHARE_LEVELS,
                 ),
                 panel(
                     "Restarts spent",
@@ -382,6 +447,7 @@ JOB = Board(
                     ),
                     kind=STAT,
                     span=QUARTER,
+                    levels=((1, "orange"), (10, "red")),
                 ),
                 panel(
                     "Rounds completed",
@@ -398,6 +464,7 @@ JOB = Board(
                     ),
                     unit="s",
                     span=HALF,
+                    levels=STILL_LEVELS,
                 ),
             ),
         ),
@@ -411,7 +478,13 @@ JOB = Board(
                     (f"sum by (phase) (rdzv_job_phase_seconds{{{JOB_OF}}}) > 0", "{{phase}}"),
                     kind=STACKED,
                     unit="s",
-                    span=HALF,
+                ),
+                panel(
+                    "Time of its nodes",
+                    "What it costs beside what it gives: the time of all nodes that the job held.",
+                    (f"sum by (kind) (rdzv_job_node_seconds{{{JOB_OF}}})", "{{kind}}"),
+                    kind=STACKED,
+                    unit="s",
                 ),
                 panel(
                     "Time that was not training",
@@ -423,7 +496,6 @@ JOB = Board(
                     ),
                     kind=STAT,
                     unit="s",
-                    span=HALF,
                 ),
             ),
         ),
@@ -566,6 +638,8 @@ JOB = Board(
             ),
         ),
     ),
+    Link("rdzvd's page of this job", PAGE_OF_JOB % "${rdzv_id}"),
+    (Query(ended(JOB_OF), "round ended: {{cause}}"),),
 )
 
 NODE = Board(
@@ -583,6 +657,7 @@ NODE = Board(
                     (f"max (rdzv_agent_connected{{{NODE_OF}}})", "connected"),
                     kind=STAT,
                     span=QUARTER,
+                    words=(("1", "connected", "green"), ("0", "cut off", "red")),
                 ),
                 panel(
                     "Jobs",
@@ -679,6 +754,7 @@ NODE = Board(
                         increase("rdzv_agent_runner_exits_total", f'{NODE_OF}, how="unexpectedly"'),
                         "runners died",
                     ),
+                    levels=ANY_LEVELS,
                 ),
             ),
         ),
@@ -727,8 +803,16 @@ NODE = Board(
                         "{{collector}}",
                     ),
                     kind=STAT,
+                    words=WORKS,
                 ),
             ),
+        ),
+    ),
+    Link("rdzvd's page of this node", "${page}/#/node/${node_id}"),
+    (
+        Query(
+            f"sum by (node_id) (increase(rdzv_agent_restarts_total{{{NODE_OF}}}[1m])) > 0",
+            "restart",
         ),
     ),
 )
@@ -748,6 +832,7 @@ SERVER = Board(
                     (f"max by (instance) (rdzv_leads{{{FLEET_OF}}})", "{{instance}}"),
                     kind=TIMELINE,
                     span=HALF,
+                    words=(("1", "leads", "green"), ("0", "stands by", "blue")),
                 ),
                 panel(
                     "Leadership",
@@ -852,6 +937,7 @@ SERVER = Board(
                         "{{collector}}",
                     ),
                     kind=STAT,
+                    words=WORKS,
                 ),
             ),
         ),
@@ -874,6 +960,8 @@ SERVER = Board(
             ),
         ),
     ),
+    Link("rdzvd's page", "${page}/"),
+    (),
 )
 
 BOARDS = (FLEET, JOB, NODE, SERVER)
@@ -902,6 +990,13 @@ def build(board: Board) -> str:
             .include_vars(True)
             .keep_time(True)
         )
+        .link(
+            dashboard.DashboardLink(board.page.text)
+            .type(DashboardLinkType.LINK)
+            .url(board.page.url)
+            .target_blank(True)
+        )
+        .with_variable(dashboard.TextBoxVariable("page").label("rdzvd's page").default_value(PAGE))
         .with_variable(
             dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
         )
@@ -920,7 +1015,22 @@ def build(board: Board) -> str:
         for one in row.panels:
             made.with_panel(_panel(one))
     text = JSONEncoder(sort_keys=True, indent=2).encode(made.build())
-    return json.dumps(_numbered(json.loads(text)), sort_keys=True, indent=2) + "\n"
+    document = _numbered(json.loads(text))
+    document["annotations"] = {"list": [_mark(mark) for mark in board.marks]}
+    return json.dumps(document, sort_keys=True, indent=2) + "\n"
+
+
+def _mark(mark: Query) -> dict[str, object]:
+    """Mark where a query has an answer; the SDK does not know Prometheus' own keys."""
+    return {
+        "datasource": {"type": SOURCE.type_val, "uid": SOURCE.uid},
+        "enable": True,
+        "expr": mark.expr,
+        "iconColor": "red",
+        "name": mark.legend.partition(":")[0],
+        "step": "60s",
+        "titleFormat": mark.legend,
+    }
 
 
 def _numbered(document: dict[str, object]) -> dict[str, object]:
@@ -936,12 +1046,29 @@ def _panel(one: Panel) -> timeseries.Panel | stat.Panel | statetimeline.Panel:
     made = _KINDS[one.kind]()
     made.title(one.title).description(one.text).datasource(SOURCE).unit(one.unit)
     made.span(one.span).height(4 if one.kind == STAT else 8)
+    if one.kind == STAT or one.levels:
+        made.thresholds(_levels(one.levels))
+    if one.levels and isinstance(made, timeseries.Panel):
+        style = common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
+        made.thresholds_style(style)
+    if one.words:
+        shown = {v: ValueMappingResult(text, colour) for v, text, colour in one.words}
+        made.mappings([ValueMap(shown)])
+    if one.links:
+        made.data_links([dashboard.DashboardLink(to.text).url(to.url) for to in one.links])
     instant = one.kind == STAT
     for number, query in enumerate(one.queries):
         target = Dataquery().expr(query.expr).legend_format(query.legend).datasource(SOURCE)
         target.ref_id(chr(ord("A") + number))
         made.with_target(target.instant() if instant else target.range())
     return made
+
+
+def _levels(levels: Levels) -> dashboard.ThresholdsConfig:
+    """Return thresholds; without any a number has one colour, for Grafana's own is red from 80."""
+    steps = [Threshold(value=None, color="green" if levels else "blue")]
+    steps += [Threshold(value=value, color=colour) for value, colour in levels]
+    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
 
 
 def _lines() -> timeseries.Panel:

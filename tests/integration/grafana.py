@@ -44,13 +44,15 @@ def dashboards() -> dict[str, Any]:
 
 
 def panel_queries() -> list[PanelQuery]:
-    """Return every query of every panel."""
-    return [
-        PanelQuery(uid, panel["title"], target["expr"])
-        for uid, board in dashboards().items()
-        for panel in board["panels"]
-        for target in panel.get("targets", ())
-    ]
+    """Return every query of every panel, and of what is marked on them."""
+    found = []
+    for uid, board in dashboards().items():
+        for panel in board["panels"]:
+            for target in panel.get("targets", ()):
+                found.append(PanelQuery(uid, panel["title"], target["expr"]))
+        for mark in board["annotations"]["list"]:
+            found.append(PanelQuery(uid, f"mark: {mark['name']}", mark["expr"]))
+    return found
 
 
 def variable_queries() -> list[tuple[str, str, str]]:

@@ -466,6 +466,26 @@ class Event:
     fields: dict[str, Any] | None = None
 
 
+@struct(frozen=True)
+class NodeEvent:
+    """One event of some job's history that is about a node."""
+
+    rdzv_id: str
+    unix_ms: int
+    name: str
+    text: str
+
+
+def node_event_in(row: Record, node_id: str) -> NodeEvent | None:
+    """Read a row of history; None if it is not about this node alone."""
+    if node_id not in row.data:  # Most are not, and need not be read.
+        return None
+    fields = fields_in(row.data) or {}
+    if node_id not in (fields.get("node_id"), fields.get("cause_node_id")):
+        return None
+    return NodeEvent(row.rdzv_id, row.unix_ms, row.name, sentence_of(row.name, fields))
+
+
 def rank_progress(said: Sequence[tuple[int, Word]]) -> tuple[RankProgress, ...]:
     """Compare the progress of a round's workers, by RANK, reported at different moments."""
     behind = lags([word for _, word in said])

@@ -15,7 +15,16 @@ from collections.abc import Mapping, Sequence
 
 from rdzv.core.model import JobSpec, Settings
 from rdzv.structs import as_dict
-from rdzv.view.answers import Event, JobStatus, JobSummary, Node, Server, StackReport, Token
+from rdzv.view.answers import (
+    Event,
+    JobStatus,
+    JobSummary,
+    Node,
+    NodeEvent,
+    Server,
+    StackReport,
+    Token,
+)
 from rdzv.view.ledger import Ledger
 from rdzv.view.reports import Report
 
@@ -42,6 +51,11 @@ def events(rdzv_id: str, history: Sequence[Event], indent: int | None = INDENT) 
     """Return the document of a job's history, oldest first."""
     fields = {"rdzv_id": rdzv_id, "events": [as_dict(event) for event in history]}
     return _document(fields, indent)
+
+
+def node_events(node_id: str, found: Sequence[NodeEvent]) -> str:
+    """Return the document of what has happened on a node, oldest first."""
+    return _document({"node_id": node_id, "events": [as_dict(event) for event in found]})
 
 
 def ledger(

@@ -323,10 +323,8 @@ class Book:
 
     def _sums(self) -> tuple[dict[str, int], dict[str, int]]:
         spent, of_nodes = summed(self.booked), summed(self.booked, nodes=True)
-        return (
-            {phase: ms + self.folded.get(phase, 0) for phase, ms in spent.items()},
-            {phase: ms + self.folded_nodes.get(phase, 0) for phase, ms in of_nodes.items()},
-        )
+        spent = {phase: ms + self.folded.get(phase, 0) for phase, ms in spent.items()}
+        return spent, {p: ms + self.folded_nodes.get(p, 0) for p, ms in of_nodes.items()}
 
     def _until(self, now_ms: int, state: str) -> Book:
         """Return a copy in which everything until now is booked."""

@@ -1,12 +1,12 @@
 // The fleet: all jobs, or all nodes, one line each.
 
 import { age, chip, h, icon, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
-import { aged, bounds, bytes, counted, orNone } from "./words.js";
+import { aged, bounds, bytes, counted, duration, orNone } from "./words.js";
 
 const PAGE = 200; // Rows that are drawn before one scrolls down.
 
 const JOB_STATES = ["failed", "hangs", "queued", "joining", "stopping", "running", "stopped", "succeeded"];
-const NODE_STATES = ["away", "quarantined", "cordoned", "connected", "gone"];
+const NODE_STATES = ["away", "unhealthy", "quarantined", "draining", "drained", "cordoned", "connected", "gone"];
 export const jobLink = (name) => `#/job/${encodeURIComponent(name)}`;
 export const nodeLink = (name) => `#/node/${encodeURIComponent(name)}`;
 
@@ -17,18 +17,19 @@ const jobState = (job) => (job.hangs ? "hangs" : job.state);
 const jobReason = (job) => (job.hangs ? `hangs: ${job.hangs}` : aged(job.reason, job.reason_times, Date.now() - job.at));
 
 /** What stands out of a node: that nothing is placed on it, unless it is not even there. */
-function nodeState(node) {
+export function nodeState(node) {
   if (node.state !== "connected" && node.state !== "gone") return node.state;
-  return node.quarantine ? "quarantined" : node.cordoned ? "cordoned" : node.state;
+  return (node.unhealthy && "unhealthy") || (node.quarantine && "quarantined") || node.drain || (node.cordoned ? "cordoned" : node.state);
 }
 
 export function nodeNote(node) {
   const notes = [];
+  if (node.unhealthy) notes.push(`unhealthy: ${node.unhealthy}`);
+  if (node.drain) notes.push(`${node.drain}: ${node.drain_reason || "no reason was given"}${node.drain_left_ms ? `, ${duration(node.drain_left_ms)} left` : ""}`);
   if (node.cordoned) notes.push(`cordoned: ${node.cordon_reason || "no reason was given"}`);
   if (node.quarantine) notes.push(`quarantined: ${node.quarantine}`);
   return notes.join("; ");
 }
-
 
 /** What a table of jobs or nodes consists of: titles, how to sort, how a cell is made and kept. */
 const JOBS = {

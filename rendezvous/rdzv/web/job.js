@@ -1,9 +1,10 @@
 // One job: what it does and why, who sits where, how its rounds came and went, its logs.
 
-import { age, chip, fillAnew, h, icon, keyed, mark, put, s, shape, tell, tone, updateAge, updateChip } from "./dom.js";
+import { age, chip, fillAnew, h, icon, keyed, mark, put, shape, tell, tone, updateAge, updateChip } from "./dom.js";
 import { nodeLink } from "./fleet.js";
 import { Ledger } from "./ledger.js";
 import { LogView } from "./logs.js";
+import { Progress } from "./progress.js";
 import { Rounds } from "./rounds.js";
 import { Stacks } from "./stacks.js";
 import { aged, bounds, clock, counted, moment, orNone, ranks } from "./words.js";
@@ -33,7 +34,7 @@ export class JobView {
     this.rounds = new Rounds();
     this.ledger = new Ledger(this.name);
     this.failure = h("section", { class: "card failure", "aria-labelledby": "failure", hidden: true });
-    this.progress = h("section", { class: "card progress", "aria-labelledby": "progress", hidden: true });
+    this.progress = new Progress();
     this.submission = h("section", { class: "card", "aria-labelledby": "submission", hidden: true });
     this.stacks = new Stacks(this.name);
     this.hanging = null;
@@ -52,7 +53,7 @@ export class JobView {
         this.grid,
       ),
       this.failure,
-      this.progress,
+      this.progress.element,
       this.stacks.element,
       this.ledger.element,
       this.rounds.element,
@@ -106,7 +107,7 @@ export class JobView {
       mark(this.element, "data-tone", tone(job.state));
       this.drawFacts(job);
       this.drawNodes(job);
-      this.drawProgress(job);
+      this.progress.draw(stream.events, job);
       this.drawFailure(job);
       this.drawSubmission(job);
       this.logs.note(job);
@@ -228,36 +229,6 @@ export class JobView {
     tiles[at].setAttribute("tabindex", "-1");
     next.setAttribute("tabindex", "0");
     next.focus();
-  }
-
-  drawProgress(job) {
-    const said = job.progress;
-    this.progress.hidden = !said.length;
-    if (!said.length) return;
-    // The last words of nodes are of different moments: how far each is behind, the server has compared at one.
-    const most = Math.max(...said.map((one) => one.step));
-    const least = most - Math.max(...said.map((one) => one.behind));
-    const rates = said.map((one) => one.rate).filter((rate) => rate !== null);
-    const rate = rates.length ? Math.min(...rates) : null;
-    const slowest = said.filter((one) => one.behind === most - least).slice(0, 4).map((one) => one.rank);
-    const latest = Math.min(...said.map((one) => one.age_ms));
-    if (!this.progress.firstChild) {
-      this.steps = h("p", { class: "big" });
-      this.detail = h("p", { class: "dim" });
-      this.said = age(null);
-      this.lag = s("svg", { class: "lag", viewBox: "0 0 100 16", preserveAspectRatio: "none", "aria-hidden": "true" }, s("path"));
-      this.progress.append(h("h2", { id: "progress" }, "Progress"), this.steps, this.lag, this.detail, h("p", { class: "dim" }, "last said ", this.said, " ago"));
-    }
-    put(this.steps, `step ${least.toLocaleString("en")}${most > least ? `–${most.toLocaleString("en")}` : ""}${rate === null ? "" : `, ${rate.toFixed(rate < 10 ? 2 : 1)} steps/s`}`);
-    put(this.detail, most > least ? `slowest: RANK ${slowest.join(", ")}, ${counted(most - least, "step")} behind` : `all ${counted(said.length, "worker")} in step`);
-    updateAge(this.said, job.at - latest);
-    // How far each RANK is, the slowest at the bottom.
-    const wide = 100 / said.length;
-    const bars = said.map((one, at) => {
-      const high = most > least ? 3 + (13 * (most - one.behind - least)) / (most - least) : 16;
-      return `M${(at * wide).toFixed(2)} 16v-${high.toFixed(1)}h${(wide * 0.85).toFixed(2)}v${high.toFixed(1)}Z`;
-    });
-    mark(this.lag.firstChild, "d", bars.join(""));
   }
 
   drawFailure(job) {

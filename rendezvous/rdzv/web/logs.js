@@ -12,6 +12,7 @@ export class LogView {
     this.rank = h("input", { id: "log-rank", inputmode: "numeric", pattern: "[0-9]*", value: "0", placeholder: "all", size: "6" });
     this.round = h("input", { id: "log-round", inputmode: "numeric", pattern: "[0-9]*", placeholder: "last", size: "6" });
     this.tail = h("select", { id: "log-tail" }, ["50", "200", "1000", "5000"].map((count) => h("option", { value: count, selected: count === "200" }, count)));
+    this.search = h("input", { id: "log-search", type: "search", placeholder: "any text", autocomplete: "off", spellcheck: "false" });
     this.follow = h("input", { id: "log-follow", type: "checkbox" });
     this.said = h("p", { class: "dim", role: "status" });
     this.text = h("pre", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-label": "What the workers have written" });
@@ -22,6 +23,7 @@ export class LogView {
       field("RANK", this.rank),
       field("round", this.round),
       field("lines", this.tail),
+      field("with", this.search),
       h("label", { class: "check", for: "log-follow" }, this.follow, "follow"),
       (this.button = h("button", { type: "submit" }, "Read")),
     );
@@ -54,6 +56,7 @@ export class LogView {
     const reading = (this.reading = new AbortController());
     const query = new URLSearchParams({ tail: this.tail.value });
     for (const [name, input] of [["rank", this.rank], ["round", this.round]]) if (input.value.trim()) query.set(name, input.value.trim());
+    if (this.search.value) query.set("contains", this.search.value);
     if (this.follow.checked) query.set("follow", "true");
     put(this.said, "Reading.");
     try {
@@ -73,7 +76,7 @@ export class LogView {
       }
       if (reading.signal.aborted) return;
       const at = new Date().toLocaleTimeString([], { hour12: false });
-      put(this.said, this.text.textContent ? `As of ${at}.` : "Nothing was written.");
+      put(this.said, this.text.textContent ? `As of ${at}.` : this.search.value ? `None of the last ${this.tail.value} lines of a file has it.` : "Nothing was written.");
     } catch (error) {
       if (!reading.signal.aborted) put(this.said, `It cannot be read: ${error.message}. Read again.`);
     }

@@ -1,8 +1,11 @@
-// One node, across its jobs.
+// One node, across its jobs: how it is, what runs there, and what has happened there.
 
-import { age, chip, h, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
-import { drawJobsOf, nodeNote, resourcesOf } from "./fleet.js";
-import { bytes, orNone } from "./words.js";
+import { ask } from "./ask.js";
+import { age, chip, fillAnew, h, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
+import { drawJobsOf, jobLink, nodeNote, nodeState, resourcesOf } from "./fleet.js";
+import { bytes, moment, orNone } from "./words.js";
+
+const BAD = ["WorkerFailed", "NodeLost", "NodeDeclined", "WorkersHang", "NodeQuarantined", "NodeStuck", "RoundEnded", "RoundSettled"];
 
 export class NodeView {
   constructor(name) {
@@ -21,8 +24,52 @@ export class NodeView {
       h("h2", { id: "gpus" }, "GPUs"),
       h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["#", "Name", "Memory", "UUID"].map((name) => h("th", { scope: "col" }, name)))), this.gpus)),
     );
+    this.bad = h("input", { id: "bad", type: "checkbox", onchange: () => this.drawPast() });
+    this.again = h("button", { type: "button", onclick: () => this.read() }, "Read again");
+    this.said = h("p", { class: "dim", role: "status" });
+    this.past = h("tbody");
+    this.pastCard = h(
+      "section",
+      { class: "card wide", "aria-labelledby": "past" },
+      h("h2", { id: "past" }, "What has happened here"),
+      h("div", { class: "fields" }, h("label", { class: "check", for: "bad" }, this.bad, "only what went wrong"), this.again),
+      this.said,
+      h("div", { class: "scroll" }, h("table", { class: "history" }, h("caption", { class: "unseen" }, "Newest first"), this.past)),
+    );
+    this.events = [];
     this.content = h("div", { class: "cards" }, h("section", { class: "card", "aria-labelledby": "jobs" }, h("h2", { id: "jobs" }, "Jobs"), this.none, this.jobs), this.gpuCard);
-    this.element = h("article", { class: "node", "aria-labelledby": "title" }, h("div", { class: "head" }, h("h1", { id: "title" }, name), this.chip, this.for), this.missing, this.facts, this.content);
+    this.element = h("article", { class: "node", "aria-labelledby": "title" }, h("div", { class: "head" }, h("h1", { id: "title" }, name), this.chip, this.for), this.missing, this.facts, this.content, h("div", { class: "cards" }, this.pastCard));
+    this.read();
+  }
+
+  close() {
+    this.reading?.abort();
+  }
+
+  /** Read the histories of all jobs for what is about this node: it outlives both. */
+  async read() {
+    this.reading?.abort();
+    const reading = (this.reading = new AbortController());
+    put(this.said, "Reading the history of all jobs.");
+    try {
+      const answer = await ask(`/api/v1/nodes/${encodeURIComponent(this.name)}/events`, { signal: reading.signal });
+      const told = await answer.json();
+      put(this.said, answer.ok ? "" : told.message);
+      if (!answer.ok) return;
+      this.events = told.events.reverse();
+      this.drawPast();
+    } catch (error) {
+      if (!reading.signal.aborted) put(this.said, `It cannot be read: ${error.message}. Read again.`);
+    }
+  }
+
+  drawPast() {
+    const shown = this.events.filter((event) => !this.bad.checked || BAD.includes(event.name));
+    put(this.said, shown.length ? "" : "Nothing is kept of it.");
+    fillAnew(
+      this.past,
+      shown.map((event) => h("tr", {}, h("td", { class: "mono" }, moment(event.unix_ms)), h("td", {}, h("a", { href: jobLink(event.rdzv_id) }, event.rdzv_id)), h("td", { class: "dim" }, event.name), h("td", {}, event.text))),
+    );
   }
 
   title() {
@@ -37,8 +84,8 @@ export class NodeView {
     put(this.missing, stream.ready ? `No node ${this.name} is known here: it is neither connected, away nor cordoned.` : "Waiting for the server.");
     if (!node || node === this.node) return;
     this.node = node;
-    updateChip(this.chip, node.state);
-    mark(this.element, "data-tone", tone(node.state));
+    updateChip(this.chip, nodeState(node));
+    mark(this.element, "data-tone", tone(nodeState(node)));
     updateAge(this.age, node.since);
     const labels = Object.entries(node.resources?.labels || {}).map(([name, value]) => `${name}=${value}`);
     const facts = [
@@ -48,7 +95,7 @@ export class NodeView {
       ...(node.gpus_free === null ? [] : [["GPUs free", String(node.gpus_free)]]),
       ...(labels.length ? [["Labels", labels.join(", ")]] : []),
       ...(node.resources?.topology ? [["Topology", node.resources.topology]] : []),
-      ...(nodeNote(node) ? [["Not placed on", nodeNote(node)]] : []),
+      ...(nodeNote(node) ? [["Takes no jobs", nodeNote(node)]] : []),
     ];
     keyed(this.facts, facts, ([name]) => name, ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (element, [, value]) => put(element.lastChild, value));
     drawJobsOf(this.jobs, node.jobs);

@@ -1,5 +1,6 @@
-// Workers that hang, and what all workers of their round were doing: read when somebody asks for it.
+// Workers that hang, and what all workers of a round are doing, or were: read when somebody asks for it.
 
+import { ask } from "./ask.js";
 import { chip, fillAnew, h, keyed, put, updateChip } from "./dom.js";
 import { jobPath } from "./stream.js";
 import { clock, counted, rankList } from "./words.js";
@@ -34,9 +35,10 @@ export class Stacks {
     this.list = h("ul", { class: "others" });
     this.taken = h("p", { class: "taken" });
     this.button = h("button", { type: "button", onclick: () => this.read() });
+    this.take = h("button", { type: "button", onclick: () => this.takeNow() }, "Take stacks and collectives now");
     this.said = h("p", { class: "dim", role: "status" });
     this.groups = h("div", { class: "groups" });
-    this.element = h("section", { class: "card wide", "aria-labelledby": "stacks", hidden: true }, h("h2", { id: "stacks" }, "Hangs ", this.chip), this.list, this.taken, this.button, this.said, this.groups);
+    this.element = h("section", { class: "card wide", "aria-labelledby": "stacks", hidden: true }, h("h2", { id: "stacks" }, "Stacks ", this.chip), this.list, this.taken, h("p", { class: "fields" }, this.button, this.take), this.said, this.groups);
   }
 
   close() {
@@ -46,7 +48,8 @@ export class Stacks {
   /** Return the workers that hang now, a line for each of their nodes. */
   draw(events, job) {
     const { hung, hanging, taken } = hangsOf(events, job.run);
-    this.element.hidden = !hung && !taken;
+    this.take.hidden = job.backend !== "rdzv" || job.state !== "running";
+    this.element.hidden = !hung && !taken && this.take.hidden && !this.shown;
     this.chip.hidden = !hung || (hung.over && !hung.wentOn);
     updateChip(this.chip, hung?.over ? "went on" : "hangs");
     keyed(this.list, hanging, ([node]) => node, () => h("li", {}, h("span", { class: "why" })), (element, [, text]) => put(element.firstChild, text));
@@ -56,24 +59,35 @@ export class Stacks {
       put(this.taken, `At ${clock(taken.at)}: ${taken.summary}`);
       put(this.button, `Show the stacks of round ${taken.round}`);
       // Those that are open were of an earlier moment.
-      if (this.shown && this.shown !== `${taken.round} ${taken.at}`) this.read(taken);
+      if (this.shown && this.shown !== "now" && this.shown !== `${taken.round} ${taken.at}`) this.read(taken);
     }
     this.last = taken;
     return hanging.map(([, text]) => text);
   }
 
   async read(taken = this.last) {
+    if (await this.ask(`?round=${taken.round}`, "Reading.")) this.shown = `${taken.round} ${taken.at}`;
+  }
+
+  async takeNow() {
+    this.take.disabled = true;
+    if (await this.ask("", "Asking every worker: it is stopped for some milliseconds.", "POST")) this.shown = "now";
+    this.take.disabled = false;
+  }
+
+  async ask(query, meanwhile, method = "GET") {
     this.reading?.abort();
     const reading = (this.reading = new AbortController());
-    put(this.said, "Reading.");
+    put(this.said, meanwhile);
     try {
-      const answer = await fetch(`${jobPath(this.name)}/stacks?round=${taken.round}`, { signal: reading.signal });
+      const answer = await ask(`${jobPath(this.name)}/stacks${query}`, { method, signal: reading.signal });
       const report = await answer.json();
-      this.shown = `${taken.round} ${taken.at}`;
-      put(this.said, answer.ok ? "" : report.message);
+      put(this.said, answer.ok ? `Of round ${report.round}.` : report.message);
       if (answer.ok) this.show(report);
+      return answer.ok;
     } catch (error) {
       if (!reading.signal.aborted) put(this.said, `It cannot be read: ${error.message}. Ask again.`);
+      return false;
     }
   }
 

@@ -33,8 +33,17 @@ from rdzv.server.http.listener import Serving, serving_http
 from rdzv.server.http.openapi import PREFIX, document, operations
 from rdzv.server.http.page import FOLDER, POLICY
 from rdzv.server.http.views import Shown
-from rdzv.server.messages import Hung, LogPiece, Progress, RankProgress, ReadLog, TakeStacks
+from rdzv.server.messages import (
+    Hung,
+    LogPiece,
+    Progress,
+    RankProgress,
+    ReadLog,
+    Stacks,
+    TakeStacks,
+)
 from rdzv.server.replication.replica import Replica
+from rdzv.server.security.access import AUDIT
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config, Limits
 from rdzv.server.telemetry.metrics import Metrics
@@ -134,10 +143,10 @@ class Asked(Server):
         self.url = f"http://127.0.0.1:{serving.bound.port}"
         self.feeds = serving.feeds
 
-    async def get(self, path: str, status: int = 200, **headers: str) -> Any:
+    async def get(self, path: str, status: int = 200, method: str = "GET", **headers: str) -> Any:
         """Return the document at a path below /api/v1, which is not encoded any further."""
         url = URL(f"{self.url}{PREFIX}{path}", encoded=True)
-        async with self.session.get(url, headers=headers) as answer:
+        async with self.session.request(method, url, headers=headers) as answer:
             text = await answer.text()
             assert answer.status == status, text
             if answer.content_type == "application/json":
@@ -263,6 +272,45 @@ async def test_what_all_jobs_have_spent_is_answered() -> None:
         (job,) = found["jobs"]
         assert (job["rdzv_id"], job["wall_ms"], found["node_ms"]) == ("job-7", 4_000, 8_000)
         assert (found["goodput"], found["causes"], found["nodes"]) == (1.0, [], [])
+
+
+async def test_stacks_are_taken_for_no_page_of_another_site() -> None:
+    path, asks = "/jobs/job-7/stacks", "POST"
+    async with asked() as s:
+        n1, n2 = await s.pair()
+        for elsewhere in ("http://evil.test", "null", "http://127.0.0.1:1"):
+            await s.get(path, 403, asks, Origin=elsewhere)
+        taking = asyncio.ensure_future(s.get(path, method=asks, Origin=s.url))
+        for stream, rank in ((n1, 0), (n2, 2)):
+            requests: list[TakeStacks] = []
+            while not requests:
+                requests = [one for one in read(stream) if isinstance(one, TakeStacks)]
+                await asyncio.sleep(0.01)
+            (request,) = requests
+            stacks = (WorkerStack(rank, 0, 4711, "S", ()), WorkerStack(rank + 1, 1, 4712, "S", ()))
+            s.driver.reports.take_stacks_in(stream, Stacks(request.request, stacks, last=True))
+        report = await taking
+        assert [stack["rank"] for stack in report["stacks"]] == [0, 1, 2, 3]
+        assert (report["round"], report["reason"]) == (0, "an operator asked for them")
+        (row,) = await s.driver.history.of(AUDIT, 10)
+        assert row.data.startswith("take stacks job-7, by ")
+        await s.get("/jobs/nobody/stacks", 404, asks)
+        assert len(await s.driver.history.of(AUDIT, 10)) == 1
+
+
+async def test_what_has_happened_on_a_node_is_told_of_all_jobs() -> None:
+    async with asked() as s:
+        _, n2 = await s.pair()
+        report = FailureReport(0, 0, 4711, 1, None, "no", "", 0)
+        fail = Fail("n2", n2.incarnation, "run-1", 0, (report,))
+        await s.driver.commands.hear(n2, "job-7", fail)
+        found = await s.get("/nodes/n2/events")
+        names = [event["name"] for event in found["events"]]
+        assert "WorkerFailed" in names
+        assert {event["rdzv_id"] for event in found["events"]} == {"job-7"}
+        assert not any("n1 joined" in event["text"] for event in found["events"])
+        assert len((await s.get("/nodes/n2/events?limit=1"))["events"]) == 1
+        assert (await s.get("/nodes/nobody/events"))["events"] == []
 
 
 async def test_the_stacks_that_a_hang_has_left_are_answered_and_none_are_taken() -> None:

@@ -61,6 +61,7 @@ EXPECTED_PATHS = {
     "/api/v1/jobs/{rdzv_id}/ledger": READERS,
     "/api/v1/report": READERS,
     **dict.fromkeys(("/api/v1/nodes/{node_id}", "/api/v1/stream"), READERS),
+    "/api/v1/nodes/{node_id}/events": READERS,
     "/api/v1/openapi.json": READERS,
     "/api/v1/jobs/{rdzv_id}/logs": SUBMITTERS,
     "/api/v1/jobs/{rdzv_id}/stacks": SUBMITTERS,
@@ -233,6 +234,12 @@ async def test_every_path_with_every_role(monkeypatch: pytest.MonkeyPatch) -> No
             allowed = {who for who, status in statuses.items() if status != 403}
             assert allowed == EXPECTED_PATHS[path], path
         assert asked >= OPEN_PATHS | set(EXPECTED_PATHS)
+        # Reading stacks and taking them is for the same callers.
+        for who in (None, *Role):
+            url = f"{server.url}/api/v1/jobs/nobodys/stacks"
+            async with session.post(url, headers=dict(server.header(who))) as answer:
+                let_in = answer.status == 404
+            assert let_in == (who in EXPECTED_PATHS["/api/v1/jobs/{rdzv_id}/stacks"]), who
 
 
 async def test_a_path_without_a_row_is_open_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The JSON API at /api/v1, with the same views as rdzvctl. It is read-only.
+"""The JSON API at /api/v1, with the same views as rdzvctl. It changes nothing.
 
 `openapi` lists the operations. Each answer is a document of `rdzvctl -o json`; an error is a
 document with its code and message, and the HTTP status of its kind.
@@ -75,6 +75,8 @@ class Api:
             "getReport": self._report,
             "readLogs": self._logs,
             "readStacks": self._stacks,
+            "takeStacks": self._new_stacks,
+            "listNodeEvents": self._node_events,
             "listNodes": self._nodes,
             "getNode": self._node,
             "listServers": self._servers,
@@ -82,7 +84,9 @@ class Api:
             "getOpenApi": self._openapi,
         }
         return [
-            web.get(PREFIX + _pattern(one.path), self._handler(one, handlers[one.name]))
+            web.route(
+                one.method, PREFIX + _pattern(one.path), self._handler(one, handlers[one.name])
+            )
             for one in self._operations
         ]
 
@@ -140,6 +144,15 @@ class Api:
         # Encoded in a thread, because it may be large.
         return await asyncio.to_thread(as_json.stacks, report)
 
+    async def _new_stacks(self, request: web.Request, given: dict[str, Any]) -> str:
+        report = await self._answers.new_stacks(_named(request))
+        return await asyncio.to_thread(as_json.stacks, report)
+
+    async def _node_events(self, request: web.Request, given: dict[str, Any]) -> str:
+        node_id = _named(request)
+        found = await self._answers.node_events(node_id, given["limit"])
+        return as_json.node_events(node_id, found)
+
     async def _nodes(self, request: web.Request, given: dict[str, Any]) -> str:
         return as_json.nodes(self._answers.nodes(), store_away=self._answers.store_away)
 
@@ -166,7 +179,9 @@ class Api:
         pieces = self._answers.logs(_named(request), wanted)
         async with (
             aclosing(pieces) as found,
-            aclosing(_texts(found, one_rank=given["rank"] is not None)) as texts,
+            aclosing(
+                _texts(found, one_rank=given["rank"] is not None, contains=given["contains"] or "")
+            ) as texts,
         ):
             if follow:
                 return await self._log_stream(request, texts)
@@ -280,22 +295,30 @@ def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
     return {name: parameter.read(request.query.get(name)) for name, parameter in known.items()}
 
 
-async def _texts(pieces: AsyncIterator[LogLines], *, one_rank: bool) -> AsyncGenerator[str, None]:
-    """Join pieces of logs into whole lines, as rdzvctl does; a note is a line of its own."""
+async def _texts(
+    pieces: AsyncIterator[LogLines], *, one_rank: bool, contains: str
+) -> AsyncGenerator[str, None]:
+    """Join pieces of logs into whole lines, as rdzvctl does; a note is a line of its own.
+
+    Only lines that contain a text are kept, whatever its case; all notes are.
+    """
     out = io.BytesIO()
     printer = Printer(out, prefixed=not one_rank, escaped=False, as_it_comes=False)
+    wanted = contains.lower()
 
     def taken() -> str:
         text = out.getvalue().decode(errors="replace")
         out.seek(0)
         out.truncate()
-        return text
+        if not wanted:
+            return text
+        return "".join(line for line in text.splitlines(keepends=True) if wanted in line.lower())
 
     async for piece in pieces:
         if piece.note is None:
             printer.take(piece)
         else:
-            out.write(f"rdzv: {note_of(piece)}\n".encode())
+            yield f"rdzv: {note_of(piece)}\n"
         if text := taken():
             yield text
     printer.end()

@@ -7,7 +7,7 @@ the default limits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -118,6 +118,7 @@ class Operation:
     """The kind of object that the path names: job, node."""
     refuses: tuple[int, ...] = ()
     """Statuses beyond those of every operation."""
+    method: str = "GET"
 
 
 _ALWAYS = {
@@ -128,6 +129,7 @@ _ALWAYS = {
 }
 _MORE = {
     404: "There is no object of this name.",
+    403: "The caller may not do this.",
     409: "The run has ended.",
 }
 
@@ -143,6 +145,7 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
     tail = Number("tail", "The number of lines from the end of each file.", 1, most, min(200, most))
     follow = Flag("follow", "Continue with new lines until the run ends.")
     job = Name("job", "The job to follow; the whole fleet if not given.")
+    contains = Name("contains", "Only lines that contain this text, in upper or lower case.")
     return (
         Operation("listJobs", "/jobs", "Every job, one line each", schema="Jobs"),
         Operation(
@@ -178,7 +181,7 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             "Whole lines; without `rank`, each begins with the RANK of its worker. If the logs of "
             "a node cannot be read, a line that begins with `rdzv: ` says why. At most "
             f"{limits.http_log_bytes} bytes, unless `follow` is true.",
-            query=(rank, round_, tail, follow),
+            query=(rank, round_, tail, contains, follow),
             media_type="text/plain",
             of="job",
             refuses=(409,),
@@ -187,11 +190,21 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             "readStacks",
             "/jobs/{rdzv_id}/stacks",
             "The stacks of a job's workers when a round hung",
-            "The server keeps those of the latest hangs. This takes no new ones: `rdzvctl stacks` "
-            "does.",
+            "The server keeps those of the latest hangs. This takes no new ones.",
             query=(Number("round", "The round that hung; the last one if not given.", 0, U32),),
             schema="StackReport",
             of="job",
+        ),
+        Operation(
+            "takeStacks",
+            "/jobs/{rdzv_id}/stacks",
+            "The stacks of a job's workers now, with torch's record of their collectives",
+            "Each worker is stopped for some milliseconds. The audit log has who asked. A browser "
+            "may ask only from the server's own page.",
+            schema="StackReport",
+            of="job",
+            refuses=(403, 409),
+            method="POST",
         ),
         Operation(
             "getReport",
@@ -203,6 +216,15 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
         ),
         Operation("listNodes", "/nodes", "Every node, across its jobs", schema="Nodes"),
         Operation("getNode", "/nodes/{node_id}", "One node", schema="Node", of="node"),
+        Operation(
+            "listNodeEvents",
+            "/nodes/{node_id}/events",
+            "What has happened on a node, in all jobs, oldest first",
+            "It reads the histories of all jobs, so in a large fleet it takes its time.",
+            query=(Number("limit", "At most this number of events, the newest.", 1, 1000, 200),),
+            schema="NodeEvents",
+            of="node",
+        ),
         Operation(
             "listServers",
             "/servers",
@@ -261,6 +283,7 @@ def document(limits: Limits) -> Schema:
         ("Jobs", {"jobs": _array("JobSummary"), "store_away": _STORE_AWAY}),
         ("Events", {"rdzv_id": {"type": "string"}, "events": _array("Event")}),
         ("LedgerOfRun", _LEDGER),
+        ("NodeEvents", {"node_id": {"type": "string"}, "events": _array("NodeEvent")}),
         ("Nodes", {"nodes": _array("NodeRow"), "store_away": _STORE_AWAY}),
         ("Servers", {"servers": _array("Server")}),
     ):
@@ -272,16 +295,23 @@ def document(limits: Limits) -> Schema:
         "info": {
             "title": "rdzvd",
             "version": "1",
-            "summary": "The state of jobs, nodes and servers, with reasons. Read-only.",
+            "summary": "The state of jobs, nodes and servers, with reasons. It changes none.",
             "description": "The documents are those of `rdzvctl -o json`. `version` grows when a "
             "key changes its meaning or is removed; new keys may be added at any time. The unit of "
             "a key is the end of its name (`_ms`), and an unknown value is null.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": PREFIX}],
-        "paths": {one.path: {"get": _operation(one)} for one in operations(limits)},
+        "paths": _paths(operations(limits)),
         "components": {"schemas": dict(sorted(schemas.items()))},
     }
+
+
+def _paths(found: Iterable[Operation]) -> dict[str, Schema]:
+    paths: dict[str, Schema] = {}
+    for one in found:
+        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one)
+    return paths
 
 
 def _operation(one: Operation) -> Schema:
@@ -363,7 +393,7 @@ _REF = "#/components/schemas/{name}"
 
 _VALUES = (
     *(answers.Event, answers.JobStatus, answers.JobSummary, answers.Node, answers.Server),
-    *(answers.StackReport, Ledger, Report),
+    *(answers.StackReport, answers.NodeEvent, Ledger, Report),
 )
 
 _STATES: Mapping[str, tuple[str, ...]] = {

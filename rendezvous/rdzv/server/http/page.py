@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from yarl import URL
 
-from rdzv.errors import InvalidRequestError
+from rdzv.errors import DeniedError, InvalidRequestError
 from rdzv.transport.endpoints import Listen
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -97,7 +97,8 @@ def refusing_strangers(listen: Listen) -> Middleware:
 
     A browser on this machine would let another site's page read this server if that site's name
     were made to resolve to 127.0.0.1. Such a request still carries that name. Probes and metrics
-    are for programs, and contain little.
+    are for programs, and contain little. Of what does more than read, a browser says which site's
+    page asks; programs say none.
     """
 
     @web.middleware
@@ -109,6 +110,9 @@ def refusing_strangers(listen: Listen) -> Middleware:
                 f"{request.host[:80]!r}; ask for 127.0.0.1, [::1] or localhost, or have the proxy "
                 "that stands before it do so in its Host header"
             )
+        origin = request.headers.get("Origin")
+        if request.method == "POST" and origin and origin.partition("://")[2] != request.host:
+            raise DeniedError(f"{request.path} is not for the pages of another site, {origin[:80]}")
         return await handler(request)
 
     return check

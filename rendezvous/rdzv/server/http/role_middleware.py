@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from types import SimpleNamespace
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -25,6 +26,8 @@ def checking_roles(gate: Gate) -> Middleware:
         path = resource.canonical
         what = f"{request.method} {path}"
         row_path = "/web/" if path.startswith("/web/") else path
+        if request.method == "POST":
+            row_path = what
         if row_path not in roles.PATHS:
             raise DeniedError(f"{path} is not open to anyone: no row of the table of roles has it")
         if (row := roles.PATHS[row_path]) is None:
@@ -38,7 +41,13 @@ def checking_roles(gate: Gate) -> Middleware:
             gate.note_refusal(f"{caller} at {request.remote}", error.code, f"{what}: {error}")
             raise
         callers.present.set(caller)
-        return await handler(request)
+        if not row.changes:
+            return await handler(request)
+        response = await handler(request)
+        named = SimpleNamespace(**request.match_info)
+        verb = f"take {path.rpartition('/')[2]}"
+        await gate.audit(caller, verb, named, str(request.remote), "", "")
+        return response
 
     return check
 

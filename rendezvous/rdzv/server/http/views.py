@@ -90,6 +90,25 @@ class Shown(Queries):
         # It may be a megabyte; nodes must not wait while it is encoded.
         return await asyncio.to_thread(answer_values.stack_report, report, now_ms)
 
+    async def new_stacks(self, asked: str) -> answers.StackReport:
+        """Take the stacks of a job's workers now; raises as `WorkerViews.stacks`."""
+        rdzv_id = bounds.rdzv_id_of(asked, self.limits)
+        if self.watched(asked) is not None:
+            raise InvalidRequestError(f"{asked} is only watched here: its nodes have no agent")
+        workers = self.replica.driver.workers
+        report = await workers.stacks(rdzv_id, "", None, "an operator asked for them")
+        return await asyncio.to_thread(answer_values.stack_report, report, self.clock.now_ms())
+
+    async def node_events(self, asked: str, limit: int) -> list[answers.NodeEvent]:
+        """Show the newest events about a node in the histories of all jobs, oldest first."""
+        node_id = bounds.node_id_of(asked, self.limits)
+        found = list[answers.NodeEvent]()
+        for job in await self.jobs():
+            with contextlib.suppress(UnknownJobError):
+                rows = await self.history(job.rdzv_id, self.limits.history_rows)
+                found += await asyncio.to_thread(_about, rows, node_id)
+        return sorted(found, key=lambda event: event.unix_ms)[-limit:]
+
     def nodes(self) -> list[answers.Node]:
         """Show every node."""
         return self.replica.driver.node_views.summaries()
@@ -130,3 +149,8 @@ def _spent(
 ) -> Spent | None:
     runs = ledgers_of(map(answers.event_in, rows), now_ms, job.state)
     return spent_by(job.rdzv_id, runs, from_ms)
+
+
+def _about(rows: Iterable[Record], node_id: str) -> list[answers.NodeEvent]:
+    found = (answers.node_event_in(row, node_id) for row in rows)
+    return [event for event in found if event is not None]

@@ -31,7 +31,7 @@ class Row:
     roles: frozenset[Role]
     whose: Whose = Whose.ANY
     changes: bool = False
-    """Whether the call changes anything, and so is audited."""
+    """Whether the call changes anything, or stops workers for a moment, and so is audited."""
 
     @property
     def needed(self) -> str:
@@ -57,7 +57,7 @@ CALLS: dict[str, Row | None] = {
     "/rdzv.v1.Control/ForgetJob": _CHANGE_JOB,
     # Output and stacks of workers belong to their user: they may contain data, paths, passwords.
     "/rdzv.v1.Control/ReadLogs": _LOOK_INSIDE,
-    "/rdzv.v1.Control/TakeStacks": _LOOK_INSIDE,
+    "/rdzv.v1.Control/TakeStacks": _CHANGE_JOB,
     "/rdzv.v1.Control/ListServers": _READ,
     "/rdzv.v1.Control/StopJob": _CHANGE_JOB,
     "/rdzv.v1.Control/RestartJob": _CHANGE_JOB,
@@ -95,13 +95,16 @@ PATHS: dict[str, Row | None] = {
     "/api/v1/jobs/{rdzv_id}/logs": _LOOK_INSIDE,
     "/api/v1/jobs/{rdzv_id}/stacks": _LOOK_INSIDE,
     "/api/v1/report": _READ,
+    "POST /api/v1/jobs/{rdzv_id}/stacks": CALLS["/rdzv.v1.Control/TakeStacks"],
     "/api/v1/nodes": _READ,
     "/api/v1/nodes/{node_id}": _READ,
+    "/api/v1/nodes/{node_id}/events": _READ,
     "/api/v1/servers": _READ,
     "/api/v1/stream": _READ,
     "/api/v1/openapi.json": _READ,
 }
-"""The rows by the path of the route; `/web/` stands for all files below it."""
+"""The rows by the path of the route, with the method if it does not only read; `/web/` stands for
+all files below it."""
 
 
 def refuse_without_role(caller: Caller, row: Row, what: str) -> None:

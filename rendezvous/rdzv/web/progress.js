@@ -1,0 +1,93 @@
+// How far the workers of a job are: the furthest step over the time of the run, and by how much each RANK is behind.
+
+import { age, fillAnew, h, mark, put, s, updateAge } from "./dom.js";
+import { clock, counted, moment, rankList } from "./words.js";
+
+const WIDE = 1000;
+const HIGH = 120;
+const DEEP = 40; // The height of the bars for steps behind.
+
+/** What history tells of the steps of a run: `[time, step]`, and null where a round has ended. */
+export function stepsOf(events, run) {
+  const points = [];
+  for (const event of events) {
+    const is = event.fields;
+    if (!is || event.run !== run) continue;
+    const at = event.unix_ms - (is.age_ms || 0);
+    if (event.name === "FirstStepMade" || event.name === "LostStepsRedone") points.push([at, is.step]);
+    else if (event.name === "LastStepMade") points.push([at, is.step], null);
+  }
+  return points;
+}
+
+export class Progress {
+  constructor() {
+    this.steps = h("p", { class: "big" });
+    this.detail = h("p", { class: "dim" });
+    this.said = age(null);
+    this.line = s("svg", { class: "steps", viewBox: `0 0 ${WIDE} ${HIGH}`, preserveAspectRatio: "none", role: "img" }, s("path"));
+    this.ends = h("p", { class: "dim band-ends", "aria-hidden": "true" });
+    this.lag = s("svg", { class: "lag", viewBox: `0 0 ${WIDE} ${DEEP}`, preserveAspectRatio: "none", role: "img" });
+    this.scale = h("p", { class: "dim band-ends", "aria-hidden": "true" });
+    this.element = h("section", { class: "card wide progress", "aria-labelledby": "progress", hidden: true }, h("h2", { id: "progress" }, "Progress"), this.steps, this.detail, this.line, this.ends, this.lag, this.scale, h("p", { class: "dim" }, "last said ", this.said, " ago"));
+  }
+
+  draw(events, job) {
+    const said = job.progress;
+    this.element.hidden = !said.length;
+    if (!said.length) return;
+    // The last words of nodes are of different moments: how far each is behind, the server has compared at one.
+    const most = Math.max(...said.map((one) => one.step));
+    const behind = Math.max(...said.map((one) => one.behind));
+    const rates = said.map((one) => one.rate).filter((rate) => rate !== null);
+    const rate = rates.length ? Math.min(...rates) : null;
+    const slowest = said.filter((one) => one.behind === behind).map((one) => one.rank);
+    put(this.steps, `step ${(most - behind).toLocaleString("en")}${behind ? `–${most.toLocaleString("en")}` : ""}${rate === null ? "" : `, ${rate.toFixed(rate < 10 ? 2 : 1)} steps/s`}`);
+    put(this.detail, behind ? `slowest: RANK ${rankList(slowest, 4)}, ${counted(behind, "step")} behind` : `all ${counted(said.length, "worker")} in step`);
+    updateAge(this.said, job.at - Math.min(...said.map((one) => one.age_ms)));
+    this.drawLine(events, job, most);
+    this.drawLag(said, behind);
+  }
+
+  /** From step 0 at the bottom to the furthest ever made at the top. */
+  drawLine(events, job, most) {
+    const points = [...stepsOf(events, job.run), [job.at, most]];
+    const made = points.filter(Boolean);
+    const [from, until] = [made[0][0], made[made.length - 1][0]];
+    this.line.toggleAttribute("hidden", made.length < 2 || until <= from);
+    this.ends.hidden = this.line.hasAttribute("hidden");
+    if (this.ends.hidden) return;
+    const top = Math.max(...made.map(([, step]) => step), 1);
+    let path = "";
+    let next = "M";
+    for (const point of points) {
+      if (!point) {
+        next = "M";
+        continue;
+      }
+      const x = (WIDE * Math.max(point[0] - from, 0)) / (until - from);
+      path += `${next}${x.toFixed(1)} ${(HIGH - ((HIGH - 2) * point[1]) / top).toFixed(1)}`;
+      next = "L";
+    }
+    mark(this.line.firstChild, "d", path);
+    mark(this.line, "aria-label", `Step over time: the bottom is step 0, the top step ${top}`);
+    fillAnew(this.ends, h("span", {}, moment(from)), h("span", {}, `bottom: step 0, top: step ${top.toLocaleString("en")}`), h("span", {}, clock(until)));
+  }
+
+  /** A bar for each RANK, as high as it is behind; the RANK that is ahead has none. */
+  drawLag(said, behind) {
+    this.lag.toggleAttribute("hidden", !behind);
+    this.scale.hidden = !behind;
+    if (!behind) return;
+    const wide = WIDE / said.length;
+    fillAnew(
+      this.lag,
+      said.map((one, at) => {
+        const high = (DEEP * one.behind) / behind;
+        return s("rect", { x: (at * wide).toFixed(2), width: (wide * 0.9).toFixed(2), y: (DEEP - high).toFixed(2), height: high.toFixed(2) }, s("title", {}, `RANK ${one.rank}: step ${one.step.toLocaleString("en")}, ${counted(one.behind, "step")} behind`));
+      }),
+    );
+    mark(this.lag, "aria-label", `Steps behind by RANK, at most ${behind}`);
+    fillAnew(this.scale, h("span", {}, `RANK ${said[0].rank}`), h("span", {}, `behind: from 0 to ${counted(behind, "step")}`), h("span", {}, `RANK ${said[said.length - 1].rank}`));
+  }
+}
