@@ -1,4 +1,4 @@
-"""Numbers, durations and lists of names as people read them."""
+"""Numbers, durations, sizes and lists of names as people read them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,20 @@ def duration(ms: int) -> str:
     if seconds < 86_400:
         return f"{seconds // 3_600} h {seconds % 3_600 // 60} min"
     return f"{seconds // 86_400} d {seconds % 86_400 // 3_600} h"
+
+
+def size_text(size: int) -> str:
+    """Write a size in bytes.
+
+    >>> size_text(135 << 30), size_text(1536 << 10), size_text(200)
+    ('135 GiB', '1.5 MiB', '200 B')
+    """
+    number, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1024 and len(units) > 1:
+        number /= 1024
+        units.pop(0)
+    digits = ".0f" if number >= 10 or units[0] == "B" else ".2g"
+    return f"{number:{digits}} {units[0]}"
 
 
 def ranks_text(ranks: Iterable[int], most: int = 16) -> str:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from rdzv.core.words import counted, duration
+from rdzv.core.words import counted, duration, size_text
 from rdzv.ctl.layout import Cell, Page
 from rdzv.view.answers import Gpu, Node
 from rdzv.view.log_lines import harmless
@@ -161,7 +161,7 @@ def _gpus(found: Node, gpus: Sequence[Gpu]) -> str:
         return "none"
     kinds = Counter((gpu.name or "GPU", gpu.memory_bytes) for gpu in gpus)
     each = [
-        f"{number} x {name}" + (f" of {_bytes(size)}" if size else "")
+        f"{number} x {name}" + (f" of {size_text(size)}" if size else "")
         for (name, size), number in kinds.items()
     ]
     return f"{_number(found.gpus_free)} of {len(gpus)} free: {', '.join(each)}"
@@ -229,15 +229,4 @@ def _number(number: int | None) -> str:
 
 
 def _bytes(number: int | None) -> str:
-    """Format a size for people.
-
-    >>> _bytes(135 << 30), _bytes(1536 << 10), _bytes(None)
-    ('135 GiB', '1.5 MiB', '-')
-    """
-    if number is None:
-        return _UNKNOWN
-    size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if size >= 10 or units[0] == "B" else f"{size:.2g} {units[0]}"
+    return _UNKNOWN if number is None else size_text(number)

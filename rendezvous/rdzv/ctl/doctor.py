@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rdzv.client import ControlClient
-from rdzv.core.words import counted, duration, listed
+from rdzv.core.words import counted, duration, listed, size_text
 from rdzv.ctl.layout import Cell, Page
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.structs import struct
@@ -105,7 +105,7 @@ def check_shm(shm: Path) -> Finding:
         usage = shutil.disk_usage(shm)
     except OSError as error:
         return _problem("/dev/shm", f"it cannot be used: {error.strerror}")
-    text = f"{_size(usage.free)} free of {_size(usage.total)}"
+    text = f"{size_text(usage.free)} free of {size_text(usage.total)}"
     if usage.total < SMALL_SHM_BYTES or usage.free < usage.total // 10:
         remedy = "enlarge it (docker: --shm-size), or DataLoader workers may die of SIGBUS"
         return _warning("/dev/shm", f"{text}; {remedy}")
@@ -315,7 +315,3 @@ def line(finding: Finding, page: Page) -> str:
     styles = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "red"}
     verdict = Cell(finding.verdict.value.ljust(7), styles[finding.verdict])
     return page.line(verdict, Cell(finding.check.ljust(12), "bold"), Cell(finding.text))
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -254,7 +254,7 @@ async def test_a_disk_has_room_or_says_how_much_it_has(tmp_path: Path) -> None:
     found = await Disk("disk", 5.0, tmp_path, min_free_percent=100.0).look(NONE)
     assert "% free (" in found and found.endswith("and 100 % are asked for")
     found = await Disk("disk", 5.0, tmp_path, min_free_bytes=1 << 60).look(NONE)
-    assert found.endswith(" free, and 1.05e+06 TiB are asked for")
+    assert found.endswith(" free, and 1048576 TiB are asked for")
     found = await Disk("disk", 5.0, tmp_path / "gone", min_free_bytes=1).look(NONE)
     assert found == "cannot be looked at: No such file or directory"
 

@@ -90,8 +90,9 @@ def test_this_machine_has_something() -> None:
 def test_what_a_node_has_is_said_in_words() -> None:
     one = Resources(cpus=1, memory_bytes=GIB, gpus=(Gpu("GPU-a", "", 0),))
     assert describe(one) == "1 CPU, 1 GiB, 1 GPU, 1 at once"
-    two = Resources(cpus=2, gpus=(Gpu("GPU-a", "H100", 0), Gpu("GPU-b", "H100", 0)), capacity=2)
-    assert describe(two) == "2 CPUs, 0 GiB, 2 GPUs (H100), 2 at once"
+    gpus = (Gpu("GPU-a", "H100", 0), Gpu("GPU-b", "H100", 0))
+    two = Resources(cpus=2, memory_bytes=GIB // 2, gpus=gpus, capacity=2)
+    assert describe(two) == "2 CPUs, 512 MiB, 2 GPUs (H100), 2 at once"
 
 
 # ------------------------------------------------------------------ GPUs

@@ -61,7 +61,7 @@ def test_a_kill_in_the_cgroup_is_named_with_limit_and_peak(machine: Machine) -> 
     machine.write(machine.job / "memory.events", "oom 2\noom_kill 2\n")
     assert machine.explain(before) == (
         "most likely the kernel killed it: meanwhile it has killed a process because cgroup "
-        "/jobs/a was out of memory (limit 16.0 GiB, peak 16.0 GiB)"
+        "/jobs/a was out of memory (limit 16 GiB, peak 16 GiB)"
     )
 
 
@@ -72,7 +72,7 @@ def test_a_kill_before_the_round_explains_nothing(machine: Machine) -> None:
 def test_a_kill_elsewhere_on_the_machine_is_named(machine: Machine) -> None:
     before = machine.count()
     machine.write(machine.proc / "vmstat", "oom_kill 4\n")
-    assert "memory ran out on this machine (24.0 GiB)" in machine.explain(before)
+    assert "memory ran out on this machine (24 GiB)" in machine.explain(before)
 
 
 def test_what_cannot_be_read_explains_nothing(tmp_path: Path) -> None:
@@ -115,15 +115,14 @@ GLOBAL = (
 def test_the_log_names_the_process_and_its_cgroup(machine: Machine) -> None:
     machine.log(MEMCG)
     assert machine.explain(machine.count()) == (
-        "the kernel killed it because cgroup /jobs/a was out of memory "
-        "(limit 16.0 GiB, peak 16.0 GiB)"
+        "the kernel killed it because cgroup /jobs/a was out of memory (limit 16 GiB, peak 16 GiB)"
     )
 
 
 def test_the_log_tells_the_machine_from_the_cgroup(machine: Machine) -> None:
     machine.log(GLOBAL)
     assert machine.explain(machine.count()) == (
-        "the kernel killed it because the machine was out of memory (24.0 GiB)"
+        "the kernel killed it because the machine was out of memory (24 GiB)"
     )
 
 

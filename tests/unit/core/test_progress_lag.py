@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rdzv.core.progress_lag import Word, lags
+from tests.support.examples import SETTLED
 
 
 def test_lock_step_workers_of_different_nodes_are_in_step() -> None:
@@ -15,6 +16,7 @@ def test_lock_step_workers_of_different_nodes_are_in_step() -> None:
     assert lags(words) == (0,) * 15
 
 
+@SETTLED
 @given(
     rate=st.floats(0.01, 200),
     ages_ms=st.lists(st.integers(0, 9_000), min_size=1, max_size=20),

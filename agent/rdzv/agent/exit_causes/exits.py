@@ -11,6 +11,7 @@ from rdzv.agent.exit_causes.last_words import SHM_FULL, explain_last_words
 from rdzv.agent.exit_causes.memory_kills import MemoryKills, explain_memory_kill
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 from rdzv.agent.system.error_files import MAX_MESSAGE_CHARS, WorkerError, read_error
+from rdzv.core.words import size_text
 from rdzv.structs import replace, struct
 
 TAIL_BYTES = 64 << 10
@@ -70,7 +71,7 @@ def _describe_full(shm: Path) -> str:
     size = about.f_blocks * about.f_frsize
     if not size or about.f_bavail * about.f_frsize >= SHM_IS_FULL_BYTES:
         return ""
-    return f"{SHM_FULL} (its size is {size / 2**20:.0f} MiB)"
+    return f"{SHM_FULL} (its size is {size_text(size)})"
 
 
 def _tail(path: Path | None, identity: Identity | None) -> str:

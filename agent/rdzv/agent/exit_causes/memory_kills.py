@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rdzv.agent.inventory.resources import CGROUP, PROC, MemoryCgroup, memory_cgroups
 from rdzv.agent.inventory.xid import KMSG, read_records
+from rdzv.core.words import size_text
 from rdzv.structs import struct
 
 RECENT_S = 60.0
@@ -105,18 +106,14 @@ def _kills_of(pid: int, records: Iterable[str], now_s: float) -> list[str]:
 
 def _limit(place: MemoryCgroup) -> str:
     limit, peak = _bytes(place.limit), _bytes(place.peak)
-    known = [f"limit {_gib(limit)}"] if limit else []
-    known += [f"peak {_gib(peak)}"] if peak else []
+    known = [f"limit {size_text(limit)}"] if limit else []
+    known += [f"peak {size_text(peak)}"] if peak else []
     return f" ({', '.join(known)})" if known else ""
 
 
 def _machine(proc: Path) -> str:
     kilobytes = _value_of("MemTotal:", _read(proc / "meminfo"))
-    return f" ({_gib(kilobytes * 1024)})" if kilobytes else ""
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+    return f" ({size_text(kilobytes * 1024)})" if kilobytes else ""
 
 
 def _bytes(path: Path) -> int | None:

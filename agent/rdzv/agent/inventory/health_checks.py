@@ -16,7 +16,7 @@ from rdzv.agent import runner_link
 from rdzv.agent.inventory import xid
 from rdzv.agent.inventory.resources import parts_of
 from rdzv.agent.system.side_thread import find_program, in_thread, in_time
-from rdzv.core.words import counted, listed
+from rdzv.core.words import counted, listed, size_text
 
 SAID_BYTES = 16 * 1024
 """The size of the end of a command's output that is kept."""
@@ -120,23 +120,10 @@ class Disk(Plain):
         percent = 100 * free / (found.f_blocks * found.f_frsize or 1)
         if percent < self.min_free_percent:
             least = f"{self.min_free_percent:g} %"
-            return f"has {percent:.2g} % free ({_size(free)}), and {least} are asked for"
+            return f"has {percent:.2g} % free ({size_text(free)}), and {least} are asked for"
         if free < self.min_free_bytes:
-            return f"has {_size(free)} free, and {_size(self.min_free_bytes)} are asked for"
+            return f"has {size_text(free)} free, and {size_text(self.min_free_bytes)} are asked for"
         return ""
-
-
-def _size(number: int) -> str:
-    """Format a size for people.
-
-    >>> _size(999), _size(3 << 29)
-    ('999 B', '1.5 GiB')
-    """
-    size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.3g} {units[0]}"
 
 
 # ---------------------------------------------------------------------- GPUs
@@ -199,7 +186,7 @@ class Gpus(Plain):
                 return ""
             if loop.time() >= until_s:
                 most = max(used[uuid] for uuid in full)
-                return f"{listed(full)}: {_size(most)} are in use, and no job has it"
+                return f"{listed(full)}: {size_text(most)} are in use, and no job has it"
             await asyncio.sleep(MEMORY_AGAIN_S)
 
     def _missing(self, used: Mapping[str, int], wrong: Sequence[str]) -> str:

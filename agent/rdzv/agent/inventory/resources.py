@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from rdzv.agent.launch.launch import count_cpus
 from rdzv.core.placement import Gpu, Resources
-from rdzv.core.words import counted, listed
+from rdzv.core.words import counted, listed, size_text
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 
@@ -66,7 +66,7 @@ def describe(has: Resources) -> str:
     return ", ".join(
         [
             counted(has.cpus, "CPU"),
-            f"{has.memory_bytes / 2**30:.0f} GiB",
+            size_text(has.memory_bytes),
             counted(len(has.gpus), "GPU") + (f" ({names})" if names else ""),
             f"{has.capacity} at once",
             *(f"{name}={value}" for name, value in has.labels),

@@ -13,6 +13,7 @@ from pathlib import Path
 from rdzv.core import rebuilding, runs
 from rdzv.core.invariants import violations
 from rdzv.core.model import Membership
+from rdzv.core.words import size_text
 from rdzv.errors import InvalidRequestError, RendezvousStateError
 from rdzv.server.settings.config import Config
 from rdzv.stores import backup
@@ -89,7 +90,7 @@ def _has_data(directory: Path) -> bool:
 def _described(survey: Survey) -> Iterator[str]:
     yield (
         f"store: {survey.path}, schema version {survey.schema_version}, "
-        f"{survey.size_bytes / 1024:.0f} KiB"
+        f"{size_text(survey.size_bytes)}"
     )
     if survey.schema_version < SCHEMA_VERSION:
         yield (
