@@ -16,15 +16,14 @@ import argparse
 import asyncio
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import measure  # noqa: F401  (its path to `ports`)
-from measure import Json, emit, emitting_to, end_on_sigterm, names_of, say_conditions, say_progress
-from recovery import has_warm, lifeline_in
+from measure import Json, emit, names_of, say_progress
+from recovery import prepared
 from recovery_job import CONTENDERS, START_S, Contender, Job
 
 from rdzv.client import ControlClient, parse_endpoints
@@ -232,17 +231,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, and leave nothing behind."""
     chosen = arguments()
-    end_on_sigterm()
-    if not has_warm():
-        print("# this rdzvrun has no --warm: rdzvrun-warm is left out")
-        chosen.contenders = [c for c in chosen.contenders if "--warm" not in c.options]
-    with (
-        tempfile.TemporaryDirectory(prefix="rdzv-bench-", dir=chosen.directory) as temporary,
-        emitting_to(chosen.out),
-        lifeline_in(Path(temporary)) as lifeline,
-    ):
-        directory = Path(temporary)
-        say_conditions("goodput", directory)
+    with prepared("goodput", chosen) as (directory, lifeline):
         results = asyncio.run(
             measure_all(chosen.contenders, chosen.minutes, chosen.every, directory, lifeline)
         )

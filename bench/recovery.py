@@ -309,9 +309,9 @@ def lifeline_in(directory: Path) -> Iterator[Path]:
         yield path
 
 
-def main() -> None:
-    """Measure, and leave nothing behind."""
-    chosen = arguments()
+@contextlib.contextmanager
+def prepared(bench: str, chosen: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
+    """Make a folder and a lifeline for a measurement, without contenders that are not there."""
     end_on_sigterm()
     if not has_warm():
         # Told, so that nobody takes its absence for a result.
@@ -326,7 +326,14 @@ def main() -> None:
         lifeline_in(Path(temporary)) as lifeline,
     ):
         directory = Path(temporary)
-        say_conditions("recovery", directory)
+        say_conditions(bench, directory)
+        yield directory, lifeline
+
+
+def main() -> None:
+    """Measure, and leave nothing behind."""
+    chosen = arguments()
+    with prepared("recovery", chosen) as (directory, lifeline):
         began_s = time.monotonic()
         end_s = began_s + 60 * chosen.minutes
         wanted = list(points(chosen.nodes, chosen.cases, chosen.contenders, chosen.nproc))

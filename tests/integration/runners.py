@@ -8,9 +8,10 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from rdzv.agent import job_programs, runner
 from rdzv.agent.runner_link import (
@@ -73,6 +74,15 @@ class Node:
         self.env = {"PATH": os.environ["PATH"], **dict([self.mark.split("=")])}
         self.events: list[RunnerEvent] = []
         self._news = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Start the runner; at the end it is gone, and so is everything that it has started."""
+        self.link = await RunnerLink.spawn(self.hear)
+        yield self
+        await self.link.close(PATIENCE_S)
+        assert marked(self.mark) == []
+        assert state_of(self.link.pid) == ""
 
     def hear(self, event: RunnerEvent) -> None:
         self.events.append(event)

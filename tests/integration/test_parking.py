@@ -32,7 +32,6 @@ from rdzv.agent.runner_link import (
     KeepSpec,
     KeptExited,
     KeptGone,
-    RunnerLink,
     StartedRunner,
     WorkerExited,
     WorkerNotKept,
@@ -109,12 +108,8 @@ class Parking(Node):
 
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[Parking]:
-    node = Parking(tmp_path)
-    node.link = await RunnerLink.spawn(node.hear)
-    yield node
-    await node.link.close(PATIENCE_S)
-    assert marked(node.mark) == []
-    assert state_of(node.link.pid) == ""
+    async with Parking(tmp_path).running() as node:
+        yield node
 
 
 def ranks_of(kept: tuple[KeptWorker, ...]) -> dict[int, int]:

@@ -71,12 +71,8 @@ def line_of(process: subprocess.Popen[str]) -> list[str]:
 
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[Node]:
-    node = Node(tmp_path)
-    node.link = await RunnerLink.spawn(node.hear)
-    yield node
-    await node.link.close(PATIENCE_S)
-    assert marked(node.mark) == []
-    assert state_of(node.link.pid) == ""
+    async with Node(tmp_path).running() as node:
+        yield node
     assert [event for event in node.events if isinstance(event, RunnerExited)] == node.events[-1:]
 
 

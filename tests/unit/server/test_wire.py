@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -479,6 +480,29 @@ CORE_FAILED = Failure("n1", "10.0.0.5", 3, 11, 99, 1, None, "boom", "trace", 4_0
 A_LINE = Assignment(
     "job-7", "feed", 2, 1, 4, 8, 32, 4, 16, "10.0.0.5", 4711, True, restarts=1, max_restarts=3
 )
+PB_A_LINE = pb.RoundCompleted(
+    rdzv_id="job-7",
+    run="feed",
+    round=2,
+    group_rank=1,
+    group_world_size=4,
+    rank_first=8,
+    world_size=32,
+    role_rank_first=4,
+    role_world_size=16,
+    master_addr="10.0.0.5",
+    master_port=4711,
+    use_agent_store=True,
+    restarts=1,
+    max_restarts=3,
+)
+
+
+def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
+    """Return a copy of a message with further fields."""
+    copy = pb.RoundCompleted(**fields)
+    copy.MergeFrom(message)
+    return copy
 
 
 @pytest.mark.parametrize(
@@ -507,24 +531,7 @@ A_LINE = Assignment(
         ),
         (
             A_LINE,
-            pb.ServerMessage(
-                round_completed=pb.RoundCompleted(
-                    rdzv_id="job-7",
-                    run="feed",
-                    round=2,
-                    group_rank=1,
-                    group_world_size=4,
-                    rank_first=8,
-                    world_size=32,
-                    role_rank_first=4,
-                    role_world_size=16,
-                    master_addr="10.0.0.5",
-                    master_port=4711,
-                    use_agent_store=True,
-                    restarts=1,
-                    max_restarts=3,
-                )
-            ),
+            pb.ServerMessage(round_completed=PB_A_LINE),
         ),
         (
             Assignment("job-7", "feed", 2, 1, 4, 8, 32, 4, 16, "h", 1, False, 1, None, tally=TALLY),
@@ -582,21 +589,8 @@ A_LINE = Assignment(
         (
             replace(A_LINE, kept=(0, 3), source=11, resume_step=70, charged_suspects=(2,)),
             pb.ServerMessage(
-                round_completed=pb.RoundCompleted(
-                    rdzv_id="job-7",
-                    run="feed",
-                    round=2,
-                    group_rank=1,
-                    group_world_size=4,
-                    rank_first=8,
-                    world_size=32,
-                    role_rank_first=4,
-                    role_world_size=16,
-                    master_addr="10.0.0.5",
-                    master_port=4711,
-                    use_agent_store=True,
-                    restarts=1,
-                    max_restarts=3,
+                round_completed=with_fields(
+                    PB_A_LINE,
                     kept=[0, 3],
                     source=11,
                     resume_step=70,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import SETTLED
 from rdzv.worker import ElasticBatchSampler, NoRoundError, WorkerError
 
 
@@ -23,7 +24,7 @@ def samplers(world_size: int, state: dict[str, object] | None, **how: object) ->
     return made
 
 
-@settings(deadline=None, max_examples=200)
+@settings(SETTLED, max_examples=200)
 @given(
     size=st.integers(1, 60),
     batch_size=st.integers(1, 7),
