@@ -125,7 +125,7 @@ class LastCallBegan:
 
 @struct(frozen=True)
 class RoundCompleted:
-    """A round is complete: participants, ranks, meeting place, and who is kept are fixed."""
+    """A round is complete: participants, ranks, meeting place and kept workers are fixed."""
 
     round: Round
     enough_ms: int | None = None

@@ -60,7 +60,7 @@ _MOST_TOLD = 4
 
 @struct(frozen=True)
 class NodeView:
-    """One node as `status` shows it."""
+    """One node of a job; `rdzv.view.answers.NodeStatus` is its public form."""
 
     node_id: str
     state: NodeState
@@ -91,7 +91,7 @@ class BudgetsView:
 
 @struct(frozen=True)
 class JobView:
-    """One job as `status` shows it."""
+    """One job as the server knows it; `rdzv.view.answers.JobStatus` is its public form."""
 
     rdzv_id: str
     run: str

@@ -108,7 +108,7 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
         since_ms=since_ms,
         instance=command.instance,
         left_round=command.left_round,
-        # A fence kills, and parks nobody.
+        # A fence kills workers, and parks none.
         kept=() if command.fenced else command.kept,
     )
     if known is not None and _number(command.left_round) < _number(known.left_round):

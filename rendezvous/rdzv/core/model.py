@@ -264,7 +264,7 @@ class RoundEnd:
 
 @struct(frozen=True)
 class Round:
-    """A complete round: who took part, with which ranks, where they met."""
+    """A complete round: its participants, their ranks, and where they met."""
 
     number: int
     participants: tuple[Participant, ...]

@@ -70,7 +70,7 @@ def begin_run(work: Draft, command: Join) -> None:
 
 
 def next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner: str) -> Membership:
-    """Return the run that follows another. The job keeps its owner, whoever begins this run."""
+    """Return the run that follows another. The job keeps its owner."""
     ended = (EndedRun(old.run, old.ended),) if old.ended else ()
     return Membership(
         rdzv_id=old.rdzv_id,

@@ -146,11 +146,11 @@ class Report:
     """Workers that are in a group but not in `stacks`."""
     silent: tuple[SilentNode, ...] = ()
     cause: Cause | None = None
-    """Whom the workers wait for, if the records of their collectives show it."""
+    """The workers that the others wait for, if the records of their collectives show it."""
 
     @property
     def summary(self) -> str:
-        """A line that says whom the workers wait for, if that is known, and where they differ."""
+        """One line: which workers the others wait for, if that is known, and where they differ."""
         places = summarise(self.groups, self.silent)
         return f"{self.cause.sentence}; {places}" if self.cause is not None else places
 
@@ -186,7 +186,7 @@ def where(stack: WorkerStack) -> str:
 
 
 def evidence(stack: WorkerStack) -> Evidence:
-    """Return what a worker's stack and its record say of its part in a hang."""
+    """Return what a worker's stack and its record show about its part in a hang."""
     frames, known = stack.frames, bool(stack.frames)
     busy = ""
     if any(_LOADER.search(frame.file) for frame in frames):

@@ -1,6 +1,6 @@
-"""`rdzvctl doctor`: checks of this machine, of the way to the server, and of the nodes it knows.
+"""`rdzvctl doctor`: checks of this machine, the connection to the server, and its nodes.
 
-Each check looks at one thing, changes nothing, and returns a finding with the remedy in it.
+Each check examines one thing, changes nothing, and returns a finding that names the remedy.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from rdzv.version import VERSION
 from rdzv.view.answers import Node, Server
 
 FEW_FILES = 4_096
-"""With fewer open files allowed, loaders of several workers and their sockets run out of them."""
+"""With a lower limit, workers with several data loaders and their sockets run out of files."""
 SMALL_SHM_BYTES = 1 << 30
 CLOCK_MS = 2_000
-"""How far this machine's clock may be from the server's before times shown together mislead."""
+"""The most by which this machine's clock may differ from the server's."""
 EXPIRES_SOON_S = 14 * 86_400
 IMPORT_WITHIN_S = 120
 CONNECT_WITHIN_S = 3.0
 
 
 class Verdict(StrEnum):
-    """How a check came out."""
+    """The result of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -46,7 +46,7 @@ class Verdict(StrEnum):
 
 @struct(frozen=True)
 class Finding:
-    """What one check has found."""
+    """The result of one check, with its reason."""
 
     check: str
     verdict: Verdict
@@ -79,7 +79,7 @@ def check_machine(python: str) -> Iterator[Finding]:
 def check_torch(python: str) -> Finding:
     """Check that the workers' interpreter has torch, by importing it there."""
     if shutil.which(python) is None:
-        return _problem("torch", f"{python} is no program; name the job's interpreter by --python")
+        return _problem("torch", f"{python} is not a program; give the job's by --python")
     code = "import torch; print(torch.__version__, torch.cuda.device_count())"
     try:
         done = subprocess.run(
@@ -107,7 +107,7 @@ def check_shm(shm: Path) -> Finding:
         return _problem("/dev/shm", f"it cannot be used: {error.strerror}")
     text = f"{size_text(usage.free)} free of {size_text(usage.total)}"
     if usage.total < SMALL_SHM_BYTES or usage.free < usage.total // 10:
-        remedy = "enlarge it (docker: --shm-size), or DataLoader workers may die of SIGBUS"
+        remedy = "enlarge it (docker: --shm-size), or SIGBUS may kill DataLoader workers"
         return _warning("/dev/shm", f"{text}; {remedy}")
     return _ok("/dev/shm", text)
 
@@ -121,20 +121,20 @@ def check_open_files(soft: int, hard: int) -> Finding:
 
 
 def check_name(name: str) -> Finding:
-    """Check that this machine's name leads to it also from other machines."""
+    """Check that this machine's name resolves to an address that other machines can use."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         return _warning(
             "host name",
-            f"{name} is not known to the name service ({error.strerror}); nodes are then told "
-            "an address instead, unless --local-addr names one",
+            f"{name} is not known to the name service ({error.strerror}); nodes get an address "
+            "instead, unless --local-addr names one",
         )
     if not leads_beyond_loopback(found):
         return _warning(
             "host name",
-            f"{name} leads to loopback only ({found[0][4][0]}; see /etc/hosts), so it is of no use "
-            "to other machines; nodes are told an address instead",
+            f"{name} resolves to loopback only ({found[0][4][0]}; see /etc/hosts), so other "
+            "machines cannot use it; nodes get an address instead",
         )
     return _ok("host name", f"{name} is {found[0][4][0]}")
 
@@ -143,7 +143,7 @@ def check_name(name: str) -> Finding:
 
 
 def check_certificate(credentials: Credentials, now: datetime) -> Iterator[Finding]:
-    """Check how long the certificate that rdzvd is shown is valid, if there is one."""
+    """Check how long the client certificate is valid, if there is one."""
     if credentials.cert is None:
         return
     what = f"certificate {credentials.cert}"
@@ -181,7 +181,7 @@ def judge_servers(
     if leaders:
         yield _ok("server", f"{asked} answers after {took_ms:.0f} ms; {leaders[0]} leads")
     else:
-        yield _problem("server", f"{asked} answers, and no server leads: {len(servers)} stand by")
+        yield _problem("server", f"{asked} answers, but no server leads: {len(servers)} stand by")
     for server in servers:
         if server.version and server.version != VERSION:
             text = f"{server.address} has {server.version}, this rdzvctl {VERSION}"
@@ -226,7 +226,7 @@ def check_nodes(
         yield _warning(f"node {node.node_id}", node.unhealthy or node.quarantine or "")
     if old:
         versions = listed(dict.fromkeys(f"{n.node_id} ({n.agent_version})" for n in old))
-        yield _warning("version", f"other than this rdzvctl's {VERSION}: {versions}")
+        yield _warning("version", f"different from this rdzvctl's {VERSION}: {versions}")
     for node in nodes:
         if reach is not None and node.metrics and node.state == "connected":
             host, _, port = node.metrics.rpartition(":")
@@ -248,17 +248,17 @@ def try_port(host: str, port: int) -> str:
 
 
 def wait_for_visit(port: int, within_s: float, say: Callable[[int], None]) -> Finding:
-    """Listen on a port, which `say` gets, and judge the visit of another machine's doctor."""
+    """Listen on a port, pass it to `say`, and judge the connection from another machine."""
     try:
         with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True) as open_:
             say(open_.getsockname()[1])
             return meet(open_, within_s)
     except OSError as error:
-        return _problem("ports", f"port {port} cannot be listened on: {error.strerror}")
+        return _problem("ports", f"cannot listen on port {port}: {error.strerror}")
 
 
 def meet(listening: socket.socket, within_s: float) -> Finding:
-    """Wait for the doctor of another machine, and connect back to the port that it names."""
+    """Wait for a connection from another machine, and connect back to the port it names."""
     listening.settimeout(within_s)
     try:
         with listening.accept()[0] as peer:
@@ -267,14 +267,14 @@ def meet(listening: socket.socket, within_s: float) -> Finding:
             error = try_port(host, int(peer.recv(16).decode("ascii")))
             peer.sendall((error or "ok").encode()[:200])
     except (OSError, ValueError) as error_:
-        return _problem("ports", f"no doctor came within {within_s:g} s: {error_}")
+        return _problem("ports", f"no other machine connected within {within_s:g} s: {error_}")
     if error:
-        return _problem("ports", f"{host} reaches this machine, but not the reverse: {error}")
+        return _problem("ports", f"{host} reaches this machine, which does not reach it: {error}")
     return _ok("ports", f"{host} and this machine reach each other's ports")
 
 
 def visit(host: str, port: int) -> Finding:
-    """Connect to the doctor of another machine, which then connects back."""
+    """Connect to another machine that runs `wait_for_visit`, which then connects back."""
     try:
         with (
             socket.create_connection((host, port), CONNECT_WITHIN_S) as peer,

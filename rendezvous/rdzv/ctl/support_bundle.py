@@ -1,4 +1,4 @@
-"""`rdzvctl support-bundle`: all that another person needs to look into a job, without secrets.
+"""`rdzvctl support-bundle`: all that another person needs to examine a job, without secrets.
 
 Documents of the server never contain tokens, job secrets or the environment of submitted jobs. What
 jobs write themselves (arguments, reasons, output) may: `redacted` hides what looks like a secret.
@@ -22,9 +22,9 @@ from rdzv.view import as_json
 
 HISTORY_EVENTS = 10_000
 LOG_LINES = 1_000
-"""How many of the last lines of each worker's output are taken."""
+"""The number of last lines of each worker's output that are included."""
 LOG_BYTES = 1 << 20
-"""The most that is taken of one worker's output."""
+"""The most output of one worker that is included."""
 
 HIDDEN = "[hidden]"
 
@@ -56,7 +56,7 @@ def redacted(text: str) -> str:
 def collect(
     client: ControlClient, rdzv_id: str, now_unix_ms: int, *, with_logs: bool
 ) -> dict[str, str]:
-    """Return the files of a bundle, by name; a part that cannot be had is replaced by the reason.
+    """Return the files of a bundle, by name; an unavailable part is replaced by the reason.
 
     Raises:
         RendezvousError: the job is not known, or the server does not answer.

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 16
 """Optimizer steps in an epoch."""
 SAMPLES = 32
-"""What each worker sees in a step."""
+"""Samples of each worker in a step."""
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def load(file: str) -> Any:
 
 
 def save(file: str, state: dict[str, Any]) -> None:
-    """Replace the snapshot; whoever dies here leaves the one before."""
+    """Replace the snapshot; a crash here leaves the one before."""
     torch.save(state, f"{file}.new")
     os.replace(f"{file}.new", file)  # noqa: PTH105
 

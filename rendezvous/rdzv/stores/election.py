@@ -178,7 +178,7 @@ class Election:
         while True:
             await self._until(self._may_lead)
             session = self._session
-            assert session is not None, "who may lead has a session"
+            assert session is not None, "a server that may lead has a session"
             if session.fence is not None:
                 return session.fence
             try:

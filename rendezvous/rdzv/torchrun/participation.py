@@ -127,7 +127,7 @@ class Part:
 
     @property
     def _line(self) -> pb.RoundCompleted:
-        assert self.line is not None, "only who had a place in a round has something to say of it"
+        assert self.line is not None, "only a participant reports on a round"
         return self.line
 
     def _join(self) -> pb.Join:

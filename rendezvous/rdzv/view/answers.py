@@ -200,13 +200,13 @@ class JobStatus:
     has_secret: bool = False
     """Whether joining requires a secret."""
     reason_times: tuple[TimeInText, ...] = ()
+    """The durations in `reason` that change with time."""
     kept: int = 0
     """Workers of the last complete round that took part in the one before."""
     source: int | None = None
     """RANK of the kept worker with the newest state; None: there is none."""
     resume_step: int | None = None
     """How many steps the source had sealed."""
-    """The durations in `reason` that change with time."""
 
 
 @struct(frozen=True)
@@ -413,22 +413,22 @@ class SilentNode:
 
 @struct(frozen=True)
 class HangCause:
-    """Whom the workers of a round wait for, as the records of their collectives show.
+    """The workers that the others of a round wait for, by the records of their collectives.
 
-    `sentence` says it in words; `details` has a line for each process group that waits.
+    `sentence` is for people; `details` has a line for each process group that waits.
     """
 
     kind: str
     ranks: tuple[int, ...]
-    """Those that the others wait for; none where it may be either side."""
+    """The workers that the others wait for; empty where it may be either side."""
     group: str
-    """The collective that the others wait in: its process group, ..."""
+    """The process group of the collective that the others wait in."""
     sequence: int
     operation: str
     waiting: tuple[int, ...]
-    """... who waits in it, ..."""
+    """The RANKs that wait in it."""
     waiting_ms: int
-    """... and for how long."""
+    """How long they have waited."""
     sentence: str
     details: tuple[str, ...]
 
@@ -448,7 +448,7 @@ class StackReport:
     left_out: int
     silent: tuple[SilentNode, ...]
     cause: HangCause | None = None
-    """Whom the workers wait for, if the records of their collectives show it."""
+    """The workers that the others wait for, if the records of their collectives show it."""
 
 
 @struct(frozen=True)

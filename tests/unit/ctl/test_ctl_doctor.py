@@ -184,7 +184,7 @@ def test_a_way_back_that_is_closed_is_told_to_both(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "try_port", lambda *_: "No route to host")
     finding, visited = meeting(visits=True)
     assert (finding.verdict, [f.verdict for f in visited]) == (PROBLEM, [PROBLEM])
-    assert "not the reverse: No route to host" in finding.text
+    assert "this machine, which does not reach it: No route to host" in finding.text
     assert "cannot reach this machine: No route to host" in visited[0].text
 
 

@@ -1,4 +1,4 @@
-"""Where the core dump of a worker is.
+"""Finds the core dump of a worker.
 
 Source: core(5) of the Linux manual pages.
 """
@@ -21,7 +21,7 @@ DUMPING = (
 """Signals that dump core."""
 
 RECENT_S = 60.0
-"""The age up to which a file of the expected name is this worker's."""
+"""An older file of the expected name may be another process's."""
 
 KERNEL = Path("/proc/sys/kernel")
 
@@ -57,7 +57,7 @@ def find_core_dump(
 
 
 def _recent(pattern: Path) -> Path | None:
-    """Return the youngest regular file that fits, if it was written just now."""
+    """Return the newest regular file that matches, if it is recent."""
     try:
         place = pattern.absolute()
         found = [(path.lstat(), path) for path in place.parent.glob(place.name)]

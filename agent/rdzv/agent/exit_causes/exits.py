@@ -1,4 +1,4 @@
-"""What is known about a failed worker's exit, in one message."""
+"""Explains a failed worker's exit in one message."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TAIL_BYTES = 64 << 10
 
 SHM = Path("/dev/shm")
 SHM_IS_FULL_BYTES = 1 << 20
-"""With less than this, /dev/shm is full for all that torch or NCCL put there."""
+"""With less free space than this, /dev/shm is too full for torch and NCCL."""
 
 
 @struct(frozen=True)
 class ExitedWorker:
-    """A worker that has failed, and where its traces are."""
+    """A failed worker, and where to look for the cause."""
 
     pid: int
     signal: int | None
@@ -39,7 +39,7 @@ class ExitedWorker:
 
 
 def explain_exit(worker: ExitedWorker) -> WorkerError:
-    """Return the content of a failed worker's error file, with what else explains its exit.
+    """Return the content of a failed worker's error file, with other causes of its exit.
 
     Files of the job are read with its rights. Never raises. May hang if a file server does.
     """

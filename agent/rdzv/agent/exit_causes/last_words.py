@@ -97,8 +97,8 @@ KNOWN: tuple[LastWords, ...] = (
         "Linux: EMFILE",
     ),
 )
-"""Causes stand before the messages that follow from them. A lost connection to a peer is missing:
-the server tells causes and followers apart (`rdzv.core.root_cause`)."""
+"""Causes stand before the messages that follow from them. Lost connections to peers are not
+listed: the server tells causes and consequences apart (`rdzv.core.root_cause`)."""
 
 
 def explain_last_words(text: str) -> str:

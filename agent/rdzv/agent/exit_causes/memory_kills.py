@@ -22,7 +22,7 @@ from rdzv.core.words import size_text
 from rdzv.structs import struct
 
 RECENT_S = 60.0
-"""The age up to which a record of the log with the worker's pid is about the worker."""
+"""An older record of the log may be about an earlier process with the worker's pid."""
 
 _KILLED = re.compile(r"^oom-kill:constraint=(\w+),.*\bpid=(\d+),uid=\d+$")
 _CGROUP = re.compile(r",oom_memcg=([^,]*),")

@@ -19,7 +19,7 @@ from rdzv.agent.system.side_thread import find_program, in_thread, in_time
 from rdzv.core.words import counted, listed, size_text
 
 SAID_BYTES = 16 * 1024
-"""The size of the end of a command's output that is kept."""
+"""How many of the last bytes of a command's output are kept."""
 SAID_CHARS = 200
 KILLED_S = 1.0
 """How long a killed command's process may take to end."""

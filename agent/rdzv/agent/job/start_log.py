@@ -45,7 +45,7 @@ class StartLog:
                 self._round, self._stopped_ms = None, self._now_ms()
 
     def runner_said(self, event: runner_link.RunnerEvent) -> None:
-        """Note an event from the runner."""
+        """Note an event of the runner."""
         match event:
             case runner_link.WorkerExited():
                 how = describe_exit(event.exit_code, event.signal)

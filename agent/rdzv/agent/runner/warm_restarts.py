@@ -152,7 +152,7 @@ class WarmRestarts:
         except (ValueError, TypeError, LookupError, RecursionError, struct.error):
             pass
         else:
-            if uid == self._uid:  # The address can be seen by anybody.
+            if uid == self._uid:  # Every account can see the address.
                 self._take_report(pid, changed)
         if self._reports_left <= 0:
             self.close()

@@ -152,7 +152,7 @@ class ServerLink:
         return self._lease_ms
 
     def add(self, job: JobPort) -> None:
-        """Serve a job: later Hellos contain its belief; until then it reports for itself."""
+        """Serve a job: each later Hello contains its belief, which it reports itself until then."""
         if self._last_lease_ms is not None and not self._check_fence(job, self._last_lease_ms):
             # Because of one such job, the server would refuse the whole node.
             return

@@ -1,4 +1,4 @@
-"""Commands for when something is wrong: doctor, support-bundle."""
+"""Troubleshooting commands: doctor, support-bundle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rdzv.ctl.doctor import Finding
 
 WAIT_S = 300.0
-"""How long a doctor that listens waits for the other one, without --timeout."""
+"""How long --listen waits for the other machine, without --timeout."""
 
 
 @click.command("doctor")
@@ -39,10 +39,12 @@ WAIT_S = 300.0
     "listen_port",
     type=click.IntRange(min=0, max=65_535),
     metavar="PORT",
-    help="Only wait here for the doctor of another machine, and try the way back; 0: a free port.",
+    help="Only wait for --reach of another machine, and connect back; 0: a free port.",
 )
 @click.option(
-    "--reach", metavar="HOST:PORT", help="Only try the way to a doctor that listens, and back."
+    "--reach",
+    metavar="HOST:PORT",
+    help="Only test the connection to a machine that runs --listen, and back.",
 )
 @connection_options
 @click.pass_context
@@ -55,10 +57,10 @@ def doctor_command(
     server: str | None,
     timeout_s: float | None,
 ) -> int:
-    """Check this machine, the way to the server and, with --nodes, the nodes.
+    """Check this machine, the connection to the server and, with --nodes, the nodes.
 
-    Nothing is changed. Exit code 1: there is a problem; warnings alone are 0. Whether workers of
-    two machines reach each other, two doctors find out:
+    Nothing is changed. Exit code 1: there is a problem; warnings alone are 0. To test
+    whether workers of two machines reach each other, run it on both:
 
     \b
     on n1: rdzvctl doctor --listen 29500
@@ -121,10 +123,10 @@ def support_bundle_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str:
-    """Write all that is known about JOB into an archive for somebody else to look at.
+    """Write all that is known about JOB into an archive, to send to another person.
 
     It has status, history, explanation, trace, nodes and servers. What looks like a secret (tokens,
-    passwords, keys) is hidden; the files are listed before they are written, so have a look.
+    passwords, keys) is hidden. The files are listed before they are written, so that you can check.
     """
     from rdzv.ctl import support_bundle
     from rdzv.ctl.new_files import new_file

@@ -1,7 +1,7 @@
-"""Notes the steps that a job's ledger needs: a round's first, the last lost one redone, its last.
+"""Notes steps for a job's ledger: a round's first and last step, and the redoing of lost steps.
 
-In memory, for the present round only. A server that takes over notes a first step again; whoever
-reads the history takes the first note of a round.
+In memory, for the present round only. A server that takes over notes a first step again; the
+first note of a round counts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class _Round:
     step: int
     at_ms: int
     redone: bool
-    """Nothing is left to redo."""
+    """Whether all lost steps were made again."""
 
 
 class StepMilestones:
     """The milestones of one server's jobs."""
 
     def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
-        """`tell` records events that did not come from a step of a job."""
+        """`tell` records events that no command has caused."""
         self._tell = tell
         self._rounds: dict[str, _Round] = {}
 
@@ -72,7 +72,7 @@ class StepMilestones:
 
 
 def _reached_ms(known: _Round, step: int, at_ms: int, furthest: int) -> int:
-    """Return when `furthest` was reached, between two reports, at an even pace."""
+    """Return when `furthest` was reached, assuming an even pace between two reports."""
     if step <= known.step or furthest <= known.step:
         return at_ms
     share = (furthest - known.step) / (step - known.step)

@@ -115,7 +115,7 @@ def news(
 def placed(membership: Membership) -> Placed:
     """Return the announcement that tells a node to run a submitted job."""
     submission = membership.submission
-    assert submission is not None, "only who was submitted is placed"
+    assert submission is not None, "only a submitted job is placed"
     return Placed(membership.rdzv_id, membership.run, submission.spec)
 
 

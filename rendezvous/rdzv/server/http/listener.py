@@ -148,7 +148,7 @@ def _sd_of(replica: Replica, config: Config, listen: Listen) -> Handler:
     """
 
     async def _sd(request: web.Request) -> web.Response:
-        assert request.transport is not None, "who has asked is connected"
+        assert request.transport is not None, "a client that has asked is connected"
         # Not `listen`: its port may be 0, and clients may be unable to connect to its host.
         host, port = request.transport.get_extra_info("sockname")[:2]
         if listen.unspecified and config.advertise is not None:

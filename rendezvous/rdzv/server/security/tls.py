@@ -44,7 +44,7 @@ class _Loaded:
 
 
 class Tls:
-    """The certificate that the server shows, and the CA for those of clients.
+    """The server's certificate, and the CA that verifies those of clients.
 
     Used by the event loop and by gRPC's own threads.
     """
