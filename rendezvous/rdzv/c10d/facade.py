@@ -228,7 +228,7 @@ class _StoreServer:
 
         Raises:
             InvalidRequestError: the interpreter cannot be run, or has no torch.
-                RendezvousError: it does not start to serve.
+            RendezvousError: it does not start to serve.
 
         """
         with listening:

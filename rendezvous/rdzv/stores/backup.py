@@ -150,7 +150,7 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
 
     Raises:
         RendezvousConnectionError: the store is away, or a job keeps changing.
-            RendezvousStateError: a job cannot be read; a backup without it is refused.
+        RendezvousStateError: a job cannot be read; a backup without it is refused.
 
     """
     tally = _Tally()
@@ -312,7 +312,7 @@ async def restore(store: Store, file: BinaryIO, name: str) -> Summary:
     Raises:
         RendezvousStateError: the file is refused.
         InvalidRequestError: the store is not empty.
-            RendezvousConnectionError: the store failed, and may hold part of the file.
+        RendezvousConnectionError: the store failed, and may hold part of the file.
 
     """
     summary = verify(file, name)

@@ -174,7 +174,7 @@ class EtcdClient:
 
         Raises:
             StoreRefusedError: it was not sent, or etcd has refused it.
-                RendezvousConnectionError: perhaps it was done, or will be.
+            RendezvousConnectionError: perhaps it was done, or will be.
 
         """
         request = pb.TxnRequest(
@@ -226,7 +226,7 @@ class EtcdClient:
 
         Raises:
             CompactedError: those revisions are gone.
-                RendezvousConnectionError: the watch broke; read the key again and watch from there.
+            RendezvousConnectionError: the watch broke; read the key again and watch from there.
 
         """
         index = self._current

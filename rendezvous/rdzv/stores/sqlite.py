@@ -62,7 +62,7 @@ class SqliteStore:
 
         Raises:
             InvalidRequestError: it cannot be read.
-                RendezvousStateError: it has no data of this rdzvd, or the data is damaged.
+            RendezvousStateError: it has no data of this rdzvd, or the data is damaged.
 
         """
         store = cls(directory, history_rows)

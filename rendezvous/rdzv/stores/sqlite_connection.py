@@ -97,8 +97,8 @@ class Connection:
 
         Raises:
             StoreRefusedError: too many writes are waiting, or the store is closed.
-                RevisionConflictError: raised by `apply`; other writes of the commit stand.
-                RendezvousConnectionError: the commit may or may not have happened.
+            RevisionConflictError: raised by `apply`; other writes of the commit stand.
+            RendezvousConnectionError: the commit may or may not have happened.
 
         """
         self._check_open()

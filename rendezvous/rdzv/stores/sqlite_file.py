@@ -132,7 +132,7 @@ def inspect(path: Path) -> int | None:
 
     Raises:
         InvalidRequestError: this user may not write to it.
-            RendezvousStateError: it is not data of this rdzvd, or is damaged.
+        RendezvousStateError: it is not data of this rdzvd, or is damaged.
 
     """
     _check_writable(path)

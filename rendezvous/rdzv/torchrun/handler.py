@@ -151,7 +151,7 @@ class RdzvHandler(RendezvousHandler):
 
         Raises:
             RendezvousConnectionError: no server could be reached.
-                RendezvousError: the server refuses it; the message has the reason.
+            RendezvousError: the server refuses it; the message has the reason.
 
         """
         self._has_closed = True

@@ -12,6 +12,7 @@ import stat
 import time
 from pathlib import Path
 
+from rdzv.agent.inventory.resources import read_text
 from rdzv.agent.system.accounts import Identity, acting_as
 
 DUMPING = (
@@ -40,13 +41,13 @@ def find_core_dump(
     """
     if signum not in DUMPING:
         return ""
-    pattern = _read(kernel / "core_pattern")
+    pattern = read_text(kernel / "core_pattern").strip()
     if pattern.startswith("|"):
         program = pattern[1:].split(" ")[0]
         if program.endswith("/systemd-coredump"):
             return f"its core dump: coredumpctl info {pid}"
         return f"its core dump was given to {program}" if program else ""
-    if "%p" not in pattern and _read(kernel / "core_uses_pid") != "0":
+    if "%p" not in pattern and read_text(kernel / "core_uses_pid").strip() != "0":
         pattern += ".%p"
     names = {"%p": str(pid), "%P": str(pid), "%s": str(signum), "%h": os.uname().nodename}
     names["%%"] = "%"
@@ -66,10 +67,3 @@ def _recent(pattern: Path) -> Path | None:
     files = [(about.st_mtime, path) for about, path in found if stat.S_ISREG(about.st_mode)]
     written, path = max(files, default=(0.0, None))
     return path if time.time() - written <= RECENT_S else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 
-from rdzv.agent.inventory.resources import CGROUP, PROC, MemoryCgroup, memory_cgroups
+from rdzv.agent.inventory.resources import CGROUP, PROC, MemoryCgroup, memory_cgroups, read_text
 from rdzv.agent.inventory.xid import KMSG, read_records
 from rdzv.core.words import size_text
 from rdzv.structs import struct
@@ -42,10 +42,10 @@ def count_memory_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryKills:
     """Return the present counts; those that cannot be read are missing."""
     cgroups = {}
     for place in memory_cgroups(proc, cgroup):
-        count = _value_of("oom_kill", _read(place.events))
+        count = _value_of("oom_kill", read_text(place.events))
         if count is not None:
             cgroups[place] = count
-    return MemoryKills(_value_of("oom_kill", _read(proc / "vmstat")), cgroups)
+    return MemoryKills(_value_of("oom_kill", read_text(proc / "vmstat")), cgroups)
 
 
 def explain_memory_kill(
@@ -112,12 +112,12 @@ def _limit(place: MemoryCgroup) -> str:
 
 
 def _machine(proc: Path) -> str:
-    kilobytes = _value_of("MemTotal:", _read(proc / "meminfo"))
+    kilobytes = _value_of("MemTotal:", read_text(proc / "meminfo"))
     return f" ({size_text(kilobytes * 1024)})" if kilobytes else ""
 
 
 def _bytes(path: Path) -> int | None:
-    text = _read(path).strip()
+    text = read_text(path).strip()
     return int(text) if text.isdigit() else None
 
 
@@ -128,10 +128,3 @@ def _value_of(name: str, text: str) -> int | None:
         if len(words) >= 2 and words[0] == name and words[1].isdigit():
             return int(words[1])
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

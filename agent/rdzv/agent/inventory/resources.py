@@ -87,7 +87,7 @@ def memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def _machine_bytes(proc: Path) -> list[int]:
-    for line in _read(proc / "meminfo").splitlines():
+    for line in read_text(proc / "meminfo").splitlines():
         name, _, value = line.partition(":")
         if name == "MemTotal":
             return [int(value.split()[0]) * 1024]
@@ -96,7 +96,7 @@ def _machine_bytes(proc: Path) -> list[int]:
 
 def _cgroup_bytes(proc: Path, cgroup: Path) -> list[int]:
     """Return the limits of this process's cgroup and its ancestors."""
-    texts = [_read(place.limit).strip() for place in memory_cgroups(proc, cgroup)]
+    texts = [read_text(place.limit).strip() for place in memory_cgroups(proc, cgroup)]
     return [int(text) for text in texts if text.isdigit() and 0 < int(text) < _NO_LIMIT_BYTES]
 
 
@@ -114,7 +114,7 @@ class MemoryCgroup:
 
 def memory_cgroups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryCgroup]:
     """Yield this process's memory cgroup and its ancestors; their files need not exist."""
-    for line in _read(proc / "self" / "cgroup").splitlines():
+    for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             top, files = cgroup, ("memory.max", "memory.peak", "memory.events")
@@ -131,7 +131,8 @@ def memory_cgroups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryC
             yield MemoryCgroup("/" if place == Path() else f"/{place}", limit, peak, events)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file of the kernel; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

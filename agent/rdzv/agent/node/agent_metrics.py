@@ -14,6 +14,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import prometheus_client
 from aiohttp import web
@@ -77,102 +78,80 @@ class AgentMetrics(Meter, Collector):
         about.labels(link.identity.version, platform.python_version()).set(1)
 
     def _count_workers(self, registry: CollectorRegistry) -> None:
-        self.rounds = Counter(
+        counter = partial(Counter, registry=registry)
+        seconds = partial(Histogram, buckets=_START_SECONDS, registry=registry)
+        self.rounds = counter(
             "rdzv_agent_rounds_started_total",
             "Rounds for which this node was told to start workers.",
-            registry=registry,
         )
-        self.restarts = Counter(
+        self.restarts = counter(
             "rdzv_agent_restarts_total",
             "Of these rounds, those that follow one that workers failed in.",
-            registry=registry,
         )
-        self.start_seconds = Histogram(
+        self.start_seconds = seconds(
             "rdzv_agent_worker_start_seconds",
             "Time from the decision to start workers until each runs.",
-            buckets=_START_SECONDS,
-            registry=registry,
         )
-        self.start_failures = Counter(
-            "rdzv_agent_worker_start_failures_total",
-            "Workers that could not be started.",
-            registry=registry,
+        self.start_failures = counter(
+            "rdzv_agent_worker_start_failures_total", "Workers that could not be started."
         )
-        self.cold_starts = Counter(
+        self.cold_starts = counter(
             "rdzv_agent_workers_started_cold_total",
             "Workers that were to be warm, and were started cold.",
-            registry=registry,
         )
-        self.starts = Counter(
+        self.starts = counter(
             "rdzv_agent_worker_starts_total",
             "Workers that began a round: kept from the one before, started warm, or cold.",
             ("how",),
-            registry=registry,
         )
         for how in _STARTS:
             self.starts.labels(how)
-        self.park_seconds = Histogram(
+        self.park_seconds = seconds(
             "rdzv_agent_park_seconds",
             "Time from the end of a round until all workers that stay are parked.",
-            buckets=_START_SECONDS,
-            registry=registry,
         )
-        self.resume_seconds = Histogram(
+        self.resume_seconds = seconds(
             "rdzv_agent_resume_seconds",
             "Time from the decision to start workers until a kept one goes on with its training.",
-            buckets=_START_SECONDS,
-            registry=registry,
         )
-        self.exits = Counter(
+        self.exits = counter(
             "rdzv_agent_worker_exits_total",
             "Workers that exited, by exit code or signal; of themselves, or when told to stop.",
             ("how", "during"),
-            registry=registry,
         )
         for during in (RUN, STOP):
             # They are created at zero, because Prometheus misses the first increase of a new
             # series.
             for how in ("exit 0", "exit 1", "SIGKILL", "SIGTERM"):
                 self.exits.labels(how, during)
-        self.fenced = Counter(
+        self.fenced = counter(
             "rdzv_agent_rounds_fenced_total",
             "Rounds whose workers were killed, for the server was out of reach.",
-            registry=registry,
         )
-        self.store_host_exits = Counter(
+        self.store_host_exits = counter(
             "rdzv_agent_store_host_exits_total",
             "Store hosts of this node that have exited, in order or not.",
-            registry=registry,
         )
-        self.runner_exits = Counter(
-            "rdzv_agent_runner_exits_total",
-            "Runners that have exited.",
-            ("how",),
-            registry=registry,
+        self.runner_exits = counter(
+            "rdzv_agent_runner_exits_total", "Runners that have exited.", ("how",)
         )
         for how in ("in order", "unexpectedly"):
             self.runner_exits.labels(how)
 
     def _count_streams(self, registry: CollectorRegistry) -> None:
-        self._opened = Counter(
-            "rdzv_agent_streams_opened_total",
-            "Streams in which a server has welcomed this node.",
-            registry=registry,
+        counter = partial(Counter, registry=registry)
+        self._opened = counter(
+            "rdzv_agent_streams_opened_total", "Streams in which a server has welcomed this node."
         )
-        self._streams_lost = Counter(
-            "rdzv_agent_streams_lost_total",
-            "Open streams that ended without this agent's doing.",
-            registry=registry,
+        self._streams_lost = counter(
+            "rdzv_agent_streams_lost_total", "Open streams that ended without this agent's doing."
         )
-        self._reconnects = Counter(
-            "rdzv_agent_reconnects_total",
-            "Streams that were opened after one was lost.",
-            registry=registry,
+        self._reconnects = counter(
+            "rdzv_agent_reconnects_total", "Streams that were opened after one was lost."
         )
-        self._failed_attempts = Counter(
+        self._failed_attempts = counter(
             "rdzv_agent_connect_failures_total",
             "Attempts to open a stream that no server has welcomed.",
-            registry=registry,
         )
 
     def add_process(self) -> None:

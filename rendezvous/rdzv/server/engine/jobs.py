@@ -188,11 +188,6 @@ class Jobs:
         job = self._jobs.get(rdzv_id)
         return job.loaded if job else None
 
-    def noted(self, rdzv_id: str) -> int:
-        """Return how many events of a job were noted that no step has caused."""
-        job = self._jobs.get(rdzv_id)
-        return job.noted if job else 0
-
     @property
     def states(self) -> tuple[State, ...]:
         """The present states of all jobs in memory, which includes every job that has not ended."""

@@ -17,6 +17,7 @@ from collections import Counter as Tally
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -129,55 +130,43 @@ class Metrics(Meter, Collector):
         add_process(self._registry)
 
     def _count_events(self, registry: CollectorRegistry) -> None:
-        self._runs_ended = Counter(
-            "rdzv_runs_ended_total", "Runs that ended, by result.", ("result",), registry=registry
+        counter = partial(Counter, registry=registry)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self._runs_ended = counter(
+            "rdzv_runs_ended_total", "Runs that ended, by result.", ("result",)
         )
-        self._rounds_ended = Counter(
-            "rdzv_rounds_ended_total",
-            "Rounds that ended, by what that is charged to.",
-            ("cause",),
-            registry=registry,
+        self._rounds_ended = counter(
+            "rdzv_rounds_ended_total", "Rounds that ended, by what that is charged to.", ("cause",)
         )
-        self._changes = Counter(
+        self._changes = counter(
             "rdzv_membership_changes_total",
             "Nodes that joined, left or were lost, and seats that another node took over.",
             ("kind",),
-            registry=registry,
         )
-        self._hangs = Counter(
+        self._hangs = counter(
             "rdzv_hangs_total",
             "Hangs whose stacks were taken, by what the records of collectives show, or none.",
             ("cause",),
-            registry=registry,
         )
-        self._failures = Counter(
-            "rdzv_worker_failures_total", "Workers that failed.", registry=registry
-        )
-        self._workers = Counter(
+        self._failures = counter("rdzv_worker_failures_total", "Workers that failed.")
+        self._workers = counter(
             "rdzv_round_workers_total",
             "Workers of complete rounds: kept from the round before, or new processes.",
             ("kind",),
-            registry=registry,
         )
-        self._restarts = Counter(
-            "rdzv_restarts_total", "Restarts spent on worker failures.", registry=registry
-        )
-        self._formation = Histogram(
+        self._restarts = counter("rdzv_restarts_total", "Restarts spent on worker failures.")
+        self._formation = seconds(
             "rdzv_formation_seconds",
             "Time from the first join, or the end of a round, to the next complete round.",
             ("kind",),
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self._recovery = Histogram(
+        self._recovery = seconds(
             "rdzv_recovery_seconds",
             "Time after a round's end: until all have stopped, and from then to the next round.",
             ("phase",),
-            buckets=_SECONDS,
-            registry=registry,
         )
         # Each starts at zero, because Prometheus misses the first increase of a new series.
-        for counter, values in (
+        for metric, values in (
             (self._runs_ended, Result),
             (self._rounds_ended, Cause),
             (self._changes, CHANGES),
@@ -186,50 +175,42 @@ class Metrics(Meter, Collector):
             (self._formation, (FIRST, AGAIN)),
             (self._recovery, (STOP, FORM)),
         ):
-            _begin(counter, values)
+            _begin(metric, values)
 
     def _count_server(self, registry: CollectorRegistry) -> None:
-        self._commits = Histogram(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self._commits = histogram(
             "rdzv_commit_seconds",
             "Time that the store took to commit a decision.",
             buckets=_COMMIT_SECONDS,
-            registry=registry,
         )
-        self._store_errors = Counter(
+        self._store_errors = counter(
             "rdzv_store_errors_total",
             "Times that the store could not be read or written.",
             ("operation",),
-            registry=registry,
         )
         _begin(self._store_errors, ("read", "write"))
-        self._lag = Histogram(
+        self._lag = histogram(
             "rdzv_loop_lag_seconds",
             "Time by which the event loop was late, looked at four times a second while it leads.",
             buckets=_LAG_SECONDS,
-            registry=registry,
         )
-        self._streams_opened = Counter(
-            "rdzv_streams_opened_total", "Streams that nodes have opened.", registry=registry
+        self._streams_opened = counter(
+            "rdzv_streams_opened_total", "Streams that nodes have opened."
         )
-        self._nodes_lost = Counter(
-            "rdzv_nodes_lost_total",
-            "Nodes that were given up, whatever jobs they were in.",
-            registry=registry,
+        self._nodes_lost = counter(
+            "rdzv_nodes_lost_total", "Nodes that were given up, whatever jobs they were in."
         )
-        self._calls_refused = Counter(
+        self._calls_refused = counter(
             "rdzv_refused_calls_total",
             "Calls of those who have not proven who they are, or may not do that.",
             ("reason",),
-            registry=registry,
         )
         for error in (DeniedError, UnauthenticatedError):
             self._calls_refused.labels(error.code)
-        self._received = Counter(
-            "rdzv_messages_received_total", "Messages of nodes.", registry=registry
-        )
-        self._sent = Counter(
-            "rdzv_messages_sent_total", "Messages put on the streams of nodes.", registry=registry
-        )
+        self._received = counter("rdzv_messages_received_total", "Messages of nodes.")
+        self._sent = counter("rdzv_messages_sent_total", "Messages put on the streams of nodes.")
 
     # ---------------------------------------------------------------- events
 
