@@ -113,13 +113,13 @@ check: $(READY) proto-check  ## ruff, mypy --strict, generated code is current
 	@$(BIN)/mypy
 
 .PHONY: dist
-dist: $(READY)  ## a release, into dist/: wheels, sdist, Debian package, component list, notes, checksums
+dist: $(DOCS_READY)  ## a release, into dist/: wheels, sdist, Debian package, component list, notes, checksums
 	@rm -rf dist
 	@$(MAKE) --no-print-directory sbom
 	@$(BIN)/python deploy/release.py dist
 
 .PHONY: dist-test
-dist-test: $(READY)  ## that release, tried from its files alone: install, demo, two nodes, upgrade; minutes
+dist-test: $(DOCS_READY)  ## that release, tried from its files alone: install, demo, two nodes, upgrade; minutes
 	@$(BIN)/python -m pytest tests -q --durations=5 -m release
 
 # The versions of torch to try, each in an environment of its own, and the Python to try them with.
@@ -127,7 +127,7 @@ TORCH ?= 2.13.0
 TORCH_PYTHON ?= $(PYTHON)
 
 .PHONY: torch-versions
-torch-versions: $(READY)  ## the demo with each of TORCH="2.13.0 2.14.1": gigabytes each, but for CPU builds
+torch-versions: $(READY)  ## the demo, and workers that stay, with each of TORCH="2.13.0 2.14.1": gigabytes each
 	@deploy/torch-versions $(TORCH_PYTHON) $(TORCH)
 
 .PHONY: constraints

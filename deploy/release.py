@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -42,6 +43,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rdzv_release_") as folder:
         sources = Path(folder) / "rdzv"
         copy_sources(sources)
+        build_documents(sources)
         build_python(sources, out)
         if not asked.python_only:
             build_debian(sources, out)
@@ -82,6 +84,19 @@ def copy_sources(to: Path) -> None:
             shutil.copy(ROOT / name, to / name)
 
 
+def build_documents(sources: Path) -> None:
+    """Build the site of the documents to where the wheel takes it along, for `rdzvctl docs`."""
+    if importlib.util.find_spec("mkdocs") is None:
+        sys.exit("mkdocs, which builds the documents, is not installed here; run: make docs")
+    site = sources / "rendezvous/rdzv/documents"
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"
+    run([sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(site)], sources)
+    # What only browsers' debuggers and search engines read.
+    for pattern in ("**/*.map", "sitemap.xml*"):
+        for path in site.glob(pattern):
+            path.unlink()
+
+
 def build_python(sources: Path, out: Path) -> None:
     """Build a wheel of each project, and an sdist of everything."""
     for project in PROJECTS:
@@ -94,14 +109,14 @@ def build_python(sources: Path, out: Path) -> None:
 
 
 def build_debian(sources: Path, out: Path) -> None:
-    """Build the Debian package around the wheel that was built before."""
+    """Build the Debian package around the wheels that were built before."""
     if shutil.which("dpkg-deb") is None:
         print("there is no dpkg-deb here, so no Debian package is built", file=sys.stderr)  # noqa: T201
         return
-    (wheel,) = out.glob("rdzv-*.whl")
+    wheels = [str(next(out.glob(f"{name}-*.whl"))) for name in ("rdzv", "rdzv_worker")]
     pip = f"{sys.executable} -m pip --disable-pip-version-check --quiet"
     os.environ.setdefault("PIP", pip)
-    run([str(sources / "deploy/debian/build"), str(out), str(wheel)], sources)
+    run([str(sources / "deploy/debian/build"), str(out), *wheels], sources)
 
 
 def run(command: list[str], folder: Path) -> None:

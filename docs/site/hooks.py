@@ -33,6 +33,8 @@ ELSEWHERE = {
 }
 """Pages that stand elsewhere in the tree, by their place on the site."""
 
+_WIDTH = {"COLUMNS": "100", "TERMINAL_WIDTH": "100"}
+
 PROGRAMS = ("rdzvrun", "rdzvctl", "rdzvd", "rdzv-agent")
 
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
@@ -75,7 +77,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return text if text == in_tree else f"{text} (`{in_tree}`)"
         return f"[{text}]({posixpath.relpath(place, here or '.')}{'#' + anchor if anchor else ''})"
 
-    return _LINK.sub(link, markdown)
+    page.meta["text"] = _LINK.sub(link, markdown)
+    return str(page.meta["text"])
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Write the page as text, too: `rdzvctl docs PAGE` prints it."""
+    path = Path(config.site_dir, page.file.src_uri)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page.meta["text"])
+    return output
 
 
 # ---------------------------------------------------------------------- generated pages
@@ -85,25 +96,34 @@ def _commands() -> str:
     """Return the --help of every program, and of every command of rdzvctl."""
     lines = ["# Commands", "", "What each program says with `--help`.", ""]
     for program in PROGRAMS:
-        lines += [f"## {program}", "", *_help(program)]
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / program), "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+            env={**os.environ, **_WIDTH},
+        )
+        lines += [f"## {program}", "", *_text(done.stdout)]
         if program == "rdzvctl":
-            from rdzv.ctl.__main__ import rdzvctl
-
-            for name in sorted(rdzvctl.commands):
-                lines += [f"### rdzvctl {name}", "", *_help(program, name)]
+            lines += _commands_of_rdzvctl()
     return "\n".join(lines)
 
 
-def _help(program: str, *command: str) -> list[str]:
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / program), *command, "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env={**os.environ, "COLUMNS": "100", "TERMINAL_WIDTH": "100"},
-    )
-    return ["```text", done.stdout.rstrip(), "```", ""]
+def _commands_of_rdzvctl() -> Iterator[str]:
+    """Ask all of them in this process: each start of another takes longer than the whole site."""
+    from click.testing import CliRunner
+
+    from rdzv.ctl.__main__ import rdzvctl
+
+    for name in sorted(rdzvctl.commands):
+        asked = [name, "--help"]
+        said = CliRunner().invoke(rdzvctl, asked, prog_name="rdzvctl", env=_WIDTH)
+        yield from (f"### rdzvctl {name}", "", *_text(said.stdout))
+
+
+def _text(said: str) -> list[str]:
+    return ["```text", said.rstrip(), "```", ""]
 
 
 def _events() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import getpass
 import hashlib
 import os
@@ -10,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ ENDLESS = ("--epochs=100000", "--step-seconds=0.02")
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("hatchling", reason="hatchling is not installed; run: make setup")
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed; run: make docs")
     pytest.importorskip("torch", reason="torch is not installed")
     return tmp_path_factory.mktemp("files")
 
@@ -92,17 +96,43 @@ def test_it_is_complete_and_nothing_leads_to_the_checkout(programs: Path, tmp_pa
         assert (programs.parent / "share/rdzv" / name).exists()
 
 
-def test_the_demo_speaks_at_once_and_passes(
-    programs: Path, job_python: Path, started: Programs
-) -> None:
+def test_a_new_engineers_walk(programs: Path, job_python: Path, started: Programs) -> None:
+    """Install, demo, two nodes, a kill, status, explain, documents: from the built files alone."""
+    ctl, folder = programs / "rdzvctl", started.folder
     began_s = time.monotonic()
-    demo = started.start("demo", programs / "rdzvctl", "demo", "--python", job_python)
-    started.until("it speaks", started.log("demo").read_text)
-    spoke_s = time.monotonic() - began_s
+    demo = started.start("demo", ctl, "demo", "--python", job_python)
+    said = started.until("it speaks", started.log("demo").read_text)
     # Within a second on an idle machine.
-    assert spoke_s < 3
-    assert demo.wait(200) == 0, started.log("demo").read_text()
+    assert time.monotonic() - began_s < 10
+    assert said.startswith("rdzv ")
+    assert demo.wait(400) == 0, started.log("demo").read_text()
     assert "the demo has passed" in started.log("demo").read_text()
+
+    # The script of the quick start comes out of the package as well.
+    quick_start = run(ctl, "docs", "one-machine", folder=folder)
+    (script,) = re.findall(r'```python title="train.py"\n(.*?)```', quick_start, re.DOTALL)
+    (folder / "train.py").write_text(script)
+    server = start_server(started, programs)
+    group = (f"--rdzv-endpoint={server}", "--rdzv-id=first", "--nnodes=1:2", "--max-restarts=3")
+    for name in ("n1", "n2"):
+        command = (programs / "rdzvrun", *group, f"--node-id={name}", "train.py")
+        started.start(name, *command, PYTHON_EXEC=str(job_python))
+    log = started.log("n1")
+    started.until("both train", lambda: "of 2, MASTER" in log.read_text())
+    started.until("they have a snapshot", (folder / "snapshot.pt").exists)
+    started.started["n2"].kill()
+    asked = (f"--server={server}", "first")
+    assert "1:2" in run(ctl, "status", *asked, folder=folder)
+    assert started.started["n1"].wait(200) == 0, log.read_text()
+    found = status(ctl, server, "first", folder)
+    assert (found["state"], found["round"], found["restarts"]) == ("succeeded", 1, 0)
+    told = run(ctl, "explain", *asked, folder=folder)
+    assert "(node lost)" in told and "Round 1 is complete: 1 worker on n1" in told
+
+    assert "troubleshooting" in run(ctl, "docs", folder=folder)
+    assert "75" in run(ctl, "docs", "troubleshooting", folder=folder)
+    (site,) = programs.parent.glob("lib/python3*/site-packages/rdzv/documents/index.html")
+    assert "<title>" in site.read_text()
 
 
 def test_without_torch_the_demo_says_what_to_do(programs: Path, tmp_path: Path) -> None:
@@ -142,33 +172,65 @@ def test_a_script_with_rdzv_worker_survives_a_kill_with_the_wheel_for_jobs_alone
     assert "restarts 1 of 3" in log.read_text()
 
 
-def test_two_nodes_train_beside_a_server(
-    programs: Path, job_python: Path, started: Programs
+def test_the_files_are_the_same_bytes_from_any_folder_and_from_the_sdist(
+    programs: Path, files: Path, tmp_path: Path
 ) -> None:
-    server = start_server(started, programs)
-    group = (f"--rdzv-endpoint={server}", "--rdzv-id=night", "--nnodes=2")
-    script = (training_of(programs), f"--snapshot={started.folder / 'night.pt'}", "--epochs=3")
-    nodes = [
-        started.start(
-            name,
-            *(programs / "rdzvrun", *group, f"--node-id={name}", *script),
-            PYTHON_EXEC=str(job_python),
-        )
-        for name in ("n1", "n2")
+    first = files / "dist"
+    (tmp_path / "elsewhere").mkdir()
+    build(tmp_path / "second", TMPDIR=str(tmp_path / "elsewhere"))
+    assert (tmp_path / "second/SHA256SUMS").read_text() == (first / "SHA256SUMS").read_text()
+    (sdist,) = first.glob("rdzv-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    commit = ("git", "-C", ROOT, "log", "-1", "--format=%ct")
+    epoch = run(*commit, folder=tmp_path).strip()
+    release = tmp_path / sdist.name.removesuffix(".tar.gz") / "deploy/release.py"
+    third = (release, "--python-only", tmp_path / "third")
+    run(sys.executable, *third, folder=tmp_path, SOURCE_DATE_EPOCH=epoch)
+    wheels = sorted(first.glob("*.whl"))
+    for wheel in wheels:
+        assert (tmp_path / "third" / wheel.name).read_bytes() == wheel.read_bytes(), wheel.name
+    has_one_owner_of_each_file(wheels)
+
+
+def has_one_owner_of_each_file(wheels: list[Path]) -> None:
+    owners: dict[str, str] = {}
+    for wheel in wheels:
+        for name in zipfile.ZipFile(wheel).namelist():
+            assert owners.setdefault(name, wheel.name) == wheel.name, name
+    tracked = run("git", "-C", ROOT, "ls-files", folder=ROOT).split()
+    wanted = ("*/rdzv/*.py", "*/rdzv/*.pyi", "*/rdzv/web/*", "*/rdzv/*.proto")
+    roots = ("proto/", "rendezvous/", "agent/", "worker/")
+    lost = [
+        name
+        for name in tracked
+        if name.startswith(roots) and any(fnmatch.fnmatch(name, one) for one in wanted)
+        if name.partition("/")[2] not in owners
     ]
-    assert [node.wait(120) for node in nodes] == [0, 0]
-    found = status(programs / "rdzvctl", server, "night", started.folder)
-    assert (found["state"], found["world_size"]) == ("succeeded", 2)
+    assert lost == []
+    assert not [name for name in owners if name.startswith(("tests", "rdzv/worker/tests"))]
 
 
-def test_the_debian_package_is_the_same_bytes_from_any_folder(
+PACKAGED = (
+    *("./usr/bin/rdzvctl", "./usr/share/rdzv", "./etc/rdzv/agent.toml"),
+    *("./opt/rdzv/share/rdzv/rdzv_worker-", "./opt/rdzv/share/rdzv/prometheus/alerts.yml"),
+    *(
+        "./opt/rdzv/share/rdzv/grafana/dashboards/rdzv-job.json",
+        "./usr/share/man/man1/rdzvctl.1.gz",
+    ),
+    *("./usr/share/man/man8/rdzvd.8.gz", "./usr/share/bash-completion/completions/rdzvctl"),
+    *("./usr/share/zsh/vendor-completions/_rdzvctl", "rdzv/documents/index.html"),
+)
+
+
+def test_the_debian_package_is_complete_and_the_same_bytes_from_any_folder(
     programs: Path, files: Path, tmp_path: Path
 ) -> None:
     if shutil.which("dpkg-deb") is None:
         pytest.skip("there is no dpkg-deb here")
     if not Path("/usr/bin/python3").resolve().name.startswith("python3."):
         pytest.skip("there is no /usr/bin/python3 here (Debian: python3)")
-    (wheel,) = (files / "dist").glob("rdzv-*.whl")
+    wheels = [next((files / "dist").glob(f"{name}-*.whl")) for name in ("rdzv", "rdzv_worker")]
     sums = set()
     for name in ("one", "another"):
         folder = tmp_path / name
@@ -176,10 +238,12 @@ def test_the_debian_package_is_the_same_bytes_from_any_folder(
         settings = {"SOURCE_DATE_EPOCH": "1700000000", "TMPDIR": str(folder / "temporary")}
         pip = f"{sys.executable} -m pip --disable-pip-version-check --quiet"
         build_script = ROOT / "deploy/debian/build"
-        run(build_script, folder, wheel, folder=tmp_path, PIP=pip, COMPRESSION="none", **settings)
+        run(build_script, folder, *wheels, folder=tmp_path, PIP=pip, COMPRESSION="none", **settings)
         (package,) = folder.glob("*.deb")
         sums.add(hashlib.sha256(package.read_bytes()).hexdigest())
     assert len(sums) == 1
+    listed = run("dpkg-deb", "--contents", package, folder=tmp_path)
+    assert [name for name in PACKAGED if name not in listed] == []
 
 
 def interpreters() -> list[Path]:

@@ -40,11 +40,12 @@ def clean_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
 
-def build(out: Path, root: Path = ROOT) -> Path:
+def build(out: Path, root: Path = ROOT, **environ: str) -> Path:
     """Build wheels and sdist of a checkout into `out`; return the wheel of rdzv."""
     out.mkdir(parents=True, exist_ok=True)
     if (root / "deploy/release.py").exists() and root == ROOT:
-        run(sys.executable, root / "deploy/release.py", "--python-only", out, folder=root)
+        program = root / "deploy/release.py"
+        run(sys.executable, program, "--python-only", out, folder=root, **environ)
     else:
         targets = ("build", "-t", "wheel", "-d", out)
         run(sys.executable, "-m", "hatchling", *targets, folder=root)

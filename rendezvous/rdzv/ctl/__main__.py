@@ -23,6 +23,7 @@ from rdzv.ctl.command_line import (
 from rdzv.ctl.commands.access import audit_command, tokens
 from rdzv.ctl.commands.certs import certs
 from rdzv.ctl.commands.demo import demo_command
+from rdzv.ctl.commands.docs import docs_command
 from rdzv.ctl.commands.history import events_command, explain_command, trace_command
 from rdzv.ctl.commands.jobs import (
     forget_command,
@@ -154,7 +155,7 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "Nodes": (nodes_command, cordon_command, uncordon_command, drain_command, undrain_command),
     "Server and access": (servers_command, backup_command, audit_command, tokens, certs),
     "When something is wrong": (doctor_command, support_bundle_command),
-    "This machine": (demo_command, _completion, _version),
+    "This machine": (demo_command, docs_command, _completion, _version),
 }
 """All commands, by the task that they are for."""
 

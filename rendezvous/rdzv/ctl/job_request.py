@@ -20,6 +20,7 @@ from rdzv.ctl import job_file
 from rdzv.errors import InvalidRequestError, short
 from rdzv.launch_options import flags, job_options
 from rdzv.launch_options.flags import Given, Option, switch, value
+from rdzv.launch_options.help_format import HelpFormatter
 from rdzv.launch_options.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN
 from rdzv.structs import struct
 
@@ -205,11 +206,11 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="rdzvctl submit",
         usage="rdzvctl submit [rdzvrun's flags] [flags below] [--] script ...",
-        formatter_class=flags.HelpFormatter,
+        formatter_class=HelpFormatter,
         description="Hand a job to the server, which chooses its nodes among those whose "
         "rdzv-agent takes submitted jobs, as soon as enough of them are free. The script, its "
         "folder and its interpreter have to be on every node: nothing is copied.",
-        epilog="Flags are rdzvrun's own; PET_* of this environment do not count. Exit codes: 0 "
+        epilog="PET_* of this environment do not count. Exit codes: 0 "
         "submitted, 1 refused, 2 usage, 75 the server cannot be reached; with --follow 0 the job "
         "has succeeded, 1 failed, 3 stopped, 93 failed without progress, 130 Ctrl-C.",
         allow_abbrev=False,

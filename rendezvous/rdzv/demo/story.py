@@ -22,8 +22,12 @@ from rdzv.version import VERSION
 
 JOB = "demo"
 TRAINING = Path(__file__).with_name("training.py")
-DEADLINE_S = 180.0
+DEADLINE_S = 300.0
 """The demo fails if it has not ended by then."""
+SILENT_S = 1.0
+"""After so long without a line the demo says what it waits for."""
+REMINDS_S = 5.0
+"""After so long it says so again."""
 _EPOCH = re.compile(r"epoch (\d+) \| loss ([\d.]+) \| world_size (\d+)")
 _HAS_TORCH = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('torch') else 3)"
 
@@ -37,8 +41,10 @@ def play(python: str, *, keep: bool) -> None:
 
     With `keep` its files stay, and so do the server and its page until Ctrl-C.
     """
-    say = f"rdzv {VERSION}: a real training on this machine loses a worker, then a whole node"
-    print(f"{say}; it takes about a minute", flush=True)
+    say = (
+        f"rdzv {VERSION}: a training on this machine loses a worker, then a whole node, and goes on"
+    )
+    print(f"{say}; this takes about a minute", flush=True)
     check_torch(python)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with _folder(keep) as folder:
@@ -74,6 +80,7 @@ class Demo:
         self.folder = folder
         self.environ = environment(python)
         self.began_s = time.monotonic()
+        self.speaks_s = self.began_s
         self.nodes: dict[str, Program] = {}
         self.server: Program | None = None
         self.endpoint = ""
@@ -84,7 +91,7 @@ class Demo:
         self.start_server()
         for name in ("n1", "n2"):
             self.start_node(name)
-        self.say("started two nodes, n1 and n2, with two workers each; the job needs one to two")
+        self.say("started two nodes, n1 and n2, with two workers each; the job can do with one")
         self.await_training(4, 0, self.began_s, "the training began")
         self.await_epochs(2)
 
@@ -93,18 +100,18 @@ class Demo:
             raise DemoError("n2 has no workers")
         killed_s = self.do("a worker is killed", f"SIGKILL to one worker on n2 (pid {victim})")
         os.kill(victim, signal.SIGKILL)
-        self.await_training(4, 1, killed_s, "the group restarted, which spent one restart")
+        self.await_training(4, 1, killed_s, "all workers restarted", "one restart is spent")
         self.await_epochs(2)
 
         text = "SIGKILL to everything on n2: its agent, its runner, its workers"
         killed_s = self.do("a node is killed", text)
         self.nodes.pop("n2").kill_all()
-        self.await_training(2, 1, killed_s, "n1 went on without n2, which spent no restart")
+        self.await_training(2, 1, killed_s, "n1 went on without n2", "no restart is spent")
         self.await_epochs(2)
 
         came_s = self.do("the node is back", "n2 comes back")
         self.start_node("n2")
-        self.await_training(4, 1, came_s, "n2 was taken in again, which spent no restart")
+        self.await_training(4, 1, came_s, "n2 was taken in again", "no restart is spent")
         self.await_end()
 
     def start_server(self) -> None:
@@ -113,7 +120,7 @@ class Demo:
         command += [f"--data-dir={self.folder / 'rdzvd'}"]
         self.server = self._start("rdzvd", command)
         pattern = re.compile(r"ready: listening on ([^,\s]+),.* http on ([^,\s]+)")
-        _, ready = self.await_line(self.server, pattern, 0.0)
+        _, ready = self.await_line(self.server, pattern, 0.0, "the server to start")
         self.endpoint, self.http = ready.group(1), f"http://{ready.group(2)}"
         self.say(f"started the server, rdzvd, on {self.endpoint}")
         self.say(f"watch it live: {self.http}/#/job/{JOB}")
@@ -136,11 +143,15 @@ class Demo:
         self.say(text)
         return time.monotonic()
 
-    def await_training(self, world_size: int, restarts: int, after_s: float, what: str) -> None:
+    def await_training(
+        self, world_size: int, restarts: int, after_s: float, what: str, cost: str = ""
+    ) -> None:
         """Wait until RANK 0 trains in a group of this size, and check what the server says."""
         pattern = re.compile(rf"rank 0 of {world_size}: (resuming from .*|starting afresh)")
-        line, match = self.await_line(self.nodes["n1"], pattern, after_s)
-        self.say(f"  {what}: {match.group(1)}, after {line.at_s - after_s:.1f} s")
+        awaited = f"{world_size} workers to import torch and connect"
+        line, match = self.await_line(self.nodes["n1"], pattern, after_s, awaited)
+        took = f"{what} after {line.at_s - after_s:.1f} s, {match.group(1)}"
+        self.say(f"  {took}; {cost}" if cost else f"  {took}")
         status = self.status()
         seen = (status["state"], status["world_size"], status["restarts"])
         if seen != ("running", world_size, restarts):
@@ -154,16 +165,17 @@ class Demo:
     def await_epochs(self, count: int) -> None:
         """Let the training go on for a while."""
         for _ in range(count):
-            _, match = self.await_line(self.nodes["n1"], _EPOCH, time.monotonic())
+            _, match = self.await_line(self.nodes["n1"], _EPOCH, time.monotonic(), "the next epoch")
         self.say(f"  epoch {match.group(1)}, loss {match.group(2)}")
 
     def await_end(self) -> None:
         """Wait for the success of every node, and check that the model has learned."""
         for name, node in self.nodes.items():
-            self.await_until(node.ended, f"{name} to end")
+            self.await_until(node.ended, f"{name} to train the epochs that are left")
             if node.process.returncode != 0:
                 raise DemoError(f"{name} exited with {node.process.returncode}, expected 0")
-        self.await_line(self.nodes["n1"], re.compile("training finished"), 0.0)
+        finished = re.compile("training finished")
+        self.await_line(self.nodes["n1"], finished, 0.0, "the last line of the training")
         losses = [float(m[2]) for x in self.nodes["n1"].lines if (m := _EPOCH.search(x.text))]
         if not losses[-1] < losses[0] / 2:
             raise DemoError(f"the loss was to fall by half: it was {losses[0]}, then {losses[-1]}")
@@ -190,33 +202,37 @@ class Demo:
         return done.stdout
 
     def await_line(
-        self, program: Program, pattern: re.Pattern[str], after_s: float
+        self, program: Program, pattern: re.Pattern[str], after_s: float, what: str
     ) -> tuple[Line, re.Match[str]]:
-        """Wait until a program writes a line that matches."""
-        what = f"a line of {program.name} that matches {pattern.pattern!r}"
+        """Wait until a program writes a line that matches; `what` says it to people."""
         with program.written:
             while (found := program.find(pattern, after_s)) is None:
                 if program.process.poll() is not None:
                     code = program.process.returncode
-                    raise DemoError(f"{program.name} exited with {code} before {what}")
-                self.check_deadline(what)
-                program.written.wait(timeout=1.0)
+                    raise DemoError(f"{program.name} exited with {code}; awaited: {what}")
+                self.note_wait(what)
+                program.written.wait(timeout=SILENT_S / 4)
         return found
 
     def await_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until something holds."""
         while not condition():
-            self.check_deadline(what)
+            self.note_wait(what)
             time.sleep(0.1)
 
-    def check_deadline(self, what: str) -> None:
-        """Fail the demo if it takes too long."""
-        if time.monotonic() > self.began_s + self.deadline_s:
+    def note_wait(self, what: str) -> None:
+        """Say what is waited for if nothing was said for a while; fail if it takes too long."""
+        now_s = time.monotonic()
+        if now_s > self.began_s + self.deadline_s:
             raise DemoError(f"waited for {what} until the demo's {self.deadline_s:g} s were over")
+        if now_s >= self.speaks_s:
+            self.say(f"  waiting for {what} ...")
+            self.speaks_s = now_s + REMINDS_S
 
     def say(self, text: str) -> None:
         """Print what happens, with the time since the beginning."""
         print(f"[{time.monotonic() - self.began_s:5.1f} s] {text}", flush=True)
+        self.speaks_s = time.monotonic() + SILENT_S
 
     def stay(self) -> None:
         """Leave the server up, to be looked at, until Ctrl-C or SIGTERM."""

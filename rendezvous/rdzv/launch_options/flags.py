@@ -11,7 +11,6 @@ torch 2.13.
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -19,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rdzv.errors import InvalidRequestError
+from rdzv.launch_options.help_format import DESCRIPTION, EPILOG, HelpFormatter
 from rdzv.structs import struct
 from rdzv.version import VERSION
 
@@ -65,29 +65,12 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 OWN = frozenset(
     {
-        "--fence-after",
-        "--hang-timeout",
-        "--keep-timeout",
-        "--log-line-prefix-template",
-        "--max-preemptions",
-        "--max-store-failures",
-        "--no-progress-restarts",
-        "--no-collective-trace",
-        "--no-warm",
-        "--node-id",
-        "--notice-signal",
-        "--park-timeout",
-        "--preemption-file",
-        "--restart-backoff",
-        "--restart-window",
-        "--snapshot",
-        "--tls-ca",
-        "--tls-cert",
-        "--tls-key",
-        "--token-file",
-        "--topology",
-        "--version",
-        "--warm",
+        *("--fence-after", "--hang-timeout", "--keep-timeout"),
+        *("--log-line-prefix-template", "--max-preemptions", "--max-store-failures"),
+        *("--no-progress-restarts", "--no-collective-trace", "--no-warm", "--node-id"),
+        *("--notice-signal", "--park-timeout", "--preemption-file", "--restart-backoff"),
+        *("--restart-window", "--snapshot", "--tls-ca", "--tls-cert", "--tls-key"),
+        *("--token-file", "--topology", "--version", "--warm"),
     }
 )
 """Flags that torchrun lacks: they never change the meaning of torchrun's abbreviations."""
@@ -196,18 +179,19 @@ def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {name: action for action in parser._actions for name in action.option_strings}
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Shows each option only with dashes; underscores are accepted, too."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = copy.copy(action)
-        shown.option_strings = [name for name in action.option_strings if "_" not in name]
-        return super()._format_action_invocation(shown)
-
-
 def described() -> list[Option]:
     """List rdzvrun's flags: their names, and their arguments for argparse."""
-    return [*_where(), *_what(), *_output(), *_torchrun_only()]
+    return [option for options in grouped().values() for option in options]
+
+
+def grouped() -> dict[str, list[Option]]:
+    """List rdzvrun's flags by what they are about."""
+    return {
+        "the job, its nodes and their server": _where(),
+        "workers, failures and restarts": _what(),
+        "output": _output(),
+        "known to torchrun": _torchrun_only(),
+    }
 
 
 def add(
@@ -242,18 +226,22 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentParser:
+    program = "python -m rdzv.agent.distributed_launch" if legacy else "rdzvrun"
     parser = argparse.ArgumentParser(
-        prog="python -m rdzv.agent.distributed_launch" if legacy else "rdzvrun",
+        prog=program,
+        usage=f"{program} [flags] script [its arguments]",
         formatter_class=HelpFormatter,
-        description="Run a distributed PyTorch job on this node; a drop-in for torchrun.",
-        epilog="PET_<NAME> in the environment is the default of --<name>. Exit codes: 0 success, "
-        "1 the job failed, 2 usage, 75 trying again is sensible (no server, too few nodes), 93 the "
-        "job made no progress and is not to be queued again, 128+n ended by signal n, 130 Ctrl-C.",
+        description=DESCRIPTION,
+        epilog=EPILOG,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"rdzvrun {VERSION}")
     try:
-        for option in [*described(), *(_legacy() if legacy else ())]:
+        for title, options_ in grouped().items():
+            group = parser.add_argument_group(title)
+            for option in options_:
+                add(group, option, environ)
+        for option in _legacy() if legacy else ():
             add(parser, option, environ)
     except InvalidRequestError as error:
         parser.error(str(error))
@@ -301,7 +289,7 @@ NO_WARM: Option = (
 
 def _where() -> list[Option]:
     """List the options of the job, its nodes and their server."""
-    conf = "; ".join(f"{key}: {text}" for key, text in CONF_KEYS.items())
+    conf = "\n".join(f"{key}: {text}" for key, text in CONF_KEYS.items())
     return [
         value("--nnodes", "N|MIN:MAX", "number of nodes of the job (default 1:1)", default="1:1"),
         value(

@@ -84,3 +84,22 @@ def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
         assert not programs.environ_of(worker)
     finally:
         program.kill_all()
+
+
+def test_a_wait_is_never_silent_and_says_what_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(story.time, "monotonic", lambda: clock[0])
+    demo = story.Demo(tmp_path, sys.executable)
+    demo.say("started")
+    for clock[0] in (100.5, 101.0, 101.5, 105.5, 106.0):
+        demo.note_wait("the server to start")
+    assert capsys.readouterr().out.splitlines() == [
+        "[  0.0 s] started",
+        "[  1.0 s]   waiting for the server to start ...",
+        "[  6.0 s]   waiting for the server to start ...",
+    ]
+    clock[0] = 100.0 + story.DEADLINE_S + 1
+    with pytest.raises(story.DemoError, match="waited for the server to start until the demo's"):
+        demo.note_wait("the server to start")

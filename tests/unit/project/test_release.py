@@ -5,15 +5,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import importlib.util
-import os
-import subprocess
-import sys
-import tarfile
 import tomllib
-import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,57 +83,3 @@ def test_the_tried_libraries_are_ones_that_the_project_permits() -> None:
     asked = project["dependencies"] + project["optional-dependencies"]["otel"]
     names = {one.partition(">")[0].partition("=")[0].strip().lower() for one in asked}
     assert names <= pinned, "run: make constraints"
-
-
-def build(out: Path, root: Path = ROOT, **environ: str) -> dict[str, Path]:
-    """Build wheels and sdist; return the files by their kind or name."""
-    command = [sys.executable, str(root / "deploy/release.py"), "--python-only", str(out)]
-    kept = {k: v for k, v in os.environ.items() if k not in ("SOURCE_DATE_EPOCH", "TMPDIR")}
-    done = subprocess.run(
-        command, env={**kept, **environ}, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return {path.name: path for path in out.iterdir()}
-
-
-@pytest.mark.slow
-def test_it_is_the_same_bytes_from_any_folder_and_from_its_own_sources(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling", reason="hatchling is not installed; run: make setup")
-    (tmp_path / "elsewhere").mkdir()
-    first = build(tmp_path / "first")
-    second = build(tmp_path / "second", TMPDIR=str(tmp_path / "elsewhere"))
-    sums = first["SHA256SUMS"].read_text()
-    assert second["SHA256SUMS"].read_text() == sums
-    sdist = first[f"rdzv-{VERSION}.tar.gz"]
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    epoch = {"SOURCE_DATE_EPOCH": load().epoch()}
-    third = build(tmp_path / "third", tmp_path / f"rdzv-{VERSION}", **epoch)
-    for name in (one for one in first if one.endswith(".whl")):
-        assert third[name].read_bytes() == first[name].read_bytes(), name
-    _has_one_owner_of_each_file([path for name, path in first.items() if name.endswith(".whl")])
-
-
-def _has_one_owner_of_each_file(wheels: list[Path]) -> None:
-    owners: dict[str, str] = {}
-    for wheel in wheels:
-        for name in zipfile.ZipFile(wheel).namelist():
-            assert owners.setdefault(name, wheel.name) == wheel.name, name
-    tracked = load().git("ls-files").split()
-    wanted = ("*/rdzv/*.py", "*/rdzv/*.pyi", "*/rdzv/web/*", "*/rdzv/*.proto")
-    roots = ("proto/", "rendezvous/", "agent/", "worker/")
-    lost = [
-        name
-        for name in tracked
-        if name.startswith(roots) and any(fnmatch.fnmatch(name, one) for one in wanted)
-        if name.partition("/")[2] not in owners
-    ]
-    assert lost == []
-    data = f"rdzv-{VERSION}.data/data/share/rdzv"
-    for name in (
-        "systemd/rdzvd.service",
-        "prometheus/alerts.yml",
-        "grafana/dashboards/rdzv-job.json",
-    ):
-        assert f"{data}/{name}" in owners
-    assert not [name for name in owners if name.startswith(("tests", "rdzv/worker/tests"))]

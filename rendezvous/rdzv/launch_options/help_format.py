@@ -1,0 +1,46 @@
+"""How --help of rdzvrun and of `rdzvctl submit` looks."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import textwrap
+
+DESCRIPTION = """\
+Run a distributed PyTorch job on this node; a drop-in for torchrun.
+
+  one machine       rdzvrun --standalone --nproc-per-node=2 --max-restarts=3 train.py
+  each of several   rdzvrun --rdzv-endpoint=HEAD --rdzv-id=night --nnodes=2:4 train.py
+"""
+EPILOG = """\
+PET_<NAME> in the environment is the default of --<name>.
+
+exit codes:
+  0      success
+  1      the job failed
+  2      the command line is wrong
+  75     trying again is sensible: no server, or too few nodes
+  93     the job made no progress, and is not to be queued again
+  128+n  ended by signal n; 130 is Ctrl-C
+"""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows each option only with dashes (underscores are accepted, too), and keeps lines apart.
+
+    Text is wrapped line by line; what is indented is left as it is.
+    """
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "_" not in name]
+        return super()._format_action_invocation(shown)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [line for part in text.split("\n") for line in textwrap.wrap(part, width)]
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.rstrip().split("\n")
+        return "\n".join(
+            line if line.startswith(" ") else textwrap.fill(line, width) for line in lines
+        )
