@@ -219,7 +219,7 @@ def stopped(found: Found, place: Place) -> None:
 
 def stuck(found: Found, place: Place) -> None:
     """A rank in D state."""
-    from file_server import serving
+    from file_server import NEVER, serving
 
     for _ in range(found.wanted):
         with (
@@ -228,8 +228,7 @@ def stuck(found: Found, place: Place) -> None:
         ):
             settle(job, 0.5)
             before, rank = dict(job.workers), victim(job, "n3")
-            server.hang()
-            job.order(rank.pid, str(server.path / "batch"))
+            job.order(rank.pid, str(server.path / NEVER))
             other = next(s for s in before.values() if s.node == "n3" and s.pid != rank.pid)
             since_s = kill(other.pid)
             job.may_end.add("n3")

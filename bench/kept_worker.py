@@ -132,6 +132,7 @@ def train(state: State, round_: Round) -> None:
     )
     model, data = DistributedDataParallel(state.model), kept_training.make_data()
     mine, steps = ORDERS / str(os.getpid()), 0
+    progress = Path(os.environ["RDZV_PROGRESS_FILE"])
     while not STEPS or state.step < STEPS:
         for _, x, y in DataLoader(data, batch_sampler=state.sampler):
             if mine.exists():
@@ -147,6 +148,7 @@ def train(state: State, round_: Round) -> None:
             said = {"round": round_.number, "rank": round_.rank, "step": state.step}
             say("step", first=steps == 1, loss=loss.detach().double().item().hex(), **said)
             state.commit()
+            progress.write_text(str(state.step))
             reseed(state.step)
             if STEPS and state.step >= STEPS:
                 break

@@ -1,8 +1,10 @@
 """A file server that can hang: a FUSE file system in memory, served by a process of its own.
 
 `SIGSTOP` makes it a server that does not answer: each call on a path below the mount then waits in
-the kernel, until the server goes on or is killed. Nothing is cached, so each call asks the server.
-Its clock may differ from that of this machine, as the clock of an NFS server may.
+the kernel, until the server goes on or is killed. A process that looks for the file `NEVER` waits
+for an answer to a request that was taken, and survives SIGKILL until the server is killed. Nothing
+is cached, so each call asks the server. Its clock may differ from that of this machine, as the
+clock of an NFS server may.
 
 Needs root and /dev/fuse. The protocol is that of include/uapi/linux/fuse.h; the server knows what
 scripts, logs and error files need. All files belong to root.
@@ -27,6 +29,7 @@ from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _MNT_DETACH = 2
+NEVER = "never"
 
 
 class FileServer:
@@ -235,6 +238,8 @@ def _serve(fd: int, files: _Files) -> None:
             _, op, unique, number = _HEADER.unpack_from(request)
             if op in (_Op.FORGET, _Op.INTERRUPT, _Op.BATCH_FORGET):
                 continue  # They have no answer.
+            if op == _Op.LOOKUP and _names(request[_HEADER.size :]) == [NEVER.encode()]:
+                continue
             code, said = 0, b""
             try:
                 said = files.answer(op, number, request[_HEADER.size :])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -272,6 +273,30 @@ async def test_those_who_ask_too_often_hear_so(
         answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
     await _until(lambda: bool(said))
     assert said == ["this node looks at its workers 8 times already"]
+    await answers.close()
+
+
+async def test_a_stopped_worker_is_not_asked_for_its_record(
+    sleeper: subprocess.Popen[bytes], py_spy: Path
+) -> None:
+    """It would not answer, and the round of all others ends only when all stacks are there."""
+
+    class NeverAnswered(RecordReader):
+        async def read(self, *args: object, **more: object) -> Any:
+            await asyncio.Event().wait()
+
+    said: list[WorkerStack] = []
+
+    async def say(number: int, workers: tuple[WorkerStack, ...], last: bool, error: str) -> None:
+        said.extend(workers)
+
+    write(py_spy, "#!/bin/sh\nexit 1\n")
+    sleeper.send_signal(signal.SIGSTOP)
+    await _until(lambda: process_state(sleeper.pid) == "T")
+    answers = StackAnswers(say, NeverAnswered("j1", on=True))
+    answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
+    await _until(lambda: bool(said))
+    assert said[0].no_record == "it is stopped by a signal, so it does not answer"
     await answers.close()
 
 

@@ -275,6 +275,23 @@ def test_a_fork_that_hangs_is_refused_and_killed() -> None:
     assert ended.stdout == "a fork of it hangs: it has not computed within 0.2 s\n"
 
 
+PRELOADING = """
+import sys
+from rdzv.agent.job_programs import zygote
+zygote._preload(["torch"])
+print("rdzv.worker.session" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_the_library_of_workers_that_stay_is_preloaded_with_torch() -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "worker")}
+    ended = subprocess.run(
+        [sys.executable, "-c", PRELOADING], capture_output=True, text=True, env=env, check=True
+    )
+    assert ended.stdout == "True\n"
+
+
 # ---------------------------------------------------------------------- asking beforehand
 
 

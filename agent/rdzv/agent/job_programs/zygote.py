@@ -72,6 +72,9 @@ if TYPE_CHECKING:
 BARE = ("torch", "numpy")
 """Modules imported first; the threads that they start on import are harmless in a fork."""
 
+BESIDE_TORCH = "rdzv.worker"
+"""Imported with torch if it is there: scripts whose workers stay spend 20 ms on it."""
+
 MAX_FDS = 253
 """The most descriptors that the kernel takes with one message."""
 
@@ -273,6 +276,9 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
             if name in BARE:
                 threads = max(threads, len(_threads()))
             _check_forkable(name, threads, fds)
+        if "torch" in modules:
+            with suppress(ImportError):
+                importlib.import_module(BESIDE_TORCH)
     importlib.invalidate_caches()  # Workers need not import what this imports.
     _try_fork()
     gc.collect()

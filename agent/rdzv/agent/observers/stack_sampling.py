@@ -134,7 +134,7 @@ class StackAnswers:
         self, target: Target, sampling: Awaitable[WorkerStack | None], entries: int
     ) -> WorkerStack | None:
         """Return a worker's stack together with the record of its collectives."""
-        read = self._records.read(target.file, target.pid, entries, RECORD_TIMEOUT_S)
+        read = self._record(target, entries)
         stack, record = await asyncio.gather(sampling, read, return_exceptions=True)
         if isinstance(stack, BaseException):
             raise stack
@@ -145,6 +145,12 @@ class StackAnswers:
         if isinstance(record, NoRecordError):
             return replace(stack, no_record=str(record)[:MAX_NOTE_CHARS])
         raise record
+
+    async def _record(self, target: Target, entries: int) -> FlightRecord:
+        if process_state(target.pid) == STOPPED:
+            # All others would wait for an answer that cannot come.
+            raise NoRecordError("it is stopped by a signal, so it does not answer")
+        return await self._records.read(target.file, target.pid, entries, RECORD_TIMEOUT_S)
 
     def _timeout_s(self, asked: StacksAsked) -> float:
         """Return the time left for sampling, with a reserve for sending the answer."""
