@@ -253,10 +253,16 @@ def test_the_fence_ends_parked_workers(c: Cluster) -> None:
 # ------------------------------------------------------------------ agents that are replaced
 
 
+def config(c: Cluster) -> Path:
+    return c.folder / "rdzvd.toml"
+
+
 @pytest.fixture(name="d")
 def _nodes(tmp_path: Path) -> Iterator[Nodes]:
     with cluster_without_server(tmp_path) as made:
-        made.start_server()
+        # Long, so that an agent that is slow to start on a busy machine is not given up meanwhile.
+        config(made).write_text('[lease]\nduration = "60 s"\nlongest = "60 s"\n')
+        made.start_server("--config", str(config(made)))
         try:
             yield Nodes(made)
         finally:
@@ -267,13 +273,31 @@ def _nodes(tmp_path: Path) -> Iterator[Nodes]:
                         os.kill(pid, signal.SIGKILL)
 
 
-def submitted(d: Nodes, *names: str) -> list[int]:
+def submitted(d: Nodes, *names: str, options: tuple[str, ...] = ()) -> list[int]:
     """Start agents and a job on them, with two workers each; return the workers' pids."""
     for name in names:
         d.agents[name] = d.start(name)
     nnodes = f"--nnodes={len(names)}"
-    d.submit("job", nnodes, "--nproc-per-node=2", "--max-restarts=5", WORKER)
+    d.submit("job", nnodes, "--nproc-per-node=2", "--max-restarts=5", *options, WORKER)
     return pids(d.cluster.wait_for_round(0, workers=2 * len(names)))
+
+
+def park_on_n1(d: Nodes, *options: str) -> list[int]:
+    """Have the workers of n1 park, since n2 is drained; return their pids."""
+    before = submitted(d, "n1", "n2", options=options)
+    stays = [pid for pid in before if d.node_of(pid) == "n1"]
+    drained = d.cluster.run("rdzvctl", f"--server={d.cluster.endpoint}", "drain", "n2")
+    assert drained.returncode == 0, drained
+    # A node whose agent is killed before it has said that it stopped is lost.
+    d.until("n1 waits", lambda: is_waiting(d, "n1"))
+    d.until("the others are gone", lambda: not any(map(alive, set(before) - set(stays))))
+    return stays
+
+
+def is_waiting(d: Nodes, name: str) -> bool:
+    """Say whether the server has a node connected, and waiting for a round."""
+    waits = any(n.node_id == name and n.state == "waiting" for n in d.status("job").nodes)
+    return waits and d.node(name).get("state") == "connected"
 
 
 def test_workers_are_kept_by_an_agent_that_has_adopted_them(d: Nodes) -> None:
@@ -286,23 +310,32 @@ def test_workers_are_kept_by_an_agent_that_has_adopted_them(d: Nodes) -> None:
     assert after[1] != before[1]
 
 
+def test_an_agent_that_has_adopted_workers_restarts_them_warm(d: Nodes) -> None:
+    before = submitted(d, "n1", options=("--warm=json",))
+    d.until("workers can be warm", lambda: "can be warm" in d.agents["n1"].text)
+    d.kill("n1")
+    again = d.come_back("n1")
+    os.kill(before[1], signal.SIGKILL)
+    after = pids(d.cluster.wait_for_round(1, workers=2))
+    assert after[0] == before[0]
+    d.cluster.wait_for_text(again, "1 worker new (local_rank 1 is warm")
+
+
 def test_parked_workers_wait_for_the_next_agent(d: Nodes) -> None:
-    before = submitted(d, "n1", "n2")
-    stays = {pid for pid in before if d.node_of(pid) == "n1"}
-    drained = d.cluster.run("rdzvctl", f"--server={d.cluster.endpoint}", "drain", "n2")
-    assert drained.returncode == 0, drained
-
-    def waits() -> bool:
-        return any(n.node_id == "n1" and n.state == "waiting" for n in d.status("job").nodes)
-
-    # A node whose agent is killed before it has said that it stopped is lost.
-    d.until("n1 waits", waits)
-    d.until("the others are gone", lambda: not any(map(alive, set(before) - stays)))
+    stays = park_on_n1(d)
     d.kill("n1")
     d.come_back("n1")
     assert all(map(alive, stays))
     d.agents["n3"] = d.start("n3")
-    assert stays <= set(pids(d.cluster.wait_for_round(1, workers=4)))
+    assert set(stays) <= set(pids(d.cluster.wait_for_round(1, workers=4)))
+
+
+def test_the_fence_ends_parked_workers_though_no_agent_is_there(d: Nodes) -> None:
+    stays = park_on_n1(d, "--fence-after=4")
+    d.kill("n1")
+    d.until("the fence has come", lambda: not any(map(alive, stays)))
+    d.agents["n1"] = d.launch("n1")
+    d.until("n1 waits again", lambda: is_waiting(d, "n1"))
 
 
 # ------------------------------------------------------------------ with the library

@@ -103,6 +103,21 @@ def test_a_peer_that_stops_while_groups_are_made_holds_nobody_up(
         finish(made)
 
 
+def test_a_rank_that_was_told_to_leave_saves_and_ends_though_others_train_on(
+    tmp_path: Path,
+) -> None:
+    with world(tmp_path, "until_told") as made:
+        stays, leaves = made.begin(2)
+        made.resumed()
+        made.notice_file(1).touch()
+        assert leaves.exit_code() == 0
+        assert leaves.lines("saved") and leaves.lines("returned")
+        made.end([stays])
+        made.begin(1, [stays])
+        made.notice_file(0).touch()
+        assert stays.exit_code() == 0
+
+
 # ------------------------------------------------------------------ whose failure
 
 

@@ -7,10 +7,12 @@ A worker with the library parks when its round ends, or by itself when a collect
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
 from rdzv.agent.core import events
+from rdzv.agent.core.machine import resume_ms
 from rdzv.agent.core.model import Assignment, KeptWorker
 from rdzv.structs import struct
 
@@ -67,6 +69,19 @@ class Parking:
         }
         self.parked, self.suspects = {}, set()
         self._base = assignment.resume_step or 0
+        for rank in kept:
+            if world.happens("goes on never"):
+                # It is suspect then, and may be the only one.
+                in_ms = resume_ms(self._runner.part.job) - 1
+                world.agenda.after(in_ms, partial(self._blame, self._runner.workers))
+            else:
+                in_ms = world.random.choice((5, 200, 5_000))
+                resumed = events.WorkerResumed(assignment.round, rank)
+                world.agenda.after(in_ms, partial(self._runner.tell, resumed))
+
+    def _blame(self, workers: Workers | None) -> None:
+        if self._runner.workers == workers:
+            self._runner.world.blame()
 
     def suspect(self, workers: Workers, among: Iterable[int]) -> bool:
         """Let a collective fail in a worker, which parks; return whether one can."""

@@ -96,7 +96,7 @@ CHANCES = ("slow stop", "workers stuck", "start fails", "store host is late", "p
 KEEPING_SHARE = 0.4
 """In how many histories workers can park, and be kept."""
 
-KEEPING_CHANCES = ("parks never", "dies parked", "torn", "wrong claims")
+KEEPING_CHANCES = ("parks never", "dies parked", "torn", "wrong claims", "goes on never")
 """What may happen there whenever it can."""
 
 

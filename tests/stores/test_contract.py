@@ -122,6 +122,7 @@ def membership(rdzv_id: str = "job-7") -> Membership:
             end=end,
             source=7,
             resume_step=1 << 53,
+            fruitless=True,
         ),
         next_round=6,
         restarts=(4_500,),

@@ -215,6 +215,20 @@ def busy() -> None:
     run(State(step=0))
 
 
+def until_told() -> None:
+    """Do small collectives until this node was told to leave, then save and return."""
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        while not round_.leaving:
+            dist.all_reduce(torch.ones(1))
+            state.check()
+        say("saved", rank=round_.rank)
+
+    run(State(step=0))
+    say("returned")
+
+
 def differing() -> None:
     """Build another model on each rank."""
     rank = int(os.environ["RANK"])

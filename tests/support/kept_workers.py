@@ -206,6 +206,10 @@ class World:
         """Wait until the function is about to be called on all ranks."""
         return [worker.expect("resumed", round=self.number) for worker in self.workers]
 
+    def notice_file(self, rank: int) -> Path:
+        """Return the file that tells a rank to leave once it is there."""
+        return self.folder / f"notice{rank}"
+
     def _env(self, rank: int, size: int, port: int) -> dict[str, str]:
         return {
             "RANK": str(rank),
@@ -217,6 +221,7 @@ class World:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": "test",
             "RDZV_ROUND": str(self.number),
+            "RDZV_NOTICE_FILE": str(self.notice_file(rank)),
         }
 
     def _start(self, env: dict[str, str], args: dict[str, Any]) -> Worker:

@@ -76,6 +76,7 @@ def complete_round(work: Draft) -> bool:
         at_ms=work.now_ms,
         source=keeping.source,
         resume_step=keeping.resume_step,
+        fruitless=keeping.fruitless,
     )
     work.store(replace(membership, round=round_, next_round=round_.number + 1))
     seats = {p.node_id: Seat(p.incarnation, work.now_ms) for p in seated}

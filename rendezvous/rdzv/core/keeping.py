@@ -35,7 +35,7 @@ WHY_NEW: Mapping[str, str] = {
     WhyNew.NOBODY: "the end of the last round asked for new processes",
     WhyNew.FAILED: "failed in the last round",
     WhyNew.CHARGED: "a collective failed, and nothing else did",
-    WhyNew.NO_STEP: "the last round had kept workers, and failed before a step was sealed",
+    WhyNew.NO_STEP: "kept workers sealed no step in a round that failed, or in two that broke",
     WhyNew.TORN: "a step was left half done, and no worker has a whole state",
     WhyNew.OUT_OF_STEP: "more than one step away from the source",
 }
@@ -62,6 +62,7 @@ class Keeping:
     participants: tuple[Participant, ...]
     source: int | None = None
     resume_step: int | None = None
+    fruitless: bool = False
     not_kept: tuple[NotKept, ...] = ()
 
 
@@ -114,6 +115,7 @@ def keep(
         participants=tuple(_written(p, kept, new) for p in participants),
         source=source if kept else None,
         resume_step=sealed if kept else None,
+        fruitless=bool(kept) and _fruitless(prior, able),
         not_kept=_grouped(new),
     )
 
@@ -160,13 +162,21 @@ def _sealed(offer: KeptWorker) -> int:
     return offer.step or 0
 
 
+def _fruitless(prior: Round | None, able: Mapping[int, KeptWorker]) -> bool:
+    """Whether kept workers have sealed no step since a round that broke, the last or an earlier."""
+    if prior is None or prior.end is None or not kept_workers(prior):
+        return False
+    furthest = max(map(_sealed, able.values()), default=0)
+    return furthest <= (prior.resume_step or 0) and (prior.end.broken or prior.fruitless)
+
+
 def _why_none(
     prior: Round | None, able: Mapping[int, KeptWorker], source: int | None
 ) -> WhyNew | None:
     """Return why none of these workers is kept; None if some are."""
-    if prior is not None and prior.end is not None and prior.end.cause is Cause.WORKER_FAILURE:
-        furthest = max(map(_sealed, able.values()), default=0)
-        if any(p.kept for p in prior.participants) and furthest <= (prior.resume_step or 0):
+    if _fruitless(prior, able) and prior is not None and prior.end is not None:
+        failed = prior.end.cause is Cause.WORKER_FAILURE
+        if failed or (prior.end.broken and prior.fruitless):
             return WhyNew.NO_STEP
     torn = any(offer.torn or _sealed(offer) for offer in able.values())
     return WhyNew.TORN if source is None and torn else None

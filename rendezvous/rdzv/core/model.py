@@ -285,6 +285,8 @@ class Round:
     source: int | None = None
     resume_step: int | None = None
     """RANK of the kept worker that has the newest state, and the number of steps it has sealed."""
+    fruitless: bool = False
+    """Kept workers have sealed no step since a round that broke."""
 
     @property
     def world_size(self) -> int:

@@ -462,8 +462,8 @@ def _what() -> list[Option]:
         value(
             "--park-timeout",
             "SECONDS",
-            "end such workers after this time without a next round, as they hold their GPUs "
-            "(default 600)",
+            "end such workers after this time without a next round, as they hold their GPUs; if "
+            "above 600, also how long they may wait in a round for others to start (default 600)",
             type=float,
             default=600.0,
         ),

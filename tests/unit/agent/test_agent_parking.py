@@ -208,6 +208,26 @@ def test_a_worker_that_died_while_the_round_was_announced_is_a_new_one() -> None
     assert start == StartWorkers(line(1, kept=(1,)))
 
 
+def test_a_kept_worker_that_does_not_go_on_in_time_is_suspect() -> None:
+    node = parked()
+    node.hear(events.RoundCompleted(line(1, kept=(0, 1))))
+    node.hear(events.WorkerResumed(1, 0))
+    assert node.wait(599_999) == []
+    said, stop = node.wait(1)
+    assert isinstance(said, SayFailed)
+    (failure,) = said.failures
+    assert (failure.local_rank, failure.pid, failure.suspect) == (1, 101, True)
+    assert "has not gone on within 600 s" in failure.message
+    assert stop == StopWorkers(1, GRACE_MS, keep_ms=10_000)
+
+
+def test_nothing_is_due_once_all_kept_workers_go_on() -> None:
+    node = parked()
+    node.hear(events.RoundCompleted(line(1, kept=(0, 1))))
+    node.hear(events.WorkerResumed(1, 0), events.WorkerResumed(1, 1))
+    assert node.wait(2_000_000) == []
+
+
 def test_the_fence_ends_parked_workers_and_the_node_says_so() -> None:
     node = parked()
     assert node.hear(events.KeptGone()) == [SayJoin("r1", 0, ())]

@@ -61,14 +61,17 @@ def ended(
     resume_step: int | None = None,
     gone: tuple[str, ...] = (),
     succeeded: tuple[str, ...] = (),
+    broken: bool = True,
+    fruitless: bool = False,
 ) -> Round:
     """Return round 4 of n1 and n2, and how it has ended."""
-    end = RoundEnd(cause, "why", 9, True, tuple(failures), settled=True, keep=keeps)
+    end = RoundEnd(cause, "why", 9, broken, tuple(failures), settled=True, keep=keeps)
     participants = tuple(
         replace(p, kept=tuple(map(int, kept.split())) if p.node_id == "n1" else ()) for p in BEFORE
     )
     round_ = Round(4, participants, "h", 1, True, 0, 5, gone=gone, succeeded=succeeded, end=end)
-    return replace(round_, source=None if resume_step is None else 0, resume_step=resume_step)
+    source = None if resume_step is None else 0
+    return replace(round_, source=source, resume_step=resume_step, fruitless=fruitless)
 
 
 def decide(prior: Round | None, joins: dict[str, Waiting]) -> Keeping:
@@ -358,6 +361,27 @@ def test_a_worker_that_fails_while_parked_is_the_root_cause_instead() -> None:
     settled = job.last(RoundSettled)
     assert settled.root_cause is not None and settled.root_cause.exit_code == 139
     assert job.last(RoundCompleted).not_kept == (NotKept(WhyNew.FAILED, (0,)),)
+
+
+@pytest.mark.parametrize(
+    ("broken", "fruitless", "sealed", "keeps", "again"),
+    [
+        (True, False, 7, True, True),
+        (True, True, 7, False, False),
+        (True, True, 8, True, False),
+        (False, True, 7, True, True),
+        (False, False, 7, True, False),
+    ],
+    ids=["once", "twice", "a step was sealed", "nothing broke since", "nothing broke"],
+)
+def test_two_rounds_that_break_before_kept_workers_have_sealed_a_step_end_them(
+    *, broken: bool, fruitless: bool, sealed: int, keeps: bool, again: bool
+) -> None:
+    prior = ended(Cause.NODE_LOST, kept="0 1", resume_step=7, broken=broken, fruitless=fruitless)
+    keeping = decide(prior, {n: waits(f"0:{sealed} 1:{sealed}") for n in ("n1", "n2")})
+    assert bool(kept_ranks(keeping)) == keeps
+    assert [one.why for one in keeping.not_kept] == ([] if keeps else [WhyNew.NO_STEP])
+    assert keeping.fruitless == again
 
 
 def test_ends_that_ask_for_new_processes() -> None:

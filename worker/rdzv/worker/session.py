@@ -127,13 +127,16 @@ class Session:
             )
 
     def _meet(self, groups: RoundGroups) -> None:
-        """Wait until all ranks have returned: one that left earlier could not do a step again."""
+        """Wait until all ranks have returned: one that left earlier could not do a step again.
+
+        A node that was told to leave does none again, so its ranks wait for nobody.
+        """
         if self._link is None or groups.store is None:
             return
         world_size = groups.round.world_size
         if groups.store.add("returned", 1) == world_size:
             groups.store.set("all returned", "")
-        while True:
+        while not groups.round.leaving:
             self.check(between_steps=True)
             try:
                 groups.store.wait(["all returned"], _MEET_SLICE)

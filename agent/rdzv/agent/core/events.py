@@ -106,6 +106,14 @@ class WorkerSuspected:
 
 
 @struct(frozen=True)
+class WorkerResumed:
+    """A kept worker goes on in a round: its script's function is called again."""
+
+    round: int
+    local_rank: int
+
+
+@struct(frozen=True)
 class StartFailed:
     """The workers of a round could not be started."""
 
@@ -226,6 +234,7 @@ Event = (
     | Refused
     | WorkerExited
     | WorkerSuspected
+    | WorkerResumed
     | StartFailed
     | WorkersGone
     | KeptExited

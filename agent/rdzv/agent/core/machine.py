@@ -47,6 +47,7 @@ from rdzv.agent.core.events import (
     Unhealthy,
     Withdrawn,
     WorkerExited,
+    WorkerResumed,
     WorkersGone,
     WorkersStuck,
     WorkerSuspected,
@@ -83,6 +84,9 @@ _SAME_DEADLINE_MS = 1_000
 
 _DONE_MS = 500
 """How long after its own workers those of other nodes may exit, if all are done."""
+
+_RESUME_LEAST_MS = 600_000
+"""How long kept workers may at least wait, in a new round, for the start of others."""
 
 _SIGTERM = 15
 
@@ -162,6 +166,10 @@ def _apply(work: _Step, event: Event) -> None:
             | StartFailed()
         ):
             _apply_to_workers(work, event)
+        case WorkerResumed():
+            if _is_current(work.state, event.round):
+                left = (one for one in work.state.resuming if one.local_rank != event.local_rank)
+                work.state = replace(work.state, resuming=tuple(left))
         case KeptExited():
             _note_kept_exit(work, event)
         case KeptGone():
@@ -229,6 +237,8 @@ def _start(work: _Step, assignment: Assignment) -> None:
         alive=frozenset(range(state.job.local_world_size)),
         workers_gone=False,
         kept=(),
+        resuming=tuple(one for one in state.kept if one.local_rank in assignment.kept),
+        resume_due_ms=work.now_ms + resume_ms(state.job),
         ending_kept=False,
         failures=(),
         moved=UNMOVED,
@@ -537,6 +547,28 @@ def _park_due_ms(state: AgentState) -> int | None:
     return state.idle_since_ms + state.job.park_timeout_ms
 
 
+def resume_ms(job: Job) -> int:
+    """Return how long kept workers may take to go on in a new round."""
+    return max(job.park_timeout_ms, _RESUME_LEAST_MS)
+
+
+def _resume_due_ms(state: AgentState) -> int | None:
+    """Return when kept workers of a running round must have gone on; None if they have."""
+    waits = any(one.local_rank in state.alive for one in state.resuming)
+    return state.resume_due_ms if waits and state.phase is Phase.RUNNING else None
+
+
+def _suspect_waiting(work: _Step) -> None:
+    """Report a kept worker that does not go on: what it waits for may be on another node."""
+    state = work.state
+    assert state.assignment is not None
+    one = next(one for one in state.resuming if one.local_rank in state.alive)
+    seconds = resume_ms(state.job) / 1000
+    message = f"it was kept, and has not gone on within {seconds:g} s"
+    number = state.assignment.round
+    _note_suspect(work, WorkerSuspected(number, one.local_rank, one.pid, message, "", age_ms=0))
+
+
 # ------------------------------------------------------------------ the end
 
 
@@ -759,6 +791,9 @@ def _check_deadlines(work: _Step) -> None:
     due_ms = _park_due_ms(work.state)
     if due_ms is not None and work.now_ms >= due_ms:
         _end_kept(work)
+    due_ms = _resume_due_ms(work.state)
+    if due_ms is not None and work.now_ms >= due_ms:
+        _suspect_waiting(work)
     due_ms = _server_due_ms(work.state)
     if due_ms is not None and work.now_ms >= due_ms:
         _finish(work, _without_server(work.state))
@@ -809,5 +844,6 @@ def _wake_at_ms(state: AgentState) -> int | None:
         _server_due_ms(state),
         _notice_due_ms(state),
         _park_due_ms(state),
+        _resume_due_ms(state),
     )
     return min((due_ms for due_ms in due if due_ms is not None), default=None)

@@ -180,6 +180,10 @@ class AgentState:
     """Whether the runner has confirmed that no process takes part in the round any more."""
     kept: tuple[KeptWorker, ...] = ()
     """The parked workers on this node."""
+    resuming: tuple[KeptWorker, ...] = ()
+    """The kept workers of the present round that do not go on yet: they may wait for others."""
+    resume_due_ms: int = 0
+    """When they must have gone on."""
     ending_kept: bool = False
     """Whether the runner was told to end the parked workers, and has not confirmed it."""
     failures: tuple[WorkerFailure, ...] = ()

@@ -100,6 +100,8 @@ class RunnerEventRouter:
                         age_ms=event.age_ms,
                     )
                 )
+            case runner_link.WorkerResumed():
+                post(events.WorkerResumed(event.round, event.local_rank))
             case runner_link.KeptExited():
                 fate = (event.exit_code, event.signal)
                 post(events.KeptExited(event.local_rank, event.pid, *fate))
