@@ -1318,6 +1318,20 @@ MUTANTS = (
         by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
+        "keeping: rounds that break before a step is sealed are tried for ever",
+        "keeping._why_none",
+        "        if failed or (prior.end.broken and prior.fruitless):",
+        "        if failed:",
+        by="tests/unit/core/test_keeping.py",
+    ),
+    Mutant(
+        "a kept worker may wait for its peers for ever",
+        "machine._resume_due_ms",
+        "    return state.resume_due_ms if waits and state.phase is Phase.RUNNING else None",
+        "    return None",
+        by="tests/unit/agent/test_agent_parking.py",
+    ),
+    Mutant(
         "a death that is noticed after the suspect that felt it does not count",
         "machine._note_failure",
         "    if stopping and not by_itself:",

@@ -93,7 +93,7 @@ def test_cgroup_v1_counts_kills_as_well(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "text"), [(1 << 30, "1.0 GiB"), (3 << 29, "1.5 GiB"), (1023 << 20, "1023 MiB")]
+    ("limit", "text"), [(1 << 30, "1 GiB"), (3 << 29, "1.5 GiB"), (1023 << 20, "1023 MiB")]
 )
 def test_a_limit_is_in_gib_from_one_on(machine: Machine, limit: int, text: str) -> None:
     machine.write(machine.job / "memory.max", f"{limit}\n")
