@@ -1,4 +1,4 @@
-"""Ledgers as text: where a run's time went, what it cost, and the same of all jobs."""
+"""Ledgers as text: where the time of one run, or of all jobs, went, and what it cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_STEPS = (
 """Shown where starting, loading and redone steps cannot be told from training."""
 FORGOTTEN = "The beginning of this run is no longer kept, and not counted."
 LISTED = 10
-"""The number of jobs, causes and nodes that a text names."""
+"""The most jobs, causes and nodes that a text lists."""
 
 COMEBACKS = ("workers", "times", "each", "time", "node-hours")
 """What each kind of comeback is told by."""
@@ -45,7 +45,7 @@ def read_since(text: str) -> int:
 
 
 def share(goodput: float | None, *, steps_reported: bool) -> str:
-    """Write a share of time, and that it is a bound where no steps are reported.
+    """Write a share of time, as an upper bound where no steps are reported.
 
     >>> share(0.8731, steps_reported=True), share(1.0, steps_reported=False)
     ('87.3%', 'at most 100.0%')
@@ -68,7 +68,7 @@ def hours(ms: int | None) -> str:
 
 
 def cause_name(cause: str) -> str:
-    """Name what time is owed to; it is the start of a run if nothing has gone wrong."""
+    """Name the cause of lost time; it is the start of a run if nothing has failed."""
     return cause or "the start"
 
 
@@ -101,7 +101,7 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) ->
 
 
 def notes(found: Ledger) -> list[str]:
-    """Say what a ledger cannot know."""
+    """Describe what a ledger cannot know."""
     told = []
     if not found.steps_reported and found.phases[LedgerPhase.TRAINING]:
         told.append(NO_STEPS)
@@ -178,7 +178,7 @@ def _runs(runs: Sequence[Ledger], page: Page) -> list[str]:
 
 
 def report(found: Report, page: Page) -> str:
-    """Show what all jobs have spent, and which causes and nodes cost most."""
+    """Show how all jobs spent their time, and which causes and nodes cost most."""
     since = duration(found.until_unix_ms - found.from_unix_ms)
     lines = [page.line(Cell(f"All jobs in the last {since}", "bold")), ""]
     if not found.jobs:

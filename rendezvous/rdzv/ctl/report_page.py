@@ -1,6 +1,6 @@
-"""Ledgers as one HTML page with its plots: nothing in it is loaded from elsewhere.
+"""Ledgers as an HTML page with plots, which loads nothing from elsewhere.
 
-All texts are escaped: a name or a reason may come from anybody.
+All texts are escaped: names and reasons come from outside.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COLOURS: Mapping[str, str] = {
     LedgerPhase.DETECTING: "#d1495b",
     LedgerPhase.STOPPING: "#e08a4a",
 }
-"""The colour of each phase; the page of rdzvd has the same."""
+"""The color of each phase, as on the page of rdzvd."""
 
 _WIDTH, _BAND = 1_000, 46
 _LEAST_WIDTH = 0.2
-"""Narrower intervals are drawn together, as the one that takes most of their time."""
+"""Narrower intervals are merged, and drawn in the color of the longest."""
 _TICKS = 5
 _WORDS = ("cause", "node", "job", "workers")
 """Titles of columns that hold no numbers."""
@@ -228,7 +228,7 @@ def _other(run: Ledger) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a table; the first two columns are text if they hold any, and the others numbers."""
+    """Write a table, without empty columns; the first two hold text, the others numbers."""
     found = list(rows)
     kept = [i for i in range(len(header)) if any(row[i] for row in found)]
     kinds = {i: "" if header[i] in _WORDS else ' class="n"' for i in kept}

@@ -1,12 +1,11 @@
-"""The ledger of a run: what each second of it was spent on, by its history.
+"""The ledger of a run: how each second was spent, computed from its history.
 
 Every moment from the run's beginning to its end, or to now, lies in exactly one interval. Nothing
 is read from a sentence, and nothing is guessed: where no worker has reported a step, training
 counts from the start of the workers, and the ledger says so (`Ledger.steps_reported`).
 
-Some facts come late: a failure is older than the report of it, and only a round that completes
-says since when enough nodes were there. So time is booked when a round is over, and what is shown
-before is provisional.
+Some facts arrive late: a failure is reported after it happened, and only a complete round tells
+when enough nodes were ready. So the time of a round is final once the round is over.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ DECLINED = "node declined"
 
 
 class LedgerPhase(StrEnum):
-    """What time was spent on."""
+    """How time was spent."""
 
     QUEUED = "queued"
     """A submitted job has no node."""
@@ -68,9 +67,9 @@ class Interval:
     phase: str
     """One of `LedgerPhase`."""
     cause: str
-    """The cause of the end of the round before, or of this round, that it is owed to; or empty."""
+    """Why the time was lost: the cause that ended this round or the one before; or empty."""
     node_id: str
-    """The node that this cause is about; empty if it is none, several, or not known."""
+    """The node that this cause is about; empty if there is none, several, or it is unknown."""
     round: int | None
     """The round that it belongs to; None between rounds."""
     node_ms: int
@@ -91,7 +90,7 @@ class Cost:
     cause: str
     node_id: str
     times: int
-    """How many ends of rounds, or refusals, it stands for."""
+    """The number of ends of rounds, or refusals, with this cause."""
     ms: int
     node_ms: int
 
@@ -113,7 +112,7 @@ class Ledger:
 
     run: str
     run_number: int | None
-    """None if the run's beginning is no longer in the history, so that the ledger begins later."""
+    """None if the run's beginning is no longer in the history; the ledger then begins later."""
     from_unix_ms: int
     until_unix_ms: int
     wall_ms: int
@@ -133,7 +132,7 @@ class Ledger:
     phases: dict[str, int]
     """Milliseconds by phase, of all phases."""
     costs: tuple[Cost, ...]
-    """What has kept the run from training, the most node time first."""
+    """Why the run did not train, the most node time first."""
     comebacks: tuple[Comeback, ...]
     """How long it took to train again, by how the workers of the round came."""
     intervals: tuple[Interval, ...]
@@ -148,7 +147,7 @@ def summed(intervals: Iterable[Interval], *, nodes: bool = False) -> dict[str, i
 
 
 def costs(intervals: Iterable[Interval]) -> tuple[Cost, ...]:
-    """Sum up by cause and node what was not training, the most node time first."""
+    """Sum up the time without training by cause and node, the most node time first."""
     found: dict[tuple[str, str], list[int]] = {}
     before: Interval | None = None
     for one in intervals:
@@ -163,7 +162,7 @@ def costs(intervals: Iterable[Interval]) -> tuple[Cost, ...]:
 
 
 def _begins(one: Interval, before: Interval | None) -> bool:
-    """Return whether an interval begins what its cause has cost, from the end of a round on."""
+    """Return whether an interval is the first one charged to its cause."""
     if before is None or before.phase == LedgerPhase.TRAINING:
         return True
     if one.phase in _ENDS:
@@ -214,23 +213,23 @@ def chosen(rdzv_id: str, runs: Sequence[Ledger], number: int | None) -> Ledger:
     """Return the ledger of the run with this number; None: of the last run.
 
     Raises:
-        UnknownJobError: nothing of this run is kept.
+        UnknownJobError: the history of this run is not kept.
 
     """
     if not runs:
-        raise UnknownJobError(f"nothing of the past of {rdzv_id} is kept; it has no ledger")
+        raise UnknownJobError(f"no history of {rdzv_id} is kept, so it has no ledger")
     if number is None:
         return runs[-1]
     for run in runs:
         if run.run_number == number:
             return run
     kept = ", ".join(map(str, run_numbers(runs))) or "none"
-    raise UnknownJobError(f"run {number} of {rdzv_id} is not kept; those that are: {kept}")
+    raise UnknownJobError(f"run {number} of {rdzv_id} is not kept; runs that are: {kept}")
 
 
 @dataclass(slots=True)
 class _Round:
-    """The facts about the last round; its time is booked when the next thing happens."""
+    """What is known about the last round; its time is booked once the next one follows."""
 
     number: int
     at_ms: int
@@ -256,7 +255,7 @@ class _Round:
 
 @dataclass(slots=True)
 class Book:
-    """The ledger of one run in the making: note its events in their order."""
+    """Builds the ledger of one run from its events, in their order."""
 
     run: str
     began_ms: int
@@ -272,7 +271,7 @@ class Book:
     _now_ms: int = 0
     _round: _Round | None = None
     _cause: tuple[str, str] = ("", "")
-    """What the time between rounds, and until lost steps are redone, is owed to."""
+    """The cause and node to which time between rounds and redone steps are charged."""
     _furthest: int | None = None
     """The furthest step of all rounds that are over."""
     _any_steps: bool = False
@@ -557,7 +556,7 @@ class Book:
 
 
 def _broke_ms(round_: _Round, ended_ms: int) -> int:
-    """Return when a round stopped to work: at its end, or before that was known.
+    """Return when a round stopped working: at its end, or earlier if the failure was noticed late.
 
     A step that was made after a node fell silent shows that the others went on.
     """

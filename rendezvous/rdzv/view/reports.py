@@ -1,4 +1,4 @@
-"""The ledgers of many jobs, summed up: which causes and which nodes have cost most."""
+"""The ledgers of many jobs, summed up: which causes and nodes cost most."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rdzv.view.ledger import Cost, Interval, Ledger, LedgerPhase, costs, summed
 
 @struct(frozen=True)
 class JobLine:
-    """What the runs of one job have spent within the time of a report."""
+    """How the runs of one job spent their time within a report."""
 
     rdzv_id: str
     runs: int
@@ -21,7 +21,7 @@ class JobLine:
     """Whether every run has reported steps; if not, `goodput` is an upper bound."""
     node_ms: int
     lost_node_ms: int
-    """The nodes' time that was not training."""
+    """The nodes' time without training."""
     lost_gpu_ms: int | None
     """The same of their GPUs; None if the GPUs of a run are unknown."""
 
@@ -36,12 +36,12 @@ class Loss:
     ms: int
     node_ms: int
     gpu_ms: int | None
-    """None if the GPUs of a run that it has cost are unknown."""
+    """None if the GPUs of an affected run are unknown."""
 
 
 @struct(frozen=True)
 class Report:
-    """All jobs within a time."""
+    """How all jobs spent a period of time."""
 
     from_unix_ms: int
     until_unix_ms: int
@@ -59,7 +59,7 @@ class Report:
 
 @struct(frozen=True)
 class Spent:
-    """What the runs of one job have spent within the time of a report."""
+    """One job's part of a report: its line, its time by phase, and its costs."""
 
     line: JobLine
     phases: dict[str, int]

@@ -197,7 +197,7 @@ async def test_the_time_is_that_of_the_servers_clock() -> None:
 
 def test_a_run_that_is_not_kept_is_refused(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["report", job, "--run", "77"]) == 1
-    assert "run 77 of a is not kept; those that are: " in capsys.readouterr().err
+    assert "run 77 of a is not kept; runs that are: " in capsys.readouterr().err
 
 
 def test_a_job_without_a_past(
@@ -207,7 +207,7 @@ def test_a_job_without_a_past(
 ) -> None:
     control.history = []
     assert run(["report", job]) == 1
-    assert "nothing of the past of a is kept" in capsys.readouterr().err
+    assert "no history of a is kept" in capsys.readouterr().err
 
 
 def test_all_jobs(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

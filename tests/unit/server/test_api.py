@@ -260,7 +260,7 @@ async def test_the_ledger_of_a_run_is_answered() -> None:
         assert (interval["phase"], interval["round"], interval["node_ms"]) == ("training", 0, 8_000)
         assert await s.get("/jobs/job-7/ledger?run=1") == found
         error = await s.get("/jobs/job-7/ledger?run=2", 404)
-        assert "run 2 of job-7 is not kept; those that are: 1" in error["message"]
+        assert "run 2 of job-7 is not kept; runs that are: 1" in error["message"]
 
 
 async def test_what_all_jobs_have_spent_is_answered() -> None:

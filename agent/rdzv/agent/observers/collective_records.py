@@ -23,21 +23,21 @@ from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 log = logging.getLogger("rdzv.agent")
 
 HOOK = Path(__file__).parents[1] / "job_programs" / "collectives_hook"
-"""A folder whose `sitecustomize` has workers answer."""
+"""The folder with the `sitecustomize` that makes workers answer."""
 KEPT_PATH = "RDZV_PYTHONPATH"
-"""A variable with the PYTHONPATH that the script is to have."""
+"""The variable that holds the script's own PYTHONPATH."""
 
 MAX_NAMES = 64
-"""The most names in a worker's folder that are looked at, ..."""
+"""The most names in a worker's folder that are examined."""
 MAX_TRIED = 4
-"""... and sockets that are tried."""
+"""The most sockets that are tried."""
 MAX_BYTES = 32 << 20
 """A larger answer is an error; torch's 2,000 entries are one megabyte."""
 MAX_WHY_BYTES = 300
 MAX_TOLD = 8
 """The most reasons that the log gives for one job."""
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
-"""Torch's names of the record, newer ones first."""
+"""The names of torch's handlers for the record, newest first."""
 
 _NAME = re.compile(r"collectives\.(\d+)\.([0-9a-f]{8}|why)")
 
@@ -49,7 +49,7 @@ NOTHING = (
 
 
 class NoRecordError(Exception):
-    """A worker's record cannot be had; the message says why."""
+    """A worker's record is not available; the message says why."""
 
 
 def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
@@ -73,7 +73,7 @@ class RecordReader:
     async def read(
         self, file: str, pid: int, entries: int, timeout_s: float, *, begins: bool = False
     ) -> FlightRecord:
-        """Return the record of the worker with this progress file; keep so many entries a group.
+        """Return the record of the worker with this progress file, with `entries` of each group.
 
         Raises:
             NoRecordError: there is none, or it does not come in time. The log says why, once,

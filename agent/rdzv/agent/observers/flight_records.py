@@ -13,9 +13,9 @@ from rdzv.core.collectives import DEFAULT_GROUP, Collective, GroupRecord
 from rdzv.structs import struct
 
 ENTRIES = 64
-"""The most collectives of one group that are kept, ..."""
+"""The most collectives of one group that one rank keeps."""
 ENTRIES_OF_ALL_RANKS = 4_096
-"""... and of one group of all ranks together: with very many, only the last of each."""
+"""The most that all ranks of a group keep together; of very many ranks, only the last few."""
 LEAST_ENTRIES = 4
 MAX_GROUPS = 32
 MAX_TEXT_CHARS = 120
@@ -56,12 +56,12 @@ class FlightRecord:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits in a collective."""
+        """Whether the worker waits in a collective."""
         return any(group.pending is not None for group in self.groups)
 
 
 def entries_for(world_size: int) -> int:
-    """Return how many collectives of one group a rank of so many keeps.
+    """Return how many collectives of one group each of `world_size` ranks keeps.
 
     >>> entries_for(8), entries_for(256), entries_for(100_000)
     (64, 16, 4)
@@ -70,7 +70,7 @@ def entries_for(world_size: int) -> int:
 
 
 def read_record(text: bytes, now_ns: int, entries: int = ENTRIES) -> FlightRecord:
-    """Read a record; of each group keep so many `entries`, and the first that is not done.
+    """Read a record; of each group, keep the last `entries` and the first that is not done.
 
     `now_ns` is the present time of the clock that has stamped the entries.
 
@@ -81,7 +81,7 @@ def read_record(text: bytes, now_ns: int, entries: int = ENTRIES) -> FlightRecor
     try:
         trace = _DECODER.decode(text)
     except msgspec.DecodeError as error:
-        raise ValueError(f"what torch says of its collectives cannot be read: {error}") from error
+        raise ValueError(f"torch's record of its collectives cannot be read: {error}") from error
     newest: dict[str, int] = {}
     for entry in trace.entries:
         name = entry.process_group[0]

@@ -22,7 +22,7 @@ class Round:
     """The round whose processes are here, from its start until they are gone."""
 
     def __init__(self, number: int, *, has_links: bool = False) -> None:
-        """Take whether its workers get links, so that they can be kept."""
+        """With `has_links` its workers get links, so that they can be kept."""
         self.number = number
         self.has_links = has_links
         self.pids: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The command that shows what jobs have spent their time on."""
+"""The command that shows how jobs spent their time."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _SINCE = "7d"
 @click.option(
     "--since",
     metavar="TIME",
-    help=f"Without JOB: all jobs, of this time, such as 12h; {_SINCE} if not given.",
+    help=f"Without JOB: how far back to look, such as 12h; {_SINCE} if not given.",
 )
 @click.option(
     "--html",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write it as a page of its own, with its plots, instead.",
+    help="Write an HTML page with plots instead.",
 )
 @output_option
 @connection_options
@@ -90,7 +90,7 @@ def _ledgers(client: ControlClient, job: str, now_ms: int) -> list[Ledger]:
 
 
 def _servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int:
-    """Return the time by the server's clock, of which history is; this machine's, if unknown."""
+    """Return the time by the server's clock, as in the history; by this machine's, if unknown."""
     for event in reversed(past):
         if event.name == "RunBegan" and event.run == status.run:
             return event.unix_ms + status.run_age_ms
@@ -113,7 +113,7 @@ def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: 
 
 
 def _all(client: ControlClient, since: str, now_ms: int) -> Report:
-    """Sum up all jobs; one that is forgotten meanwhile is left out."""
+    """Sum up all jobs, except those deleted meanwhile."""
     from rdzv.ctl.as_text_report import read_since
     from rdzv.view.ledger import ledgers_of
     from rdzv.view.reports import ended_before, report, spent_by

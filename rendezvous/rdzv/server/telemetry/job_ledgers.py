@@ -1,4 +1,4 @@
-"""What the jobs of a server spend their time on, for /metrics: the sums of their ledgers.
+"""How the jobs of a server spend their time, for /metrics: the sums of their ledgers.
 
 A job is counted from when this server knows of it, over all its runs.
 """
@@ -79,5 +79,5 @@ class JobLedgers:
         self._jobs.pop(rdzv_id, None)
 
     def clear(self) -> None:
-        """Forget all jobs: they belong to another server."""
+        """Forget all jobs, since another server leads."""
         self._jobs.clear()

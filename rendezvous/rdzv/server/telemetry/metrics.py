@@ -299,7 +299,7 @@ class Metrics(Meter, Collector):
     def _settle(self, tally: JobTally, event: RoundSettled, restarts: int, now_ms: int) -> None:
         tally.ended[event.cause] += 1
         if event.root_cause is not None and event.root_cause.suspect:
-            # It was none of its peers' failures after all.
+            # No peer's failure was found, so the suspect's own counts.
             tally.failures += 1
             self._failures.inc()
         self._rounds_ended.labels(event.cause).inc()
