@@ -119,7 +119,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> str:
-        """A description of the allowed values; empty if the kind says it all."""
+        """A description of the allowed values; empty if the kind allows every value."""
         if self.choices:
             return ", ".join(map(quoted, self.choices))
         if self.least is not None and self.most is not None:

@@ -312,7 +312,7 @@ class _Tail:
         write(batch)
 
     def _wants(self, pieces: Iterable[bytes]) -> bool:
-        """Return whether a line, given in pieces, has any needle, or there are no needles."""
+        """Return whether a line, given in pieces, contains a needle, or none is looked for."""
         if not self._needles:
             return True
         overlap = max(map(len, self._needles)) - 1
