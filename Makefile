@@ -240,6 +240,7 @@ build/peers/.ready: $(READY)
 bench-kept: $(READY) build/peers/.ready  ## workers that stay: what they promise, and how soon, beside peers; a quarter of an hour
 	@$(BIN)/python bench/recovery.py --out build/bench/kept-recovery.jsonl --nodes 3 --nproc 2 --cases worker \
 	  --minutes 4 --launchers torchrun,torchrun-best,torchft,nvidia,rdzvrun,rdzvrun-warm,rdzvrun-kept
+	@$(BIN)/python bench/sections.py --print build/bench/kept-recovery.jsonl
 	@$(BIN)/python bench/kept.py --out build/bench/kept.jsonl
 
 .PHONY: bench-goodput

@@ -270,7 +270,9 @@ def phases(
 
     Logs are cut to milliseconds, so what they tell may seem to come just before its cause.
     """
-    found = {name: at_s - befell_s for name, at_s in world.items() if name in PHASES}
+    # A spare rank of a peer has started long before.
+    reached = {name: at_s - befell_s for name, at_s in world.items() if name in PHASES}
+    found = {name: after_s for name, after_s in reached.items() if after_s >= 0}
     ends = [end for end in exits_s.values() if end is not None]
     if ends:
         found["died"] = max(min(ends) - befell_s, 0.0)

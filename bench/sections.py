@@ -279,12 +279,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="with JSON lines")
+    parser.add_argument("--print", action="store_true", help="print the sections, renew nothing")
     rows: list[Row] = []
-    for file in parser.parse_args().files:
+    chosen = parser.parse_args()
+    for file in chosen.files:
         rows += [json.loads(line) for line in file.read_text().splitlines()]
     text = RESULTS.read_text()
     for bench, (section, plot) in SECTIONS.items():
         if of_bench := [row for row in rows if row["bench"] == bench]:
+            if chosen.print:
+                print(section(of_bench))
+                continue
             text = renewed(text, bench, section(of_bench))
             if plot is not None:
                 (HERE / f"{bench}.svg").write_text(plot(of_bench))

@@ -127,6 +127,10 @@ def test_what_was_said_before_or_after_is_no_phase() -> None:
     assert "round" not in found
 
 
+def test_what_a_spare_rank_has_done_before_is_no_phase() -> None:
+    assert "started" not in phases(103.5, WORLD, {}, [], 1000.0)
+
+
 def test_a_log_that_is_cut_to_milliseconds_is_not_before_its_cause() -> None:
     found = phases(100.0004, WORLD, {}, [Said("noticed", 1100.0)], 1000.0)
     assert found["noticed"] == 0.0
