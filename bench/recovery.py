@@ -10,7 +10,7 @@ machine, under each launcher in turn:
   a script whose processes stay (rdzv.worker). Where there is to be a zygote, nothing befalls the
   job before each node has one;
 * torchft, nvidia: what stays in its processes elsewhere (recovery_peers.py), for `worker` alone.
-  torchft starts the killed worker anew, cold; the in-process wrapper has a spare rank for it.
+  torchft starts killed workers anew, cold; the in-process wrapper has a spare rank for it.
 
 What befalls it, always on the last node, since the first hosts torchrun's store, whose loss ends
 the job:

@@ -1,4 +1,4 @@
-"""The training of `recovery_worker.py` under torchft: survivors go on while one is replaced.
+"""The training of `recovery_worker.py` under torchft, each worker under a torchrun of its own.
 
 A world is a quorum. The first step of a quorum is its first all-reduce as well.
 """
@@ -16,8 +16,12 @@ from recovery_stages import PAUSE_S, STEPS_OF_STEADY, end_with_the_bench, reach 
 threading.Thread(target=end_with_the_bench, name="lifeline", daemon=True).start()
 
 import torch  # noqa: E402
-from torchft import Manager, Optimizer, ProcessGroupGloo  # noqa: E402
-from torchft.ddp import PureDistributedDataParallel  # noqa: E402
+from torchft import (  # noqa: E402
+    DistributedDataParallel,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
 
 IMPORTED_S = time.monotonic()
 
@@ -44,8 +48,7 @@ manager = Manager(
     replica_id=f"bench_{os.environ['REPLICA_GROUP_ID']}",
     timeout=timedelta(seconds=30),
 )
-# DistributedDataParallel of torchft 0.2 asserts in the survivors, whose processes end.
-model = PureDistributedDataParallel(manager, net)
+model = DistributedDataParallel(manager, net)
 optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.01))
 
 world, steps = None, 0
