@@ -42,8 +42,9 @@ demo: $(READY)  ## a real training that survives what happens to it; KEEP=1: and
 	@$(BIN)/rdzvctl demo $(if $(KEEP),--keep)
 
 .PHONY: picture
-picture: $(READY)  ## docs/img/dashboard.svg: the demo, as a real Prometheus has scraped it
+picture: $(READY)  ## docs/img: the demo, as a real Prometheus has scraped it; and the page of a job
 	@$(BIN)/python bench/dashboard.py
+	@$(BIN)/python bench/page.py
 
 .PHONY: test
 # Three processes: two cores are busy then, though a third of the time each test only waits.

@@ -232,6 +232,10 @@ def test_a_hang_is_told_and_what_all_workers_did_can_be_read(open_page: Open) ->
             "step (/home/ada/train.py:7)\n<module> (/home/ada/train.py:90)"
         )
         once(page)
+        # What they do now can be asked for at any time.
+        card.get_by_role("button", name="Take stacks and collectives now").click()
+        expect(card.locator("[role=status]")).to_have_text("Of round 1.")
+        expect(card.get_by_label("Stack of RANK 2")).to_be_visible()
 
 
 def test_a_job_that_hangs_stands_out_of_the_fleet(open_page: Open) -> None:

@@ -1,0 +1,75 @@
+"""The page of a job, as a picture: docs/img/job.png, of a made-up job behind a real server.
+
+python bench/page.py [FILE]
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import measure  # noqa: F401  (its path to `ports`)
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+from served import Served, served  # noqa: E402  (found by the path above)
+
+PICTURE = ROOT / "docs" / "img" / "job.png"
+WIDE, HIGH = 1180, 1480
+"""In pixels."""
+NODES = [f"gpu-0{number}" for number in range(1, 9)]
+MESSAGE = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+TRACEBACK = f"""Traceback (most recent call last):
+  File "/home/ada/train.py", line 212, in <module>
+    main()
+  File "/home/ada/train.py", line 188, in main
+    loss.backward()
+{MESSAGE}
+"""
+
+
+def train(s: Served, nodes: list[str], first: int, last: int, for_s: float) -> None:
+    """Let the workers of these nodes make steps; two of them are a little behind at the end."""
+    for part in range(5):
+        step = first + (last - first) * part // 4
+        for at, node in enumerate(nodes):
+            behind = 4 if part == 4 and at in (2, 5) else 0
+            s.progress(
+                "night", node, *((rank, step - behind, 2.25) for rank in (2 * at, 2 * at + 1))
+            )
+        time.sleep(for_s / 5)
+
+
+def live(s: Served) -> None:
+    """Let a job lose a worker, and go on."""
+    s.join("night", *NODES, nodes=(6, 8))
+    time.sleep(1)
+    train(s, NODES, 1, 520, 6)
+    s.fail("night", "gpu-03", MESSAGE, TRACEBACK)
+    time.sleep(0.5)
+    s.rejoin("night")
+    time.sleep(1.5)
+    train(s, NODES, 521, 1204, 8)
+
+
+def main() -> None:
+    """Write the picture."""
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE
+    flags = ["--no-sandbox", "--disable-gpu"]
+    with served() as s, sync_playwright() as playwright:
+        live(s)
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
+        page = browser.new_page(viewport={"width": WIDE, "height": HIGH}, color_scheme="light")
+        page.goto(f"{s.url}/#/job/night")
+        page.locator(".ledger tbody tr").first.wait_for(timeout=120_000)
+        page.screenshot(path=file)
+        browser.close()
+    print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    main()
