@@ -293,7 +293,7 @@ def test_a_node_and_its_jobs(open_page: Open) -> None:
         s.join("other", "n1")
         expect(page_jobs).to_have_count(2)
         s.fail("night", "n1", "MemoryError: none is left")
-        page.get_by_role("button", name="Read again").click()
+        page.get_by_role("button", name="Read what is kept").click()
         past = page.locator("section[aria-labelledby=past] tbody tr")
         expect(past.filter(has_text="NodeJoined")).to_have_count(2)
         page.get_by_label("only what went wrong").check()

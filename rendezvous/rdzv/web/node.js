@@ -25,7 +25,7 @@ export class NodeView {
       h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["#", "Name", "Memory", "UUID"].map((name) => h("th", { scope: "col" }, name)))), this.gpus)),
     );
     this.bad = h("input", { id: "bad", type: "checkbox", onchange: () => this.drawPast() });
-    this.again = h("button", { type: "button", onclick: () => this.read() }, "Read again");
+    this.again = h("button", { type: "button", onclick: () => this.read() }, "Read what is kept");
     this.said = h("p", { class: "dim", role: "status" });
     this.past = h("tbody");
     this.pastCard = h(
@@ -39,7 +39,6 @@ export class NodeView {
     this.events = [];
     this.content = h("div", { class: "cards" }, h("section", { class: "card", "aria-labelledby": "jobs" }, h("h2", { id: "jobs" }, "Jobs"), this.none, this.jobs), this.gpuCard);
     this.element = h("article", { class: "node", "aria-labelledby": "title" }, h("div", { class: "head" }, h("h1", { id: "title" }, name), this.chip, this.for), this.missing, this.facts, this.content, h("div", { class: "cards" }, this.pastCard));
-    this.read();
   }
 
   close() {
@@ -83,6 +82,8 @@ export class NodeView {
     mark(this.chip, "hidden", node ? null : "");
     put(this.missing, stream.ready ? `No node ${this.name} is known here: it is neither connected, away nor cordoned.` : "Waiting for the server.");
     if (!node || node === this.node) return;
+    // Of one that is not known, nothing is asked by itself: its name may be none.
+    if (!this.node) this.read();
     this.node = node;
     updateChip(this.chip, nodeState(node));
     mark(this.element, "data-tone", tone(nodeState(node)));
