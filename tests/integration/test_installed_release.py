@@ -92,7 +92,12 @@ def test_it_is_complete_and_nothing_leads_to_the_checkout(programs: Path, tmp_pa
     found = run(python, "-c", "import sys; print(sys.path)", folder=tmp_path)
     assert str(ROOT / "rendezvous") not in found
     run(sys.executable, "-m", "pip", "--python", python, "check", folder=tmp_path)
-    for name in ("systemd/rdzvd.service", "prometheus/alerts.yml", "grafana/dashboards"):
+    for name in (
+        "systemd/rdzvd.service",
+        "prometheus/alerts.yml",
+        "grafana/dashboards",
+        "slurm/rdzv.sbatch",
+    ):
         assert (programs.parent / "share/rdzv" / name).exists()
 
 
