@@ -712,20 +712,34 @@ class KeptWorker(google.protobuf.message.Message):
     LOCAL_RANK_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     TORN_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    OLDEST_STEP_FIELD_NUMBER: builtins.int
     local_rank: builtins.int
     step: builtins.int
     """How many steps it has sealed since the job's state was first made; unset: none."""
     torn: builtins.bool
     """Its parameters were touched by a step that it has not sealed: it is never a source."""
+    shard: builtins.int
+    """Which part of a sharded state it holds, of how many. `shards` 0 or 1: it holds all of the state."""
+    shards: builtins.int
+    oldest_step: builtins.int
+    """The oldest sealed step that it can go back to; unset: none but `step`."""
     def __init__(
         self,
         *,
         local_rank: builtins.int = ...,
         step: builtins.int | None = ...,
         torn: builtins.bool = ...,
+        shard: builtins.int = ...,
+        shards: builtins.int = ...,
+        oldest_step: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_step", b"_step", "local_rank", b"local_rank", "step", b"step", "torn", b"torn"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_oldest_step", b"_oldest_step", "_step", b"_step", "oldest_step", b"oldest_step", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_oldest_step", b"_oldest_step", "_step", b"_step", "local_rank", b"local_rank", "oldest_step", b"oldest_step", "shard", b"shard", "shards", b"shards", "step", b"step", "torn", b"torn"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_oldest_step", b"_oldest_step"]) -> typing.Literal["oldest_step"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 global___KeptWorker = KeptWorker

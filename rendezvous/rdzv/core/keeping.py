@@ -4,6 +4,10 @@ A worker that is parked has survived the round that ended; its node offers it wi
 *kept* if it can go on from where the others are: it took part in the round just ended, its failure
 did not end that round, and it is within one step of the *source*, the kept worker that has sealed
 the most steps. All others are *new*: started by their nodes, and healed by the source.
+
+A state may be *sharded*: each worker then holds one part of it. The round resumes at the newest
+step that is held of every part. If a part has no holder, or the number of workers changes, nobody
+is kept: no worker could heal the others, and the job's own checkpoint has to be loaded.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ class WhyNew(StrEnum):
     NO_STEP = "no step"
     TORN = "torn"
     OUT_OF_STEP = "out of step"
+    SHARD_LOST = "shard lost"
+    RESHARDED = "resharded"
 
 
 WHY_NEW: Mapping[str, str] = {
@@ -38,6 +44,8 @@ WHY_NEW: Mapping[str, str] = {
     WhyNew.NO_STEP: "kept workers sealed no step in a round that failed, or in two that broke",
     WhyNew.TORN: "a step was left half done, and no worker has a whole state",
     WhyNew.OUT_OF_STEP: "more than one step away from the source",
+    WhyNew.SHARD_LOST: "no kept worker holds a part of the sharded state, or not of the same step",
+    WhyNew.RESHARDED: "the state is sharded among another number of workers",
 }
 """The reasons in words, to follow the worker's RANK."""
 
@@ -102,9 +110,8 @@ def keep(
                 new[rank] = WhyNew.CHARGED
             else:
                 able[rank] = offer
-    source = _source(able)
-    why_none = _why_none(prior, able, source)
-    sealed = None if source is None else _sealed(able[source])
+    source, sealed = _resume(able)
+    why_none = _why_none(prior, participants, able, source)
     for rank, offer in able.items():
         if why_none is not None:
             new[rank] = why_none
@@ -152,10 +159,35 @@ def _last_round(prior: Round | None, window_ms: int) -> _LastRound:
     )
 
 
-def _source(able: Mapping[int, KeptWorker]) -> int | None:
-    """Return the RANK that has sealed the most steps; None if no whole state has any."""
-    whole = [rank for rank, offer in able.items() if not offer.torn and _sealed(offer)]
-    return min(whole, key=lambda rank: (-_sealed(able[rank]), rank), default=None)
+def _resume(able: Mapping[int, KeptWorker]) -> tuple[int | None, int | None]:
+    """Return the source's RANK and the newest step that is held of all parts of the state.
+
+    None twice if no such step was sealed.
+    """
+    shards = _shards(able)
+    furthest: dict[int, int] = {}
+    whole = {
+        rank: offer
+        for rank, offer in able.items()
+        if not offer.torn and _sealed(offer) and offer.shards == shards
+    }
+    for offer in whole.values():
+        furthest[offer.shard] = max(_sealed(offer), furthest.get(offer.shard, 0))
+    step = min(furthest.values(), default=0)
+    held = {offer.shard for offer in whole.values() if _oldest(offer) <= step <= _sealed(offer)}
+    if len(held) < shards:
+        return None, None
+    return min(rank for rank, offer in whole.items() if _sealed(offer) == step), step
+
+
+def _shards(able: Mapping[int, KeptWorker]) -> int:
+    return max((offer.shards for offer in able.values()), default=1)
+
+
+def _oldest(offer: KeptWorker) -> int:
+    """Return the step that a worker can go back to; at most one is ever undone."""
+    oldest = _sealed(offer) if offer.oldest_step is None else offer.oldest_step
+    return max(oldest, _sealed(offer) - 1)
 
 
 def _sealed(offer: KeptWorker) -> int:
@@ -171,15 +203,27 @@ def _fruitless(prior: Round | None, able: Mapping[int, KeptWorker]) -> bool:
 
 
 def _why_none(
-    prior: Round | None, able: Mapping[int, KeptWorker], source: int | None
+    prior: Round | None,
+    participants: tuple[Participant, ...],
+    able: Mapping[int, KeptWorker],
+    source: int | None,
 ) -> WhyNew | None:
     """Return why none of these workers is kept; None if some are."""
     if _fruitless(prior, able) and prior is not None and prior.end is not None:
         failed = prior.end.cause is Cause.WORKER_FAILURE
         if failed or (prior.end.broken and prior.fruitless):
             return WhyNew.NO_STEP
+    sharded = _shards(able) > 1
+    if sharded and prior is not None and _workers(participants) != _workers(prior.participants):
+        return WhyNew.RESHARDED
     torn = any(offer.torn or _sealed(offer) for offer in able.values())
-    return WhyNew.TORN if source is None and torn else None
+    if source is None and torn:
+        return WhyNew.SHARD_LOST if sharded else WhyNew.TORN
+    return None
+
+
+def _workers(participants: tuple[Participant, ...]) -> int:
+    return sum(p.offer.local_world_size for p in participants)
 
 
 def _written(

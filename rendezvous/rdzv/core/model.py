@@ -180,6 +180,11 @@ class KeptWorker:
     step: int | None = None
     torn: bool = False
     """How many steps it has sealed, and whether another has touched its parameters."""
+    shard: int = 0
+    shards: int = 1
+    """Which part of the state it holds, of how many; all of it where there is one part."""
+    oldest_step: int | None = None
+    """The oldest sealed step that it can go back to; None: only `step`."""
 
 
 @struct(frozen=True)

@@ -31,11 +31,27 @@ SIZE = 2
 
 
 def parked(text: str) -> tuple[KeptWorker, ...]:
-    """Read `0:7 1:7torn 2`: LOCAL_RANK, sealed steps, and whether the state is torn."""
+    """Read `0:7 1:7torn 2 3:7@1/4 4:6-7@1/4`.
+
+    LOCAL_RANK, sealed steps, from the oldest on, whether the state is torn, and which part of a
+    sharded state it is.
+    """
     found = []
-    for word in text.split():
-        rank, _, step = word.removesuffix("torn").partition(":")
-        found.append(KeptWorker(int(rank), int(step) if step else None, word.endswith("torn")))
+    for said in text.split():
+        word, _, part = said.partition("@")
+        shard, _, shards = (part or "0/1").partition("/")
+        rank, _, steps = word.removesuffix("torn").partition(":")
+        oldest, _, step = steps.rpartition("-")
+        found.append(
+            KeptWorker(
+                int(rank),
+                int(step) if step else None,
+                word.endswith("torn"),
+                int(shard),
+                int(shards),
+                int(oldest) if oldest else None,
+            )
+        )
     return tuple(found)
 
 
@@ -280,6 +296,76 @@ def test_who_is_kept(
     assert (decided.source, decided.resume_step) == (source or (None, None)), story
     assert {one.why: one.ranks for one in decided.not_kept} == new, story
     assert all(WHY_NEW[one.why] for one in decided.not_kept)
+
+
+LOST = {WhyNew.SHARD_LOST: (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("story", "n1", "n2", "kept", "source", "new"),
+    [
+        ("all stay", "0:7@0/4 1:7@1/4", "0:7@2/4 1:7@3/4", [0, 1, 2, 3], (0, 7), {}),
+        (
+            "one a step ahead can go back",
+            "0:6-7@0/4 1:6@1/4",
+            "0:6@2/4 1:6-7@3/4",
+            [0, 1, 2, 3],
+            (1, 6),
+            {},
+        ),
+        ("one a step ahead cannot go back", "0:7@0/4 1:6@1/4", "0:6@2/4 1:6@3/4", [], None, LOST),
+        ("nobody goes back two steps", "0:5-7@0/4 1:5@1/4", "0:5@2/4 1:5@3/4", [], None, LOST),
+        (
+            "one is gone, and its part",
+            "0:7@0/4 1:7@1/4",
+            "0:7@2/4",
+            [],
+            None,
+            {WhyNew.NOT_OFFERED: (3,), WhyNew.SHARD_LOST: (0, 1, 2)},
+        ),
+        ("one is torn, and its part", "0:7@0/4 1:7@1/4", "0:7@2/4 1:7torn@3/4", [], None, LOST),
+        ("one holds all of another", "0:7@0/4 1:7@1/4", "0:7@2/4 1:7", [], None, LOST),
+        ("no step was sealed", "0@0/4 1@1/4", "0@2/4 1@3/4", [0, 1, 2, 3], None, {}),
+        (
+            "each part is held twice, and one holder is gone",
+            "0:7@0/2 1:7@1/2",
+            "0:7@0/2",
+            [0, 1, 2],
+            (0, 7),
+            {WhyNew.NOT_OFFERED: (3,)},
+        ),
+        (
+            "each part is held twice, once at the step ahead",
+            "0:7@0/2 1:8@1/2",
+            "0:8@0/2 1:8torn@1/2",
+            [0, 1, 2, 3],
+            (1, 8),
+            {},
+        ),
+    ],
+)
+def test_a_sharded_state_is_kept_if_every_part_has_a_holder(
+    story: str,
+    n1: str,
+    n2: str,
+    kept: list[int],
+    source: tuple[int, int] | None,
+    new: dict[WhyNew, tuple[int, ...]],
+) -> None:
+    decided = decide(ended(), {"n1": waits(n1), "n2": waits(n2)})
+    assert kept_ranks(decided) == kept, story
+    assert (decided.source, decided.resume_step) == (source or (None, None)), story
+    assert {one.why: one.ranks for one in decided.not_kept} == new, story
+
+
+def test_a_sharded_state_is_not_kept_by_another_number_of_workers() -> None:
+    for joins, new in (
+        ({"n1": waits("0:7@0/2 1:7@1/2")}, (0, 1)),
+        ({"n1": waits("0:7@0/2 1:7@1/2"), "n2": waits(""), "n3": waits("")}, (0, 1)),
+    ):
+        decided = decide(ended(), joins)
+        assert kept_ranks(decided) == []
+        assert NotKept(WhyNew.RESHARDED, new) in decided.not_kept
 
 
 def test_every_reason_has_words() -> None:

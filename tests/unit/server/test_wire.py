@@ -155,11 +155,21 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
         (
             # In any order; no sealed step is not the same as step 0.
             pb.NodeMessage(
-                join=join(kept=[parked(7, step=2**53, torn=True), parked(0), parked(3, step=0)])
+                join=join(
+                    kept=[
+                        parked(7, step=2**53, torn=True),
+                        parked(0),
+                        parked(3, step=0, shard=1, shards=2, oldest_step=0),
+                    ]
+                )
             ),
             replace(
                 CORE_JOIN,
-                kept=(KeptWorker(0), KeptWorker(3, 0), KeptWorker(7, 2**53, torn=True)),
+                kept=(
+                    KeptWorker(0),
+                    KeptWorker(3, 0, False, 1, 2, 0),
+                    KeptWorker(7, 2**53, torn=True),
+                ),
             ),
         ),
         (pb.NodeMessage(join=join(refuse_reuse=True)), replace(CORE_JOIN, refuse_reuse=True)),
@@ -415,6 +425,9 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_join(kept=[parked(n % 8) for n in range(9)]), "kept 9 are more parked workers"),
         (read_join(kept=[parked(0, step=2**53 + 1)]), "kept: step 9007199254740993 is out of"),
         (read_join(kept=[parked(0, step=2**64 - 1)]), "kept: step 18446744073709551615"),
+        (read_join(kept=[parked(0, shard=1)]), "kept: shard 1 is out of bounds; give 0 to 0"),
+        (read_join(kept=[parked(0, shards=2**31)]), "kept: shards 2147483648 is out of bounds"),
+        (read_join(kept=[parked(0, oldest_step=2**63)]), "kept: oldest_step 92233720368547758"),
         (read_belief(phase=0), "phase 0 is not known"),
         (read_belief(phase=9), "phase 9 is not known"),
         (read_belief(round=None), "needs a round and its run"),

@@ -110,6 +110,11 @@ class KeptWorker:
     """The last step that it has sealed; None: none yet."""
     torn: bool = False
     """Whether an unsealed step has changed its parameters."""
+    shard: int = 0
+    shards: int = 1
+    """Which part of a sharded state it holds, of how many."""
+    oldest_step: int | None = None
+    """The oldest sealed step that it can go back to; None: only `step`."""
 
 
 @struct(frozen=True)

@@ -5,7 +5,8 @@ directions carry the frames of channel.py. From the worker, each of at most 64 K
 
     hello    {protocol, version}                     once; from then on it can be kept
     suspect  {round, message, traceback}             a collective has failed; it is about to park
-    parked   {round, step, torn, connections}        it takes part in no round, and waits
+    parked   {round, step, torn, shard, shards, oldest_step, connections}
+                                                     it takes part in no round, and waits
     resumed  {round, step, source, healed, init_ms, heal_ms}     it goes on in a new round
 
 To the worker:
@@ -51,6 +52,7 @@ MAX_FRAME_BYTES = 64 << 10
 MAX_FRAMES = 64
 """The most frames that a worker may send from one `go` to the next."""
 MAX_CONNECTIONS = 4096
+MAX_SHARDS = 1 << 20
 MAX_NUMBER = 1 << 53
 """No step or time is larger."""
 
@@ -68,6 +70,11 @@ class Parked:
         """Read the frame; `FrameError` if it is wrong."""
         self.step = _optional_number(frame, "step")
         self.torn = bool(frame.get("torn", False))
+        self.shard = _optional_number(frame, "shard") or 0
+        self.shards = _optional_number(frame, "shards") or 1
+        if not self.shard < self.shards <= MAX_SHARDS:
+            raise FrameError(f"shard {self.shard} of {self.shards}")
+        self.oldest_step = _optional_number(frame, "oldest_step")
         self.connections = _connections(frame.get("connections", []))
 
 
@@ -151,6 +158,9 @@ class WorkerLink:
             "pid": self.pid,
             "step": self.parked.step,
             "torn": self.parked.torn,
+            "shard": self.parked.shard,
+            "shards": self.parked.shards,
+            "oldest_step": self.parked.oldest_step,
         }
 
     def connected_to(self) -> str:

@@ -118,6 +118,7 @@ class Limits:
     restarts: int = 1_000_000
     """max_restarts: more than any job can spend."""
     steps: int = 1 << 53
+    shards: int = 1 << 20
     """Steps that a parked worker has sealed: JSON's readers calculate with no larger integers."""
 
     # Bounds on what is kept for callers.

@@ -124,6 +124,11 @@ def _kept(
             if one.HasField("step")
             else None,
             torn=one.torn,
+            shard=bounds.within("kept: shard", one.shard, 0, max(one.shards, 1) - 1),
+            shards=bounds.within("kept: shards", max(one.shards, 1), 1, limits.shards),
+            oldest_step=bounds.within("kept: oldest_step", one.oldest_step, 0, limits.steps)
+            if one.HasField("oldest_step")
+            else None,
         )
         for one in messages
     }
