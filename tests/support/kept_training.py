@@ -304,3 +304,87 @@ def _reduce(group: Any) -> None:
         dist.all_reduce(torch.ones(2), group=group)
     except RuntimeError as error:
         say("thread", error=str(error)[:100])
+
+
+def train_sharded(
+    steps: int,
+    faults: list[dict[str, Any]] | None = None,
+    replicas: int = 1,
+    hold_last: bool = True,
+    forgets_in: int | None = None,
+) -> None:
+    """Train a model that is sharded anew in each round, with a scheduler and a scaler."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    faults = faults or []
+    data = make_data()
+    torch.set_num_threads(1)
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    state = State(
+        sampler=ElasticBatchSampler(SAMPLES, 4, seed=3),
+        scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3),
+        step=0,
+    )
+
+    def build(world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        with torch.random.fork_rng():
+            torch.manual_seed(11)
+            model = nn.Sequential(
+                nn.Linear(8, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.3), nn.Linear(33, 1)
+            )
+        shape = (replicas, world_size // replicas) if replicas > 1 else (world_size,)
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        model, optimizer = build(round_.world_size)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+        if round_.number != forgets_in:
+            state.add(model=model, optimizer=optimizer, scheduler=scheduler, hold_last=hold_last)
+        say("begin", round=round_.number, step=state.step, rank=round_.rank)
+        while state.step < steps:
+            for _, x, y in DataLoader(data, batch_sampler=state.sampler):
+                fault(faults, round_, state.step, "begin")
+                loss = nn.functional.mse_loss(model(x), y)
+                fault(faults, round_, state.step, "forward")
+                optimizer.zero_grad()
+                state.scaler.scale(loss).backward()
+                state.scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                fault(faults, round_, state.step, "backward")
+                state.scaler.step(optimizer)
+                fault(faults, round_, state.step, "step")
+                state.scaler.update()
+                scheduler.step()
+                state.step += 1
+                redo = state.is_redo
+                try:
+                    state.commit()
+                finally:
+                    say(
+                        "step",
+                        step=state.step,
+                        rank=round_.rank,
+                        round=round_.number,
+                        loss=loss.detach().double().item().hex(),
+                        redo=redo,
+                    )
+                if state.step >= steps:
+                    break
+        say("done", step=state.step, weights=parts_of(model), lr=optimizer.param_groups[0]["lr"])
+
+    run(state)
+
+
+def parts_of(model: nn.Module) -> str:
+    """Return a digest of this rank's part of a sharded model."""
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in model.state_dict().values():
+        part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.update(part.numpy().tobytes())
+    return found.hexdigest()

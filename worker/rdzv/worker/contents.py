@@ -110,9 +110,9 @@ class Contents:
         for name, parameter in self._all_parameters():
             if type(parameter.data).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
                 raise UnsupportedError(
-                    f"{name} is distributed over a device mesh, which ends with its round (FSDP2, "
-                    "tensor or pipeline parallelism). Such a model cannot be kept: leave out State "
-                    "and @elastic, and resume from a checkpoint"
+                    f"{name} is distributed over a device mesh, which ends with its round. Build "
+                    "and shard the model inside of the function under @elastic, in each round, and "
+                    "give it to state.add(model=..., optimizer=...), not to State(...)"
                 )
 
     def _all_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -142,6 +142,22 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def put_settings(optimizer: Any, settings: list[dict[str, Any]]) -> None:
+    """Give an optimizer's groups the settings that were captured."""
+    for group, held in zip(optimizer.param_groups, settings):
+        group.update(held)
+
+
+def load_object(name: str, entry: Any, state: Any) -> None:
+    """Load an entry's state; a gradient scaler also forgets the step that was broken off."""
+    # A disabled scaler has an empty state, and refuses to load it.
+    if state or not hasattr(entry, "_per_optimizer_states"):
+        entry.load_state_dict(state)
+    # Else its unscale_() says that it was called already in this step.
+    if (unfinished := getattr(entry, "_per_optimizer_states", None)) is not None:
+        unfinished.clear()
 
 
 def copied(name: str, what: Any, copy: Callable[[Any], Any]) -> Any:

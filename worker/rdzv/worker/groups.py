@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
     from .link import Link
     from .rounds import Round
+
+
+_LRU_CACHE = type(functools.lru_cache(int))
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,7 @@ def refuse_old_groups(groups: list[weakref.ref[Any]], number: int) -> None:
     """
     if not any(group() is not None for group in groups):
         return
+    _forget_meshes()
     gc.collect()  # It costs some tenths of a second, and most often nothing is left to collect.
     holders = {
         holder for group in groups if (alive := group()) is not None for holder in _holders(alive)
@@ -178,6 +183,25 @@ def refuse_old_groups(groups: list[weakref.ref[Any]], number: int) -> None:
         + ": make groups and wrappers (DistributedDataParallel) inside of the function under "
         "@elastic, and keep them in its local variables only"
     )
+
+
+def _forget_meshes() -> None:
+    """Empty the caches of DTensor, which refer to device meshes, and so to groups."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    import torch
+
+    for one in gc.get_objects():
+        # Some are kept for each thread, out of reach in any other way.
+        if type(one) is _LRU_CACHE and str(one.__module__).startswith("torch.distributed."):
+            one.cache_clear()
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    for clear in (
+        getattr(redistribute, "clear_redistribute_planner_cache", None),
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None),
+    ):
+        if clear is not None:
+            clear()
 
 
 def _holders(group: object) -> set[str]:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import rng
-from .contents import packed, parameters_of, settings_of, unpacked
+from .contents import (
+    Contents,
+    load_object,
+    packed,
+    parameters_of,
+    put_settings,
+    settings_of,
+    unpacked,
+)
 from .digest import digest
 from .errors import MismatchError, NoSourceError
-from .sealing import load_object, put_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +41,10 @@ class Offer:
     torn: bool
     digest: str
     manifest: str
+    shard: int = 0
+    shards: int = 1
+    oldest_step: int | None = None
+    """The oldest step to which it can go back, if its part of the state is sharded."""
 
     @property
     def sealed(self) -> int:
@@ -53,8 +64,9 @@ class Healed:
 def elect(offers: list[Offer]) -> int:
     """Return the rank whose state the round goes on from.
 
-    It is the lowest of those with the furthest sealed step. Ranks that took part in the round
-    before go before new ones; one that is torn is never chosen. `NoSourceError` if all are torn.
+    It is the lowest of those with the furthest sealed step; of a sharded state, the furthest that
+    all parts have sealed. Ranks that took part in the round before go before new ones; one that is
+    torn is never chosen. `NoSourceError` if all are torn.
 
     >>> def offer(kept: bool, step: int, torn: bool = False) -> Offer:
     ...     return Offer(kept, step, torn, "", "")
@@ -72,7 +84,15 @@ def elect(offers: list[Offer]) -> int:
             "every rank that was kept is torn: an optimizer had begun to change its parameters. "
             "The job has to go on from its checkpoint, in new processes"
         )
-    return min(whole, key=lambda rank: (-offers[rank].sealed, rank))
+    shards = max(offers[rank].shards for rank in whole)
+    furthest: dict[int, int] = {}
+    for offer in (offers[rank] for rank in whole if offers[rank].shards == shards):
+        furthest[offer.shard] = max(offer.sealed, furthest.get(offer.shard, 0))
+    step = min(furthest.values())
+    # That each part is held of this very step is seen when the script adds its own.
+    return min(
+        rank for rank in whole if (offers[rank].shards, offers[rank].sealed) == (shards, step)
+    )
 
 
 def receivers(offers: list[Offer], source: int) -> list[int]:
@@ -105,7 +125,9 @@ def heal(
     sealing.contents.refuse_shards()
     offers, manifest = _exchange(sealing, round_, store)
     source = elect(offers)
-    _compare_manifests(offers, source, manifest, round_, store)
+    compare_manifests(
+        [offer.manifest for offer in offers], manifest, round_, lambda: store.get("manifest")
+    )
     step = offers[source].step
     if expected_step is not None and (step or 0) < expected_step:
         raise NoSourceError(
@@ -117,41 +139,43 @@ def heal(
     if to:
         _transfer(sealing, offers, source, to, round_, store)
     sealing.step = step
+    sealing.shards.is_missing = (
+        bool(step) and offers[source].shards > 1 and sealing.shards.held(step) is None
+    )
     return Healed(source, step, round_.rank in to)
 
 
 def _exchange(sealing: Sealing, round_: Round, store: Store) -> tuple[list[Offer], list[list[str]]]:
     """Publish this rank's offer, and wait for all."""
-    manifest = sealing.contents.manifest()
-    text = json.dumps(manifest)
+    manifest, hashed = described(sealing.contents)
     mine = Offer(
         # One that never came so far as to train has nothing to offer, like a new process.
         kept=sealing.has_begun,
-        step=sealing.step,
-        torn=sealing.torn,
         digest="" if sealing.torn else digest(sealing.contents.replicated()),
-        manifest=_hashed(text),
+        manifest=hashed,
+        **sealing.holds(),
     )
     store.set(f"offer/{round_.rank}", json.dumps(asdict(mine)))
     if round_.rank == 0:
-        store.set("manifest", text)
+        store.set("manifest", json.dumps(manifest))
     found = store.multi_get([f"offer/{rank}" for rank in range(round_.world_size)])
     return [Offer(**json.loads(one)) for one in found], manifest
 
 
-def _hashed(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def described(contents: Contents) -> tuple[list[list[str]], str]:
+    """Return what has to be alike on all ranks, and a hash of it."""
+    manifest = contents.manifest()
+    return manifest, hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16).hexdigest()
 
 
-def _compare_manifests(
-    offers: list[Offer],
-    source: int,
+def compare_manifests(
+    hashes: Sequence[str],
     manifest: list[list[str]],
     round_: Round,
-    store: Store,
+    first_manifest: Callable[[], bytes],
 ) -> None:
     """Raise on every rank if one describes its state otherwise than rank 0 does."""
-    others = [rank for rank, offer in enumerate(offers) if offer.manifest != offers[0].manifest]
+    others = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if not others:
         return
     if round_.rank not in others:
@@ -159,7 +183,7 @@ def _compare_manifests(
             f"the state of rank {others[0]} differs from that of rank 0 in names, sizes or types; "
             f"its own error says where"
         )
-    first = dict(json.loads(store.get("manifest")))
+    first = dict(json.loads(first_manifest()))
     here = dict(manifest)
     for name in (*first, *here):
         if first.get(name) != here.get(name):
@@ -184,7 +208,11 @@ def _settle(sealing: Sealing, offers: list[Offer], source: int, round_: Round) -
             "that are more than one step apart did not train in lock-step, so nothing says that "
             "their states belong together. Call state.commit() on every rank after each step"
         )
-    if mine.sealed != step:
+    if mine.sealed > step:
+        # Not all parts of the state have sealed the last step: it is done again.
+        sealing.undo_local()
+        sealing.is_redo = True
+    elif mine.sealed < step:
         # The source was a step ahead. This rank has done the passes of that step as well, else no
         # collective of it had come to its end: so its buffers and random numbers are right already.
         sealing.is_redo = False
@@ -211,12 +239,12 @@ def _transfer(
     if round_.rank == source:
         head = _head(sealing)
         store.set("head_bytes", str(len(head)))
-        _broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
-        _broadcast([tensor.detach() for _, tensor in _sent(sealing)], source, group)
+        broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
+        broadcast([tensor.detach() for _, tensor in _sent(sealing)], source, group)
     elif round_.rank in to:
         size = int(store.get("head_bytes"))
         head_tensor = torch.empty(size, dtype=torch.uint8)
-        _broadcast([head_tensor], source, group)
+        broadcast([head_tensor], source, group)
         _receive(sealing, unpacked(head_tensor.numpy().tobytes()), offers, source, round_, group)
     if round_.rank in (source, *to):
         dist.destroy_process_group(group)
@@ -282,7 +310,7 @@ def _receive(
     into = [torch.empty_like(one) for one in places] if staged else places
     scratch = buffers if buffers_count else [torch.empty_like(one) for one in buffers]
     tensors = [value for _, value in held if isinstance(value, torch.Tensor)]
-    _broadcast([*into, *tensors, *scratch], source, group)
+    broadcast([*into, *tensors, *scratch], source, group)
     sealing.torn = True
     if staged:
         with torch.no_grad():
@@ -350,7 +378,7 @@ def _put_optimizer_state(sealing: Sealing, held: list[tuple[Any, Any]]) -> None:
         optimizer.state.setdefault(parameter, {})[key] = value
 
 
-def _broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
+def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
     """Send tensors from one rank of the group to the others, in place; small ones together."""
     import torch
     import torch.distributed as dist

@@ -106,19 +106,9 @@ class Link:
             }
         )
 
-    def parked(
-        self, number: int, step: int | None, torn: bool, connections: list[list[Any]]
-    ) -> None:
-        """Say that nothing of this worker takes part in the round any more."""
-        self._send(
-            {
-                "type": "parked",
-                "round": number,
-                "step": step,
-                "torn": torn,
-                "connections": connections[:500],
-            }
-        )
+    def parked(self, number: int, connections: list[list[Any]], **state: Any) -> None:
+        """Say that nothing of this worker takes part in the round any more, and what it holds."""
+        self._send({"type": "parked", "round": number, "connections": connections[:500], **state})
 
     def resumed(self, **what: Any) -> None:
         """Say that the script's function is about to be called."""

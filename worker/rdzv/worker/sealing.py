@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from . import rng
-from .contents import Contents, copied, parameters_of, settings_of
+from .contents import Contents, copied, load_object, parameters_of, put_settings, settings_of
 from .sampler import ElasticBatchSampler
+from .shards import Parts, Shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,15 +32,32 @@ class Sealing:
         self.torn = False
         """Whether an optimizer has touched the parameters since the last seal."""
         self.is_redo = False
+        self.shards = Shards()
         self._sealed: _Copy | None = None
+        self._before: _Copy | None = None
+        """The copy of the step before, which a rank with a sharded state may go back to."""
         self._before_step: Callable[[], None] | None = None
         for optimizer in self.contents.optimizers.values():
             optimizer.register_step_pre_hook(self._refuse_or_tear)
 
     @property
+    def is_torn(self) -> bool:
+        """Whether this rank has no whole state, so that none can be healed by it."""
+        return self.torn or self.shards.is_missing
+
+    @property
     def has_begun(self) -> bool:
         """Whether this rank was brought to the state of a round's source at least once."""
         return self._sealed is not None
+
+    def holds(self) -> dict[str, Any]:
+        """Return what this rank brings into a round, as other ranks and the runner get it."""
+        return {
+            "step": self.step,
+            "torn": self.is_torn,
+            "oldest_step": self.shards.oldest_step(self.step),
+            **asdict(self.shards.place),
+        }
 
     def begin_round(self, rank: int, world_size: int, before_step: Callable[[], None]) -> None:
         """Prepare for a round; `before_step` is called before each step, and may refuse it."""
@@ -52,13 +71,24 @@ class Sealing:
                 entry.begin_round(rank, world_size)
                 entry.on_first_batch = self._restore_rng
         self._seal()
+        self._before = None
 
     def end_round(self) -> None:
         """Let optimizers step unasked again, outside of rounds."""
         self._before_step = None
 
+    def add(self, parts: Parts, *, holds_last: bool) -> None:
+        """Take a sharded part of the state, which is where the state is."""
+        for optimizer in parts.contents.optimizers.values():
+            optimizer.register_step_pre_hook(self._refuse_or_hold)
+        self.shards.begin(parts, holds_last=holds_last)
+        # The model was built with random numbers that no undisturbed run draws.
+        if self.step:
+            self._restore_rng()
+
     def commit(self) -> None:
         """Seal the step that was just done."""
+        self.shards.commit()
         for entry in self.contents.objects.values():
             if isinstance(entry, ElasticBatchSampler):
                 entry.commit()
@@ -77,7 +107,14 @@ class Sealing:
         assert self._sealed is not None
         self._sealed.put_back_local(self.contents)
 
+    def undo_local(self) -> None:
+        """Put the same back to the step before the sealed one: others have not sealed that."""
+        assert self._before is not None
+        self._sealed = self._before
+        self.roll_back_local()
+
     def _seal(self) -> None:
+        self._before = self._sealed if self.shards.parts is not None else None
         self._sealed = _Copy(self.contents)
 
     def _restore_rng(self) -> None:
@@ -89,6 +126,11 @@ class Sealing:
         if self._before_step is not None:
             self._before_step()
             self.torn = True
+
+    def _refuse_or_hold(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._before_step is not None:
+            self._before_step()
+            self.shards.before_step(self.step or 0)
 
 
 class _Copy:
@@ -122,22 +164,6 @@ class _Copy:
     def put_back_local(self, contents: Contents) -> None:
         rng.restore(self.rng)
         _copy_back(self._buffers, contents.buffers())
-
-
-def put_settings(optimizer: Any, settings: list[dict[str, Any]]) -> None:
-    """Give an optimizer's groups the settings that were captured."""
-    for group, held in zip(optimizer.param_groups, settings):
-        group.update(held)
-
-
-def load_object(name: str, entry: Any, state: Any) -> None:
-    """Load an entry's state; a gradient scaler also forgets the step that was broken off."""
-    # A disabled scaler has an empty state, and refuses to load it.
-    if state or not hasattr(entry, "_per_optimizer_states"):
-        entry.load_state_dict(state)
-    # Else its unscale_() says that it was called already in this step.
-    if (unfinished := getattr(entry, "_per_optimizer_states", None)) is not None:
-        unfinished.clear()
 
 
 def _cloned(tensors: list[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from .groups import Options, RoundGroups, refuse_groups_from_outside, refuse_old
 from .healing import heal
 from .link import Go, Link, Release
 from .rounds import Round, round_of
+from .shard_healing import add_parts
+from .shards import Parts
 from .suspicion import chain, follows_from_cut, is_suspect
 
 if TYPE_CHECKING:
@@ -44,6 +46,15 @@ class _Over:
     groups: RoundGroups
     error: BaseException
     """What has led out of the script's function."""
+    text: str = ""
+    """Its traceback, once it is parked."""
+
+
+class _RaisedInRoundError(Exception):
+    """Shows the traceback of an exception that is raised again after its round."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 class Session:
@@ -72,7 +83,7 @@ class Session:
                 return outcome.value
             word = self._park(outcome)
             if isinstance(word, Release):
-                raise outcome.error
+                raise outcome.error from _RaisedInRoundError(outcome.text)
             if word is None:
                 raise SystemExit("the runner of this worker is gone, so it will have no next round")
             _enter(word)
@@ -84,6 +95,20 @@ class Session:
             self._ended_between_steps = between_steps
             assert self._round is not None
             raise RoundOver(leaving=self._round.leaving)
+
+    def add(self, entries: Mapping[str, Any], *, hold_last: bool) -> None:
+        """Bring what the function has built anew to where the state is."""
+        round_, groups = self._round, self._groups
+        assert round_ is not None and groups is not None and groups.store is not None
+        parts = Parts(entries, round_.rank, round_.world_size)
+        add_parts(
+            self._sealing,
+            parts,
+            round_,
+            groups.store,
+            # Without a runner there is no other round.
+            holds_last=hold_last and self._link is not None,
+        )
 
     def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> _Returned | _Over:
         round_ = self._round = round_of(os.environ, kept=go is not None)
@@ -166,21 +191,15 @@ class Session:
         link = self._link
         assert link is not None
         over.groups.cut.cut()
-        # Frames hold the function's variables: its wrappers, and so the groups.
-        for error in chain(over.error):
-            traceback.clear_frames(error.__traceback__)
+        over.text = _taken_traceback(over.error)
+        self._sealing.shards.take_out(self._sealing.step)
         watched = over.groups.watch()
         over.groups.close()
         refuse_old_groups(watched, over.round.number)
         _wait_for_devices()
         for callback in self._state._on_park:
             callback(over.round)
-        link.parked(
-            over.round.number,
-            self._sealing.step,
-            self._sealing.torn,
-            over.groups.connections,
-        )
+        link.parked(over.round.number, over.groups.connections, **self._sealing.holds())
         return link.wait_for_word()
 
 
@@ -198,6 +217,18 @@ def _enter(go: Go) -> None:
         stream.flush()
         os.dup2(fd, number)
         os.close(fd)
+
+
+def _taken_traceback(error: BaseException) -> str:
+    """Take the frames from an exception and its chain, and return them as text.
+
+    Frames hold the function's variables and closures: its wrappers, and so the groups.
+    """
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    for one in chain(error):
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+    return text
 
 
 def _wait_for_devices() -> None:

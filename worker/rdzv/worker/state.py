@@ -39,10 +39,11 @@ class State:
         object.__setattr__(self, "_on_park", [])
 
     def __getattr__(self, name: str) -> Any:
-        contents = self._sealing.contents
-        for entries in (contents.values, contents.modules, contents.optimizers, contents.objects):
-            if name in entries:
-                return entries[name]
+        parts = self._sealing.shards.parts
+        for held in (self._sealing.contents, *([parts.contents] if parts is not None else [])):
+            for entries in (held.values, held.modules, held.optimizers, held.objects):
+                if name in entries:
+                    return entries[name]
         raise AttributeError(f"the state has no entry {name!r}: give it to State(...)")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -62,6 +63,23 @@ class State:
         """Whether the step under way was begun before, in a round that ended in its middle."""
         redo: bool = self._sealing.is_redo
         return redo
+
+    def add(self, *, hold_last: bool = True, **entries: Any) -> None:
+        """Bring a sharded model, its optimizer and its scheduler to where the state is.
+
+        They are bound to the round's process groups, so the function under @elastic builds them
+        anew in each round, shards the model (`fully_shard`) and adds all of them here, once, before
+        the first step. All ranks call it together. Each rank puts its own part of the state back;
+        a new rank gets its part from a replica (HSDP). Until the first commit nothing is changed.
+
+        Before each optimizer step the part is copied in its memory, so that all ranks can go on
+        from the same step. `hold_last=False` saves that memory: if ranks have stopped at different
+        steps then, the job goes on from its checkpoint.
+
+        Raises `UnsupportedError` for a model that is not sharded, `MismatchError` if ranks have
+        added different things, `NoSourceError` if a part is lost.
+        """
+        self._running("add").add(entries, hold_last=hold_last)
 
     def commit(self) -> None:
         """Say that this step is done, on every rank; call it once after each optimizer step.

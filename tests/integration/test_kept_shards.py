@@ -1,0 +1,117 @@
+"""Sharded models (FSDP2) in workers that stay, with real processes and gloo."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kept_workers import Worker, World, world
+from test_kept_workers import at, finish, losses
+
+
+def history(folder: Path, rounds: int, faults: list[dict[str, Any]], steps: int) -> World:
+    """Train in rounds that end when a fault has come; nobody is lost."""
+    folder.mkdir()
+    with world(folder, "train_sharded", faults=faults, steps=steps) as made:
+        kept: list[Worker] = []
+        for number in range(rounds):
+            made.begin(2, kept)
+            kept = made.workers
+            if number < rounds - 1:
+                (one,) = [one for one in faults if one["round"] == number]
+                kept[one["rank"]].wait_line("fault", round=number)
+                parked = made.end()
+                assert not any(one["torn"] for one in parked)
+                assert [(one["shard"], one["shards"]) for one in parked] == [(0, 2), (1, 2)]
+        finish(made)
+        return made
+
+
+def test_losses_are_those_of_a_run_that_nothing_disturbed(tmp_path: Path) -> None:
+    """Rounds end everywhere in a step. Where one rank has sealed it already, it goes back."""
+    places = ["begin", "forward", "backward", "step"]
+    faults = [
+        at(number % 2, 3 + 3 * number, where, "sleep", number, seconds=0.3)
+        for number, where in enumerate(places)
+    ]
+    undisturbed = history(tmp_path / "a", 1, [], 16)
+    disturbed = history(tmp_path / "b", 5, faults, 16)
+    assert losses(disturbed.all) == losses(undisturbed.all)
+    ends = [
+        [(row["weights"], row["lr"]) for one in made.all for row in one.lines("done")]
+        for made in (undisturbed, disturbed)
+    ]
+    assert len(ends[0]) == 2 and ends[0] == ends[1]
+
+
+def lose_the_last(made: World, size: int) -> list[dict[str, Any]]:
+    """Begin a round whose last rank dies in its sixth step; return what the others have parked."""
+    made.begin(size)
+    assert made.workers[-1].exit_code() == -signal.SIGKILL
+    return made.end(made.workers[:-1])
+
+
+def test_a_part_that_is_lost_is_missed_on_all_ranks(tmp_path: Path) -> None:
+    """The server starts new processes then. If it does not, nobody trains a mixture, nor hangs."""
+    faults = [at(1, 5, "forward", "kill")]
+    with world(tmp_path, "train_sharded", steps=9, faults=faults) as made:
+        (parked,) = lose_the_last(made, 2)
+        assert (parked["step"], parked["shard"], parked["shards"]) == (5, 0, 2)
+        made.begin(2, made.workers[:1], step=5)
+        for worker in made.workers:
+            assert worker.exit_code() == 1
+            assert "no rank holds part 1 of 2 of the sharded state, which rank 1 needs" in (
+                worker.text()
+            )
+
+
+def test_a_part_is_received_from_its_replica(tmp_path: Path) -> None:
+    faults = [at(3, 5, "forward", "kill")]
+    with world(tmp_path, "train_sharded", steps=9, faults=faults, replicas=2) as made:
+        parked = lose_the_last(made, 4)
+        assert [(one["shard"], one["shards"]) for one in parked] == [(0, 2), (1, 2), (0, 2)]
+        made.begin(4, made.workers[:3], step=5)
+        done = finish(made)
+        assert done[0]["weights"] == done[2]["weights"] != done[1]["weights"]
+        assert done[1]["weights"] == done[3]["weights"]
+
+
+def test_without_a_copy_of_the_last_step_ranks_that_differ_by_one_are_refused(
+    tmp_path: Path,
+) -> None:
+    faults = [at(1, 5, "backward", "sleep", seconds=0.3)]
+    with world(tmp_path, "train_sharded", steps=9, faults=faults, hold_last=False) as made:
+        made.begin(2)
+        made.workers[1].wait_line("fault")
+        parked = made.end()
+        assert [(one["step"], one["oldest_step"]) for one in parked] == [(6, 6), (5, 5)]
+        made.begin(2, made.workers, step=5)
+        for worker in made.workers:
+            assert worker.exit_code() == 1
+            assert "no rank holds part 0 of 2" in worker.text()
+
+
+def test_a_model_that_is_not_added_again_is_refused(tmp_path: Path) -> None:
+    faults = [at(0, 5, "forward", "sleep", seconds=0.3)]
+    with world(tmp_path, "train_sharded", steps=9, faults=faults, forgets_in=1) as made:
+        (only,) = made.begin(1)
+        only.wait_line("fault")
+        made.end()
+        made.begin(1, [only], step=5)
+        assert only.exit_code() == 1
+        assert "state.commit() was called before state.add()" in only.text()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_another_number_of_ranks_is_refused(tmp_path: Path, size: int) -> None:
+    faults = [at(1, 5, "forward", "sleep", seconds=0.3)]
+    with world(tmp_path, "train_sharded", steps=9, faults=faults) as made:
+        made.begin(2)
+        made.workers[1].wait_line("fault")
+        made.end()
+        made.begin(size, made.workers[:size], step=5)
+        for worker in made.workers:
+            assert worker.exit_code() == 1
+            assert f"the state was sharded in 2 parts, and is in {size} now" in worker.text()

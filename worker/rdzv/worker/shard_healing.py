@@ -1,0 +1,151 @@
+"""How the ranks of a round come to their parts of a sharded state: their own, or a replica's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from .contents import packed, unpacked
+from .digest import digest
+from .errors import NoSourceError
+from .healing import broadcast, compare_manifests, described
+from .shards import Image, Parts
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from .rounds import Round
+    from .sealing import Sealing
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Which part of the state a rank has in this round, and which it holds from before."""
+
+    shard: int
+    shards: int
+    held_shard: int | None
+    held_shards: int
+    manifest: str
+
+
+def add_parts(
+    sealing: Sealing, parts: Parts, round_: Round, store: Store, *, holds_last: bool
+) -> None:
+    """Bring what the script has added to where the state is; all ranks call it together.
+
+    A rank that holds its part receives nothing. A rank that does not receives it from one that has
+    the same part (HSDP). Blocks as long as ranks are missing. `MismatchError` if ranks have added
+    different things, and `NoSourceError` if a part is held nowhere, on all ranks.
+    """
+    shards, step = sealing.shards, sealing.step
+    held = shards.held(step)
+    manifest, hashed = described(parts.contents)
+    mine = Claim(
+        shard=parts.place.shard,
+        shards=parts.place.shards,
+        held_shard=shards.place.shard if held else None,
+        held_shards=shards.place.shards,
+        manifest=hashed,
+    )
+    store.set(f"part/{round_.rank}", json.dumps(asdict(mine)))
+    if round_.rank == 0:
+        store.set("manifest of parts", json.dumps(manifest))
+    found = store.multi_get([f"part/{rank}" for rank in range(round_.world_size)])
+    claims = [Claim(**json.loads(one)) for one in found]
+    compare_manifests(
+        [one.manifest for one in claims], manifest, round_, lambda: store.get("manifest of parts")
+    )
+    if step:
+        image = _transfer(held, claims, sources(claims), round_, store)
+        parts.put_back(image)
+    sealing.add(parts, holds_last=holds_last)
+
+
+def sources(claims: list[Claim]) -> dict[int, int]:
+    """Return for each part of the state the lowest rank that holds it.
+
+    `NoSourceError` if a part has none, or the state is divided in another way than before.
+
+    >>> sources([Claim(0, 2, None, 1, ""), Claim(1, 2, 1, 2, ""), Claim(0, 2, 0, 2, "")])
+    {1: 1, 0: 2}
+    """
+    found: dict[int, int] = {}
+    for rank, claim in enumerate(claims):
+        if claim.held_shard is None:
+            continue
+        if claim.held_shards != claim.shards:
+            raise NoSourceError(
+                f"the state was sharded in {claim.held_shards} parts, and is in {claim.shards} "
+                "now: the job has to go on from its checkpoint, in new processes"
+            )
+        found.setdefault(claim.held_shard, rank)
+    for rank, claim in enumerate(claims):
+        if claim.shard not in found:
+            raise NoSourceError(
+                f"no rank holds part {claim.shard} of {claim.shards} of the sharded state, which "
+                f"rank {rank} needs: the job has to go on from its checkpoint, in new processes"
+            )
+    return found
+
+
+def _transfer(
+    held: Image | None,
+    claims: list[Claim],
+    holders: Mapping[int, int],
+    round_: Round,
+    store: Store,
+) -> Image:
+    """Return this rank's part, and send those that others lack, each over a group of its own."""
+    import torch.distributed as dist
+
+    image = held if claims[round_.rank].shard == claims[round_.rank].held_shard else None
+    for shard, source in holders.items():
+        to = [
+            rank
+            for rank, claim in enumerate(claims)
+            if claim.shard == shard != claim.held_shard and rank != source
+        ]
+        if not to:
+            continue
+        # Every rank calls this, also those that are not in it.
+        group: Any = dist.new_group(sorted([source, *to]))
+        if round_.rank == source:
+            assert held is not None
+            _send(held, shard, source, group, store)
+        elif round_.rank in to:
+            image = _receive(shard, source, round_, group, store)
+        if round_.rank in (source, *to):
+            dist.destroy_process_group(group)
+    assert image is not None
+    return image
+
+
+def _send(held: Image, shard: int, source: int, group: Any, store: Store) -> None:
+    import torch
+
+    tensors = [tensor for _, tensor in held.tensors()]
+    layout = held.mapped(lambda one: torch.empty_like(one, device="meta"))
+    devices = [tensor.device.type for tensor in tensors]
+    head = packed({"part": (layout, devices, digest(held.tensors()))})
+    store.set(f"part/{shard}/head_bytes", str(len(head)))
+    broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
+    broadcast(tensors, source, group)
+
+
+def _receive(shard: int, source: int, round_: Round, group: Any, store: Store) -> Image:
+    import torch
+
+    head = torch.empty(int(store.get(f"part/{shard}/head_bytes")), dtype=torch.uint8)
+    broadcast([head], source, group)
+    layout, devices, announced = unpacked(head.numpy().tobytes())["part"]
+    on = iter(devices)
+    image: Image = layout.mapped(lambda one: torch.empty_like(one, device=next(on)))
+    broadcast([tensor for _, tensor in image.tensors()], source, group)
+    if digest(image.tensors()) != announced:
+        raise NoSourceError(
+            f"rank {round_.rank} has received other bits than rank {source} has announced"
+        )
+    return image
