@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 from kept_workers import Worker, World, world
 from test_kept_workers import at, finish, losses
 
@@ -78,21 +77,6 @@ def test_a_part_is_received_from_its_replica(tmp_path: Path) -> None:
         assert done[1]["weights"] == done[3]["weights"]
 
 
-def test_without_a_copy_of_the_last_step_ranks_that_differ_by_one_are_refused(
-    tmp_path: Path,
-) -> None:
-    faults = [at(1, 5, "backward", "sleep", seconds=0.3)]
-    with world(tmp_path, "train_sharded", steps=9, faults=faults, hold_last=False) as made:
-        made.begin(2)
-        made.workers[1].wait_line("fault")
-        parked = made.end()
-        assert [(one["step"], one["oldest_step"]) for one in parked] == [(6, 6), (5, 5)]
-        made.begin(2, made.workers, step=5)
-        for worker in made.workers:
-            assert worker.exit_code() == 1
-            assert "no rank holds part 0 of 2" in worker.text()
-
-
 def test_a_model_that_is_not_added_again_is_refused(tmp_path: Path) -> None:
     faults = [at(0, 5, "forward", "sleep", seconds=0.3)]
     with world(tmp_path, "train_sharded", steps=9, faults=faults, forgets_in=1) as made:
@@ -102,16 +86,3 @@ def test_a_model_that_is_not_added_again_is_refused(tmp_path: Path) -> None:
         made.begin(1, [only], step=5)
         assert only.exit_code() == 1
         assert "state.commit() was called before state.add()" in only.text()
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_another_number_of_ranks_is_refused(tmp_path: Path, size: int) -> None:
-    faults = [at(1, 5, "forward", "sleep", seconds=0.3)]
-    with world(tmp_path, "train_sharded", steps=9, faults=faults) as made:
-        made.begin(2)
-        made.workers[1].wait_line("fault")
-        made.end()
-        made.begin(size, made.workers[:size], step=5)
-        for worker in made.workers:
-            assert worker.exit_code() == 1
-            assert f"the state was sharded in 2 parts, and is in {size} now" in worker.text()

@@ -18,6 +18,8 @@ import torch
 import torch._dynamo  # DDP's constructor imports it.
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -314,9 +316,6 @@ def train_sharded(
     forgets_in: int | None = None,
 ) -> None:
     """Train a model that is sharded anew in each round, with a scheduler and a scaler."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     faults = faults or []
     data = make_data()
     torch.set_num_threads(1)
@@ -382,9 +381,8 @@ def train_sharded(
 
 
 def parts_of(model: nn.Module) -> str:
-    """Return a digest of this rank's part of a sharded model."""
+    """Return a digest of this rank's part of a sharded model's parameters."""
     found = hashlib.blake2b(digest_size=8)
-    for tensor in model.state_dict().values():
-        part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.update(part.numpy().tobytes())
+    for parameter in model.parameters():
+        found.update(parameter.detach().to_local().numpy().tobytes())
     return found.hexdigest()

@@ -105,7 +105,7 @@ def test_what_a_worker_reports(runner: tuple[Link, Runner]) -> None:
     assert report["message"] == "m" * 4000
     assert len(report["traceback"]) == 12_000
     assert report["traceback"].endswith("end")
-    link.parked(3, 7, True, [["a", 1]] * 600)
+    link.parked(3, [["a", 1]] * 600, step=7, torn=True)
     assert other.hear() == {
         **{"type": "parked", "round": 3, "step": 7, "torn": True},
         "connections": [["a", 1]] * 500,

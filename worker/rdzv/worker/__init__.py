@@ -18,7 +18,8 @@ In comes the word of this worker's runner, over a socket that it inherits (`link
 over, or the next one begins. Out goes that this worker has *parked*: nothing of it takes part in
 the round any more. In between, `session` leads from round to round: `cutting` breaks off
 collectives, `groups` makes and destroys process groups, `healing` brings all ranks to the state of
-the one that has come furthest, `sealing` knows which step that is, `shards` holds what is sharded. `suspicion` tells an exception
+the one that has come furthest, `sealing` knows which step that is. `shards` holds the parts of
+sharded models between rounds, and `shard_healing` puts them back. `suspicion` tells an exception
 that a lost peer may have caused from the script's own.
 
 Without such a socket (torchrun, plain python) there is one round, and the same script runs.
