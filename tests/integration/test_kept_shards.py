@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 from kept_workers import Worker, World, world
-from test_kept_workers import at, finish, losses
+from test_kept_workers import ROOT, at, finish, losses, run_script
 
 
 def history(folder: Path, rounds: int, faults: list[dict[str, Any]], steps: int) -> World:
@@ -86,3 +87,11 @@ def test_a_model_that_is_not_added_again_is_refused(tmp_path: Path) -> None:
         made.begin(1, [only], step=5)
         assert only.exit_code() == 1
         assert "state.commit() was called before state.add()" in only.text()
+
+
+def test_the_example_writes_checkpoints(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "train_kept_fsdp.py")
+    options = ["--samples=64", "--epochs=1", f"--checkpoints={tmp_path}"]
+    out = run_script([sys.executable, script, *options])
+    assert "starting at step 0 | world_size 1" in out and "training finished" in out
+    assert [file.parent.name for file in tmp_path.glob("*/.metadata")] == ["00000002-job.round0"]
