@@ -528,7 +528,7 @@ class Book:
         ended_ms = until_ms if round_.ended_ms is None else round_.ended_ms
         broke_ms = _broke_ms(round_, ended_ms)
         owed = self._cause
-        if not round_.adopted and (round_.first is not None or self._any_steps):
+        if not round_.adopted and self._any_steps:
             first_ms = broke_ms if round_.first is None else min(round_.first[0], broke_ms)
             phase = LedgerPhase.STARTING if self._furthest is None else LedgerPhase.LOADING
             self._book(first_ms, phase, owed, round_)

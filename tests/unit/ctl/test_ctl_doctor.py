@@ -81,6 +81,13 @@ def test_a_name_that_leads_to_loopback_is_warned_of() -> None:
     assert doctor.check_name("no-such-host.invalid").verdict is WARNING
 
 
+def test_a_name_that_leads_to_this_machine_is_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.5", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    finding = doctor.check_name("n1")
+    assert (finding.verdict, finding.text) == (OK, "n1 is 10.0.0.5")
+
+
 # ---------------------------------------------------------------------- the server
 
 
@@ -140,6 +147,7 @@ def test_nodes_are_judged_by_what_the_server_knows() -> None:
         replace(NODE, node_id="n3", unhealthy="disk /data has 1 % free"),
         replace(NODE, node_id="n4", agent_version="0.0.1"),
         replace(NODE, node_id="n5", metrics="[::1]:9"),
+        replace(NODE, node_id="n6", quarantine="3 failures within 1 h"),
     )
     tried = []
 
@@ -148,8 +156,9 @@ def test_nodes_are_judged_by_what_the_server_knows() -> None:
         return "no route"
 
     texts = [f"{f.check}: {f.text}" for f in doctor.check_nodes(nodes, reach)]
-    assert texts[:2] == ["nodes: 4 nodes of 5 connected", "nodes: not connected: n2"]
+    assert texts[:2] == ["nodes: 5 nodes of 6 connected", "nodes: not connected: n2"]
     assert "node n3: disk /data has 1 % free" in texts
+    assert "node n6: 3 failures within 1 h" in texts
     assert any(text.endswith("n4 (0.0.1)") for text in texts)
     assert texts[-1] == "node n5: [::1]:9 cannot be reached from here: no route"
     assert tried == [("::1", 9)]

@@ -68,6 +68,7 @@ async def test_the_end_of_a_run_and_a_quarantine_are_posted_and_nothing_else() -
 async def test_each_style_has_the_sentence_where_its_webhook_reads_it(style: str, key: str) -> None:
     webhook = Webhook()
     (text,) = await posted([ENDED], webhook)
+    assert (webhook.posted[0].event, webhook.posted[0].rdzv_id) == ("RunEnded", "job-7")
     body = webhook.posted[0].body(style)
     assert body[key] == text
     assert json.loads(json.dumps(body)) == body

@@ -285,6 +285,27 @@ TABLE: dict[str, tuple[Story, float, list[str]]] = {
         16,
         ["0..10 queued", "10..14 waiting", "14..15 forming", "15..16 training"],
     ),
+    "a placement of an older server came from the queue if no node was there": (
+        [
+            (0, BEGAN),
+            (10, history.NodesPlaced(2, ("n1", "n2"))),
+            (11, joined("n1")),
+            (20, history.NodesPlaced(1, ("n3",))),
+            (24, joined("n3")),
+            (24, complete(0, "n1", "n3")),
+        ],
+        25,
+        ["0..10 queued", "10..24 waiting", "24..25 training"],
+    ),
+    "nodes that are there without a name are there": (
+        [
+            (0, events.RunBegan("r", 1, "the server had no memory of it")),
+            (2, history.RoundAdopted(4, 2)),
+            (10, history.NodesPlaced(1, ("n3",))),
+        ],
+        12,
+        ["0..2 waiting", "2..12 training"],
+    ),
     "a node that declines costs the wait for it, and the queue after it": (
         [
             (0, SUBMITTED),

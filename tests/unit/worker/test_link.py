@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -125,11 +126,23 @@ def test_a_runner_that_is_gone_ends_the_wait(runner: tuple[Link, Runner]) -> Non
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_has_no_link_and_no_lock_of_its_parent(runner: tuple[Link, Runner]) -> None:
     link, other = runner
-    with link._changed, link._sending:
-        pid = os.fork()
-        if pid == 0:
-            # Would wait for ever for a lock that its parent holds.
-            os._exit(0 if link.wait_for_word() is None and link.is_closed else 1)
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with link._changed, link._sending:
+            held.set()
+            let_go.wait(60)
+
+    other_thread = threading.Thread(target=hold)
+    other_thread.start()
+    assert held.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        # Ended by the alarm, if it waits for a lock that no thread of its own holds.
+        signal.alarm(20)
+        os._exit(0 if link.wait_for_word() is None and link.is_closed else 1)
+    let_go.set()
+    other_thread.join()
     assert os.waitpid(pid, 0)[1] == 0
     link.resumed(round=1)
     assert other.hear()["round"] == 1
