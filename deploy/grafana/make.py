@@ -635,6 +635,12 @@ JOB = Board(
                     (f"max (rdzv_job_progress_workers{{{JOB_OF}}})", "workers"),
                     (f"max (rdzv_job_straggling_ranks{{{JOB_OF}}})", "straggling"),
                 ),
+                panel(
+                    "Waiting for a straggler",
+                    "The least share of the time in which the others wait for the latest worker.",
+                    (f"max (rdzv_job_straggler_wait_ratio{{{JOB_OF}}})", "of the time"),
+                    unit="percentunit",
+                ),
             ),
         ),
     ),

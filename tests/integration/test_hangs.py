@@ -159,3 +159,25 @@ def test_a_worker_that_is_slow_for_a_while_is_named_until_it_has_caught_up(c: Cl
     assert named() == ["RankStraggles", "RankCaughtUp"]
     c.finish()
     assert c.nodes[0].wait() == 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_the_others_wait_for_is_named_by_when_it_enters_collectives(c: Cluster) -> None:
+    """A plain script of torch, which reports nothing: both make the same steps."""
+    config = c.folder / "rdzvd.toml"
+    config.write_text("progress.straggler_after = 1\n")
+    c.kill_server()
+    c.start_server(f"--config={config}")
+    c.start_node("n1", worker="lockstep.py", nnodes="1", nproc=2)
+    c.wait_for_state("running")
+    (found,) = c.wait_until("one straggles", lambda: c.status().stragglers)
+    assert (found.rank, found.step_s) == (1, None)
+    assert (found.late_ms or 0) > 10
+    assert (found.wait_share or 0) > 0.06
+    text = c.run("rdzvctl", "--server", c.endpoint, "status", JOB).stdout
+    assert "straggling   RANK 1 (" in text
+    assert " after the others (" in text
+    (c.folder / "hurry").touch()
+    c.wait_until("it has caught up", lambda: not c.status().stragglers)
+    c.finish()
+    assert c.nodes[0].wait() == 0

@@ -10,6 +10,7 @@ answers operators.
 Rules that hold for every message:
   * Times are milliseconds. A node never sends a point in time, only an age
     (how long ago by its own clock), so no two machines' clocks are compared.
+    The one exception is `Arrivals`, which states how wrong its times may be.
   * Everything a node says may be said again without effect.
   * A message about a job names its rdzv_id and, once known, its run.
   * A field that is not set means "not known", never a special number.
@@ -149,6 +150,7 @@ class NodeMessage(google.protobuf.message.Message):
     HEALTH_FIELD_NUMBER: builtins.int
     HUNG_FIELD_NUMBER: builtins.int
     STACKS_FIELD_NUMBER: builtins.int
+    ARRIVALS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
@@ -183,6 +185,8 @@ class NodeMessage(google.protobuf.message.Message):
     @property
     def stacks(self) -> global___Stacks: ...
     @property
+    def arrivals(self) -> global___Arrivals: ...
+    @property
     def draining(self) -> global___Draining: ...
     def __init__(
         self,
@@ -203,11 +207,12 @@ class NodeMessage(google.protobuf.message.Message):
         health: global___Health | None = ...,
         hung: global___Hung | None = ...,
         stacks: global___Stacks | None = ...,
+        arrivals: global___Arrivals | None = ...,
         draining: global___Draining | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "arrivals", "draining"] | None: ...
 
 global___NodeMessage = NodeMessage
 
@@ -1272,6 +1277,94 @@ class HungWorker(google.protobuf.message.Message):
 global___HungWorker = HungWorker
 
 @typing.final
+class Arrivals(google.protobuf.message.Message):
+    """When workers of `round` on this node entered some of their latest collectives, the same ones on
+    all nodes; said every few seconds where torch has a record of them.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    round: builtins.int
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupArrivals]: ...
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        round: builtins.int = ...,
+        groups: collections.abc.Iterable[global___GroupArrivals] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run"]) -> None: ...
+
+global___Arrivals = Arrivals
+
+@typing.final
+class GroupArrivals(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    PER_SECOND_FIELD_NUMBER: builtins.int
+    ERROR_US_FIELD_NUMBER: builtins.int
+    SEQUENCES_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    """The name by which all its workers know the process group."""
+    per_second: builtins.float
+    """How many collectives it completes in a second."""
+    error_us: builtins.int
+    """How much the times may differ from other nodes'; unset: they can be compared on this node alone."""
+    @property
+    def sequences(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankArrivals]:
+        """Each worker of the group on this node."""
+
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        per_second: builtins.float = ...,
+        error_us: builtins.int | None = ...,
+        sequences: collections.abc.Iterable[builtins.int] | None = ...,
+        ranks: collections.abc.Iterable[global___RankArrivals] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_error_us", b"_error_us", "error_us", b"error_us"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_error_us", b"_error_us", "error_us", b"error_us", "group", b"group", "per_second", b"per_second", "ranks", b"ranks", "sequences", b"sequences"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_error_us", b"_error_us"]) -> typing.Literal["error_us"] | None: ...
+
+global___GroupArrivals = GroupArrivals
+
+@typing.final
+class RankArrivals(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    ENTERED_US_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    @property
+    def entered_us(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """When it entered each of `sequences`, by the server's clock as far as the node knows it
+        (`Heard.clock_us`). If the record has durations, these count back from the common end.
+        """
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        entered_us: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entered_us", b"entered_us", "rank", b"rank"]) -> None: ...
+
+global___RankArrivals = RankArrivals
+
+@typing.final
 class Stacks(google.protobuf.message.Message):
     """Some of the stacks that the server has asked for with `TakeStacks`; in all of them each worker that
     has not exited comes once. A node that has none of that round says so with `error`.
@@ -1614,13 +1707,17 @@ class Heard(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: builtins.int
+    CLOCK_US_FIELD_NUMBER: builtins.int
     number: builtins.int
+    clock_us: builtins.int
+    """The server's clock at that time; 0: it is too old to say so."""
     def __init__(
         self,
         *,
         number: builtins.int = ...,
+        clock_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_us", b"clock_us", "number", b"number"]) -> None: ...
 
 global___Heard = Heard
 
@@ -2556,21 +2653,50 @@ class Straggler(google.protobuf.message.Message):
     STEP_S_FIELD_NUMBER: builtins.int
     MEDIAN_S_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
+    LATE_MS_FIELD_NUMBER: builtins.int
+    LATE_P95_MS_FIELD_NUMBER: builtins.int
+    CLOCK_ERROR_MS_FIELD_NUMBER: builtins.int
+    WAIT_SHARE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     step_s: builtins.float
+    """Of one that is known by its rate: how long it takes for a step."""
     median_s: builtins.float
     """The same of the worker in the middle of its role."""
     age_ms: builtins.int
     """For how long it has been so."""
+    late_ms: builtins.float
+    """Of one that is known by when it enters collectives: how much later than the others, ..."""
+    late_p95_ms: builtins.float
+    clock_error_ms: builtins.float
+    """... how wrong that may be, because clocks of nodes differ, ..."""
+    wait_share: builtins.float
+    """... and the share of the time that the others wait for it, at least."""
     def __init__(
         self,
         *,
         rank: builtins.int = ...,
-        step_s: builtins.float = ...,
-        median_s: builtins.float = ...,
+        step_s: builtins.float | None = ...,
+        median_s: builtins.float | None = ...,
         age_ms: builtins.int = ...,
+        late_ms: builtins.float | None = ...,
+        late_p95_ms: builtins.float | None = ...,
+        clock_error_ms: builtins.float | None = ...,
+        wait_share: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "median_s", b"median_s", "rank", b"rank", "step_s", b"step_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_clock_error_ms", b"_clock_error_ms", "_late_ms", b"_late_ms", "_late_p95_ms", b"_late_p95_ms", "_median_s", b"_median_s", "_step_s", b"_step_s", "_wait_share", b"_wait_share", "clock_error_ms", b"clock_error_ms", "late_ms", b"late_ms", "late_p95_ms", b"late_p95_ms", "median_s", b"median_s", "step_s", b"step_s", "wait_share", b"wait_share"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_clock_error_ms", b"_clock_error_ms", "_late_ms", b"_late_ms", "_late_p95_ms", b"_late_p95_ms", "_median_s", b"_median_s", "_step_s", b"_step_s", "_wait_share", b"_wait_share", "age_ms", b"age_ms", "clock_error_ms", b"clock_error_ms", "late_ms", b"late_ms", "late_p95_ms", b"late_p95_ms", "median_s", b"median_s", "rank", b"rank", "step_s", b"step_s", "wait_share", b"wait_share"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_clock_error_ms", b"_clock_error_ms"]) -> typing.Literal["clock_error_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_late_ms", b"_late_ms"]) -> typing.Literal["late_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_late_p95_ms", b"_late_p95_ms"]) -> typing.Literal["late_p95_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_median_s", b"_median_s"]) -> typing.Literal["median_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_step_s", b"_step_s"]) -> typing.Literal["step_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_wait_share", b"_wait_share"]) -> typing.Literal["wait_share"] | None: ...
 
 global___Straggler = Straggler
 

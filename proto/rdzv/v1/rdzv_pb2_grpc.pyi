@@ -10,6 +10,7 @@ answers operators.
 Rules that hold for every message:
   * Times are milliseconds. A node never sends a point in time, only an age
     (how long ago by its own clock), so no two machines' clocks are compared.
+    The one exception is `Arrivals`, which states how wrong its times may be.
   * Everything a node says may be said again without effect.
   * A message about a job names its rdzv_id and, once known, its run.
   * A field that is not set means "not known", never a special number.

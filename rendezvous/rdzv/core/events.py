@@ -284,13 +284,20 @@ class HangOver:
 
 @struct(frozen=True)
 class RankStraggles:
-    """A worker's steps have taken far longer than those of its role's other workers for a while."""
+    """A worker is slow for a while: by its rate, or by when it enters collectives."""
 
     round: int
     rank: int
     node_id: str
-    step_s: float
-    median_s: float
+    step_s: float | None = None
+    median_s: float | None = None
+    """The same of the median worker of its role."""
+    late_ms: float | None = None
+    """How much later than the others it enters collectives, in the middle."""
+    late_p95_ms: float | None = None
+    clock_error_ms: float | None = None
+    wait_share: float | None = None
+    """The share of the time that the others wait for it, at least."""
 
 
 @struct(frozen=True)

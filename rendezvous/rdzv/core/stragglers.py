@@ -1,6 +1,7 @@
-"""Which workers are much slower than the others of their group, for a while.
+"""Stragglers, and which workers are much slower than the others of their role for a while.
 
-Pure: computes the stragglers from each worker's current speed and the earlier slow workers.
+Pure. Where workers do not wait for each other, their rates tell; where they do, all have the same
+rate, and `lateness` tells.
 """
 
 from __future__ import annotations
@@ -31,14 +32,22 @@ class Sample:
 
 @struct(frozen=True)
 class Straggler:
-    """A worker that has been slow for long enough."""
+    """A worker that has been slow for a while: by its rate, or by when it enters collectives."""
 
     rank: int
-    step_s: float
-    median_s: float
-    """Step time of the median worker of its group; of two in the middle, that of the faster one."""
     since_ms: int
     """The time since which it has been slow."""
+    step_s: float | None = None
+    median_s: float | None = None
+    """Step time of the median worker of its role; of two in the middle, that of the faster one."""
+    late_ms: float | None = None
+    """How much later than the others it enters collectives, in the middle, ..."""
+    late_p95_ms: float | None = None
+    """... and in one of twenty."""
+    clock_error_ms: float | None = None
+    """How wrong these may be, because the clocks of nodes differ."""
+    wait_share: float | None = None
+    """The share of the time that the others wait for it, at least."""
 
 
 @struct(frozen=True)
@@ -69,5 +78,5 @@ def follow(pace: Pace, samples: Iterable[Sample], now_ms: int, after_ms: int) ->
                 continue
             since_ms = since[sample.rank] = pace.slow_since_ms.get(sample.rank, now_ms)
             if now_ms - since_ms >= after_ms:
-                found[sample.rank] = Straggler(sample.rank, sample.step_s, median_s, since_ms)
+                found[sample.rank] = Straggler(sample.rank, since_ms, sample.step_s, median_s)
     return Pace(since, found)

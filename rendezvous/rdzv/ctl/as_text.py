@@ -20,11 +20,13 @@ from rdzv.view.answers import (
     NodeStatus,
     RankProgress,
     Server,
+    Straggler,
     Submission,
     WorkerFailure,
 )
 from rdzv.view.history import KINDS
 from rdzv.view.log_lines import harmless
+from rdzv.view.sentences import slowness
 
 _MOST_NODES = 40
 _MOST_FAILURES = 10
@@ -292,13 +294,13 @@ def progress(job: JobStatus) -> str:
 
 def straggling(job: JobStatus) -> str:
     """Name the stragglers, the slowest first."""
-    slowest = sorted(
-        job.stragglers, key=lambda one: -one.step_s / one.median_s if one.median_s else -math.inf
-    )
+
+    def least_first(one: Straggler) -> float:
+        return -(one.wait_share or (one.step_s or 0) / (one.median_s or math.inf))
+
     return listed(
-        f"RANK {one.rank} ({one.step_s:.3g} s a step, the median is {one.median_s:.3g} s; for "
-        f"{duration(one.age_ms)})"
-        for one in slowest
+        f"RANK {one.rank} (for {duration(one.age_ms)}: {slowness(one)})"
+        for one in sorted(job.stragglers, key=least_first)
     )
 
 

@@ -336,7 +336,7 @@ class Driver:
             store_away_ms=self.store.state.away_ms,
             states=self.jobs.states,
             progress=lambda state: self.diagnosis.progress.shown(state, now_ms),
-            straggling=lambda state: len(self.diagnosis.stragglers.shown(state.membership.rdzv_id)),
+            straggling=lambda state: self.diagnosis.stragglers.shown(state.membership.rdzv_id),
             lease_ms=self.leases.lease_ms,
             silence_ms=max(
                 (now_ms - record.heard_ms for record in records if record.stream is not None),

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rdzv.core.commands import Command
 from rdzv.core.hangs import HungWorker
 from rdzv.core.model import (
@@ -109,6 +111,28 @@ class Progress:
 
 
 @struct(frozen=True)
+class GroupArrivals:
+    """When a node's ranks of one process group entered some of its collectives."""
+
+    group: str
+    per_second: float
+    error_us: int | None
+    """How much the times may differ from other nodes'; None: they cannot be compared with them."""
+    entered_us: Mapping[int, Mapping[int, int]]
+    """By sequence number, then by RANK."""
+
+
+@struct(frozen=True)
+class Arrivals:
+    """When the workers of a node in one round entered some of their latest collectives."""
+
+    rdzv_id: str
+    run: str
+    round: int
+    groups: tuple[GroupArrivals, ...]
+
+
+@struct(frozen=True)
 class LogPiece:
     """A piece of a worker's output. Without data, it only announces pieces of `round`."""
 
@@ -172,6 +196,8 @@ class Heard:
     """The heartbeat with this number was received."""
 
     number: int
+    clock_us: int
+    """The server's clock then."""
 
 
 @struct(frozen=True)

@@ -85,12 +85,16 @@ class RankProgress:
 
 @struct(frozen=True)
 class Straggler:
-    """A worker that takes far longer for a step than the median worker of its role."""
+    """A slow worker: by its rate (`step_s`), or by when it enters collectives (`late_ms`)."""
 
     rank: int
-    step_s: float
-    median_s: float
     age_ms: int
+    step_s: float | None = None
+    median_s: float | None = None
+    late_ms: float | None = None
+    late_p95_ms: float | None = None
+    clock_error_ms: float | None = None
+    wait_share: float | None = None
 
 
 @struct(frozen=True)

@@ -6,6 +6,7 @@ The caller prepends the job's name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rdzv.core import events
 from rdzv.core.keeping import WHY_NEW
@@ -14,6 +15,9 @@ from rdzv.core.root_cause import describe_failure
 from rdzv.core.words import counted, duration, ranks_text
 from rdzv.view import history
 from rdzv.view.history import Fields, Kept, read
+
+if TYPE_CHECKING:
+    from rdzv.view import answers
 
 
 def sentence(event: Kept) -> str:
@@ -57,6 +61,18 @@ def failure(event: history.WorkerFailed) -> str:
     )
 
 
+def slowness(one: events.RankStraggles | answers.Straggler) -> str:
+    """Say how slow a straggler is."""
+    if one.late_ms is None:
+        return f"{one.step_s or 0:.3g} s a step, where the median is {one.median_s or 0:.3g} s"
+    error = f", as clocks go ± {one.clock_error_ms:.2g} ms" if one.clock_error_ms else ""
+    return (
+        f"it enters collectives {one.late_ms:.3g} ms after the others (95th percentile "
+        f"{one.late_p95_ms or 0:.3g} ms{error}), which wait for it at least "
+        f"{one.wait_share or 0:.0%} of the time"
+    )
+
+
 def _of_round(event: Kept) -> str:
     """Describe an event of a run, its rounds or its workers; empty for an event of a node."""
     match event:
@@ -90,8 +106,7 @@ def _of_round(event: Kept) -> str:
         case events.HangOver():
             return f"no worker hangs any more in round {event.round}, which goes on"
         case events.RankStraggles():
-            pace = f"{event.step_s:.3g} s a step, where the median is {event.median_s:.3g} s"
-            return f"RANK {event.rank} on {event.node_id} straggles: {pace}"
+            return f"RANK {event.rank} on {event.node_id} straggles: {slowness(event)}"
         case events.RankCaughtUp():
             return f"RANK {event.rank} on {event.node_id} no longer straggles"
         case events.FirstStepMade():

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.observers.flight_records import FlightRecord, entries_for, read_record
+from rdzv.agent.observers.flight_records import (
+    FlightRecord,
+    GroupTimes,
+    entries_for,
+    read_record,
+    read_times,
+)
 
 NOW_NS = 1_795_421_148_000_000_000
 
@@ -95,3 +101,23 @@ def test_what_is_no_record_is_refused(text: bytes) -> None:
 
 def test_the_more_ranks_the_fewer_entries_of_each() -> None:
     assert [entries_for(size) for size in (1, 64, 1_000, 100_000)] == [64, 64, 4, 4]
+
+
+def times(*entries: dict[str, Any]) -> dict[str, GroupTimes]:
+    trace = {"entries": entries, "pg_config": {}, "version": "2.10"}
+    return read_times(json.dumps(trace).encode(), NOW_NS)
+
+
+def test_gloos_are_entered_when_they_are_recorded() -> None:
+    found = times(
+        entry(1, time_created_ns=NOW_NS + 5_000), entry(2, retired=False, time_created_ns=NOW_NS)
+    )
+    assert found == {"0": GroupTimes({1: 5, 2: 0}, {1: 5, 2: 0})}
+
+
+def test_nccls_are_told_by_their_durations_where_these_are_measured() -> None:
+    """They are recorded when they are enqueued. The last to enter has the shortest duration."""
+    done = {"operation": "nccl:all_reduce", "state": "completed", "time_created_ns": NOW_NS}
+    found = times(entry(1, **done, duration_ms=1.5), entry(2, **done))
+    assert found == {"0": GroupTimes({1: -1_500}, {1: 0}, by_duration=True)}
+    assert times(entry(1, **done)) == {}

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -399,6 +400,24 @@ async def test_an_answer_proves_that_its_heartbeat_was_heard_when_it_was_sent(
         await talk.say(heard=pb.Heard(number=first))  # Again, and so no news.
         await talk.say(heard=pb.Heard(number=last))
         assert await job.renewed() > sent_by_ms
+
+
+async def test_the_servers_clock_is_known_from_an_answer_that_was_asked_for(server: Server) -> None:
+    job = Job("job-1")
+    link = link_to(server.endpoint, jobs=(job,))
+    async with running(link):
+        talk, _ = await server.greet()
+        link.ask_clock()
+        while not (number := await talk.heartbeat()):
+            pass
+        assert link.server_clock.read(time.monotonic_ns()) is None
+        before_us = time.monotonic_ns() // 1_000
+        await talk.say(heard=pb.Heard(number=number, clock_us=before_us + 7_000_000))
+        await talk.say(joined=pb.Joined(rdzv_id="job-1", run="r1"))
+        await job.hear(events.Joined)  # It comes after the answer.
+        known = link.server_clock.read(time.monotonic_ns())
+        assert known is not None
+        assert abs(known.offset_us - 7_000_000) <= known.error_us
 
 
 async def test_nothing_else_proves_that_the_node_is_heard(server: Server) -> None:

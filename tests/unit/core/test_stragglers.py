@@ -7,7 +7,8 @@ import logging
 import pytest
 
 from rdzv.core.stragglers import Pace, Sample, follow
-from rdzv.server.messages import Progress, RankProgress
+from rdzv.errors import InvalidRequestError
+from rdzv.server.messages import Arrivals, GroupArrivals, Progress, RankProgress
 from rdzv.server.sessions.streams import Stream
 from tests.unit.server.test_driver import FakeClock, Server, server
 
@@ -79,7 +80,9 @@ async def test_it_is_named_once_with_its_pace_and_once_when_it_is_over(
                 s.driver.connections.heard(n2)
             (found,) = s.driver.views.stragglers("job-7")
             assert (found.rank, found.step_s, found.median_s) == (3, 2.0, 0.5)
-            assert s.driver.figures().straggling(s.driver.jobs.peek("job-7")) == 1  # type: ignore[arg-type]
+            state = s.driver.jobs.peek("job-7")
+            assert state is not None
+            assert s.driver.figures().straggling(state) == (found,)
             say(s, n2, 2, 2.0, 2.0)
             await clock.advance(5_000)
             say(s, n1, 0, 2.0, 2.0)
@@ -106,3 +109,76 @@ async def test_a_silent_one_is_not_slow_and_a_round_that_is_over_is_forgotten() 
         s.driver.connections.detach(n1)
         await clock.advance(60_000)
         assert s.driver.diagnosis.stragglers.jobs == 0
+
+
+# ------------------------------------------------------------------ by when they enter collectives
+
+
+def arrive(s: Server, stream: Stream, now_s: int, ranks: dict[int, int], round_: int = 0) -> None:
+    """Report ten collectives of five seconds, entered so many milliseconds late by each rank."""
+    entered = {
+        2 * now_s + n: {
+            rank: 1_000 * (1_000 * now_s + 500 * n + late_ms) for rank, late_ms in ranks.items()
+        }
+        for n in range(10)
+    }
+    group = GroupArrivals("0", 2.0, 1_000, entered)
+    s.driver.reports.note_arrivals(stream, Arrivals("job-7", "run-1", round_, (group,)))
+
+
+async def test_of_a_lock_step_training_it_is_the_one_that_the_others_wait_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All have the same rate, and RANK 2 may even have the highest; that does not count."""
+    clock = FakeClock()
+    async with server(clock=clock) as s:
+        n1, n2 = await s.pair()
+
+        async def go_on(late_ms: int, times: int) -> None:
+            for _ in range(times):
+                now_s = clock.now_ms() // 1_000
+                arrive(s, n1, now_s, {0: 0, 1: 1})
+                arrive(s, n2, now_s, {2: 2, 3: late_ms})
+                say(s, n1, 0, 0.1, 2.0)
+                say(s, n2, 2, 2.0, 2.0)
+                await clock.advance(5_000)
+                s.driver.connections.heard(n1)
+                s.driver.connections.heard(n2)
+
+        with caplog.at_level(logging.INFO, "rdzv.events"):
+            await go_on(100, 12)
+            (found,) = s.driver.views.stragglers("job-7")
+            assert (found.rank, found.late_ms, found.clock_error_ms) == (3, 98.0, 1.0)
+            await go_on(3, 12)
+        assert s.driver.views.stragglers("job-7") == ()
+        lines = [r.getMessage() for r in caplog.records if "straggles" in r.getMessage()]
+        assert lines == [
+            "job-7: RANK 3 on n2 straggles: it enters collectives 98 ms after the others (95th "
+            "percentile 98 ms, as clocks go ± 1 ms), which wait for it at least 20% of the time",
+            "job-7: RANK 3 on n2 no longer straggles",
+        ]
+
+
+async def test_arrivals_of_another_round_or_node_do_not_count() -> None:
+    async with server(clock=FakeClock()) as s:
+        n1, _ = await s.pair()
+        arrive(s, n1, 0, {0: 0, 1: 1}, round_=4)
+        with pytest.raises(InvalidRequestError, match="arrivals of RANK 2: n1 has no such"):
+            arrive(s, n1, 0, {0: 0, 2: 1})
+
+
+async def test_rates_count_again_when_collectives_have_not_been_compared_for_long() -> None:
+    clock = FakeClock()
+    async with server(clock=clock) as s:
+        n1, n2 = await s.pair()
+        for at in range(40):
+            if at < 3:
+                arrive(s, n1, 5 * at, {0: 0, 1: 1})
+                arrive(s, n2, 5 * at, {2: 0, 3: 1})
+            say(s, n1, 0, 2.0, 2.0)
+            say(s, n2, 2, 2.0, 0.5)
+            await clock.advance(5_000)
+            s.driver.connections.heard(n1)
+            s.driver.connections.heard(n2)
+            assert at > 20 or not s.driver.views.stragglers("job-7")
+        assert [one.rank for one in s.driver.views.stragglers("job-7")] == [3]

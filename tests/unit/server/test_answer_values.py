@@ -90,7 +90,10 @@ REPORT = Report(
     (SilentNode("n2", 8, 8, "away"),),
 )  # fmt: skip
 PROGRESS = (RankProgress(0, 1_200, 10, 2.5), RankProgress(1, 1_190, 300, 0.0))
-SLOW = (Straggler(3, 2.5, 0.5, 9_500),)
+SLOW = (
+    Straggler(3, 9_500, 2.5, 0.5),
+    Straggler(4, 9_500, late_ms=19.5, late_p95_ms=35.0, clock_error_ms=2.0, wait_share=0.125),
+)
 
 
 @pytest.mark.parametrize(

@@ -1637,6 +1637,7 @@ def every_event() -> list[events.Event]:
         events.StacksTaken(0, "RANK 0-2 in all_reduce at train.py:41; RANK 3 in read at data.py:7"),
         events.HangOver(0),
         events.RankStraggles(0, 3, "n1", 2.1, 0.5),
+        events.RankStraggles(0, 3, "n1", None, None, 19.5, 35.0, 2.0, 0.125),
         events.RankCaughtUp(0, 3, "n1"),
         events.FirstStepMade(1, "n1", 3, 101, 300),
         events.LostStepsRedone(1, 140, 200),

@@ -525,7 +525,10 @@ def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
             Lease(10_000, 30_000),
             pb.ServerMessage(lease=pb.Lease(heartbeat_interval_ms=10_000, lease_ms=30_000)),
         ),
-        (Heard(7), pb.ServerMessage(leadership=3, heard=pb.Heard(number=7))),
+        (
+            Heard(7, 5),
+            pb.ServerMessage(leadership=3, heard=pb.Heard(number=7, clock_us=5)),
+        ),
         (
             Welcome(7, 1_666, 5_000),
             pb.ServerMessage(

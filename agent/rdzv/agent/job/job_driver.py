@@ -259,7 +259,7 @@ class JobDriver:
         if context.last_round is not None:
             context.last_round.cancel()
         context.offer.release()
-        context.observers.stop_watching_hangs()
+        context.observers.stop_watching()
         await self._reports.close()
         if context.linked is not None:
             await context.linked.close(RUNNER_CLOSE_TIMEOUT_S)

@@ -9,9 +9,11 @@ from rdzv.agent.core import commands
 from rdzv.agent.core.machine import EXIT_FAILED
 from rdzv.agent.core.model import AgentState, Leaving
 from rdzv.agent.launch.launch import Launch
+from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.collective_records import RecordReader
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
+from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.stack_sampling import StackAnswers, StacksAsked, Target
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import ServerLink
@@ -68,6 +70,15 @@ class Reports:
     def hung(self, report: HungReport) -> None:
         """Report the workers that hang."""
         self._link.say(encoding.hung(report, self._rdzv_id))
+
+    def arrivals(self, report: ArrivalReport) -> None:
+        """Report when the workers entered collectives."""
+        self._link.say(encoding.arrivals(report, self._rdzv_id))
+
+    def read_clock(self) -> Reading | None:
+        """Return what is known of the server's clock, and ask for it once more."""
+        self._link.ask_clock()
+        return self._link.server_clock.read(time.monotonic_ns())
 
     def stacks(
         self, asked: StacksAsked, targets: tuple[Target, ...], why_none: str, world_size: int

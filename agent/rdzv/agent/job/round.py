@@ -78,7 +78,7 @@ class Round:
             self._pids.update(hello.workers)
         if state.phase is Phase.RUNNING:
             alive = {n: pid for n, pid in hello.workers.items() if n in state.alive}
-            context.observers.watch_hangs(self.assignment, alive)
+            context.observers.watch(self.assignment, alive)
         if not state.workers_gone:
             self._begin_task(self._await_end())
 
@@ -112,7 +112,7 @@ class Round:
             return
         context.keep()
         self._start_store_host()
-        context.observers.watch_hangs(self.assignment)
+        context.observers.watch(self.assignment)
         context.runner.start_workers(number, workers, self._keep_spec())
         if self._notified_by is not None:
             # The runner did not know the round yet.
@@ -199,7 +199,7 @@ class Round:
     def stop_workers(self, command: commands.StopWorkers) -> None:
         """End the workers; those not yet started are never started."""
         self._cancel_start()
-        self._context.observers.stop_watching_hangs()
+        self._context.observers.stop_watching()
         # Their socket is not offered again.
         self._context.offer.release()
         signum = signal.SIGTERM if command.signum is None else command.signum

@@ -1,4 +1,4 @@
-"""The observers of one job's workers: progress, notice, snapshot, hangs; opened round by round."""
+"""The observers of one job's workers, opened round by round."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.job.reports import Reports
 from rdzv.agent.launch.launch import Launch
+from rdzv.agent.observers.arrival_watch import ArrivalWatch
 from rdzv.agent.observers.hang_watch import HangWatch
 from rdzv.agent.observers.notice import NoticeFile
 from rdzv.agent.observers.progress_files import ProgressFiles
@@ -17,8 +18,8 @@ from rdzv.agent.observers.snapshot import Snapshot
 class WorkerObservers:
     """The observers of one job on this node.
 
-    For each round, call `open_round`, `watch_hangs` when its workers are started,
-    `stop_watching_hangs` when they are told to end, and `close_round` when they are gone.
+    For each round, call `open_round`, `watch` when its workers are started,
+    `stop_watching` when they are told to end, and `close_round` when they are gone.
     """
 
     def __init__(self, launch: Launch, reports: Reports) -> None:
@@ -32,6 +33,9 @@ class WorkerObservers:
             reports.hung,
             reports.records,
             launch.identity,
+        )
+        self._arrivals = ArrivalWatch(
+            launch.job.rdzv_id, reports.records, reports.arrivals, reports.read_clock
         )
 
     def open_round(self, assignment: Assignment) -> None:
@@ -51,27 +55,32 @@ class WorkerObservers:
         self.progress.resume(folder, assignment, size, by_round=by_round)
         self.notice.open_round()
 
-    def watch_hangs(self, assignment: Assignment, running: Mapping[int, int] | None = None) -> None:
+    def watch(self, assignment: Assignment, running: Mapping[int, int] | None = None) -> None:
         """Watch a round's workers as they start, and those already `running`, by their pids."""
         self._hangs.open_round(assignment)
+        self._arrivals.open_round(assignment)
         for local_rank, pid in (running or {}).items():
             self.worker_started(local_rank, pid)
 
     def worker_started(self, local_rank: int, pid: int) -> None:
         """Watch a worker."""
-        self._hangs.worker_started(local_rank, pid, self.progress.file(local_rank))
+        file = self.progress.file(local_rank)
+        self._hangs.worker_started(local_rank, pid, file)
+        self._arrivals.worker_started(local_rank, pid, file)
 
     def worker_exited(self, local_rank: int) -> None:
         """Stop watching a worker."""
         self._hangs.worker_exited(local_rank)
+        self._arrivals.worker_exited(local_rank)
 
-    def stop_watching_hangs(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching all workers, because they are told to end."""
         self._hangs.close_round()
+        self._arrivals.close_round()
 
     def close_round(self) -> int | None:
         """Close a round whose workers are gone; return the highest step that any reached."""
-        self._hangs.close_round()
+        self.stop_watching()
         step = self.progress.furthest()
         self.progress.close_round()
         return step
@@ -83,5 +92,5 @@ class WorkerObservers:
 
     def close(self) -> None:
         """Drop all state."""
-        self._hangs.close_round()
+        self.stop_watching()
         self.progress.close()

@@ -14,13 +14,17 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from rdzv.agent.observers.flight_records import FlightRecord, read_record
+from rdzv.agent.observers.flight_records import FlightRecord, GroupTimes, read_record, read_times
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 
 log = logging.getLogger("rdzv.agent")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 HOOK = Path(__file__).parents[1] / "job_programs" / "collectives_hook"
 """The folder with the `sitecustomize` that makes workers answer."""
@@ -81,7 +85,8 @@ class RecordReader:
 
         """
         try:
-            return await self._read(file, pid, entries, timeout_s)
+            answer = await self._answer(file, pid, timeout_s)
+            return _read(read_record, answer, time.time_ns(), entries)
         except NoRecordError as error:
             why = str(error)
             if begins and why == NOTHING:
@@ -91,23 +96,36 @@ class RecordReader:
                 log.info("%s: no record of the collectives of pid %d: %s", self._rdzv_id, pid, why)
             raise
 
-    async def _read(self, file: str, pid: int, entries: int, timeout_s: float) -> FlightRecord:
+    async def times(self, file: str, pid: int, timeout_s: float) -> dict[str, GroupTimes]:
+        """Return when the worker with this progress file entered its collectives, by group.
+
+        Raises:
+            NoRecordError: as of `read`, which says so in the log.
+
+        """
+        answer = await self._answer(file, pid, timeout_s)
+        return _read(read_times, answer, time.time_ns() - time.monotonic_ns())
+
+    async def _answer(self, file: str, pid: int, timeout_s: float) -> bytes:
         if not self.on:
             raise NoRecordError(OFF)
         if not file:
             raise NoRecordError("there is no place for its socket")
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await _ask_first(Path(file).parent, pid, self._identity)
+                return await _ask_first(Path(file).parent, pid, self._identity)
         except TimeoutError:
             raise NoRecordError("its torch does not answer in time") from None
         except OSError as error:
             why = error.strerror or str(error)
             raise NoRecordError(f"its torch cannot be asked: {why}") from error
-        try:
-            return read_record(answer, time.time_ns(), entries)
-        except ValueError as error:
-            raise NoRecordError(str(error)) from error
+
+
+def _read(reader: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return reader(*args, **kwargs)
+    except ValueError as error:
+        raise NoRecordError(str(error)) from error
 
 
 async def _ask_first(folder: Path, pid: int, identity: Identity | None) -> bytes:

@@ -7,6 +7,8 @@ the same name; then only the newest of them counts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from rdzv.core.collectives import DEFAULT_GROUP, Collective, GroupRecord
@@ -29,6 +31,7 @@ class _Entry(msgspec.Struct, frozen=True):
     input_sizes: list[list[int]] = []
     input_dtypes: list[str] = []
     time_created_ns: int = 0
+    duration_ms: float | None = None
     state: str = ""
     retired: bool = False
     is_p2p: bool = False
@@ -60,6 +63,18 @@ class FlightRecord:
         return any(group.pending is not None for group in self.groups)
 
 
+@struct(frozen=True)
+class GroupTimes:
+    """When one worker entered the collectives of one process group, by sequence number."""
+
+    at_us: Mapping[int, int]
+    """By this machine's monotonic clock; or how long before its end, as a negative number."""
+    recorded_us: Mapping[int, int]
+    """When each was recorded, by the monotonic clock."""
+    by_duration: bool = False
+    """Whether `at_us` counts back from the end, which all ranks of a collective share."""
+
+
 def entries_for(world_size: int) -> int:
     """Return how many collectives of one group each of `world_size` ranks keeps.
 
@@ -78,22 +93,59 @@ def read_record(text: bytes, now_ns: int, entries: int = ENTRIES) -> FlightRecor
         ValueError: it cannot be read.
 
     """
+    trace = _decoded(text)
+    of_group = {"0": [], **_by_group(trace)}
+    groups = [_group(name, of, now_ns, entries) for name, of in of_group.items()]
+    completed = sum(max(one.last_completed_collective, 0) for one in trace.pg_status.values())
+    return FlightRecord(tuple(groups[:MAX_GROUPS]), completed)
+
+
+def read_times(text: bytes, clocks_apart_ns: int) -> dict[str, GroupTimes]:
+    """Read when a worker entered its collectives, of each process group.
+
+    `clocks_apart_ns` is the difference between the clock that has stamped them and the monotonic
+    one. Collectives of NCCL are known only if their durations are, and they have ended.
+
+    Raises:
+        ValueError: it cannot be read.
+
+    """
+    found = {}
+    for name, entries in list(_by_group(_decoded(text)).items())[:MAX_GROUPS]:
+        nccl = any(entry.profiling_name.startswith("nccl:") for entry in entries)
+        recorded_us = {
+            entry.collective_seq_id: (entry.time_created_ns - clocks_apart_ns) // 1_000
+            for entry in entries
+            if not nccl or (entry.duration_ms is not None and _done(entry))
+        }
+        at_us = recorded_us
+        if nccl:
+            durations_ms = {entry.collective_seq_id: entry.duration_ms or 0 for entry in entries}
+            at_us = {n: -round(durations_ms[n] * 1_000) for n in recorded_us}
+        if recorded_us:
+            found[name[:MAX_TEXT_CHARS]] = GroupTimes(at_us, recorded_us, nccl)
+    return found
+
+
+def _decoded(text: bytes) -> _Trace:
     try:
-        trace = _DECODER.decode(text)
+        return _DECODER.decode(text)
     except msgspec.DecodeError as error:
         raise ValueError(f"torch's record of its collectives cannot be read: {error}") from error
+
+
+def _by_group(trace: _Trace) -> dict[str, list[_Entry]]:
+    """Return the collectives of each process group, as it was made last."""
     newest: dict[str, int] = {}
     for entry in trace.entries:
         name = entry.process_group[0]
         newest[name] = max(newest.get(name, 0), entry.pg_id)
-    of_group: dict[str, list[_Entry]] = {"0": []}
+    found: dict[str, list[_Entry]] = {}
     for entry in trace.entries:
         name = entry.process_group[0]
         if not entry.is_p2p and entry.pg_id == newest[name]:
-            of_group.setdefault(name, []).append(entry)
-    groups = [_group(name, of, now_ns, entries) for name, of in of_group.items()]
-    completed = sum(max(one.last_completed_collective, 0) for one in trace.pg_status.values())
-    return FlightRecord(tuple(groups[:MAX_GROUPS]), completed)
+            found.setdefault(name, []).append(entry)
+    return found
 
 
 def _group(name: str, found: list[_Entry], now_ns: int, entries: int) -> GroupRecord:

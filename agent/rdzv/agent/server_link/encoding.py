@@ -17,6 +17,7 @@ from rdzv.agent.core.model import (
     Phase,
     WorkerFailure,
 )
+from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.observers.stack_sampling import StacksAsked
@@ -187,6 +188,11 @@ def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
 def progress(said: Report, rdzv_id: str) -> pb.NodeMessage:
     """Encode the progress of this node's workers."""
     return pb.NodeMessage(progress=to_message(pb.Progress(rdzv_id=rdzv_id), said))
+
+
+def arrivals(report: ArrivalReport, rdzv_id: str) -> pb.NodeMessage:
+    """Encode when this node's workers entered collectives."""
+    return pb.NodeMessage(arrivals=to_message(pb.Arrivals(rdzv_id=rdzv_id), report))
 
 
 def read_request(message: pb.ReadLog) -> ReadRequest:

@@ -8,9 +8,11 @@ prove nothing: they may have been under way for long.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Mapping
 
+from rdzv.agent.observers.server_clock import ServerClock
 from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.server_link.ports import JobPort
 from rdzv.v1 import rdzv_pb2 as pb
@@ -31,12 +33,14 @@ class FenceProofs:
         self._jobs = jobs
         self._hello_sent_ms = 0
         self._heartbeats = 0
-        self._unanswered: deque[tuple[int, int]] = deque(maxlen=UNANSWERED_MOST)
-        """Heartbeats of the open stream: their numbers, and when they were sent."""
+        self._unanswered: deque[tuple[int, int, int]] = deque(maxlen=UNANSWERED_MOST)
+        """Heartbeats of the open stream: their numbers, and when they were sent, by two clocks."""
+        self.server_clock = ServerClock()
 
     def begin_stream(self) -> None:
         """Drop answers that earlier streams were waiting for."""
         self._unanswered.clear()
+        self.server_clock.forget()
 
     @property
     def shortest_fence_s(self) -> float:
@@ -51,12 +55,14 @@ class FenceProofs:
         """
         if message.HasField("hello"):
             self._hello_sent_ms = boottime_ms()
-        elif message.HasField("heartbeat") and (fence_s := self.shortest_fence_s):
+            return False
+        fence_s = self.shortest_fence_s
+        if message.HasField("heartbeat") and (fence_s or message.heartbeat.number):
             self._heartbeats += 1
             message.heartbeat.number = self._heartbeats
-            self._unanswered.append((self._heartbeats, boottime_ms()))
+            self._unanswered.append((self._heartbeats, boottime_ms(), time.monotonic_ns()))
             silent_s = (boottime_ms() - self._unanswered[0][1]) / 1000
-            if silent_s > fence_s / (HEARTBEATS_PER_FENCE + 1):
+            if fence_s and silent_s > fence_s / (HEARTBEATS_PER_FENCE + 1):
                 log.warning("the server has not answered for %.1f s; connecting again", silent_s)
                 return True
         return False
@@ -65,12 +71,14 @@ class FenceProofs:
         """Process the answer to the Hello of this stream."""
         self._renew_fences(self._hello_sent_ms)
 
-    def note_heard(self, number: int) -> None:
+    def note_heard(self, number: int, clock_us: int = 0) -> None:
         """Process an answer to a heartbeat of this stream; an unknown number proves nothing."""
         while self._unanswered and self._unanswered[0][0] <= number:
-            known, sent_ms = self._unanswered.popleft()
+            known, sent_ms, sent_ns = self._unanswered.popleft()
             if known == number:
                 self._renew_fences(sent_ms)
+                if clock_us:
+                    self.server_clock.note(sent_ns, time.monotonic_ns(), clock_us)
 
     def _renew_fences(self, heard_at_ms: int) -> None:
         for job in list(self._jobs.values()):

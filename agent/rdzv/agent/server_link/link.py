@@ -20,6 +20,7 @@ import grpc
 
 from rdzv.agent.agent_metrics_hooks import Meter
 from rdzv.agent.core import events
+from rdzv.agent.observers.server_clock import ServerClock
 from rdzv.agent.output.log_reading import LogReading, Piece
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.connection_log import ConnectionLog
@@ -230,6 +231,15 @@ class ServerLink:
             del self._declined[next(iter(self._declined))]
         self.say(encoding.declined(rdzv_id, run, reason))
 
+    @property
+    def server_clock(self) -> ServerClock:
+        """What is known of the server's clock."""
+        return self._proofs.server_clock
+
+    def ask_clock(self) -> None:
+        """Ask the server for its clock, by a heartbeat that is to be answered."""
+        self.say(pb.NodeMessage(heartbeat=pb.Heartbeat(number=1)))
+
     def say(self, message: pb.NodeMessage) -> None:
         """Send a message if a stream is open; otherwise the next Hello covers it."""
         self.outbox.say(message)
@@ -351,7 +361,7 @@ class ServerLink:
                 for job in list(self._jobs.values()):
                     job.post(events.Ticked())  # Something in it may depend on the lease.
             elif message.HasField("heard"):
-                self._proofs.note_heard(message.heard.number)
+                self._proofs.note_heard(message.heard.number, message.heard.clock_us)
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
                 return f"the server cannot do it now: {message.refused.message}"
             else:

@@ -1,6 +1,7 @@
-"""Finds stragglers among workers, from the progress that their nodes report.
+"""Finds stragglers, from what nodes report of their workers: entries into collectives, progress.
 
-In memory, for the present round only, and for people: nothing is decided by it.
+In memory, for the present round only, and for people: nothing is decided by it. Where workers wait
+for each other in collectives, all have the same rate, so rates count only where there is no record.
 """
 
 from __future__ import annotations
@@ -9,13 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rdzv.core.events import Event, RankCaughtUp, RankStraggles
+from rdzv.core.lateness import LOOKS, Arrivals, arrivals, follow
 from rdzv.core.model import Round, State
-from rdzv.core.stragglers import Pace, Sample, Straggler, follow
+from rdzv.core.stragglers import Pace, Sample, Straggler
+from rdzv.core.stragglers import follow as follow_rates
+from rdzv.errors import InvalidRequestError
+from rdzv.server import messages
+from rdzv.server.diagnosis.arrival_board import ArrivalBoard
 from rdzv.server.messages import RankProgress
+from rdzv.transport.same_fields import from_value
 
-LOOKS = 10
+LOOKS_AT_RATES = 10
 """The number of comparisons within the time after which a slow worker counts as a straggler."""
 LOOK_LEAST_MS, LOOK_MOST_MS = 200, 5_000
+RECORDS_COUNT_MS = 120_000
+"""Rates count again when no collectives could be compared for this long."""
 SILENT_MS, SILENT_STEPS = 60_000, 3
 """A worker that has reported nothing for this long, and for this many of its steps, is silent
 rather than slow: it may hang, which is judged elsewhere, and its last rate no longer counts."""
@@ -28,7 +37,16 @@ class _Job:
     run: str
     round: int
     looked_ms: int
+    compared_ms: int
+    """When collectives were compared last; at first, when the round was seen first."""
     pace: Pace = field(default_factory=Pace)
+    board: ArrivalBoard = field(default_factory=ArrivalBoard)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+
+    @property
+    def stragglers(self) -> dict[int, Straggler]:
+        """Return the stragglers by RANK."""
+        return {**self.pace.stragglers, **self.arrivals.stragglers}
 
 
 class Stragglers:
@@ -40,9 +58,8 @@ class Stragglers:
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
 
-    @property
-    def _look_every_ms(self) -> int:
-        return min(max(self._after_ms // LOOKS, LOOK_LEAST_MS), LOOK_MOST_MS)
+    def _look_every_ms(self, looks: int) -> int:
+        return min(max(self._after_ms // looks, LOOK_LEAST_MS), LOOK_MOST_MS)
 
     @property
     def jobs(self) -> int:
@@ -52,22 +69,74 @@ class Stragglers:
     def note(
         self, state: State, progress: Callable[[], Sequence[RankProgress]], now_ms: int
     ) -> None:
-        """Compare the workers of a job, unless they were compared a moment ago."""
+        """Compare the rates of a job's workers, unless they were compared a moment ago."""
+        if (found := self._job(state, now_ms)) is None:
+            return
+        job, round_ = found
+        every_ms = self._look_every_ms(LOOKS_AT_RATES)
+        if now_ms - job.looked_ms < every_ms:
+            return
+        job.looked_ms, before = now_ms, job.stragglers
+        if not job.arrivals.looks:
+            samples = _samples(round_, progress())
+            job.pace = follow_rates(job.pace, samples, now_ms, self._after_ms)
+        elif now_ms - job.compared_ms >= RECORDS_COUNT_MS:
+            job.arrivals = Arrivals()
+        self._tell_changes(state, round_, before, job.stragglers)
+
+    def note_arrivals(
+        self, state: State, node_id: str, incarnation: int, said: messages.Arrivals, now_ms: int
+    ) -> bool:
+        """Note when a node's workers entered collectives, and compare all nodes' if that is due.
+
+        Return whether the stragglers have changed. A report about another round is ignored.
+
+        Raises:
+            InvalidRequestError: it names a worker that the node does not have.
+
+        """
+        found, seat = self._job(state, now_ms), state.seats.get(node_id)
+        if found is None or seat is None or seat.incarnation != incarnation:
+            return False
+        job, round_ = found
+        if (said.run, said.round) != (job.run, job.round):
+            return False
+        nodes = _nodes(round_)
+        for group in said.groups:
+            for rank in {rank for entered in group.entered_us.values() for rank in entered}:
+                if nodes.get(rank) != node_id:
+                    raise InvalidRequestError(f"arrivals of RANK {rank}: {node_id} has no such")
+        job.board.note(node_id, said)
+        every_ms = self._look_every_ms(LOOKS)
+        if now_ms - job.compared_ms < every_ms or not (groups := job.board.take()):
+            return False
+        before, job.compared_ms, job.pace = job.stragglers, now_ms, Pace()
+        job.arrivals = follow(job.arrivals, arrivals(groups, nodes), now_ms)
+        return self._tell_changes(state, round_, before, job.stragglers)
+
+    def _job(self, state: State, now_ms: int) -> tuple[_Job, Round] | None:
+        """Return the live round of a job, and what is known of it."""
         membership, round_ = state.membership, state.membership.round
         if round_ is None or not round_.live:
-            return
+            return None
         rdzv_id, key = membership.rdzv_id, (membership.run, round_.number)
         job = self._jobs.get(rdzv_id)
         if job is None or (job.run, job.round) != key:
-            job = self._jobs[rdzv_id] = _Job(*key, looked_ms=now_ms - self._look_every_ms)
-        if now_ms - job.looked_ms < self._look_every_ms:
-            return
-        job.looked_ms = now_ms
-        before = job.pace
-        job.pace = follow(before, _samples(round_, progress()), now_ms, self._after_ms)
-        events = _events(round_, before, job.pace)
+            looked_ms = now_ms - self._look_every_ms(LOOKS_AT_RATES)
+            job = self._jobs[rdzv_id] = _Job(*key, looked_ms=looked_ms, compared_ms=now_ms)
+        return job, round_
+
+    def _tell_changes(
+        self,
+        state: State,
+        round_: Round,
+        before: dict[int, Straggler],
+        after: dict[int, Straggler],
+    ) -> bool:
+        events = _events(round_, before, after)
         if events:
-            self._tell(rdzv_id, events)
+            self._tell(state.membership.rdzv_id, events)
+        return bool(events)
 
     def tidy(self, state: State) -> None:
         """Forget a round that is over."""
@@ -82,7 +151,7 @@ class Stragglers:
     def shown(self, rdzv_id: str) -> tuple[Straggler, ...]:
         """Return the stragglers of a job, by RANK."""
         job = self._jobs.get(rdzv_id)
-        return tuple(s for _, s in sorted(job.pace.stragglers.items())) if job is not None else ()
+        return tuple(s for _, s in sorted(job.stragglers.items())) if job is not None else ()
 
 
 def _samples(round_: Round, progress: Sequence[RankProgress]) -> list[Sample]:
@@ -98,20 +167,28 @@ def _samples(round_: Round, progress: Sequence[RankProgress]) -> list[Sample]:
     ]
 
 
-def _events(round_: Round, before: Pace, after: Pace) -> tuple[Event, ...]:
-    nodes = {
+def _nodes(round_: Round) -> dict[int, str]:
+    return {
         rank: p.node_id
         for p in round_.participants
         for rank in range(p.rank_first, p.rank_first + p.offer.local_world_size)
     }
+
+
+def _events(
+    round_: Round, before: dict[int, Straggler], after: dict[int, Straggler]
+) -> tuple[Event, ...]:
+    if before.keys() == after.keys():
+        return ()
+    nodes = _nodes(round_)
     began = [
-        RankStraggles(round_.number, rank, nodes.get(rank, ""), found.step_s, found.median_s)
-        for rank, found in after.stragglers.items()
-        if rank not in before.stragglers
+        from_value(RankStraggles, found, round=round_.number, node_id=nodes.get(rank, ""))
+        for rank, found in after.items()
+        if rank not in before
     ]
     over = [
         RankCaughtUp(round_.number, rank, nodes.get(rank, ""))
-        for rank in before.stragglers
-        if rank not in after.stragglers
+        for rank in before
+        if rank not in after
     ]
     return (*began, *over)

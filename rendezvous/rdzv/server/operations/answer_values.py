@@ -39,7 +39,7 @@ def job_status(
         progress=answers.rank_progress(said),
         submission=_submission(view.submission, view.jobs_before, now_ms),
         stragglers=tuple(
-            answers.Straggler(one.rank, one.step_s, one.median_s, max(now_ms - one.since_ms, 0))
+            from_value(answers.Straggler, one, age_ms=max(now_ms - one.since_ms, 0))
             for one in stragglers
         ),
     )

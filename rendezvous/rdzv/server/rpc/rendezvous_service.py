@@ -150,7 +150,8 @@ class Conversation:
             match message.WhichOneof("body"):
                 case "heartbeat":
                     if message.heartbeat.number:
-                        stream.send(Heard(message.heartbeat.number))
+                        now_us = self._clock.now_ms() * 1_000
+                        stream.send(Heard(message.heartbeat.number, now_us))
                 case "away":
                     deadline_ms = inbound_nodes.away_ms_of(message.away, self._limits)
                     self._driver.connections.plan_away(stream, deadline_ms)
@@ -160,6 +161,8 @@ class Conversation:
                     )
                 case "progress":
                     self._take_progress(message.progress, stream)
+                case "arrivals":
+                    self._take_arrivals(message.arrivals, stream)
                 case "hung":
                     self._take_hung(inbound_nodes.hung_of(message.hung, self._limits), stream)
                 case "stacks":
@@ -198,6 +201,15 @@ class Conversation:
         except InvalidRequestError as error:
             self._warn(stream, error)
 
+    def _take_arrivals(self, message: pb.Arrivals, stream: Stream) -> None:
+        """Note when workers entered collectives; what comes too early is dropped."""
+        try:
+            said = inbound_nodes.arrivals_of(message, self._limits)
+            if stream.greeted:
+                self._driver.reports.note_arrivals(stream, said)
+        except InvalidRequestError as error:
+            self._warn(stream, error)
+
     def _take_hung(self, said: Hung, stream: Stream) -> None:
         """Note hung workers at once; a job that is not adopted yet has none."""
         if stream.greeted:
@@ -224,7 +236,7 @@ class Conversation:
     def _warn(self, stream: Stream, error: InvalidRequestError) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("%s: its progress is ignored: %s", stream.node_id, error)
+            log.warning("%s: its report is ignored: %s", stream.node_id, error)
 
     def _queue(self, said: Said, stream: Stream, inbox: Inbox) -> None:
         if not isinstance(said, Holdings) and not self._allowance.take(self._clock.now_ms()):

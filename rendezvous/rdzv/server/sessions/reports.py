@@ -15,7 +15,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.watchers import Watchers
-from rdzv.server.messages import Draining, Holding, Hung, LogPiece, Progress, Stacks
+from rdzv.server.messages import Arrivals, Draining, Holding, Hung, LogPiece, Progress, Stacks
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.node_commands import NodeCommands
 from rdzv.server.sessions.presence import Presence
@@ -65,6 +65,20 @@ class Reports:
         shown = partial(self._diagnosis.progress.shown, state, now_ms)
         self._diagnosis.stragglers.note(state, shown, now_ms)
         self._watchers.job_progressed(said.rdzv_id)
+
+    def note_arrivals(self, stream: Stream, said: Arrivals) -> None:
+        """Note when a node's workers entered collectives, if it is about the present round.
+
+        Raises:
+            InvalidRequestError: it names a worker that the node does not have.
+
+        """
+        state = self._jobs.peek(said.rdzv_id)
+        if state is None or not self._streams.is_current(stream):
+            return
+        speaker = stream.node_id, stream.incarnation
+        if self._diagnosis.stragglers.note_arrivals(state, *speaker, said, self._clock.now_ms()):
+            self._watchers.job_progressed(said.rdzv_id)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:
         """Pass on that workers of a node hang, or no longer do; see `Hangs.note`."""

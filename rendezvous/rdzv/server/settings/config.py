@@ -147,6 +147,8 @@ class Limits:
     stack_workers: int = 256
     """Workers in one message of a node: it sends them one by one."""
     record_groups: int = 64
+    arrivals: int = 1 << 17
+    """Times in one report of a node on when its workers entered collectives."""
     """Process groups of one worker whose collectives are kept; others are cut."""
     record_entries: int = 64
     """Collectives of one of them, likewise."""
@@ -183,7 +185,7 @@ class Timings:
     prune_every_ms: int = 60 * MINUTE_MS
     log_answer_ms: int = 10_000
     """Longer than a lease."""
-    straggler_after_ms: int = 60_000
+    straggler_after_ms: int = 30_000
     """A worker's rate is averaged over the last minute."""
     stop_grace_ms: int = 500
     ping_interval_ms: int = 20_000

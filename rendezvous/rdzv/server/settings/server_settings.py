@@ -196,8 +196,9 @@ class Progress(Table, frozen=True):
 
     straggler_after: Annotated[Duration, _sets(
         "timings.straggler_after_ms", ge=1, le=DAY, reason="""
-        A worker is named as a straggler when for this time it has taken more than twice as long for
-        a step as the median of its role.""")]
+        A worker is named as a straggler when for this time the others have waited for it in
+        collectives, or, where torch has no record of these, when it has taken more than twice as
+        long for a step as the median of its role.""")]
 
 
 class Retention(Table, frozen=True):

@@ -15,6 +15,7 @@ from rdzv.core.ending import restarts_that_count
 from rdzv.core.explain import job_state
 from rdzv.core.forming import completion_due_ms, holds, restart_due_ms
 from rdzv.core.model import Cause, JobState, Membership, NodeState, State
+from rdzv.core.stragglers import Straggler
 from rdzv.server.messages import RankProgress
 from rdzv.view.ledger import LedgerPhase
 
@@ -207,7 +208,11 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
     ),
     "rdzv_job_straggling_ranks": (
         "gauge",
-        "Workers that have long taken more than twice as long for a step as the median.",
+        "Workers that are slow for a while: by their rate, or by when they enter collectives.",
+    ),
+    "rdzv_job_straggler_wait_ratio": (
+        "gauge",
+        "Share of the time that the others wait for the latest straggler in collectives; 0: none.",
     ),
     "rdzv_job_progress_workers": ("gauge", "Workers that have told of a step in the live round."),
     "rdzv_job_rounds_completed_total": ("counter", "Rounds that were completed."),
@@ -288,9 +293,12 @@ class JobPage:
             if value is not None:
                 self._add(f"rdzv_job_{name}", job, value)
 
-    def add_straggling(self, state: State, number: int) -> None:
-        """Write the number of a live job's workers that straggle."""
-        self._add("rdzv_job_straggling_ranks", _label("rdzv_id", state.membership.rdzv_id), number)
+    def add_straggling(self, state: State, stragglers: Sequence[Straggler]) -> None:
+        """Write how many of a live job's workers straggle, and for how long others wait."""
+        job = _label("rdzv_id", state.membership.rdzv_id)
+        self._add("rdzv_job_straggling_ranks", job, len(stragglers))
+        most = max((one.wait_share or 0.0 for one in stragglers), default=0.0)
+        self._add("rdzv_job_straggler_wait_ratio", job, most)
 
     def _add_progress(self, job: str, progress: Sequence[RankProgress]) -> None:
         """Write extremes and median of a job's workers; a series per worker would be unbounded."""

@@ -12,6 +12,7 @@ from dataclasses import field
 
 from rdzv.core.events import Event
 from rdzv.core.model import State
+from rdzv.core.stragglers import Straggler
 from rdzv.server.messages import RankProgress
 from rdzv.stores.base import Record
 from rdzv.structs import struct
@@ -45,8 +46,8 @@ class Figures:
     """How long the store has been away; 0 while it is there."""
     states: tuple[State, ...]
     """Every job in memory, which is every job that has not ended."""
-    straggling: Callable[[State], int] = lambda state: 0
-    """The number of a job's workers that straggle."""
+    straggling: Callable[[State], Sequence[Straggler]] = lambda state: ()
+    """The workers of a job that straggle."""
     progress: Callable[[State], Sequence[RankProgress]] = lambda state: ()
     """The progress of a job's workers, as far as reported."""
     lease_ms: int = 0

@@ -1,0 +1,185 @@
+"""Reports when the workers of one job on this node enter collectives, from torch's record of them.
+
+All workers are asked every few seconds, the less often the longer their answers take. Of each
+process group about as many collectives are reported, however many there were: `chosen` has every
+node report the same ones. A collective on GPUs is recorded when it is enqueued, which says nothing;
+it is reported where torch has measured how long it took (TORCH_NCCL_ENABLE_TIMING=1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
+from rdzv.agent.observers.flight_records import GroupTimes
+from rdzv.agent.observers.server_clock import Reading
+from rdzv.core.lateness import chosen
+from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.agent")
+
+LEAST_S, MOST_S = 1.0, 5.0
+"""The shortest and the longest pause between two looks, ..."""
+PAUSE_PER_LOOK = 250
+"""... which is this many times what the last one took."""
+PER_NODE_S = 0.002
+"""The shortest pause per node of a round, so that one job sends at most 500 reports a second."""
+ASK_TIMEOUT_S = 3.0
+MOST, MOST_OF_ALL_RANKS = 64, 4_096
+"""The most collectives of one group in one report, and of all ranks of a group together."""
+LEAST = 4
+
+
+@struct(frozen=True)
+class RankArrivals:
+    """When one worker entered each of some collectives."""
+
+    rank: int
+    entered_us: tuple[int, ...]
+
+
+@struct(frozen=True)
+class GroupArrivals:
+    """When this node's workers of one process group entered some of its collectives."""
+
+    group: str
+    per_second: float
+    error_us: int | None
+    """How wrong the times may be towards other nodes; None: nobody knows."""
+    sequences: tuple[int, ...]
+    ranks: tuple[RankArrivals, ...]
+
+
+@struct(frozen=True)
+class ArrivalReport:
+    """The latest arrivals of one round's workers on this node."""
+
+    run: str
+    round: int
+    groups: tuple[GroupArrivals, ...]
+
+
+class ArrivalWatch:
+    """Watches the workers of one job. Call `open_round`, then `close_round`, for each round."""
+
+    def __init__(
+        self,
+        rdzv_id: str,
+        records: RecordReader,
+        say: Callable[[ArrivalReport], None],
+        read_clock: Callable[[], Reading | None],
+    ) -> None:
+        """Report with `say`; `read_clock` returns what is known of the server's clock."""
+        self._rdzv_id = rdzv_id
+        self._records = records
+        self._say = say
+        self._read_clock = read_clock
+        self._workers: dict[int, tuple[int, str]] = {}
+        self._reported: dict[str, int] = {}
+        self._watching: asyncio.Task[None] | None = None
+
+    def open_round(self, assignment: Assignment) -> None:
+        """Begin to watch the workers of a round, as they are started."""
+        self.close_round()
+        if self._records.on and assignment.world_size > 1:
+            self._watching = asyncio.get_running_loop().create_task(self._watch(assignment))
+
+    def worker_started(self, local_rank: int, pid: int, file: str) -> None:
+        """Watch a worker with this progress file; empty if it has none."""
+        if self._watching is not None and file:
+            self._workers[local_rank] = pid, file
+
+    def worker_exited(self, local_rank: int) -> None:
+        """Stop watching a worker."""
+        self._workers.pop(local_rank, None)
+
+    def close_round(self) -> None:
+        """Stop watching."""
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+        self._workers, self._reported = {}, {}
+
+    async def _watch(self, assignment: Assignment) -> None:
+        pause_s = LEAST_S
+        while True:
+            await asyncio.sleep(max(pause_s, PER_NODE_S * assignment.group_world_size))
+            begun_s = time.monotonic()
+            try:
+                await self._look(assignment)
+            except Exception:
+                log.exception("%s: the collectives of its workers are not told", self._rdzv_id)
+                return
+            pause_s = min(max(PAUSE_PER_LOOK * (time.monotonic() - begun_s), LEAST_S), MOST_S)
+
+    async def _look(self, assignment: Assignment) -> None:
+        # The answer improves what is known at the next look.
+        clock = self._read_clock() if assignment.group_world_size > 1 else None
+        local_ranks = sorted(self._workers)
+        times = await asyncio.gather(*(self._times(*self._workers[n]) for n in local_ranks))
+        by_rank = {
+            assignment.rank_first + local_rank: groups
+            for local_rank, groups in zip(local_ranks, times, strict=True)
+        }
+        most = min(max(MOST_OF_ALL_RANKS // assignment.world_size, LEAST), MOST)
+        found = arrivals(by_rank, self._reported, most, clock)
+        if found:
+            self._say(ArrivalReport(assignment.run, assignment.round, tuple(found)))
+
+    async def _times(self, pid: int, file: str) -> Mapping[str, GroupTimes]:
+        with contextlib.suppress(NoRecordError):
+            return await self._records.times(file, pid, ASK_TIMEOUT_S)
+        return {}
+
+
+def arrivals(
+    by_rank: Mapping[int, Mapping[str, GroupTimes]],
+    reported: dict[str, int],
+    most: int,
+    clock: Reading | None,
+) -> list[GroupArrivals]:
+    """Return what is new since what was `reported` of each group, and note that.
+
+    Each collective is told together with the next one.
+    """
+    found = []
+    for name in sorted({name for groups in by_rank.values() for name in groups}):
+        of = {rank: groups[name] for rank, groups in by_rank.items() if name in groups}
+        common = set.intersection(*(set(times.at_us) for times in of.values()))
+        new = sorted(n for n in common if n > reported.get(name, 0))
+        if len(new) < 2:
+            continue
+        reported[name] = new[-2]
+        told = [n for n in chosen(new[0], new[-2], most) if n in common and n + 1 in common]
+        sequences = tuple(sorted({*told, *(n + 1 for n in told)}))
+        if sequences:
+            found.append(_group(name, of, sequences, (new[0], new[-1]), clock))
+    return found
+
+
+def _group(
+    name: str,
+    of: Mapping[int, GroupTimes],
+    sequences: Sequence[int],
+    new: tuple[int, int],
+    clock: Reading | None,
+) -> GroupArrivals:
+    some = next(iter(of.values()))
+    passed_us = some.recorded_us[new[1]] - some.recorded_us[new[0]]
+    # What counts back from the common end needs no clock.
+    offset_us = 0 if clock is None or some.by_duration else clock.offset_us
+    return GroupArrivals(
+        group=name,
+        per_second=(new[1] - new[0]) * 1e6 / max(passed_us, 1),
+        error_us=0 if some.by_duration else None if clock is None else clock.error_us,
+        sequences=tuple(sequences),
+        ranks=tuple(
+            RankArrivals(rank, tuple(times.at_us[n] + offset_us for n in sequences))
+            for rank, times in sorted(of.items())
+        ),
+    )

@@ -1,0 +1,193 @@
+"""Which workers the others of their process groups wait for, by when each enters collectives.
+
+Pure. In a lock-step training all workers make the same number of steps a second, and the slow one
+is told by that it enters last. Torch numbers the collectives of a group on every rank alike; nodes
+report when their ranks entered some of them, the same ones everywhere. Times of different nodes
+differ by as much as their clocks are wrong, so less than twice that is no lateness between nodes;
+within a node there is no such error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field
+from math import ceil, log2, sqrt
+from statistics import fmean, median, stdev
+
+from rdzv.core.stragglers import Straggler
+from rdzv.structs import struct
+
+LOOKS = 6
+"""The number of comparisons by which a worker is judged."""
+LEAST_PAIRS = 8
+"""The least number of collectives in one comparison."""
+LATE, LATE_EACH = 0.06, 0.04
+"""A worker straggles if the others wait for it for this share of the time: on average without the
+best and the worst look, and in each look but one. A pause or a slow moment is no pace."""
+CERTAINTY = 5.0
+"""It is also later than the others on average, by so many standard errors."""
+IN_TIME = 0.03
+"""It straggles until the share is below this in the middle look, so that it does not flap."""
+SCATTER = 2_654_435_761
+"""Knuth's multiplier: products with it, modulo 2^32, are spread evenly."""
+
+
+@struct(frozen=True)
+class GroupLook:
+    """When the ranks of one process group entered some of its collectives."""
+
+    entered_us: Mapping[int, Mapping[int, int]]
+    """By sequence number, then by RANK."""
+    per_second: float
+    """How many collectives the group completes, whether they are in this look or not."""
+    error_us: int | None = 0
+    """How wrong times of different nodes may be towards each other; None: nobody knows."""
+
+
+@struct(frozen=True)
+class Arrival:
+    """How one rank entered the collectives of one look."""
+
+    share: float
+    """The share of the time that the others waited for it, less that in which it waited itself."""
+    late_us: tuple[int, ...]
+    """How long after the median rank of its group it entered each."""
+    error_us: int = 0
+
+
+@struct(frozen=True)
+class Arrivals:
+    """The latest looks at one round's workers, oldest first."""
+
+    looks: tuple[Mapping[int, Arrival], ...] = ()
+    stragglers: Mapping[int, Straggler] = field(default_factory=dict)
+    """By RANK."""
+
+
+def chosen(first: int, last: int, most: int) -> list[int]:
+    """Return about `most` numbers of a range, or fewer, all of it if it is no longer than that.
+
+    What is chosen of a range twice as long has every second of them, so nodes that look at
+    different moments still choose the same ones. They are spread: whatever repeats within a step
+    of the training is met at each of its places.
+
+    >>> chosen(1, 4, 8), chosen(1, 32, 8)
+    ([1, 2, 3, 4], [2, 5, 10, 13, 18, 23, 26, 31])
+    """
+    level = ceil(log2(max((last - first + 1) / most, 1)))
+    return [n for n in range(first, last + 1) if (n * SCATTER & 0xFFFFFFFF) >> (32 - level) == 0]
+
+
+def arrivals(groups: Iterable[GroupLook], node_of: Mapping[int, str]) -> dict[int, Arrival]:
+    """Compare how the ranks entered the same collectives; `node_of` has the node of each RANK.
+
+    Only collectives whose next one is known, too, are looked at. A rank that falls behind over
+    several collectives, none of which it waits in, counts as late once: in the last of them. Of a
+    rank in several groups the one counts in which it is latest.
+    """
+    late: dict[int, list[tuple[float, tuple[int, ...], int]]] = {}
+    waits: dict[int, float] = {}
+    for group in groups:
+        pairs = [n for n in sorted(group.entered_us) if n + 1 in group.entered_us]
+        if not pairs:
+            continue
+        ranks = set.intersection(*(set(group.entered_us[n]) for p in pairs for n in (p, p + 1)))
+        if len(ranks) < 2:
+            continue
+        behind = {
+            n: _behind({rank: group.entered_us[n][rank] for rank in ranks}, group, node_of)
+            for n in {n for p in pairs for n in (p, p + 1)}
+        }
+        for rank in ranks:
+            own = [behind[n][rank] for n in pairs]
+            counted = [
+                one[0] if one[0] >= behind[n + 1][rank][0] else 0
+                for n, one in zip(pairs, own, strict=True)
+            ]
+            share = fmean(counted) * group.per_second / 1e6
+            waited = fmean(one[1] for one in own) * group.per_second / 1e6
+            waits[rank] = waits.get(rank, 0.0) + waited
+            told = tuple(one[0] for one in own)
+            late.setdefault(rank, []).append((share, told, group.error_us or 0))
+    found = {}
+    for rank, of in late.items():
+        share, told, error_us = max(of)
+        found[rank] = Arrival(share - waits[rank], told, error_us)
+    return found
+
+
+def _behind(
+    entered_us: Mapping[int, int], group: GroupLook, node_of: Mapping[int, str]
+) -> dict[int, tuple[int, int]]:
+    """Return of each rank by how much it is later than the others, and how long it waits."""
+    everywhere = sorted(entered_us.values())
+    by_node: dict[str, list[int]] = {}
+    for rank, at_us in entered_us.items():
+        by_node.setdefault(node_of.get(rank, ""), []).append(at_us)
+    for times in by_node.values():
+        times.sort()
+    found = {}
+    for rank, at_us in entered_us.items():
+        here = by_node[node_of.get(rank, "")]
+        late, waits = [], [here[-1] - at_us]
+        if len(here) > 1:
+            late.append(at_us - _median_of_others(here, at_us))
+        if len(by_node) > 1 and group.error_us is not None:
+            late.append(_beyond(at_us - _median_of_others(everywhere, at_us), 2 * group.error_us))
+            waits.append(everywhere[-1] - at_us - 2 * group.error_us)
+        found[rank] = max(late, default=0), max(waits)
+    return found
+
+
+def _median_of_others(times: Sequence[int], own: int) -> int:
+    """Return the median of times in order without one of them, of two the lower.
+
+    >>> _median_of_others([1, 4], 4), _median_of_others([1, 4, 9], 1)
+    (1, 4)
+    """
+    middle = (len(times) - 2) // 2
+    return times[middle] if own > times[middle] else times[middle + 1]
+
+
+def _beyond(difference_us: int, error_us: int) -> int:
+    """Return what is left of a difference when it may be wrong by so much."""
+    if difference_us < 0:
+        return min(difference_us + error_us, 0)
+    return max(difference_us - error_us, 0)
+
+
+def follow(before: Arrivals, seen: Mapping[int, Arrival], now_ms: int) -> Arrivals:
+    """Return the stragglers after another look, by `LOOKS` looks."""
+    looks = (*before.looks, seen)[-LOOKS:]
+    found: dict[int, Straggler] = {}
+    for rank in {*seen, *before.stragglers}:
+        of = [look[rank] for look in looks if rank in look]
+        known = before.stragglers.get(rank)
+        if _is_late(of) if known is None else _is_late_yet(of):
+            since_ms = now_ms if known is None else known.since_ms
+            found[rank] = _straggler(rank, since_ms, of)
+    return Arrivals(looks, found)
+
+
+def _is_late(of: Sequence[Arrival]) -> bool:
+    shares = sorted(one.share for one in of)
+    if len(shares) < LOOKS or shares[1] < LATE_EACH or fmean(shares[1:-1]) < LATE:
+        return False
+    times = [late_us for one in of for late_us in one.late_us]
+    return fmean(times) >= CERTAINTY * stdev(times) / sqrt(len(times))
+
+
+def _is_late_yet(of: Sequence[Arrival]) -> bool:
+    return bool(of) and median(one.share for one in of) >= IN_TIME
+
+
+def _straggler(rank: int, since_ms: int, of: Sequence[Arrival]) -> Straggler:
+    times = sorted(late_us for one in of for late_us in one.late_us)
+    return Straggler(
+        rank,
+        since_ms,
+        late_ms=times[len(times) // 2] / 1000,
+        late_p95_ms=times[len(times) * 95 // 100] / 1000,
+        clock_error_ms=max(one.error_us for one in of) / 1000,
+        wait_share=median(one.share for one in of),
+    )

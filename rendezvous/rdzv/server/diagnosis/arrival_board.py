@@ -1,0 +1,64 @@
+"""When the workers of one round entered collectives, put together from the reports of its nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rdzv.core.lateness import LEAST_PAIRS, GroupLook
+from rdzv.server.messages import Arrivals, GroupArrivals
+
+MAX_GROUPS = 1_024
+"""The most process groups of one round; a large job has some for each of its nodes."""
+MAX_KEPT = 512
+"""The most collectives of one group that wait for nodes that have not reported them yet."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """One process group."""
+
+    latest: dict[str, int] = field(default_factory=dict)
+    """By node_id: the latest collective that it has reported."""
+    entered_us: dict[int, dict[int, int]] = field(default_factory=dict)
+    per_second: float = 0.0
+    errors_us: dict[str, int | None] = field(default_factory=dict)
+
+    def note(self, node_id: str, said: GroupArrivals) -> None:
+        self.per_second, self.errors_us[node_id] = said.per_second, said.error_us
+        self.latest[node_id] = max(said.entered_us, default=self.latest.get(node_id, 0))
+        for sequence, entered in said.entered_us.items():
+            self.entered_us.setdefault(sequence, {}).update(entered)
+        for sequence in sorted(self.entered_us)[:-MAX_KEPT]:
+            del self.entered_us[sequence]
+
+    def complete(self) -> int:
+        """Return the number of collectives that all nodes have reported, with the next one."""
+        upto = min(self.latest.values())
+        return sum(n < upto and n + 1 in self.entered_us for n in self.entered_us)
+
+    def take(self) -> GroupLook:
+        upto = min(self.latest.values())
+        taken = {n: entered for n, entered in self.entered_us.items() if n <= upto}
+        self.entered_us = {n: entered for n, entered in self.entered_us.items() if n > upto}
+        errors_us = [one for one in self.errors_us.values() if one is not None]
+        known = len(errors_us) == len(self.errors_us)
+        return GroupLook(taken, self.per_second, max(errors_us) if known else None)
+
+
+class ArrivalBoard:
+    """The entries into collectives of one round that were not compared yet."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+
+    def note(self, node_id: str, said: Arrivals) -> None:
+        """Add the report of a node."""
+        for group in said.groups:
+            if group.group in self._groups or len(self._groups) < MAX_GROUPS:
+                self._groups.setdefault(group.group, _Group()).note(node_id, group)
+
+    def take(self) -> list[GroupLook]:
+        """Return what can be compared now, and forget it; nothing while that is too little."""
+        if all(group.complete() < LEAST_PAIRS for group in self._groups.values()):
+            return []
+        return [group.take() for group in self._groups.values() if group.complete()]
