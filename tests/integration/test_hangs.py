@@ -170,7 +170,7 @@ def test_a_rank_that_the_others_wait_for_is_named_by_when_it_enters_collectives(
     c.start_server(f"--config={config}")
     c.start_node("n1", worker="lockstep.py", nnodes="1", nproc=2)
     c.wait_for_state("running")
-    (found,) = c.wait_until("one straggles", lambda: c.status().stragglers)
+    (found,) = c.wait_until("one straggles", lambda: c.status().stragglers, 200)
     assert (found.rank, found.step_s) == (1, None)
     assert (found.late_ms or 0) > 10
     assert (found.wait_share or 0) > 0.06
