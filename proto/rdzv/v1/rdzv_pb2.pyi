@@ -2659,7 +2659,7 @@ class Straggler(google.protobuf.message.Message):
     WAIT_SHARE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     step_s: builtins.float
-    """Of one that is known by its rate: how long it takes for a step."""
+    """Of one that is known by its rate, else 0: how long it takes for a step."""
     median_s: builtins.float
     """The same of the worker in the middle of its role."""
     age_ms: builtins.int
@@ -2675,26 +2675,22 @@ class Straggler(google.protobuf.message.Message):
         self,
         *,
         rank: builtins.int = ...,
-        step_s: builtins.float | None = ...,
-        median_s: builtins.float | None = ...,
+        step_s: builtins.float = ...,
+        median_s: builtins.float = ...,
         age_ms: builtins.int = ...,
         late_ms: builtins.float | None = ...,
         late_p95_ms: builtins.float | None = ...,
         clock_error_ms: builtins.float | None = ...,
         wait_share: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_clock_error_ms", b"_clock_error_ms", "_late_ms", b"_late_ms", "_late_p95_ms", b"_late_p95_ms", "_median_s", b"_median_s", "_step_s", b"_step_s", "_wait_share", b"_wait_share", "clock_error_ms", b"clock_error_ms", "late_ms", b"late_ms", "late_p95_ms", b"late_p95_ms", "median_s", b"median_s", "step_s", b"step_s", "wait_share", b"wait_share"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_clock_error_ms", b"_clock_error_ms", "_late_ms", b"_late_ms", "_late_p95_ms", b"_late_p95_ms", "_median_s", b"_median_s", "_step_s", b"_step_s", "_wait_share", b"_wait_share", "age_ms", b"age_ms", "clock_error_ms", b"clock_error_ms", "late_ms", b"late_ms", "late_p95_ms", b"late_p95_ms", "median_s", b"median_s", "rank", b"rank", "step_s", b"step_s", "wait_share", b"wait_share"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_clock_error_ms", b"_clock_error_ms", "_late_ms", b"_late_ms", "_late_p95_ms", b"_late_p95_ms", "_wait_share", b"_wait_share", "clock_error_ms", b"clock_error_ms", "late_ms", b"late_ms", "late_p95_ms", b"late_p95_ms", "wait_share", b"wait_share"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_clock_error_ms", b"_clock_error_ms", "_late_ms", b"_late_ms", "_late_p95_ms", b"_late_p95_ms", "_wait_share", b"_wait_share", "age_ms", b"age_ms", "clock_error_ms", b"clock_error_ms", "late_ms", b"late_ms", "late_p95_ms", b"late_p95_ms", "median_s", b"median_s", "rank", b"rank", "step_s", b"step_s", "wait_share", b"wait_share"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_clock_error_ms", b"_clock_error_ms"]) -> typing.Literal["clock_error_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_late_ms", b"_late_ms"]) -> typing.Literal["late_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_late_p95_ms", b"_late_p95_ms"]) -> typing.Literal["late_p95_ms"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_median_s", b"_median_s"]) -> typing.Literal["median_s"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_step_s", b"_step_s"]) -> typing.Literal["step_s"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_wait_share", b"_wait_share"]) -> typing.Literal["wait_share"] | None: ...
 

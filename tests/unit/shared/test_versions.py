@@ -25,7 +25,7 @@ from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
 from rdzv.server.diagnosis import log_relay
 from rdzv.server.settings import config
-from rdzv.server.wire import inbound_nodes
+from rdzv.server.wire import inbound_arrivals, inbound_nodes
 from rdzv.structs import as_dict
 from rdzv.transport.node_stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
@@ -67,6 +67,8 @@ def meaning(message: Message) -> Any:
             return {**piece, "data": piece["data"].hex()}
         case "progress":
             return _plain(as_dict(inbound_nodes.progress_of(message.progress, LIMITS)))
+        case "arrivals":
+            return _plain(as_dict(inbound_arrivals.arrivals_of(message.arrivals, LIMITS)))
         case "hung":
             return _plain(as_dict(inbound_nodes.hung_of(message.hung, LIMITS)))
         case "stacks":
@@ -352,6 +354,11 @@ def _samples_of_stacks() -> Iterator[tuple[str, pb.NodeMessage]]:
     )
     hung = pb.HungWorker(rank=9, local_rank=1, pid=99, silent_ms=61_000, reason="no progress")
     job = {"rdzv_id": "job-7", "run": "feed"}
+    arrived = pb.RankArrivals(rank=8, entered_us=[1_000, -5])
+    group = pb.GroupArrivals(
+        group="0", per_second=2.5, error_us=700, sequences=[4, 5], ranks=[arrived]
+    )
+    yield "arrivals", pb.NodeMessage(arrivals=pb.Arrivals(**job, round=2, groups=[group]))
     yield "hung", pb.NodeMessage(hung=pb.Hung(**job, round=2, workers=[hung]))
     yield "hung:none", pb.NodeMessage(hung=pb.Hung(**job, round=2))
     yield "stacks", pb.NodeMessage(stacks=pb.Stacks(request=5, workers=[stack]))

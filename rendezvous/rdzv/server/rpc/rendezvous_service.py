@@ -30,7 +30,7 @@ from rdzv.server.rpc.role_interceptor import end_stream_unheard
 from rdzv.server.security import callers
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
-from rdzv.server.wire import inbound_nodes, outbound
+from rdzv.server.wire import inbound_arrivals, inbound_nodes, outbound
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION
@@ -204,7 +204,7 @@ class Conversation:
     def _take_arrivals(self, message: pb.Arrivals, stream: Stream) -> None:
         """Note when workers entered collectives; what comes too early is dropped."""
         try:
-            said = inbound_nodes.arrivals_of(message, self._limits)
+            said = inbound_arrivals.arrivals_of(message, self._limits)
             if stream.greeted:
                 self._driver.reports.note_arrivals(stream, said)
         except InvalidRequestError as error:
