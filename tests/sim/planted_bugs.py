@@ -1912,10 +1912,24 @@ MUTANTS = (
     ),
     Mutant(
         "records of a group that was made again are mixed up",
-        "flight_records.read_record",
+        "flight_records._by_group",
         "        if not entry.is_p2p and entry.pg_id == newest[name]:\n",
         "        if not entry.is_p2p:\n",
         by="tests/unit/agent/test_agent_flight_records.py",
+    ),
+    Mutant(
+        "a lateness that is carried on counts in each collective",
+        "lateness.arrivals",
+        "                one[0] if one[0] >= behind[n + 1][rank][0] else 0\n",
+        "                one[0]\n",
+        by="tests/unit/core/test_lateness.py",
+    ),
+    Mutant(
+        "a rank that was late twice, for long, straggles",
+        "lateness._is_late",
+        "    if len(shares) < LOOKS or shares[1] < LATE_EACH or fmean(shares[1:-1]) < LATE:\n",
+        "    if len(shares) < LOOKS or fmean(shares[1:-1]) < LATE:\n",
+        by="tests/unit/core/test_lateness.py",
     ),
     Mutant(
         "a worker whose torch does not answer counts as silent",
