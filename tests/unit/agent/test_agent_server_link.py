@@ -1093,8 +1093,8 @@ async def test_a_job_whose_fence_comes_too_late_for_the_lease_is_refused_when_it
         link.add(job)
         assert await job.hear(events.Refused)
         # The others of this node have nothing of it: neither a new stream, nor a refused Hello.
-        link.say(pb.NodeMessage(heartbeat=pb.Heartbeat(number=77)))
-        while (message := await talk.hear()) and message.heartbeat.number != 77:
+        link.say(pb.NodeMessage(declined=pb.Declined(rdzv_id="marker")))
+        while (message := await talk.hear()) and message.declined.rdzv_id != "marker":
             assert not message.HasField("away")
         assert message
         assert link.hello().fence_after_ms == 0
