@@ -130,7 +130,9 @@ def train(state: State, round_: Round) -> None:
         weights=weights(state),
         seed=torch.initial_seed(),
     )
-    model, data = DistributedDataParallel(state.model), kept_training.make_data()
+    # Buckets that are built anew after the first step of a round would be summed in another order.
+    model = DistributedDataParallel(state.model, find_unused_parameters=True)
+    data = kept_training.make_data()
     mine, steps = ORDERS / str(os.getpid()), 0
     progress = Path(os.environ["RDZV_PROGRESS_FILE"])
     while not STEPS or state.step < STEPS:
