@@ -57,6 +57,7 @@ seated night 2
 AGENT = """
 agent() {
   printf '%s\\n' 'server = "127.0.0.1:29400"' "node_id = \\"$1\\"" 'gpus = "none"' \\
+    "account = \\"$(id -un)\\"" \\
     "state_dir = \\"$PWD/$1\\"" "runtime_dir = \\"$PWD/$1/run\\"" 'labels = {rack = "a1"}' > $1.toml
   rdzv-agent --config $1.toml > $1.txt 2>&1 &
 }
