@@ -35,8 +35,8 @@ from peer import Peer
 from simulated import until
 
 from rdzv.core.commands import Fail, FailureReport, Join, Resume, Succeed
+from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import Membership, Offer, RecoveryReport, Settings
-from rdzv.core.nodes import AgentKind
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Assignment, Belief, Closed, Hello

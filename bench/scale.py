@@ -48,9 +48,9 @@ from processes import Asked, Rdzvd, cpu_s, resident_bytes
 
 from rdzv.core.commands import Join
 from rdzv.core.invariants import violations
+from rdzv.core.life.runs import vacant
 from rdzv.core.model import Offer, Settings, State, Tuning
 from rdzv.core.rendezvous import step
-from rdzv.core.runs import vacant
 
 NODES = (16, 100, 256, 1_000, 3_000, 10_000)
 QUICK_NODES = (16, 100, 1_000)

@@ -23,7 +23,7 @@ from typing import Any
 import grpc.aio
 
 from rdzv.client import Endpoint
-from rdzv.core.nodes import NodesTuning
+from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.ctl.authority import Authority
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver

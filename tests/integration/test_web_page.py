@@ -19,8 +19,8 @@ from ports import free_port
 from served import Served, served
 
 from rdzv.core.explain import view
+from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
-from rdzv.core.runs import vacant
 from rdzv.core.timed_text import later, left, past, times_of
 from rdzv.server.http.views import Shown
 from rdzv.structs import as_dict, replace

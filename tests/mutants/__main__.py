@@ -46,7 +46,7 @@ COPIED = (
     *("LICENSE", "CONTRIBUTING.md", "SECURITY.md", "mkdocs.yml"),
 )
 TARGETS = (
-    "rendezvous/rdzv/core/*.py",
+    "rendezvous/rdzv/core/**/*.py",
     "agent/rdzv/agent/core/*.py",
     "rendezvous/rdzv/server/driver.py",
     "rendezvous/rdzv/server/sessions/*.py",

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rdzv.core import nodes
 from rdzv.core.commands import MarkAway, MarkBack, MarkLost
 from rdzv.core.events import Event
 from rdzv.core.explain import view
+from rdzv.core.fleet import nodes
+from rdzv.core.fleet.nodes import NodesCommand, NodesEvent
 from rdzv.core.model import Tuning
-from rdzv.core.nodes import NodesCommand, NodesEvent
 from rdzv.errors import RendezvousError
 from tests.scenarios.language import (
     Line,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rdzv.core import nodes
 from rdzv.core.commands import (
     Bar,
     Command,
@@ -66,6 +65,8 @@ from rdzv.core.events import (
     WorkerFailed,
 )
 from rdzv.core.explain import JobView
+from rdzv.core.fleet import nodes
+from rdzv.core.fleet.nodes import NodesEvent, NodesTuning
 from rdzv.core.keeping import NotKept
 from rdzv.core.model import (
     Failure,
@@ -80,7 +81,6 @@ from rdzv.core.model import (
     State,
     Tuning,
 )
-from rdzv.core.nodes import NodesEvent, NodesTuning
 from rdzv.core.root_cause import describe_failure
 from rdzv.structs import field_names
 

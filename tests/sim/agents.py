@@ -18,11 +18,11 @@ from rdzv.agent.core.model import Assignment, Job, Outcome, Phase
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.draining import Event, NodeDrain
-from rdzv.core.hangs import HungWorker
+from rdzv.core.evidence.hangs import HungWorker
+from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
+from rdzv.core.fleet.nodes import AgentKind
+from rdzv.core.fleet.placement import Resources
 from rdzv.core.model import UNMOVED, Moved, Offer
-from rdzv.core.nodes import AgentKind
-from rdzv.core.placement import Resources
-from rdzv.core.stacks import Frame, Thread, WorkerStack
 from rdzv.structs import replace, struct
 from rdzv.transport.node_stream import FINAL_REFUSALS, PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb

@@ -21,7 +21,7 @@ from rdzv.agent.core.machine import Transition as AgentTransition
 from rdzv.agent.core.machine import step as agent_step
 from rdzv.agent.core.model import AgentState, Assignment, Phase
 from rdzv.agent.server_link.placed_jobs import Placed
-from rdzv.core import nodes, placement, rendezvous
+from rdzv.core import rendezvous
 from rdzv.core.commands import Command, Join, Leave, Tick, Withdraw
 from rdzv.core.events import (
     Event,
@@ -39,6 +39,10 @@ from rdzv.core.events import (
     RoundSettled,
     RunEnded,
 )
+from rdzv.core.fleet import nodes, placement
+from rdzv.core.fleet.placement import Demand, Host, Plan
+from rdzv.core.fleet.quarantine import Record as QuarantineRecord
+from rdzv.core.life.chosen_nodes import MAX_DECLINED
 from rdzv.core.model import (
     UNMOVED,
     Cause,
@@ -50,10 +54,7 @@ from rdzv.core.model import (
     State,
     placeholder,
 )
-from rdzv.core.placement import Demand, Host, Plan
-from rdzv.core.quarantine import Record as QuarantineRecord
 from rdzv.core.rendezvous import Transition
-from rdzv.core.submissions import MAX_DECLINED
 from rdzv.errors import RendezvousError
 from rdzv.server.engine.job import News
 from rdzv.server.scheduling import placer

@@ -13,7 +13,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from rdzv.core.commands import Restart, Scale, Stop, Submit
-from rdzv.core.placement import Host, demand
+from rdzv.core.fleet.placement import Host, demand
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.server.driver import Driver
 from tests.sim.checkers import fits

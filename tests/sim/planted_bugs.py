@@ -11,16 +11,20 @@ NODE_COMMANDS = "rendezvous/rdzv/server/sessions/node_commands.py"
 PRESENCE = "rendezvous/rdzv/server/sessions/presence.py"
 RECOVERY = "rendezvous/rdzv/server/sessions/recovery.py"
 REPORTS = "rendezvous/rdzv/server/sessions/reports.py"
-QUARANTINE_TESTS = "tests/unit/core/test_quarantine.py tests/unit/server/test_quarantine_of_jobs.py"
+QUARANTINE_TESTS = (
+    "tests/unit/core/fleet/test_quarantine.py tests/unit/server/test_quarantine_of_jobs.py"
+)
 NOTICE_TESTS = "tests/unit/agent/test_agent_notice.py"
 LEDGER_TESTS = "tests/unit/view/test_ledger.py tests/unit/server/test_step_milestones.py"
 PLACER_TESTS = "tests/unit/server/test_placer.py"
 ROLE_TESTS = "tests/unit/server/test_roles.py"
 KEEPING_TESTS = (
-    "tests/unit/core/test_keeping.py tests/scenarios tests/unit/core/test_recovery_reports.py "
+    "tests/unit/core/test_keeping.py "
+    "tests/scenarios "
+    "tests/unit/core/rounds/test_recovery_reports.py "
     "tests/unit/server/test_announcements.py"
 )
-ADOPT_TESTS = "tests/unit/core/test_recovery_reports.py"
+ADOPT_TESTS = "tests/unit/core/rounds/test_recovery_reports.py"
 
 
 @struct(frozen=True)
@@ -39,7 +43,7 @@ class Mutant:
 CORE_TESTS = (
     "tests/scenarios",
     "tests/unit/core/test_rendezvous.py",
-    "tests/unit/core/test_nodes.py",
+    "tests/unit/core/fleet/test_nodes.py",
     "tests/unit/server/test_driver.py",
 )
 
@@ -115,7 +119,7 @@ MUTANTS = (
         "staying",
         "        return len(self.here) - len(self.going)",
         "        return len(self.here)",
-        by="tests/unit/core/test_placement.py tests/unit/server/test_placer.py",
+        by="tests/unit/core/fleet/test_placement.py tests/unit/server/test_placer.py",
     ),
     Mutant(
         "a lifted drain is not told to who was away",
@@ -164,7 +168,7 @@ MUTANTS = (
         "leaving.leave",
         "    if command.exited_zero and round_.live and",
         "    if False and round_.live and",
-        by=_unit("tests/unit/core/test_budgets.py"),
+        by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),
     Mutant(
         "a later wish puts off an earlier one",
@@ -213,7 +217,7 @@ MUTANTS = (
         "grow",
         "            wanted = min(wanted, job.unreplaced - new)",
         "            wanted = 0",
-        by="tests/unit/core/test_placement.py " + PLACER_TESTS,
+        by="tests/unit/core/fleet/test_placement.py " + PLACER_TESTS,
     ),
     # ---------------------------------------------------------- health
     Mutant(
@@ -740,28 +744,28 @@ MUTANTS = (
         "backoff_ms",
         "settings.restart_backoff_ms << doublings,",
         "settings.restart_backoff_ms,",
-        by=_unit("tests/unit/core/test_budgets.py"),
+        by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),
     Mutant(
         "the first restart backs off, too",
         "backoff_ms",
         "    if membership.spent.soon < 2:",
         "    if membership.spent.soon < 1:",
-        by=_unit("tests/unit/core/test_budgets.py"),
+        by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),
     Mutant(
         "a round that ran for long does not end the row",
         "spend",
         "    if has_moved or end.at_ms - round_.at_ms >= tuning.soon_ms:",
         "    if has_moved:",
-        by=_unit("tests/unit/core/test_budgets.py"),
+        by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),
     Mutant(
         "a lost node backs off as a failure does",
         "backoff_ms",
         "round_.end is None or round_.end.cause is not Cause.WORKER_FAILURE:",
         "round_.end is None:",
-        by=_unit("tests/unit/core/test_budgets.py"),
+        by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),
     Mutant(
         "a node that leaves is no preemption",
@@ -804,7 +808,7 @@ MUTANTS = (
         "_is_further",
         "(than is None or step > than)",
         "(than is None or step >= than)",
-        by=_unit("tests/unit/core/test_budgets.py"),
+        by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),
     Mutant(
         "only the last to stop says how far a round has come",
@@ -817,28 +821,28 @@ MUTANTS = (
         "settle_charge",
         "    work.state = replace(work.state, stop_deadline_ms=None, moved=UNMOVED)\n",
         "    work.state = replace(work.state, stop_deadline_ms=None)\n",
-        by=_unit("tests/unit/core/test_budgets.py"),
+        by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),
     Mutant(
         "restarts count for ever",
         "restarts_that_count",
         "    return sum(1 for at_ms in membership.restarts if now_ms - at_ms < window_ms)",
         "    return len(membership.restarts)",
-        by=_unit("tests/unit/core/test_budgets.py"),
+        by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),
     Mutant(
         "who restarts its own workers is preempted by that",
         "_is_preemption",
         "    if settings.max_restarts is None and end.cause is Cause.NODE_LEFT:",
         "    if False:",
-        by=_unit("tests/unit/core/test_budgets.py"),
+        by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),
     Mutant(
         "a backoff grows without bound",
         "backoff_ms",
         "    return min(settings.restart_backoff_ms << doublings, settings.restart_backoff_max_ms)",
         "    return settings.restart_backoff_ms << doublings",
-        by=_unit("tests/unit/core/test_budgets.py"),
+        by=_unit("tests/unit/core/rounds/test_budgets.py"),
     ),
     # ---------------------------------------------------------- rendezvous: state rules
     Mutant(
@@ -1086,7 +1090,7 @@ MUTANTS = (
         "_refuse_usurper",
         "    if old.fence_after_ms:\n        # Since then",
         "    if False:\n        # Since then",
-        by="tests/unit/core/test_nodes.py",
+        by="tests/unit/core/fleet/test_nodes.py",
     ),
     Mutant(
         "incarnations start anew with each server",
@@ -1531,7 +1535,7 @@ MUTANTS = (
     ),
     Mutant(
         "who has declined is chosen again",
-        "submissions.decline",
+        "chosen_nodes.decline",
         "    return replace(withdraw(submission, (node_id,)), declined=declined)",
         "    return withdraw(submission, (node_id,))",
     ),
@@ -1684,21 +1688,21 @@ MUTANTS = (
         "joining.join",
         " and not _others_run_on(before, command):",
         ":",
-        by="tests/unit/core/test_recovery_reports.py",
+        by="tests/unit/core/rounds/test_recovery_reports.py",
     ),
     Mutant(
         "the round after one that was adopted begins beside workers of the one in its place",
         "completion_due_ms",
         "    earliest_ms = max(earliest_ms, superseded_until_ms(state))\n",
         "",
-        by="tests/unit/core/test_recovery_reports.py",
+        by="tests/unit/core/rounds/test_recovery_reports.py",
     ),
     Mutant(
         "any join says that nothing is left of a round that was superseded",
         "joining._wait",
         "command.left_round is not None and command.left_round >= former.round",
         "True",
-        by="tests/unit/core/test_recovery_reports.py",
+        by="tests/unit/core/rounds/test_recovery_reports.py",
     ),
     Mutant(
         "who has a seat is withdrawn",
@@ -1901,14 +1905,14 @@ MUTANTS = (
         "collectives._missing",
         "    idle = absent - somewhere\n",
         "    idle = absent\n",
-        by="tests/unit/core/test_collectives.py",
+        by="tests/unit/core/evidence/test_collectives.py",
     ),
     Mutant(
         "a rank that is stopped, and gives no record, is not named",
         "collectives._missing",
         "    held = {rank for rank in absent | unknown if known[rank].state in _HELD}\n",
         "    held = {rank for rank in absent if known[rank].state in _HELD}\n",
-        by="tests/unit/core/test_collectives.py",
+        by="tests/unit/core/evidence/test_collectives.py",
     ),
     Mutant(
         "records of a group that was made again are mixed up",
@@ -1922,14 +1926,14 @@ MUTANTS = (
         "lateness.arrivals",
         "                one[0] if one[0] >= behind[n + 1][rank][0] else 0\n",
         "                one[0]\n",
-        by="tests/unit/core/test_lateness.py",
+        by="tests/unit/core/evidence/test_lateness.py",
     ),
     Mutant(
         "a rank that was late twice, for long, straggles",
         "lateness._is_late",
         "    if len(shares) < LOOKS or shares[1] < LATE_EACH or fmean(shares[1:-1]) < LATE:\n",
         "    if len(shares) < LOOKS or fmean(shares[1:-1]) < LATE:\n",
-        by="tests/unit/core/test_lateness.py",
+        by="tests/unit/core/evidence/test_lateness.py",
     ),
     Mutant(
         "a worker whose torch does not answer counts as silent",

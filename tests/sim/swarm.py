@@ -11,10 +11,10 @@ from random import Random
 
 from rdzv.agent.core.model import Job
 from rdzv.agent.node.submitted_launch import SERVER_TIMEOUT_MS
+from rdzv.core.fleet.nodes import AgentKind
+from rdzv.core.fleet.placement import Gpu, Resources, gpus_needed
+from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import JobSpec, ScaleUp, Settings
-from rdzv.core.nodes import AgentKind
-from rdzv.core.placement import Gpu, Resources, gpus_needed
-from rdzv.core.quarantine import QuarantineTuning
 from rdzv.structs import field_names, replace, struct
 from tests.sim.agents import NodeSpec
 

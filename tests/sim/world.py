@@ -24,8 +24,8 @@ from random import Random
 
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Phase
+from rdzv.core.fleet.nodes import AgentKind, NodesTuning
 from rdzv.core.model import Membership, Tuning
-from rdzv.core.nodes import AgentKind, NodesTuning
 from tests.sim.agents import PING_MS, Agent, NodeSpec, Part, Workers
 from tests.sim.checkers import Judge, LivenessError
 from tests.sim.cluster import Disk, Server

@@ -24,6 +24,8 @@ from rdzv.core.commands import (
 from rdzv.core.events import Event
 from rdzv.core.explain import job_state, view, waiting_reason
 from rdzv.core.invariants import violations
+from rdzv.core.life.rebuilding import restore
+from rdzv.core.life.runs import vacant
 from rdzv.core.model import (
     UNMOVED,
     JobState,
@@ -37,9 +39,7 @@ from rdzv.core.model import (
     State,
     Tuning,
 )
-from rdzv.core.rebuilding import restore
 from rdzv.core.rendezvous import Transition, step
-from rdzv.core.runs import vacant
 from rdzv.errors import RendezvousError
 from rdzv.structs import replace
 

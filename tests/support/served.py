@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from ports import free_port
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
-from rdzv.core.hangs import HungWorker
+from rdzv.core.evidence.hangs import HungWorker
+from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
 from rdzv.core.model import Settings
-from rdzv.core.stacks import Frame, Thread, WorkerStack
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http

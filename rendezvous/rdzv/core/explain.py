@@ -10,18 +10,19 @@ from functools import reduce
 from operator import add
 from types import MappingProxyType
 
-from rdzv.core.absences import some_seat_away, unheard, unheard_until_ms
-from rdzv.core.budgets import backoff_ms
-from rdzv.core.drains import Drain
-from rdzv.core.ending import restarts_that_count, some_succeeded
-from rdzv.core.forming import (
+from rdzv.core.fleet.drains import Drain
+from rdzv.core.fleet.placement import Wait
+from rdzv.core.keeping import kept_workers
+from rdzv.core.life.absences import some_seat_away, unheard, unheard_until_ms
+from rdzv.core.life.chosen_nodes import awaited
+from rdzv.core.life.ending import restarts_that_count, some_succeeded
+from rdzv.core.life.forming import (
     completion_due_ms,
     holds,
     newcomers_due_ms,
     restart_due_ms,
     superseded_until_ms,
 )
-from rdzv.core.keeping import kept_workers
 from rdzv.core.model import (
     Departure,
     Ended,
@@ -39,8 +40,7 @@ from rdzv.core.model import (
     Submission,
     is_placeholder,
 )
-from rdzv.core.placement import Wait
-from rdzv.core.submissions import awaited
+from rdzv.core.rounds.budgets import backoff_ms
 from rdzv.core.timed_text import LAST_CALL, left, past
 from rdzv.core.words import counted, duration, listed
 from rdzv.structs import replace, struct

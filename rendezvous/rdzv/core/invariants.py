@@ -21,9 +21,9 @@ from rdzv.core.events import (
     NodeSucceeded,
     NodeWentAway,
 )
-from rdzv.core.leaving import MAX_DEPARTURES
+from rdzv.core.life.leaving import MAX_DEPARTURES
 from rdzv.core.model import Membership, Round, State, placeholder
-from rdzv.core.recovery_reports import placeholders_replaced, same_participants
+from rdzv.core.rounds.recovery_reports import placeholders_replaced, same_participants
 
 
 def violations(before: State, after: State, events: Sequence[Event] | None = None) -> list[str]:

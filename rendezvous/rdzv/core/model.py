@@ -393,7 +393,7 @@ class Declined:
 
 @struct(frozen=True)
 class Submission:
-    """A run whose nodes the server chooses. Rules are in `core/placement.py`."""
+    """A run whose nodes the server chooses. Rules are in `core/fleet/placement.py`."""
 
     spec: JobSpec
     submitted_by: str

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rdzv.core.absences import mark_away, mark_back, note_heard, unheard_until_ms
 from rdzv.core.commands import (
     Bar,
     Command,
@@ -37,7 +36,10 @@ from rdzv.core.commands import (
     Tick,
     Withdraw,
 )
-from rdzv.core.conditions import (
+from rdzv.core.draft import Draft
+from rdzv.core.events import Event
+from rdzv.core.life.absences import mark_away, mark_back, note_heard, unheard_until_ms
+from rdzv.core.life.conditions import (
     Ignored,
     from_holder,
     from_seat,
@@ -48,10 +50,8 @@ from rdzv.core.conditions import (
     of_this_run,
     run_is_open,
 )
-from rdzv.core.draft import Draft
-from rdzv.core.ending import fail, report_store_host, settle_charge
-from rdzv.core.events import Event
-from rdzv.core.forming import (
+from rdzv.core.life.ending import fail, report_store_host, settle_charge
+from rdzv.core.life.forming import (
     admit_newcomers,
     complete_round,
     completion_due_ms,
@@ -59,8 +59,8 @@ from rdzv.core.forming import (
     next_newcomers_ms,
     time_out_joining,
 )
-from rdzv.core.joining import join
-from rdzv.core.leaving import (
+from rdzv.core.life.joining import join
+from rdzv.core.life.leaving import (
     away_seats_due,
     leave,
     mark_lost,
@@ -70,11 +70,10 @@ from rdzv.core.leaving import (
     seats_with_deadline,
     succeed,
 )
-from rdzv.core.model import State
-from rdzv.core.operator_commands import restart, scale, stop
-from rdzv.core.rebuilding import release_unreported_seats, resume, unreported_seat_due
-from rdzv.core.runs import close_when_all_left, close_when_stopped, succeed_run
-from rdzv.core.submitting import (
+from rdzv.core.life.operator_commands import restart, scale, stop
+from rdzv.core.life.rebuilding import release_unreported_seats, resume, unreported_seat_due
+from rdzv.core.life.runs import close_when_all_left, close_when_stopped, succeed_run
+from rdzv.core.life.submitted_jobs import (
     bar_nodes,
     choose_nodes,
     decline_job,
@@ -83,7 +82,8 @@ from rdzv.core.submitting import (
     take_back,
     withdraw_barred,
 )
-from rdzv.core.times_ahead import not_after
+from rdzv.core.life.times_ahead import not_after
+from rdzv.core.model import State
 from rdzv.structs import replace, struct
 
 

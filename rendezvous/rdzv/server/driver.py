@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 
 from rdzv.core.commands import Command
 from rdzv.core.events import Event
+from rdzv.core.fleet.nodes import NodesEvent
 from rdzv.core.model import State
-from rdzv.core.nodes import NodesEvent
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, LoopWatch

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rdzv.core.commands import Command
-from rdzv.core.hangs import HungWorker
+from rdzv.core.evidence.hangs import HungWorker
+from rdzv.core.evidence.stacks import WorkerStack
+from rdzv.core.fleet.nodes import AgentKind
+from rdzv.core.fleet.placement import FailingCheck, Resources
 from rdzv.core.model import (
     Ended,
     JobSpec,
     RoundEnd,
 )
-from rdzv.core.nodes import AgentKind
-from rdzv.core.placement import FailingCheck, Resources
 from rdzv.core.spending import Tally
-from rdzv.core.stacks import WorkerStack
 from rdzv.structs import struct
 
 # ------------------------------------------------------------------ from nodes

@@ -9,8 +9,8 @@ import zlib
 
 import msgspec
 
-from rdzv.core.budgets import unbudgeted
 from rdzv.core.model import Membership, ScaleUp
+from rdzv.core.rounds.budgets import unbudgeted
 from rdzv.errors import RendezvousStateError
 
 FORMAT = 3

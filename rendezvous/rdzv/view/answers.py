@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rdzv.core.progress_lag import Word, lags
+from rdzv.core.evidence.progress_lag import Word, lags
 from rdzv.core.timed_text import TimeInText
 from rdzv.structs import struct
 from rdzv.view.history import fields_in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.core.progress_lag import Word
+from rdzv.core.evidence.progress_lag import Word
 from rdzv.transport.same_fields import from_message
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import (

@@ -15,6 +15,7 @@ from rdzv.agent.core.model import (
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core import commands as asked
+from rdzv.core.fleet.placement import Gpu, Resources
 from rdzv.core.model import (
     Cause,
     JobSpec,
@@ -26,7 +27,6 @@ from rdzv.core.model import (
     ScaleUp,
     Settings,
 )
-from rdzv.core.placement import Gpu, Resources
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.core.spending import Spent, Tally
 from rdzv.server.settings.config import Limits

@@ -29,8 +29,8 @@ from rdzv.agent.output.run_folders import RunFolders
 from rdzv.agent.server_link.placed_jobs import Placed
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.client import Endpoint
+from rdzv.core.fleet.placement import Gpu, Resources
 from rdzv.core.model import JobSpec, Offer, Result, Settings
-from rdzv.core.placement import Gpu, Resources
 from rdzv.errors import InvalidRequestError
 
 PATIENCE_S = 100.0

@@ -25,8 +25,8 @@ from rdzv.agent.server_link import link as server_link
 from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.client import Endpoint
+from rdzv.core.fleet.placement import FailingCheck, Resources
 from rdzv.core.model import JobSpec, Result
-from rdzv.core.placement import FailingCheck, Resources
 from rdzv.errors import ERROR_CODE_METADATA_KEY, ERRORS
 from rdzv.transport.node_stream import Backoff
 from rdzv.v1 import rdzv_pb2 as pb

@@ -24,7 +24,7 @@ from rdzv.agent.observers.stack_sampling import (
     process_state,
     take_all,
 )
-from rdzv.core.stacks import WorkerStack
+from rdzv.core.evidence.stacks import WorkerStack
 
 ASKED = StacksAsked(5, "job-7", "run-1", 2, 10_000)
 FRAME = {"name": "f", "filename": "/home/ada/train.py", "line": 3}

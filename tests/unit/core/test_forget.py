@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rdzv.core import rebuilding
 from rdzv.core.commands import Fail, FailureReport, Leave, Succeed
+from rdzv.core.life import rebuilding
+from rdzv.core.life.times_ahead import not_after
 from rdzv.core.model import (
     Cause,
     Departure,
@@ -28,7 +29,6 @@ from rdzv.core.model import (
     State,
     Submission,
 )
-from rdzv.core.times_ahead import not_after
 from rdzv.errors import (
     InvalidRequestError,
     RendezvousConnectionError,

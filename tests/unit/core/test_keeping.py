@@ -20,8 +20,8 @@ from rdzv.core.model import (
     RoundEnd,
     Waiting,
 )
-from rdzv.core.ranks import assign_seats
 from rdzv.core.root_cause import MAX_FAILURES, charged_failures, keep_earliest
+from rdzv.core.rounds.ranks import assign_seats
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, join, report, running
 

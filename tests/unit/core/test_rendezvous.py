@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv.core.absences import unheard
 from rdzv.core.commands import MarkLost, Restart, Resume, Succeed, Tick
 from rdzv.core.events import (
     NodeJoined,
@@ -16,7 +15,10 @@ from rdzv.core.events import (
     RunBegan,
 )
 from rdzv.core.invariants import violations
-from rdzv.core.leaving import MAX_DEPARTURES
+from rdzv.core.life.absences import unheard
+from rdzv.core.life.leaving import MAX_DEPARTURES
+from rdzv.core.life.rebuilding import restore
+from rdzv.core.life.runs import MAX_EARLIER_RUNS, ended_run
 from rdzv.core.model import (
     Cause,
     JobState,
@@ -28,9 +30,7 @@ from rdzv.core.model import (
     State,
     Tuning,
 )
-from rdzv.core.rebuilding import restore
 from rdzv.core.rendezvous import step
-from rdzv.core.runs import MAX_EARLIER_RUNS, ended_run
 from rdzv.errors import NodeSupersededError, RendezvousClosedError, SettingsMismatchError
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, join, report, running

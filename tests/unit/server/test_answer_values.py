@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from rdzv.core.evidence.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import (
     Declined,
     Failure,
     JobSpec,
     Submission,
 )
-from rdzv.core.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
-from rdzv.core.stragglers import Straggler
 from rdzv.core.timed_text import left, past
 from rdzv.errors import UnknownJobError
 from rdzv.server.messages import (

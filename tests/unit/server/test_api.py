@@ -20,11 +20,11 @@ import pytest
 from yarl import URL
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
+from rdzv.core.evidence.hangs import HungWorker
+from rdzv.core.evidence.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.core.explain import view
-from rdzv.core.hangs import HungWorker
+from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState
-from rdzv.core.runs import vacant
-from rdzv.core.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.errors import RendezvousConnectionError
 from rdzv.server.driver import Driver
 from rdzv.server.http import feeds as feeds_module

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from served import served
 
-from rdzv.core.stacks import Report
+from rdzv.core.evidence.stacks import Report
 from rdzv.server.http.openapi import PREFIX, document, operations
 from rdzv.server.settings.config import Limits
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.core import events, rendezvous, runs
+from rdzv.core import events, rendezvous
 from rdzv.core.commands import (
     Command,
     Fail,
@@ -27,6 +27,9 @@ from rdzv.core.commands import (
     Succeed,
     Tick,
 )
+from rdzv.core.fleet.nodes import AgentKind, NodesTuning
+from rdzv.core.fleet.placement import FailingCheck
+from rdzv.core.life import runs
 from rdzv.core.model import (
     Cause,
     Ended,
@@ -43,8 +46,6 @@ from rdzv.core.model import (
     State,
     Tuning,
 )
-from rdzv.core.nodes import AgentKind, NodesTuning
-from rdzv.core.placement import FailingCheck
 from rdzv.errors import (
     InvariantError,
     LimitExceededError,

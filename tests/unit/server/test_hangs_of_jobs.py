@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from rdzv.core.collectives import Collective, GroupRecord
 from rdzv.core.commands import Leave
-from rdzv.core.hangs import HungWorker, verdict
+from rdzv.core.evidence.collectives import Collective, GroupRecord
+from rdzv.core.evidence.hangs import HungWorker, verdict
+from rdzv.core.evidence.stacks import Frame, Report, Thread, WorkerStack, grouped
 from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings
 from rdzv.core.root_cause import describe_failure
-from rdzv.core.stacks import Frame, Report, Thread, WorkerStack, grouped
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.server.messages import Hung, RoundOver, TakeStacks
 from rdzv.server.sessions.streams import Stream

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rdzv.core.commands import Submit
+from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobSpec, Settings, Tuning
 from rdzv.core.rendezvous import step
-from rdzv.core.runs import vacant
 from rdzv.server.telemetry.event_lines import records
 from rdzv.server.telemetry.job_ledgers import JobLedgers
 from rdzv.view.answers import event_in

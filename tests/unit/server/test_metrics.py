@@ -20,6 +20,8 @@ from rdzv.c10d.observations import Watch
 from rdzv.core.commands import Fail, FailureReport, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import NodeLost, RunBegan
 from rdzv.core.explain import JobView, explain, job_state, node_views
+from rdzv.core.fleet.placement import Gpu, Resources
+from rdzv.core.life.runs import vacant
 from rdzv.core.model import (
     Away,
     JobSpec,
@@ -32,9 +34,7 @@ from rdzv.core.model import (
     State,
     Tuning,
 )
-from rdzv.core.placement import Gpu, Resources
 from rdzv.core.rendezvous import step
-from rdzv.core.runs import vacant
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Progress, RankProgress

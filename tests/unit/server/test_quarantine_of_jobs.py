@@ -15,9 +15,9 @@ import pytest
 
 from rdzv.core.commands import Bar, Fail, FailureReport, Join, Place, ReportStuck
 from rdzv.core.events import NodesPlaced
+from rdzv.core.fleet.nodes import AgentKind
+from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import Offer, Settings
-from rdzv.core.nodes import AgentKind
-from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError, UnknownNodeError
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Assignment, Placed, Withdrawn

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rdzv.core.commands import Succeed
-from rdzv.core.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
+from rdzv.core.evidence.stacks import Frame, Group, Report, SilentNode, Thread, WorkerStack
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,

@@ -9,6 +9,7 @@ import pytest
 
 from rdzv.core import commands
 from rdzv.core.explain import BudgetsView, JobView, NodeView
+from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import (
     Cause,
     Ended,
@@ -25,7 +26,6 @@ from rdzv.core.model import (
     ScaleUp,
     Settings,
 )
-from rdzv.core.nodes import AgentKind
 from rdzv.core.spending import Spent, Tally
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import (

@@ -6,8 +6,8 @@ from enum import Enum
 
 import pytest
 
+from rdzv.core.fleet.placement import FailingCheck
 from rdzv.core.model import JobSpec
-from rdzv.core.placement import FailingCheck
 from rdzv.structs import struct
 from rdzv.transport.same_fields import from_message, from_value, to_message
 from rdzv.v1 import rdzv_pb2 as pb

@@ -36,7 +36,7 @@ from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.accounts import identity_of_owner, name_of, open_untrusted
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.agent.system.side_thread import in_thread, in_time
-from rdzv.core.placement import Resources
+from rdzv.core.fleet.placement import Resources
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime import systemd
 from rdzv.runtime.concurrency import single_error

@@ -17,8 +17,8 @@ from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.stack_sampling import StackAnswers, StacksAsked, Target
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import ServerLink
+from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.model import LeaveCause, Offer
-from rdzv.core.stacks import WorkerStack
 from rdzv.v1 import rdzv_pb2 as pb
 
 Belief: TypeAlias = pb.Belief

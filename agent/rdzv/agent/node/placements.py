@@ -44,7 +44,7 @@ from rdzv.agent.server_link.placed_jobs import Holding, Key, Placed
 from rdzv.agent.system.accounts import Accounts
 from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside, in_time, waiting_is_said
 from rdzv.agent.workers.fates import NodeOutcome
-from rdzv.core.placement import FailingCheck, Resources, gpus_needed
+from rdzv.core.fleet.placement import FailingCheck, Resources, gpus_needed
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace, struct
 

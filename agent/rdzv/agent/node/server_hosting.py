@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from rdzv.agent.launch.launch import local_address
 from rdzv.agent.node.shared_port import shared
+from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.core.model import Tuning
-from rdzv.core.nodes import NodesTuning
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver

@@ -18,7 +18,7 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import GroupTimes
 from rdzv.agent.observers.server_clock import Reading
-from rdzv.core.lateness import chosen
+from rdzv.core.evidence.lateness import chosen
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")

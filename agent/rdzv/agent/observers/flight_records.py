@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rdzv.core.collectives import DEFAULT_GROUP, Collective, GroupRecord
+from rdzv.core.evidence.collectives import DEFAULT_GROUP, Collective, GroupRecord
 from rdzv.structs import struct
 
 ENTRIES = 64

@@ -29,8 +29,8 @@ from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import LEAST_ENTRIES
 from rdzv.agent.observers.stack_sampling import process_state
 from rdzv.agent.system.accounts import Identity, acting_as
-from rdzv.core.hangs import HangTimeout, HungWorker
-from rdzv.core.stacks import STOPPED
+from rdzv.core.evidence.hangs import HangTimeout, HungWorker
+from rdzv.core.evidence.stacks import STOPPED
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")

@@ -24,7 +24,7 @@ from typing import Any
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import FlightRecord, entries_for
 from rdzv.agent.runner_link import end_spared, start_spared
-from rdzv.core.stacks import STOPPED, UNINTERRUPTIBLE, ZOMBIE, Frame, Thread, WorkerStack
+from rdzv.core.evidence.stacks import STOPPED, UNINTERRUPTIBLE, ZOMBIE, Frame, Thread, WorkerStack
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")

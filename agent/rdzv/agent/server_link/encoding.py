@@ -24,10 +24,10 @@ from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output.log_reading import Piece, ReadRequest
 from rdzv.agent.server_link.draining import NodeDrain
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
+from rdzv.core.evidence.stacks import WorkerStack
+from rdzv.core.fleet.placement import FailingCheck, Resources
 from rdzv.core.model import Cause, LeaveCause, Offer, Result
-from rdzv.core.placement import FailingCheck, Resources
 from rdzv.core.root_cause import MAX_FAILURES
-from rdzv.core.stacks import WorkerStack
 from rdzv.transport.node_stream import settings_message
 from rdzv.transport.same_fields import from_message, sendable, to_message
 from rdzv.transport.tallies import tally_message, tally_of

@@ -29,7 +29,7 @@ from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE, FenceProof
 from rdzv.agent.server_link.inbox import Inbox
 from rdzv.agent.server_link.outbox import Call, Outbox
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
-from rdzv.core.nodes import NodesTuning, check_fence
+from rdzv.core.fleet.nodes import NodesTuning, check_fence
 from rdzv.errors import (
     InvalidRequestError,
     NodeSupersededError,

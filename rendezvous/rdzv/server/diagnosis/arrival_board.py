@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rdzv.core.lateness import LEAST_PAIRS, GroupLook
+from rdzv.core.evidence.lateness import LEAST_PAIRS, GroupLook
 from rdzv.server.messages import Arrivals, GroupArrivals
 
 MAX_GROUPS = 1_024

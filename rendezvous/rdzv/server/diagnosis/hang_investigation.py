@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from rdzv.core.commands import Command, Fail, FailureReport
 from rdzv.core.events import Event, HangOver, StacksTaken, WorkersHang
-from rdzv.core.hangs import HungWorker, describe_hung, verdict
+from rdzv.core.evidence.hangs import HungWorker, describe_hung, verdict
+from rdzv.core.evidence.stacks import Report
 from rdzv.core.model import Round, State
-from rdzv.core.stacks import Report
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer, sleep_ms
 from rdzv.runtime.tasks import Tasks

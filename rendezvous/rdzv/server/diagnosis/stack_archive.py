@@ -12,7 +12,7 @@ import logging
 
 import msgspec
 
-from rdzv.core.stacks import Report
+from rdzv.core.evidence.stacks import Report
 from rdzv.server.engine.key_value_records import Document
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.stores.base import DOCUMENT_BYTES

@@ -12,9 +12,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rdzv.core.collectives import Evidence, compare
-from rdzv.core.model import Participant, State, is_placeholder
-from rdzv.core.stacks import (
+from rdzv.core.evidence.collectives import Evidence, compare
+from rdzv.core.evidence.stacks import (
     Frame,
     Key,
     Report,
@@ -25,6 +24,7 @@ from rdzv.core.stacks import (
     groups,
     key_of,
 )
+from rdzv.core.model import Participant, State, is_placeholder
 from rdzv.errors import InvalidRequestError, LimitExceededError, RendezvousConnectionError
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.messages import Announcement, Stacks, TakeStacks

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rdzv.core.events import Event, RankCaughtUp, RankStraggles
-from rdzv.core.lateness import LOOKS, Arrivals, arrivals, follow
+from rdzv.core.evidence.lateness import LOOKS, Arrivals, arrivals, follow
+from rdzv.core.evidence.stragglers import Pace, Sample, Straggler
+from rdzv.core.evidence.stragglers import follow as follow_rates
 from rdzv.core.model import Round, State
-from rdzv.core.stragglers import Pace, Sample, Straggler
-from rdzv.core.stragglers import follow as follow_rates
 from rdzv.errors import InvalidRequestError
 from rdzv.server import messages
 from rdzv.server.diagnosis.arrival_board import ArrivalBoard

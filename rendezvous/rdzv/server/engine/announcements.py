@@ -26,6 +26,8 @@ from rdzv.core.events import (
     RunEnded,
 )
 from rdzv.core.explain import waiting_reason
+from rdzv.core.life.chosen_nodes import awaited
+from rdzv.core.life.runs import ended_run
 from rdzv.core.model import (
     Cause,
     Membership,
@@ -35,10 +37,8 @@ from rdzv.core.model import (
     State,
     is_placeholder,
 )
-from rdzv.core.recovery_reports import adoptable, tally_of
-from rdzv.core.runs import ended_run
+from rdzv.core.rounds.recovery_reports import adoptable, tally_of
 from rdzv.core.spending import Tally
-from rdzv.core.submissions import awaited
 from rdzv.server.messages import (
     Announcement,
     Assignment,

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from rdzv.core import rebuilding, runs
+from rdzv.core.life import rebuilding, runs
 from rdzv.core.model import State
 from rdzv.errors import (
     InvariantError,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rdzv.core.evidence.progress_lag import Word
+from rdzv.core.evidence.stacks import Report
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import Failure, NodeState, Submission
-from rdzv.core.progress_lag import Word
-from rdzv.core.stacks import Report
-from rdzv.core.stragglers import Straggler
 from rdzv.core.timed_text import times_of
 from rdzv.server.messages import LogLines, RankProgress
 from rdzv.server.security.tokens import Token

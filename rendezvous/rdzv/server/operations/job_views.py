@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import JobView, view
 from rdzv.core.model import State
-from rdzv.core.stragglers import Straggler
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnknownJobError
 from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 
-from rdzv.core import nodes
+from rdzv.core.fleet import nodes
+from rdzv.core.fleet.placement import Host, Resources
+from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.model import State
-from rdzv.core.placement import Host, Resources
-from rdzv.core.submissions import awaited
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.scheduling.scheduling import Scheduling

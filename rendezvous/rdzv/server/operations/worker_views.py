@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection
 
+from rdzv.core.evidence.stacks import Report
 from rdzv.core.model import State
-from rdzv.core.stacks import Report
 from rdzv.core.words import listed
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousConnectionError
 from rdzv.server.diagnosis.diagnosis import Diagnosis

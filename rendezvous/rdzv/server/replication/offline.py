@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
-from rdzv.core import rebuilding, runs
 from rdzv.core.invariants import violations
+from rdzv.core.life import rebuilding, runs
 from rdzv.core.model import Membership
 from rdzv.core.words import size_text
 from rdzv.errors import InvalidRequestError, RendezvousStateError

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from rdzv.core.drains import Drain
-from rdzv.core.drains import told as drain_words
 from rdzv.core.events import NodeDrained, NodeUndrained
+from rdzv.core.fleet.drains import Drain
+from rdzv.core.fleet.drains import told as drain_words
 from rdzv.core.model import State
 from rdzv.core.words import duration
 from rdzv.errors import TooFewNodesError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from rdzv.core import nodes
+from rdzv.core.fleet import nodes
+from rdzv.core.fleet.placement import Host, gpus_needed
 from rdzv.core.model import State
-from rdzv.core.placement import Host, gpus_needed
 from rdzv.server.scheduling.cordons import Cordons
 from rdzv.server.scheduling.drains import Drains
 from rdzv.server.scheduling.known_nodes import KnownNodes

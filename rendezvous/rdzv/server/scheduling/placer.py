@@ -12,12 +12,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from rdzv.core import nodes
 from rdzv.core.commands import Command, GiveUp, Place, Withdraw
-from rdzv.core.drains import Drain
+from rdzv.core.fleet import nodes
+from rdzv.core.fleet.drains import Drain
+from rdzv.core.fleet.placement import Plan, Wait, demand, grows_at_ms, nearest_miss, plan
+from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.model import JobSpec, State
-from rdzv.core.placement import Plan, Wait, demand, grows_at_ms, nearest_miss, plan
-from rdzv.core.submissions import awaited
 from rdzv.core.words import counted
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer

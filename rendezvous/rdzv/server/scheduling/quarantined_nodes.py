@@ -16,8 +16,7 @@ import msgspec
 
 from rdzv.core.commands import Bar
 from rdzv.core.events import NodeQuarantined
-from rdzv.core.model import State
-from rdzv.core.quarantine import (
+from rdzv.core.fleet.quarantine import (
     Quarantined,
     QuarantineTuning,
     Record,
@@ -27,6 +26,7 @@ from rdzv.core.quarantine import (
     lift,
     strikes_in,
 )
+from rdzv.core.model import State
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer

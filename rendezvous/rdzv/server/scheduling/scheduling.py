@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from rdzv.core import nodes
-from rdzv.core.placement import FailingCheck
+from rdzv.core.fleet import nodes
+from rdzv.core.fleet.placement import FailingCheck
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.engine import Engine

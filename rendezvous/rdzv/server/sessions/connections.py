@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from rdzv.core import nodes
+from rdzv.core.fleet import nodes
 from rdzv.core.model import Instance
 from rdzv.errors import LimitExceededError, RendezvousConnectionError
 from rdzv.runtime.clock import Clock, LoopWatch

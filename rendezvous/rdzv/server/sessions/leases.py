@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from rdzv.core import nodes
+from rdzv.core.fleet import nodes
 from rdzv.runtime.clock import Clock, LoopWatch, Timer
 from rdzv.structs import replace
 

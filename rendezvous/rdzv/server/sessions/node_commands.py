@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 
 from rdzv.core.commands import Command, Join, Resume, Tick
+from rdzv.core.life.runs import ended_run
 from rdzv.core.model import State
-from rdzv.core.runs import ended_run
 from rdzv.errors import (
     InvariantError,
     LimitExceededError,

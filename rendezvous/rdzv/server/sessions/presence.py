@@ -12,10 +12,10 @@ import logging
 from collections.abc import Iterable, Mapping, Set
 from functools import partial
 
-from rdzv.core import nodes
-from rdzv.core.absences import may_run_on
 from rdzv.core.commands import Command, Join, MarkAway, MarkBack, MarkLost, Resume, Withdraw
 from rdzv.core.events import NodesPlaced, RunEnded
+from rdzv.core.fleet import nodes
+from rdzv.core.life.absences import may_run_on
 from rdzv.core.model import State
 from rdzv.core.words import listed
 from rdzv.errors import RendezvousConnectionError, RendezvousError

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 
-from rdzv.core import nodes
-from rdzv.core.absences import may_run_on, unheard
 from rdzv.core.commands import Join, MarkHeard, MarkLost
-from rdzv.core.conditions import joined_replaced_run
+from rdzv.core.fleet import nodes
+from rdzv.core.life.absences import may_run_on, unheard
+from rdzv.core.life.conditions import joined_replaced_run
+from rdzv.core.life.runs import ended_run
 from rdzv.core.model import State, is_placeholder
-from rdzv.core.runs import ended_run
 from rdzv.errors import RendezvousError, UnknownNodeError
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine import announcements

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 
 from rdzv.core.commands import MarkLost, Withdraw
-from rdzv.core.placement import FailingCheck
-from rdzv.core.submissions import awaited
+from rdzv.core.fleet.placement import FailingCheck
+from rdzv.core.life.chosen_nodes import awaited
 from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.jobs import Jobs

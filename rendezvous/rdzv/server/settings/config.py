@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from rdzv.core.fleet.nodes import NodesTuning
+from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import Tuning
-from rdzv.core.nodes import NodesTuning
-from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import InvalidRequestError
 from rdzv.stores.base import HISTORY_ROWS
 from rdzv.structs import struct

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from rdzv.core.fleet.nodes import NodesTuning
+from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import Tuning
-from rdzv.core.nodes import NodesTuning
-from rdzv.core.quarantine import QuarantineTuning
 from rdzv.errors import InvalidRequestError
 from rdzv.server.settings.config import Limits, Timings, check_otlp
 from rdzv.settings.declaration import Duration, Rule, Size, Table, setting, settings_of

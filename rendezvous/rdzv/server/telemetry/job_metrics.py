@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from rdzv.core.ending import restarts_that_count
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import job_state
-from rdzv.core.forming import completion_due_ms, holds, restart_due_ms
+from rdzv.core.life.ending import restarts_that_count
+from rdzv.core.life.forming import completion_due_ms, holds, restart_due_ms
 from rdzv.core.model import Cause, JobState, Membership, NodeState, State
-from rdzv.core.stragglers import Straggler
 from rdzv.server.messages import RankProgress
 from rdzv.view.ledger import LedgerPhase
 

@@ -24,7 +24,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rdzv.core.collectives import KINDS
 from rdzv.core.events import (
     Event,
     NodeJoined,
@@ -38,6 +37,7 @@ from rdzv.core.events import (
     RunEnded,
     WorkerFailed,
 )
+from rdzv.core.evidence.collectives import KINDS
 from rdzv.core.explain import JobView, job_state
 from rdzv.core.keeping import kept_workers
 from rdzv.core.model import Cause, JobState, Result, Round, State

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import field
 
 from rdzv.core.events import Event
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import State
-from rdzv.core.stragglers import Straggler
 from rdzv.server.messages import RankProgress
 from rdzv.stores.base import Record
 from rdzv.structs import struct

@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from rdzv.core.collectives import Collective, GroupRecord
 from rdzv.core.commands import (
     Command,
     Decline,
@@ -19,11 +18,12 @@ from rdzv.core.commands import (
     Resume,
     Succeed,
 )
-from rdzv.core.hangs import HungWorker
+from rdzv.core.evidence.collectives import Collective, GroupRecord
+from rdzv.core.evidence.hangs import HungWorker
+from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
+from rdzv.core.fleet.nodes import AgentKind
+from rdzv.core.fleet.placement import FailingCheck, Gpu, Resources
 from rdzv.core.model import KeptWorker, LeaveCause, Moved, Offer, RecoveryReport
-from rdzv.core.nodes import AgentKind
-from rdzv.core.placement import FailingCheck, Gpu, Resources
-from rdzv.core.stacks import Frame, Thread, WorkerStack
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import (
     Belief,

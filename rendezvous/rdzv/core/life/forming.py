@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from rdzv.core.absences import some_seat_away
-from rdzv.core.budgets import backoff_ms
 from rdzv.core.draft import Draft
-from rdzv.core.ending import end_round, some_succeeded
 from rdzv.core.events import JobQueued, LastCallBegan, RoundCompleted
 from rdzv.core.keeping import keep
+from rdzv.core.life.absences import some_seat_away
+from rdzv.core.life.chosen_nodes import awaited
+from rdzv.core.life.ending import end_round, some_succeeded
+from rdzv.core.life.runs import close
+from rdzv.core.life.submitted_jobs import withdraw_nodes
 from rdzv.core.model import Cause, NodeState, Result, Round, ScaleUp, Seat, State
-from rdzv.core.ranks import assign_seats
-from rdzv.core.reachability import master_addr
-from rdzv.core.runs import close
-from rdzv.core.submissions import awaited
-from rdzv.core.submitting import withdraw_nodes
+from rdzv.core.rounds.budgets import backoff_ms
+from rdzv.core.rounds.ranks import assign_seats
+from rdzv.core.rounds.reachability import master_addr
 from rdzv.structs import replace
 
 MAX_STORE_FAILURES = 3

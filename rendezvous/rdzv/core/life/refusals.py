@@ -5,12 +5,12 @@ A refusal raises, so nothing has changed. What a job ignores is in `conditions`.
 
 from __future__ import annotations
 
-from rdzv.core.absences import unheard
 from rdzv.core.commands import Join, Restart, Resume, Scale, Stop, Submit
-from rdzv.core.conditions import is_barred, joined_replaced_run
+from rdzv.core.life.absences import unheard
+from rdzv.core.life.conditions import is_barred, joined_replaced_run
+from rdzv.core.life.runs import REPLACED, ended_run
 from rdzv.core.model import Membership, Result, Settings, State
-from rdzv.core.reachability import refuse_unreachable
-from rdzv.core.runs import REPLACED, ended_run
+from rdzv.core.rounds.reachability import refuse_unreachable
 from rdzv.core.words import duration, listed
 from rdzv.errors import (
     DeniedError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv.core.stacks import (
+from rdzv.core.evidence.stacks import (
     Frame,
     SilentNode,
     Thread,

@@ -8,7 +8,6 @@ import pytest
 from builders import RUN, SETTINGS, Job, join, offer, report
 
 from rdzv.core.commands import Fail, Join, Leave, MarkLost, Resume, Succeed
-from rdzv.core.ending import restarts_that_count
 from rdzv.core.events import (
     NodeAdopted,
     RoundAdopted,
@@ -17,6 +16,7 @@ from rdzv.core.events import (
     RunBegan,
     RunEnded,
 )
+from rdzv.core.life.ending import restarts_that_count
 from rdzv.core.model import (
     Cause,
     JobState,
@@ -29,7 +29,7 @@ from rdzv.core.model import (
     is_placeholder,
     placeholder,
 )
-from rdzv.core.recovery_reports import (
+from rdzv.core.rounds.recovery_reports import (
     placeholders_replaced,
     restarts_known,
     same_participants,

@@ -1,18 +1,18 @@
-"""Runs whose nodes the server chooses: effects of commands on submissions and placements."""
+"""Effects of the commands of submitted jobs, whose nodes the server chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from rdzv.core.commands import Bar, Decline, GiveUp, Place, Submit, Withdraw
-from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft
 from rdzv.core.events import NodeDeclined, NodesPlaced, NodesWithdrawn, RunBegan
-from rdzv.core.leaving import depart
+from rdzv.core.life.chosen_nodes import decline, place, withdraw, withdrawable
+from rdzv.core.life.conditions import Ignored
+from rdzv.core.life.leaving import depart
+from rdzv.core.life.refusals import refuse_submission
+from rdzv.core.life.runs import close, next_run
 from rdzv.core.model import NodeState, Result, State, Submission
-from rdzv.core.refusals import refuse_submission
-from rdzv.core.runs import close, next_run
-from rdzv.core.submissions import decline, place, withdraw, withdrawable
 from rdzv.structs import replace
 
 

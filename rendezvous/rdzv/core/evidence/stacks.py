@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rdzv.core.collectives import Cause, Evidence, GroupRecord
+from rdzv.core.evidence.collectives import Cause, Evidence, GroupRecord
 from rdzv.core.words import listed, ranks_text
 from rdzv.structs import struct
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rdzv.core.absences import unheard, unheard_until_ms
 from rdzv.core.commands import Join
 from rdzv.core.draft import Draft
 from rdzv.core.events import RunBegan, RunEnded
+from rdzv.core.life.absences import unheard, unheard_until_ms
 from rdzv.core.model import (
     Ended,
     EndedRun,

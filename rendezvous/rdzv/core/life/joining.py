@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from rdzv.core.absences import mark_back, note_heard
-from rdzv.core.budgets import further
 from rdzv.core.commands import Join
-from rdzv.core.conditions import Ignored, is_barred
 from rdzv.core.draft import Draft, without
-from rdzv.core.ending import add_failures, charge_instead, end_by_failure, end_round, failures_from
 from rdzv.core.events import NodeJoined, NodeStopped
-from rdzv.core.leaving import give_up
+from rdzv.core.life.absences import mark_back, note_heard
+from rdzv.core.life.conditions import Ignored, is_barred
+from rdzv.core.life.ending import (
+    add_failures,
+    charge_instead,
+    end_by_failure,
+    end_round,
+    failures_from,
+)
+from rdzv.core.life.leaving import give_up
+from rdzv.core.life.rebuilding import adopt
+from rdzv.core.life.refusals import refuse_join, replaces_run
+from rdzv.core.life.runs import REPLACED, begin_run, close
 from rdzv.core.model import Cause, Result, Round, State, Waiting, is_placeholder
-from rdzv.core.reachability import note_reach
-from rdzv.core.rebuilding import adopt
-from rdzv.core.refusals import refuse_join, replaces_run
-from rdzv.core.runs import REPLACED, begin_run, close
+from rdzv.core.rounds.budgets import further
+from rdzv.core.rounds.reachability import note_reach
 from rdzv.core.words import duration
 from rdzv.structs import replace
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rdzv.core.commands import MarkAway
-from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft, without
 from rdzv.core.events import NodeCameBack, NodeWentAway
+from rdzv.core.life.conditions import Ignored
 from rdzv.core.model import Away, Participant, Round, State, Tuning, is_placeholder
 from rdzv.structs import replace
 

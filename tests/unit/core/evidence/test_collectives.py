@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rdzv.core.collectives import (
+from rdzv.core.evidence.collectives import (
     KINDS,
     Cause,
     Collective,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples import SETTLED
-from rdzv.core.progress_lag import Word, lags
+from rdzv.core.evidence.progress_lag import Word, lags
 
 
 def test_lock_step_workers_of_different_nodes_are_in_step() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rdzv.core.absences import may_run, note_heard, orphans_end_after_ms, participant_of
 from rdzv.core.commands import Leave, MarkLost, ReportStuck, Succeed
-from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft, without
-from rdzv.core.ending import charge_instead, charge_stuck, end_round, some_succeeded
 from rdzv.core.events import NodeLeaving, NodeLeft, NodeLost, NodeStuck, NodeSucceeded
+from rdzv.core.life.absences import may_run, note_heard, orphans_end_after_ms, participant_of
+from rdzv.core.life.chosen_nodes import decline, withdraw
+from rdzv.core.life.conditions import Ignored
+from rdzv.core.life.ending import charge_instead, charge_stuck, end_round, some_succeeded
 from rdzv.core.model import Cause, Departure, LeaveCause, NodeState, Offer, Round, State, Stuck
-from rdzv.core.submissions import decline, withdraw
 from rdzv.structs import replace
 
 MAX_DEPARTURES = 64

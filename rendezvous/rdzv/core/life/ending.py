@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rdzv.core.absences import longest_stop_ms
-from rdzv.core.budgets import exceeded, spend
 from rdzv.core.commands import Fail, FailureReport, ReportStoreHost
-from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft
 from rdzv.core.events import RoundEnded, RoundSettled, WorkerFailed
+from rdzv.core.life.absences import longest_stop_ms
+from rdzv.core.life.conditions import Ignored
+from rdzv.core.life.runs import close
 from rdzv.core.model import UNMOVED, Cause, Failure, Membership, Result, Round, RoundEnd, State
 from rdzv.core.root_cause import (
     charged_failures,
@@ -16,7 +16,7 @@ from rdzv.core.root_cause import (
     only_suspects,
     root_cause,
 )
-from rdzv.core.runs import close
+from rdzv.core.rounds.budgets import exceeded, spend
 from rdzv.structs import replace
 
 

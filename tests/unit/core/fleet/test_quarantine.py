@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from rdzv.core.events import NodeStuck, RoundSettled
-from rdzv.core.model import Cause, Failure
-from rdzv.core.quarantine import (
+from rdzv.core.fleet.quarantine import (
     MAX_STRIKES,
     QuarantineTuning,
     Record,
@@ -20,6 +19,7 @@ from rdzv.core.quarantine import (
     lift,
     strikes_in,
 )
+from rdzv.core.model import Cause, Failure
 from rdzv.view.sentences import sentence
 
 FOUR = ("n1", "n2", "n3", "n4")

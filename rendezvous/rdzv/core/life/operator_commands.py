@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from rdzv.core.commands import Restart, Scale, Stop
-from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft
-from rdzv.core.ending import end_round
 from rdzv.core.events import JobScaled
+from rdzv.core.life.conditions import Ignored
+from rdzv.core.life.ending import end_round
+from rdzv.core.life.refusals import refuse_operator
 from rdzv.core.model import Cause
-from rdzv.core.refusals import refuse_operator
 from rdzv.structs import replace
 
 

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import SETTLED
-from rdzv.core import placement
 from rdzv.core.commands import Place, Submit
-from rdzv.core.model import JobSpec, ScaleUp, Settings
-from rdzv.core.placement import (
+from rdzv.core.fleet import placement
+from rdzv.core.fleet.placement import (
     Demand,
     Gpu,
     Host,
@@ -22,6 +21,7 @@ from rdzv.core.placement import (
     nearest_miss,
     plan,
 )
+from rdzv.core.model import JobSpec, ScaleUp, Settings
 from rdzv.structs import replace
 from tests.support.builders import Job as CoreJob
 

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from rdzv.core.lateness import LOOKS, Arrival, Arrivals, GroupLook, arrivals, chosen, follow
+from rdzv.core.evidence.lateness import (
+    LOOKS,
+    Arrival,
+    Arrivals,
+    GroupLook,
+    arrivals,
+    chosen,
+    follow,
+)
 
 MS = 1_000
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rdzv.core.absences import longest_stop_ms, mark_back
 from rdzv.core.commands import Join, Resume
-from rdzv.core.conditions import Ignored
 from rdzv.core.draft import Draft, without
 from rdzv.core.events import NodeAdopted, RoundAdopted, RunBegan
-from rdzv.core.leaving import give_up
+from rdzv.core.life.absences import longest_stop_ms, mark_back
+from rdzv.core.life.conditions import Ignored
+from rdzv.core.life.leaving import give_up
+from rdzv.core.life.refusals import refuse_resume
+from rdzv.core.life.runs import close, next_run
 from rdzv.core.model import (
     UNMOVED,
     Away,
@@ -25,16 +27,14 @@ from rdzv.core.model import (
     is_placeholder,
     placeholder,
 )
-from rdzv.core.reachability import only_local
-from rdzv.core.recovery_reports import (
+from rdzv.core.rounds.reachability import only_local
+from rdzv.core.rounds.recovery_reports import (
     adoptable,
     first_report,
     further_report,
     restarts_known,
     spent_known,
 )
-from rdzv.core.refusals import refuse_resume
-from rdzv.core.runs import close, next_run
 from rdzv.core.spending import Tally
 from rdzv.structs import replace
 

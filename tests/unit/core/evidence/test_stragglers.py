@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rdzv.core.stragglers import Pace, Sample, follow
+from rdzv.core.evidence.stragglers import Pace, Sample, follow
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import Arrivals, GroupArrivals, Progress, RankProgress
 from rdzv.server.sessions.streams import Stream

@@ -14,7 +14,7 @@ from dataclasses import field
 from math import ceil, log2, sqrt
 from statistics import fmean, median, stdev
 
-from rdzv.core.stragglers import Straggler
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.structs import struct
 
 LOOKS = 6

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rdzv.core.stacks import Report, as_traceback, odd_one_out
+from rdzv.core.evidence.stacks import Report, as_traceback, odd_one_out
 from rdzv.core.words import ranks_text
 from rdzv.structs import struct
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from rdzv.core.nodes import (
+from rdzv.core.fleet.nodes import (
     FENCE_MARGIN_MS,
     AgentKind,
     Connect,

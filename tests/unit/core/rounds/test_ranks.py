@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from examples import SETTLED
 from rdzv.core.model import Offer, Participant, Waiting
-from rdzv.core.ranks import assign_seats
+from rdzv.core.rounds.ranks import assign_seats
 
 
 def node(size: int = 8, topology: str = "", since_ms: int = 0, role: str = "default") -> Waiting:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples import SETTLED
-from rdzv.core.budgets import backoff_ms, exceeded, further, spend, unbudgeted
 from rdzv.core.model import (
     UNMOVED,
     Cause,
@@ -22,6 +21,7 @@ from rdzv.core.model import (
     Settings,
     Tuning,
 )
+from rdzv.core.rounds.budgets import backoff_ms, exceeded, further, spend, unbudgeted
 from rdzv.core.spending import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, offer, report, running
