@@ -1,4 +1,4 @@
-"""Places submitted jobs: passes the known state to `core/placement`, and carries out its plan.
+"""Places submitted jobs: passes the known state to `core/fleet/placement`, carries out its plan.
 
 Placement knows what a node reports about itself (`known_nodes`), whether it is connected, and what
 operators have ordered for it (`cordons`, `drains`). Each placement is a command to the job's

@@ -1,4 +1,4 @@
-"""The quarantined nodes: `core/quarantine` decides, and the decision is stored here.
+"""The quarantined nodes: `core/fleet/quarantine` decides, and the decision is stored here.
 
 A strike is judged after a step is decided and before it is stored, under the lock of its job. So
 the job releases a node in the very step in which its round is settled, and no round forms with a
