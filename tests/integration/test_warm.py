@@ -595,7 +595,7 @@ async def test_workers_are_forks_that_were_there_before(node: WarmNode) -> None:
         assert set(pids) == forks
         forks = await two_spare_forks(node, {pid, *pids})
         await node.stop(number)
-        assert {*marked(node.mark)} == {pid, *forks}
+        await until(lambda forks=forks: {*marked(node.mark)} == {pid, *forks})
     assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
 
 
