@@ -36,6 +36,8 @@ class _Job:
 
     run: str
     round: int
+    nodes: dict[int, str]
+    """The node_id of each RANK. Made once, since hundreds of reports a second are checked by it."""
     looked_ms: int
     compared_ms: int
     """When collectives were compared last; at first, when the round was seen first."""
@@ -82,7 +84,7 @@ class Stragglers:
             job.pace = follow_rates(job.pace, samples, now_ms, self._after_ms)
         elif now_ms - job.compared_ms >= RECORDS_COUNT_MS:
             job.arrivals = Arrivals()
-        self._tell_changes(state, round_, before, job.stragglers)
+        self._tell_changes(state, job, before)
 
     def note_arrivals(
         self, state: State, node_id: str, incarnation: int, said: messages.Arrivals, now_ms: int
@@ -98,21 +100,20 @@ class Stragglers:
         found, seat = self._job(state, now_ms), state.seats.get(node_id)
         if found is None or seat is None or seat.incarnation != incarnation:
             return False
-        job, round_ = found
+        job, _ = found
         if (said.run, said.round) != (job.run, job.round):
             return False
-        nodes = _nodes(round_)
         for group in said.groups:
             for rank in {rank for entered in group.entered_us.values() for rank in entered}:
-                if nodes.get(rank) != node_id:
+                if job.nodes.get(rank) != node_id:
                     raise InvalidRequestError(f"arrivals of RANK {rank}: {node_id} has no such")
         job.board.note(node_id, said)
         every_ms = self._look_every_ms(LOOKS)
         if now_ms - job.compared_ms < every_ms or not (groups := job.board.take()):
             return False
         before, job.compared_ms, job.pace = job.stragglers, now_ms, Pace()
-        job.arrivals = follow(job.arrivals, arrivals(groups, nodes), now_ms)
-        return self._tell_changes(state, round_, before, job.stragglers)
+        job.arrivals = follow(job.arrivals, arrivals(groups, job.nodes), now_ms)
+        return self._tell_changes(state, job, before)
 
     def _job(self, state: State, now_ms: int) -> tuple[_Job, Round] | None:
         """Return the live round of a job, and what is known of it."""
@@ -123,17 +124,13 @@ class Stragglers:
         job = self._jobs.get(rdzv_id)
         if job is None or (job.run, job.round) != key:
             looked_ms = now_ms - self._look_every_ms(LOOKS_AT_RATES)
-            job = self._jobs[rdzv_id] = _Job(*key, looked_ms=looked_ms, compared_ms=now_ms)
+            job = self._jobs[rdzv_id] = _Job(
+                *key, nodes=_nodes(round_), looked_ms=looked_ms, compared_ms=now_ms
+            )
         return job, round_
 
-    def _tell_changes(
-        self,
-        state: State,
-        round_: Round,
-        before: dict[int, Straggler],
-        after: dict[int, Straggler],
-    ) -> bool:
-        events = _events(round_, before, after)
+    def _tell_changes(self, state: State, job: _Job, before: dict[int, Straggler]) -> bool:
+        events = _events(job, before)
         if events:
             self._tell(state.membership.rdzv_id, events)
         return bool(events)
@@ -175,19 +172,17 @@ def _nodes(round_: Round) -> dict[int, str]:
     }
 
 
-def _events(
-    round_: Round, before: dict[int, Straggler], after: dict[int, Straggler]
-) -> tuple[Event, ...]:
+def _events(job: _Job, before: dict[int, Straggler]) -> tuple[Event, ...]:
+    after = job.stragglers
     if before.keys() == after.keys():
         return ()
-    nodes = _nodes(round_)
     began = [
-        from_value(RankStraggles, found, round=round_.number, node_id=nodes.get(rank, ""))
+        from_value(RankStraggles, found, round=job.round, node_id=job.nodes.get(rank, ""))
         for rank, found in after.items()
         if rank not in before
     ]
     over = [
-        RankCaughtUp(round_.number, rank, nodes.get(rank, ""))
+        RankCaughtUp(job.round, rank, job.nodes.get(rank, ""))
         for rank in before
         if rank not in after
     ]
