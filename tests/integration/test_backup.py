@@ -163,7 +163,7 @@ async def test_a_restore_that_is_killed_leaves_an_empty_store(tmp_path: Path) ->
         "from rdzv.server.replication import offline\n"
         "from rdzv.server.settings.config import Config\n"
         "from rdzv.transport.endpoints import Listen\n"
-        "from rdzv.stores.sqlite_tables import Tables\n"
+        "from rdzv.stores.sqlite_statements import Tables\n"
         "real = Tables.append\n"
         "def killed(self, rows):\n"
         "    real(self, rows)\n"

@@ -17,8 +17,8 @@ from rdzv.agent.core.machine import rejoin
 from rdzv.agent.core.model import Assignment, Job, Outcome, Phase
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.server_link import encoding
-from rdzv.agent.server_link.draining import Event, NodeDrain
-from rdzv.core.evidence.hangs import HungWorker
+from rdzv.agent.server_link.node_drain import Event, NodeDrain
+from rdzv.core.evidence.hang_verdict import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.placement import Resources

@@ -30,7 +30,7 @@ from rdzv.server.engine.job import Job, News
 from rdzv.server.messages import Holdings, Hung, Refused
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
-from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.server.wire import inbound_nodes, outbound
 from rdzv.stores.base import Page, Record, Stored, StoreRefusedError
 from rdzv.stores.memory import MemoryStore

@@ -15,7 +15,7 @@ from rdzv.agent.core import events
 from rdzv.agent.core.model import Phase
 from rdzv.agent.node.gpu_assignments import Ledger
 from rdzv.agent.server_link import encoding
-from rdzv.agent.server_link.draining import Event
+from rdzv.agent.server_link.node_drain import Event
 from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.core.fleet.placement import gpus_needed
 from rdzv.errors import InvalidRequestError

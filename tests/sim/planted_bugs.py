@@ -378,7 +378,7 @@ MUTANTS = (
     ),
     Mutant(
         "a node reports two places",
-        "rebuilding.adopt",
+        "restoring.adopt",
         " or node_id in work.state.seats or node_id in known.gone:",
         ":",
         by=ADOPT_TESTS,
@@ -488,14 +488,14 @@ MUTANTS = (
     ),
     Mutant(
         "a resumed seat keeps its former incarnation",
-        "rebuilding.resume",
+        "restoring.resume",
         "        moved = replace(seat, incarnation=command.incarnation)",
         "        moved = seat",
         by=_unit(),
     ),
     Mutant(
         "failures of a live round do not end it",
-        "ending.fail",
+        "failures.fail",
         "    if round_.live:\n        end_by_failure",
         "    if False:\n        end_by_failure",
         by=_unit(),
@@ -558,7 +558,7 @@ MUTANTS = (
     ),
     Mutant(
         "a round ends twice",
-        "ending.end_round",
+        "round_end.end_round",
         "    if round_ is None or not round_.live:\n        return\n    keep = keep and",
         "    if round_ is None:\n        return\n    keep = keep and",
     ),
@@ -652,7 +652,7 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: what torch's own agents restart",
-        "ending.end_round",
+        "round_end.end_round",
         "keep = keep and work.membership.settings.max_restarts is not None",
         "keep = keep",
         by=KEEPING_TESTS,
@@ -1007,13 +1007,13 @@ MUTANTS = (
     # ---------------------------------------------------------- rendezvous: durable, or not
     Mutant(
         "seats are forgotten by a restart of the server",
-        "rebuilding.restore",
+        "restoring.restore",
         "        seats={p.node_id: Seat(p.incarnation, now_ms, p.node_id in done) for p in held},",
         "        seats={},",
     ),
     Mutant(
         "after a restart nobody is waited for",
-        "rebuilding.restore",
+        "restoring.restore",
         "Away(now_ms, until_ms, firm=True, may_run=not p.instance.fence_after_ms)",
         "Away(now_ms, now_ms, firm=False)",
         by=_unit(),
@@ -1819,7 +1819,7 @@ MUTANTS = (
     ),
     Mutant(
         "a success is forgotten by a take-over",
-        "rebuilding.restore",
+        "restoring.restore",
         "Seat(p.incarnation, now_ms, p.node_id in done)",
         "Seat(p.incarnation, now_ms)",
         by="tests/scenarios",
@@ -1881,7 +1881,7 @@ MUTANTS = (
     ),
     Mutant(
         "who hangs is blamed although the stacks show for whom it waits",
-        "hangs.verdict",
+        "hang_verdict.verdict",
         "    if odd is not None and odd in stacks:",
         "    if False:",
         by="tests/unit/server/test_hangs_of_jobs.py",

@@ -35,7 +35,7 @@ from rdzv.core.model import (
     Settings,
     Submission,
 )
-from rdzv.core.spending import Spent
+from rdzv.core.spent import Spent
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,

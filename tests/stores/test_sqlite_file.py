@@ -23,14 +23,14 @@ from rdzv.core.model import Membership, Settings
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
 from rdzv.server.replication import offline
 from rdzv.server.settings.config import Config
-from rdzv.stores import sqlite_directory, sqlite_file, sqlite_mark
+from rdzv.stores import sqlite_directory, sqlite_file, sqlite_mark, sqlite_schema
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_mark import Mark
 from rdzv.transport.endpoints import Listen
 
 DATA = Path(__file__).with_name("data")
-OLDER = range(1, sqlite_file.SCHEMA_VERSION)
+OLDER = range(1, sqlite_schema.SCHEMA_VERSION)
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -48,7 +48,7 @@ def old_file(directory: Path, schema: int = 1) -> Path:
     return path
 
 
-@pytest.mark.parametrize("schema", [None, *OLDER, sqlite_file.SCHEMA_VERSION])
+@pytest.mark.parametrize("schema", [None, *OLDER, sqlite_schema.SCHEMA_VERSION])
 async def test_nobody_else_may_read_what_is_stored(tmp_path: Path, schema: int | None) -> None:
     """Environments of submitted jobs are in it, however readable an older rdzvd has left it."""
     umask = os.umask(0)
@@ -107,7 +107,7 @@ async def new_file(directory: Path) -> Path:
 async def test_a_new_file_is_ours_and_of_the_present_schema(tmp_path: Path) -> None:
     path = await new_file(tmp_path)
     with closing(sqlite3.connect(path)) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (sqlite_file.SCHEMA_VERSION,)
+        assert db.execute("PRAGMA user_version").fetchone() == (sqlite_schema.SCHEMA_VERSION,)
         assert db.execute("PRAGMA application_id").fetchone() == (int.from_bytes(b"rdzv", "big"),)
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark"}
@@ -138,7 +138,7 @@ async def test_a_file_that_schema_1_left_without_tables_is_made_anew(tmp_path: P
         db.execute("PRAGMA journal_mode = WAL")
     assert (tmp_path / "rdzv.db").stat().st_size
     path = await new_file(tmp_path)
-    assert sqlite_file.inspect(path) == sqlite_file.SCHEMA_VERSION
+    assert sqlite_file.inspect(path) == sqlite_schema.SCHEMA_VERSION
 
 
 # ---------------------------------------------------------------- what is refused stays as it was
@@ -581,7 +581,7 @@ async def test_an_older_file_is_brought_to_the_present_schema(tmp_path: Path, sc
     assert await store.swap_document("cordoned", b"n1", 0) == 1
     assert await store.take_over() == 4712
     await store.close()
-    assert sqlite_file.inspect(path) == sqlite_file.SCHEMA_VERSION
+    assert sqlite_file.inspect(path) == sqlite_schema.SCHEMA_VERSION
     new = tmp_path / "new"
     with (
         closing(sqlite3.connect(path)) as migrated,
@@ -615,7 +615,7 @@ def _fails_half_way(db: sqlite3.Connection) -> None:
 def _fills_the_disk(db: sqlite3.Connection) -> None:
     pages = db.execute("PRAGMA page_count").fetchone()[0]
     db.execute(f"PRAGMA max_page_count = {pages}")
-    sqlite_file._to_2(db)
+    sqlite_schema._to_2(db)
     db.execute("UPDATE job SET membership = zeroblob(100000)")
 
 
@@ -632,14 +632,14 @@ async def test_a_migration_that_fails_half_way_changes_nothing(
     killed_while_open(path, "UPDATE leadership SET number = 4711")
     before = files(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite_file, "MIGRATIONS", {**sqlite_file.MIGRATIONS, 1: step})
+        patch.setattr(sqlite_schema, "MIGRATIONS", {**sqlite_schema.MIGRATIONS, 1: step})
         with pytest.raises(
             RendezvousStateError, match=r"from schema version 1 to \d+: .* left as it"
         ):
             await SqliteStore.open(tmp_path)
         assert files(tmp_path) == before
     await opened_and_closed(tmp_path)
-    assert sqlite_file.inspect(path) == sqlite_file.SCHEMA_VERSION
+    assert sqlite_file.inspect(path) == sqlite_schema.SCHEMA_VERSION
 
 
 @pytest.mark.parametrize("name", ["_fold", "put"])
@@ -660,7 +660,7 @@ async def test_a_migration_that_is_killed_begins_again(
             sqlite_file.prepare(path)
     assert sqlite_file.inspect(path) == 1
     await opened_and_closed(tmp_path)
-    assert sqlite_file.inspect(path) == sqlite_file.SCHEMA_VERSION
+    assert sqlite_file.inspect(path) == sqlite_schema.SCHEMA_VERSION
     assert files(tmp_path).keys() == {"rdzv.db", "rdzv.db-mark", "rdzv.db.schema-1"}
 
 
@@ -776,7 +776,7 @@ async def test_a_file_that_is_a_link_stays_one(tmp_path: Path) -> None:
     await opened_and_closed(here)
     assert (here / "rdzv.db").is_symlink()
     assert await _leadership(here) == 4711
-    assert sqlite_file.inspect(old) == sqlite_file.SCHEMA_VERSION
+    assert sqlite_file.inspect(old) == sqlite_schema.SCHEMA_VERSION
 
 
 @pytest.mark.slow

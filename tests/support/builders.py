@@ -24,7 +24,7 @@ from rdzv.core.commands import (
 from rdzv.core.events import Event
 from rdzv.core.explain import job_state, view, waiting_reason
 from rdzv.core.invariants import violations
-from rdzv.core.life.rebuilding import restore
+from rdzv.core.life.restoring import restore
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import (
     UNMOVED,

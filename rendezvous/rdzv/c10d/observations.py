@@ -190,7 +190,7 @@ def _may_change(job: _Job) -> bool:
 
 
 def _last_complete(state: State | None) -> int | None:
-    """Return the last complete round; a round has a successor only if it was complete."""
+    """Return the last complete round: this one or, while it forms, the one before it."""
     if state is None:
         return None
     if state.complete:

@@ -32,7 +32,7 @@ written once, wherever it follows from. A command takes effect, is *refused* by 
 *ignored* for a reason that the transition has; docs/protocol.md is the table.
 """
 
-from rdzv.core.life.rebuilding import restore
+from rdzv.core.life.restoring import restore
 from rdzv.core.life.runs import ended_run, vacant
 from rdzv.core.rendezvous import Transition, step
 

@@ -14,8 +14,8 @@ from rdzv.core.fleet.drains import Drain
 from rdzv.core.fleet.placement import Wait
 from rdzv.core.keeping import kept_workers
 from rdzv.core.life.absences import some_seat_away, unheard, unheard_until_ms
+from rdzv.core.life.charging import restarts_that_count
 from rdzv.core.life.chosen_nodes import awaited
-from rdzv.core.life.ending import restarts_that_count, some_succeeded
 from rdzv.core.life.forming import (
     completion_due_ms,
     holds,
@@ -23,6 +23,7 @@ from rdzv.core.life.forming import (
     restart_due_ms,
     superseded_until_ms,
 )
+from rdzv.core.life.round_end import some_succeeded
 from rdzv.core.model import (
     Departure,
     Ended,

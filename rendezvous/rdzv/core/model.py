@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 
-from rdzv.core.spending import Spent, Tally
+from rdzv.core.spent import Spent, Tally
 from rdzv.structs import struct
 
 

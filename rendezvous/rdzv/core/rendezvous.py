@@ -39,6 +39,7 @@ from rdzv.core.commands import (
 from rdzv.core.draft import Draft
 from rdzv.core.events import Event
 from rdzv.core.life.absences import mark_away, mark_back, note_heard, unheard_until_ms
+from rdzv.core.life.charging import settle_charge
 from rdzv.core.life.conditions import (
     Ignored,
     from_holder,
@@ -50,7 +51,7 @@ from rdzv.core.life.conditions import (
     of_this_run,
     run_is_open,
 )
-from rdzv.core.life.ending import fail, report_store_host, settle_charge
+from rdzv.core.life.failures import fail, report_store_host
 from rdzv.core.life.forming import (
     admit_newcomers,
     complete_round,
@@ -71,7 +72,7 @@ from rdzv.core.life.leaving import (
     succeed,
 )
 from rdzv.core.life.operator_commands import restart, scale, stop
-from rdzv.core.life.rebuilding import release_unreported_seats, resume, unreported_seat_due
+from rdzv.core.life.restoring import release_unreported_seats, resume, unreported_seat_due
 from rdzv.core.life.runs import close_when_all_left, close_when_stopped, succeed_run
 from rdzv.core.life.submitted_jobs import (
     bar_nodes,

@@ -107,7 +107,7 @@ def follow_events(
 ) -> None:
     """Show the `known` events of a job, then each new one, until the job has ended.
 
-    The server pushes that the job has changed; the events are then asked for.
+    The server announces each change of the job; the new events are then fetched.
     """
     _show_events(rdzv_id, known, output)
     with watching(watcher, rdzv_id) as news:

@@ -69,8 +69,7 @@ def parse_label(text: str) -> tuple[str, str]:
 def wait_empty(client: ControlClient, node_id: str, say: Callable[[str], None]) -> Node | None:
     """Wait until a node has no jobs left; None if the node is no longer known.
 
-    A server that is away for a while is waited for. `say` is called each time the awaited thing
-    changes.
+    Keeps waiting while the server is away. `say` is called whenever the reason for waiting changes.
 
     Raises:
         UnknownNodeError: the drain was lifted meanwhile.

@@ -117,7 +117,7 @@ class Program:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the pids of all processes below one."""
+    """Return the pids of all descendants of a process."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
     from rdzv.runtime.clock import Clock
     from rdzv.server.replication.replica import Replica
-    from rdzv.server.security.access import Gate
+    from rdzv.server.security.gate import Gate
     from rdzv.server.security.tls import Tls
     from rdzv.server.settings.config import Config
     from rdzv.server.telemetry.metrics import Metrics
-    from rdzv.server.telemetry.metrics_hooks import Meter
+    from rdzv.server.telemetry.metrics_interface import Meter
     from rdzv.stores.base import Record, Store
     from rdzv.stores.etcd_config import EtcdConfig
     from rdzv.transport.endpoints import Listen
@@ -292,7 +292,7 @@ async def _run_alone(
     from rdzv.server.driver import Driver
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
-    from rdzv.server.security.access import Gate
+    from rdzv.server.security.gate import Gate
 
     store = await _open_store(config)
     replica = Replica(clock, store.place, VERSION)
@@ -326,7 +326,7 @@ async def _run_replica(
     from rdzv.runtime.concurrency import single_error
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
-    from rdzv.server.security.access import Gate
+    from rdzv.server.security.gate import Gate
     from rdzv.stores.election import Election
     from rdzv.stores.etcd_client import EtcdClient
 
@@ -368,7 +368,7 @@ async def _meter(
     replica: Replica, metrics: Metrics | None, config: Config
 ) -> AsyncIterator[Meter | None]:
     """Yield the observer of events: metrics, traces and notifications, as far as configured."""
-    from rdzv.server.telemetry.metrics_hooks import Meters
+    from rdzv.server.telemetry.metrics_interface import Meters
 
     async with AsyncExitStack() as stack:
         meters: list[Meter] = [] if metrics is None else [metrics]

@@ -43,7 +43,7 @@ from rdzv.server.sessions.recovery import Recovery
 from rdzv.server.sessions.reports import Reports
 from rdzv.server.sessions.streams import Streams
 from rdzv.server.settings.config import Config
-from rdzv.server.telemetry.metrics_hooks import Figures, Meter
+from rdzv.server.telemetry.metrics_interface import Figures, Meter
 from rdzv.server.telemetry.scrape_targets import ScrapeTargets
 from rdzv.stores.base import Record, Store
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rdzv.core.commands import Command
-from rdzv.core.evidence.hangs import HungWorker
+from rdzv.core.evidence.hang_verdict import HungWorker
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.placement import FailingCheck, Resources
@@ -17,7 +17,7 @@ from rdzv.core.model import (
     JobSpec,
     RoundEnd,
 )
-from rdzv.core.spending import Tally
+from rdzv.core.spent import Tally
 from rdzv.structs import struct
 
 # ------------------------------------------------------------------ from nodes

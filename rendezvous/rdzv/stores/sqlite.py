@@ -1,7 +1,7 @@
 """The default store: one SQLite file in a directory that one rdzvd owns.
 
 It uses a write-ahead log and `synchronous=FULL`, so an acknowledged commit survives a power cut.
-`sqlite_connection` has the thread and the commits, `sqlite_tables` the statements,
+`sqlite_connection` has the thread and the commits, `sqlite_statements` the statements,
 `sqlite_directory` the lock, `sqlite_file` the schema and the migration from older ones.
 """
 
@@ -18,7 +18,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.stores.base import HISTORY_ROWS, Page, Record, Stored, check_document
 from rdzv.stores.sqlite_connection import Connection
 from rdzv.stores.sqlite_directory import MOUNTINFO, claim_directory, share_directory
-from rdzv.stores.sqlite_tables import Survey, Tables
+from rdzv.stores.sqlite_statements import Survey, Tables
 
 
 class SqliteStore:

@@ -22,7 +22,6 @@ from rdzv.errors import InvalidRequestError, RendezvousConnectionError, Rendezvo
 from rdzv.stores import sqlite_mark
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 from rdzv.stores.sqlite_file import (
-    SCHEMA_VERSION,
     connect,
     foreign,
     has_data,
@@ -32,6 +31,7 @@ from rdzv.stores.sqlite_file import (
     prepare,
 )
 from rdzv.stores.sqlite_mark import Mark, MarkFile
+from rdzv.stores.sqlite_schema import SCHEMA_VERSION
 
 log = logging.getLogger("rdzv.stores")
 

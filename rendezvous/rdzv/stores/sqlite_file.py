@@ -1,4 +1,4 @@
-"""The SQLite file on disk: its schema, migrations, and read-only access that changes nothing.
+"""The SQLite file on disk: created, inspected without a change, and replaced when it is migrated.
 
 A refused file stays unchanged, byte for byte, with its write-ahead log beside it. So a file is
 first inspected through separate links, and is never changed in place: a new file, or a migrated
@@ -13,64 +13,21 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
-from rdzv.stores import sqlite_mark
+from rdzv.stores import sqlite_mark, sqlite_schema
 from rdzv.stores.base import StoreRefusedError
+from rdzv.stores.sqlite_schema import APPLICATION_ID, SCHEMA_VERSION, TABLES
 
 log = logging.getLogger("rdzv.stores")
-
-SCHEMA_VERSION = 3
-"""Kept in `PRAGMA user_version`. A newer version is refused."""
-
-APPLICATION_ID = int.from_bytes(b"rdzv", "big")
-"""Kept in `PRAGMA application_id` from schema 2 on, to recognize other programs' files."""
 
 _WAL, _JOURNAL = "-wal", "-journal"
 _BESIDE = (_WAL, _JOURNAL, "-shm", sqlite_mark.SUFFIX)
 _LOOKING = ".look-"
-
-DOCUMENTS_SINCE = 3
-"""The schema that added documents; a file opened read-only may be older."""
-
-_TABLES = frozenset({"job", "history", "leadership"})
-"""The tables that every schema has."""
-
-_JOB = """
-CREATE TABLE job (
-    rdzv_id TEXT PRIMARY KEY,
-    revision INTEGER NOT NULL,
-    membership BLOB NOT NULL
-)"""
-# Not AUTOINCREMENT, which writes one page more for each commit: a job's newest row is deleted only
-# with all others of the job, so no row's number is ever below an older one of its job. `text` is
-# a record's data.
-_HISTORY = """
-CREATE TABLE history (
-    seq INTEGER PRIMARY KEY,
-    rdzv_id TEXT NOT NULL,
-    run TEXT NOT NULL,
-    unix_ms INTEGER NOT NULL,
-    name TEXT NOT NULL,
-    text TEXT NOT NULL
-)"""
-_HISTORY_INDEX = "CREATE INDEX history_of_job ON history (rdzv_id, seq)"
-_LEADERSHIP = """
-CREATE TABLE leadership (
-    only INTEGER PRIMARY KEY CHECK (only = 1),
-    number INTEGER NOT NULL
-)"""
-_DOCUMENT = """
-CREATE TABLE document (
-    name TEXT PRIMARY KEY,
-    revision INTEGER NOT NULL,
-    data BLOB NOT NULL
-)"""
-
 
 _OWNER_ALONE = 0o600
 
@@ -78,24 +35,6 @@ _ROOM_BYTES = 64 * 1024
 """Bytes written at start to test for space: with less room nothing can be stored."""
 
 _MOST_PROBLEMS = 20
-
-
-def _to_2(db: sqlite3.Connection) -> None:
-    db.execute("ALTER TABLE history RENAME TO history_1")
-    db.execute("DROP INDEX history_of_job")
-    db.execute(_HISTORY)
-    db.execute("INSERT INTO history SELECT seq, rdzv_id, run, unix_ms, name, text FROM history_1")
-    db.execute("DROP TABLE history_1")
-    db.execute(_HISTORY_INDEX)
-    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-
-
-def _to_3(db: sqlite3.Connection) -> None:
-    db.execute(_DOCUMENT)
-
-
-MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_2, 2: _to_3}
-"""Steps from each older schema version to the next; each runs in one transaction."""
 
 
 def prepare(path: Path) -> None:
@@ -173,7 +112,7 @@ def identify(db: sqlite3.Connection, path: Path) -> int:
             f"{path} has schema version {version}, and this rdzvd knows up to {SCHEMA_VERSION}; "
             "it was left untouched. Start the rdzvd version that wrote it"
         )
-    known = version > 0 and _tables(db) >= _TABLES
+    known = version > 0 and _tables(db) >= TABLES
     if version > 1:
         known &= db.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID
     if not known:
@@ -302,14 +241,7 @@ def _create(path: Path) -> None:
     with mapped(path):
         _touch(new)
         with closing(sqlite3.connect(new, isolation_level=None)) as db:
-            db.execute("BEGIN")
-            for statement in (_JOB, _HISTORY, _HISTORY_INDEX, _LEADERSHIP, _DOCUMENT):
-                db.execute(statement)
-            sqlite_mark.make_table(db)
-            db.execute("INSERT INTO leadership VALUES (1, 0)")
-            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            db.execute("COMMIT")
+            sqlite_schema.create(db)
             db.execute("PRAGMA journal_mode = WAL")
         # The existing file is empty, or `inspect` would have found data.
         for suffix in _BESIDE:
@@ -338,8 +270,7 @@ def _migrate(path: Path, version: int) -> None:
         _fold(copy)
         _copy(copy, beside(former, ".new"))
         with closing(connect(copy, "rw")) as db:
-            for number in range(version, SCHEMA_VERSION):
-                _step(db, number)
+            sqlite_schema.migrate(db, version)
         # It is opened again, because a connection trusts what it has cached.
         with closing(connect(copy, "rw")) as db:
             if problems := problems_in(db):
@@ -361,13 +292,6 @@ def _migrate(path: Path, version: int) -> None:
         "%s was brought from schema version %d to %d; %s is as it was before",
         *(path, version, SCHEMA_VERSION, former),
     )
-
-
-def _step(db: sqlite3.Connection, version: int) -> None:
-    db.execute("BEGIN IMMEDIATE")
-    MIGRATIONS[version](db)
-    db.execute(f"PRAGMA user_version = {version + 1}")
-    db.execute("COMMIT")
 
 
 def _fold(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.core.spending import MAX_RESTART_AGES, Spent, Tally
+from rdzv.core.spent import MAX_RESTART_AGES, Spent, Tally
 from rdzv.v1 import rdzv_pb2 as pb
 
 MAX_AGE_MS = 1 << 62

@@ -1,4 +1,4 @@
-// What the server pushes, kept. The page asks for nothing by itself, but for logs.
+// Keeps what the server pushes. All else (logs, ledger, a node's past, reports) is asked for with `ask`.
 
 import { ask, Source } from "./ask.js";
 

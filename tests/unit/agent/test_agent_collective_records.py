@@ -27,7 +27,7 @@ from rdzv.agent.observers.collective_records import (
     with_hook,
 )
 from rdzv.agent.observers.hang_watch import HangWatch, HungReport
-from rdzv.core.evidence.hangs import HangTimeout
+from rdzv.core.evidence.hang_verdict import HangTimeout
 
 PID = 4711
 

@@ -26,7 +26,7 @@ from rdzv.core.model import (
     Cause,
     Settings,
 )
-from rdzv.core.spending import Tally
+from rdzv.core.spent import Tally
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 

@@ -28,7 +28,7 @@ from rdzv.core.model import (
     Settings,
 )
 from rdzv.core.root_cause import MAX_FAILURES
-from rdzv.core.spending import Spent, Tally
+from rdzv.core.spent import Spent, Tally
 from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_nodes
 from rdzv.structs import field_names, replace

@@ -16,7 +16,7 @@ from rdzv.core.model import (
     Settings,
     State,
 )
-from rdzv.core.spending import Spent
+from rdzv.core.spent import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, report, running
 

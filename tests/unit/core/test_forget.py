@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from rdzv.core.commands import Fail, FailureReport, Leave, Succeed
-from rdzv.core.life import rebuilding
+from rdzv.core.life import restoring
 from rdzv.core.life.times_ahead import not_after
 from rdzv.core.model import (
     Cause,
@@ -400,9 +400,9 @@ async def test_a_job_that_somebody_is_still_in_is_not_pruned(
 ) -> None:
     await stored(store, "old", 0)
     seat = {"n1": Seat(1, NOW_MS)}
-    restore = rebuilding.restore
+    restore = restoring.restore
     monkeypatch.setattr(
-        rebuilding, "restore", lambda *given: replace(restore(*given), waiting={}, seats=seat)
+        restoring, "restore", lambda *given: replace(restore(*given), waiting={}, seats=seat)
     )
     async with server(store, clock):
         await settle()

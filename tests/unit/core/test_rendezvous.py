@@ -17,7 +17,7 @@ from rdzv.core.events import (
 from rdzv.core.invariants import violations
 from rdzv.core.life.absences import unheard
 from rdzv.core.life.leaving import MAX_DEPARTURES
-from rdzv.core.life.rebuilding import restore
+from rdzv.core.life.restoring import restore
 from rdzv.core.life.runs import MAX_EARLIER_RUNS, ended_run
 from rdzv.core.model import (
     Cause,

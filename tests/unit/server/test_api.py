@@ -20,7 +20,7 @@ import pytest
 from yarl import URL
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
-from rdzv.core.evidence.hangs import HungWorker
+from rdzv.core.evidence.hang_verdict import HungWorker
 from rdzv.core.evidence.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.core.explain import view
 from rdzv.core.life.runs import vacant
@@ -43,7 +43,7 @@ from rdzv.server.messages import (
     TakeStacks,
 )
 from rdzv.server.replication.replica import Replica
-from rdzv.server.security.access import AUDIT
+from rdzv.server.security.gate import AUDIT
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config, Limits
 from rdzv.server.telemetry.metrics import Metrics

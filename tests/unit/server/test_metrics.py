@@ -47,7 +47,7 @@ from rdzv.server.telemetry.job_metrics import (
     why_not_running,
 )
 from rdzv.server.telemetry.metrics import ENDED_JOBS, SLICE_JOBS, Metrics
-from rdzv.server.telemetry.metrics_hooks import Figures, Meter, Meters
+from rdzv.server.telemetry.metrics_interface import Figures, Meter, Meters
 from rdzv.stores.base import Record
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen

@@ -23,9 +23,9 @@ from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, NotLeaderError, Un
 from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
 from rdzv.server.replication.replica import Replica
-from rdzv.server.rpc import grpc_listener, role_interceptor
+from rdzv.server.rpc import gate_interceptor, grpc_listener
 from rdzv.server.rpc.grpc_listener import serving
-from rdzv.server.security import access, roles
+from rdzv.server.security import gate, roles
 from rdzv.server.security.callers import Role
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics import Metrics
@@ -93,13 +93,13 @@ class Guarded:
 async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIterator[Guarded]:
     made: list[Any] = []
     methods: list[str] = []
-    seen = role_interceptor.Interceptor.intercept_service
+    seen = gate_interceptor.Interceptor.intercept_service
 
     async def noting(self: Any, continuation: Any, details: Any) -> Any:
         methods.append(details.method)
         return await seen(self, continuation, details)
 
-    monkeypatch.setattr(role_interceptor.Interceptor, "intercept_service", noting)
+    monkeypatch.setattr(gate_interceptor.Interceptor, "intercept_service", noting)
     application = aiohttp.web.Application
     monkeypatch.setattr(
         aiohttp.web,
@@ -112,10 +112,10 @@ async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIte
     metrics = Metrics(lambda: None, config, "1.2.3")
     async with Driver.running(MemoryStore(), clock, config, meter=metrics) as driver:
         replica.lead(driver)
-        gate = access.Gate(replica, clock, config, metrics)
+        guard = gate.Gate(replica, clock, config, metrics)
         async with (
-            serving(replica, clock, config, gate=gate) as grpc_bound,
-            serving_http(replica, metrics, config, config.listen, clock, gate=gate) as http,
+            serving(replica, clock, config, gate=guard) as grpc_bound,
+            serving_http(replica, metrics, config, config.listen, clock, gate=guard) as http,
         ):
             tokens = {}
             for name in ("read", "submit", "node", "admin", "ada", "bob"):
@@ -201,7 +201,7 @@ async def test_a_stream_is_refused_once_its_first_message_is_here(
 async def test_a_stream_that_says_nothing_is_refused_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(role_interceptor, "FIRST_MESSAGE_S", 0.001)
+    monkeypatch.setattr(gate_interceptor, "FIRST_MESSAGE_S", 0.001)
     async with guarded(monkeypatch) as server, server.channel() as channel:
         call: Any = channel.stream_stream("/rdzv.v1.Rendezvous/Attach")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -582,7 +582,7 @@ async def test_refused_calls_are_counted_and_logged_now_and_then(
         for who in ("read", "read", None):
             await refusal(server, "/rdzv.v1.Control/Backup", who)
         assert len([r for r in caplog.records if r.name == "rdzv.access"]) == 1
-        await server.clock.advance(access.LOG_EVERY_MS)
+        await server.clock.advance(gate.LOG_EVERY_MS)
         await refusal(server, "/rdzv.v1.Control/Backup", "read")
         lines = [r.getMessage() for r in caplog.records if r.name == "rdzv.access"]
         assert "2 more were refused" in lines[-1]
@@ -611,7 +611,7 @@ async def test_where_nobody_proves_anything_everybody_may_do_everything() -> Non
             with pytest.raises(grpc.aio.AioRpcError, match="would protect nothing"):
                 request = pb.CreateTokenRequest(name="ada", roles=["read"])
                 await control(server, "", "CreateToken", request)
-            rows = [row.data for row in await driver.history.of(access.AUDIT, 10)]
+            rows = [row.data for row in await driver.history.of(gate.AUDIT, 10)]
             assert rows == [
                 "submit job job-7 from unknown to queued: by root at head-1, from address 127.0.0.1"
             ]

@@ -15,7 +15,7 @@ from rdzv.core.model import Ended, Result
 from rdzv.errors import RendezvousConnectionError
 from rdzv.server.telemetry import traces as traces_module
 from rdzv.server.telemetry.event_lines import records
-from rdzv.server.telemetry.metrics_hooks import Meter, Meters
+from rdzv.server.telemetry.metrics_interface import Meter, Meters
 from rdzv.server.telemetry.traces import Traces, TraceSpan, trace_spans, tracing
 from rdzv.stores.base import Record
 from rdzv.view.life import runs_of

@@ -26,7 +26,7 @@ from rdzv.core.model import (
     ScaleUp,
     Settings,
 )
-from rdzv.core.spending import Spent, Tally
+from rdzv.core.spent import Spent, Tally
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import (
     Announcement,

@@ -175,7 +175,7 @@ def _read_jobs(settings: AgentSettings, endpoints: tuple[Endpoint, ...]) -> tupl
     names = [launch.job.rdzv_id for launch in launches]
     for name in names:
         if names.count(name) > 1:
-            raise InvalidRequestError(f"two [[job]] have the --rdzv-id {name}; rename one")
+            raise InvalidRequestError(f"two [[job]] tables have the --rdzv-id {name}; rename one")
     return launches
 
 

@@ -6,7 +6,7 @@ from dataclasses import field
 from enum import StrEnum
 
 from rdzv.core.model import UNMOVED, LeaveCause, Moved, Result, Settings
-from rdzv.core.spending import Tally
+from rdzv.core.spent import Tally
 from rdzv.structs import struct
 
 

@@ -165,7 +165,7 @@ async def _soon(changed: asyncio.Event, within_s: float) -> bool:
 
 
 def _read(path: Path) -> str | None:
-    """Return the first line of a file; None if it does not exist; if unreadable, the error."""
+    """Return the first line of a file, None if there is no such file, or why it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rdzv.agent import runner_link
-from rdzv.agent.agent_metrics_hooks import JobMeter
+from rdzv.agent.agent_metrics_interface import JobMeter
 from rdzv.agent.core import Transition, begin, commands, events
 from rdzv.agent.core.machine import rejoin
 from rdzv.agent.core.model import AgentState, Phase

@@ -7,7 +7,7 @@ import logging
 from rdzv.agent.core import events
 from rdzv.agent.core.model import AgentState, Assignment, Phase
 from rdzv.agent.system.error_files import describe_exit
-from rdzv.core.spending import MAX_RESTART_AGES
+from rdzv.core.spent import MAX_RESTART_AGES
 from rdzv.core.words import duration
 
 log = logging.getLogger("rdzv.agent")

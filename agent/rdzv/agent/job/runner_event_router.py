@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rdzv.agent import runner_link
-from rdzv.agent.agent_metrics_hooks import JobMeter
+from rdzv.agent.agent_metrics_interface import JobMeter
 from rdzv.agent.core import events
 from rdzv.agent.handover import leaked_processes
 from rdzv.agent.job.context import JobContext

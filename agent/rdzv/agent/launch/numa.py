@@ -278,7 +278,10 @@ def _bind_node(machine: _Machine, place: _Place) -> frozenset[int]:
 
 
 def _bind_socket(machine: _Machine, place: _Place) -> frozenset[int]:
-    """Join the nodes of a socket. A node's first usable CPU shows which socket it is on."""
+    """Return the CPUs of all NUMA nodes on the worker's socket.
+
+    A node's first usable CPU shows which socket it is on.
+    """
     socket = machine.socket_of(min(_bind_node(machine, place)))
     cpus_of_nodes = [machine.cpus_of(node) for node in machine.nodes()]
     near = [cpus for cpus in cpus_of_nodes if machine.socket_of(min(cpus)) == socket]

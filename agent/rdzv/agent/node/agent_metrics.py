@@ -23,7 +23,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from rdzv.agent import runner_link
-from rdzv.agent.agent_metrics_hooks import JobMeter, Meter
+from rdzv.agent.agent_metrics_interface import JobMeter, Meter
 from rdzv.agent.core import commands
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.node.placements import Placements

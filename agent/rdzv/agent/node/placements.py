@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from rdzv.agent.agent_metrics_hooks import Meter
+from rdzv.agent.agent_metrics_interface import Meter
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Job
 from rdzv.agent.handover.adoption import Heritage, Orphan

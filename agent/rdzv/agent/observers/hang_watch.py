@@ -29,7 +29,7 @@ from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import LEAST_ENTRIES
 from rdzv.agent.observers.stack_sampling import process_state
 from rdzv.agent.system.accounts import Identity, acting_as
-from rdzv.core.evidence.hangs import HangTimeout, HungWorker
+from rdzv.core.evidence.hang_verdict import HangTimeout, HungWorker
 from rdzv.core.evidence.stacks import STOPPED
 from rdzv.structs import struct
 

@@ -1,12 +1,12 @@
 """Detects whether a round has changed the snapshot, the file or folder that --snapshot names.
 
-It is examined before the first round, and when the workers of each round are gone: a newest time,
-size or number of files that differs from the end of the previous round is a change. Nodes do not
+It is examined before the first round, and when the workers of each round are gone: it has
+changed if its newest time, its size or its number of files differs from the last look. Nodes do not
 compare their results: the path may be on a local disk of each node, and no two clocks are compared.
 It is enough that one node has seen a change.
 
-The path may be on a file server that does not answer. A look runs in a thread, which is awaited for
-at most `TIMEOUT_S`. A path that cannot be read counts as changed: no job is given up for that.
+The path may be on a file server that does not answer. Each look runs in a thread, and takes at most
+`TIMEOUT_S`. A path that cannot be read counts as changed: no job is given up for that.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class Children:
     # ------------------------------------------------------------------ time
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield when `do_due` has something to do."""
+        """Yield the times at which `do_due` has something to do."""
         yield self._reap_again_at
         for child in self._launching:
             assert child.launch is not None

@@ -106,7 +106,7 @@ class NextAgent:
             self._orphaned_until = time.monotonic() + self._orphan_timeout_s
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield when `do_due` has something to do."""
+        """Yield the times at which `do_due` has something to do."""
         yield self._orphaned_until
         yield self._accept_again_at
 

@@ -120,7 +120,7 @@ class ParkedWorkers:
     # ------------------------------------------------------------------ time
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield when `do_due` has something to do."""
+        """Yield the times at which `do_due` has something to do."""
         yield self._look_at
         for link in self._ending.keys() - self._exited:
             yield link.kill_at

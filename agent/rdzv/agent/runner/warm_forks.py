@@ -228,7 +228,7 @@ class WarmForks:
                 self._give_up(starts, f"the zygote cannot be asked: {error}")
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield when `do_due` has something to do."""
+        """Yield the times at which `do_due` has something to do."""
         yield from self.restarts.wake_times()
         yield self._make_spares_at
         for start in self._wanted:

@@ -124,7 +124,7 @@ class WarmRestarts:
             )
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield when `do_due` has something to do."""
+        """Yield the times at which `do_due` has something to do."""
         yield self._start_at
 
     def do_due(self, now: float) -> None:

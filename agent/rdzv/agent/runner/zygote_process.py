@@ -169,7 +169,7 @@ class ZygoteProcess:
         self._zygote = zygote
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield when `do_due` has something to do."""
+        """Yield the times at which `do_due` has something to do."""
         yield self._retry_at
         if self._zygote is not None:
             yield self._zygote.ready_until

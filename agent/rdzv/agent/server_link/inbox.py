@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from rdzv.agent.observers.stack_sampling import StacksAsked
 from rdzv.agent.output.log_reading import LogReading
 from rdzv.agent.server_link import encoding
-from rdzv.agent.server_link.draining import NodeDrain
+from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.placed_jobs import Key
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
 from rdzv.v1 import rdzv_pb2 as pb

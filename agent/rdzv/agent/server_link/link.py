@@ -18,15 +18,15 @@ from typing import cast
 
 import grpc
 
-from rdzv.agent.agent_metrics_hooks import Meter
+from rdzv.agent.agent_metrics_interface import Meter
 from rdzv.agent.core import events
 from rdzv.agent.observers.server_clock import ServerClock
 from rdzv.agent.output.log_reading import LogReading, Piece
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.connection_log import ConnectionLog
-from rdzv.agent.server_link.draining import NodeDrain
 from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE, FenceProofs
 from rdzv.agent.server_link.inbox import Inbox
+from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.outbox import Call, Outbox
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
 from rdzv.core.fleet.nodes import NodesTuning, check_fence

@@ -50,7 +50,7 @@ FENCE_MARGIN_MS = 1_000
 
 
 class AgentKind(StrEnum):
-    """Whether workers die with their agent."""
+    """The kinds of an agent: workers of a foreground agent die with it, those of a daemon do not."""
 
     FOREGROUND = "foreground"
     DAEMON = "daemon"

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 
 from rdzv.core.life.chosen_nodes import MAX_DECLINED
-from rdzv.core.life.ending import some_succeeded
+from rdzv.core.life.round_end import some_succeeded
 from rdzv.core.model import JobSpec, ScaleUp, State, is_placeholder
 from rdzv.core.words import counted, listed
 from rdzv.structs import struct

@@ -163,7 +163,7 @@ def _refusal(
     daemons: Collection[str],
     now_ms: int,
 ) -> str:
-    """Explain why a node at fault often enough is not quarantined; empty if it is."""
+    """Explain why a node that has reached the fault limit is not quarantined; empty if it is."""
     blamed = {run for run, _ in record.blamed}
     if sum(1 for one in mine if one.run not in blamed) < tuning.failures:
         return (

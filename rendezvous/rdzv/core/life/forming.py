@@ -7,7 +7,7 @@ from rdzv.core.events import JobQueued, LastCallBegan, RoundCompleted
 from rdzv.core.keeping import keep
 from rdzv.core.life.absences import some_seat_away
 from rdzv.core.life.chosen_nodes import awaited
-from rdzv.core.life.ending import end_round, some_succeeded
+from rdzv.core.life.round_end import end_round, some_succeeded
 from rdzv.core.life.runs import close
 from rdzv.core.life.submitted_jobs import withdraw_nodes
 from rdzv.core.model import Cause, NodeState, Result, Round, ScaleUp, Seat, State

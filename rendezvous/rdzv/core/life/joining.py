@@ -6,17 +6,13 @@ from rdzv.core.commands import Join
 from rdzv.core.draft import Draft, without
 from rdzv.core.events import NodeJoined, NodeStopped
 from rdzv.core.life.absences import mark_back, note_heard
+from rdzv.core.life.charging import charge_instead
 from rdzv.core.life.conditions import Ignored, is_barred
-from rdzv.core.life.ending import (
-    add_failures,
-    charge_instead,
-    end_by_failure,
-    end_round,
-    failures_from,
-)
+from rdzv.core.life.failures import add_failures, end_by_failure, failures_from
 from rdzv.core.life.leaving import give_up
-from rdzv.core.life.rebuilding import adopt
 from rdzv.core.life.refusals import refuse_join, replaces_run
+from rdzv.core.life.restoring import adopt
+from rdzv.core.life.round_end import end_round
 from rdzv.core.life.runs import REPLACED, begin_run, close
 from rdzv.core.model import Cause, Result, Round, State, Waiting, is_placeholder
 from rdzv.core.rounds.budgets import further

@@ -8,9 +8,10 @@ from rdzv.core.commands import Leave, MarkLost, ReportStuck, Succeed
 from rdzv.core.draft import Draft, without
 from rdzv.core.events import NodeLeaving, NodeLeft, NodeLost, NodeStuck, NodeSucceeded
 from rdzv.core.life.absences import may_run, note_heard, orphans_end_after_ms, participant_of
+from rdzv.core.life.charging import charge_instead, charge_stuck
 from rdzv.core.life.chosen_nodes import decline, withdraw
 from rdzv.core.life.conditions import Ignored
-from rdzv.core.life.ending import charge_instead, charge_stuck, end_round, some_succeeded
+from rdzv.core.life.round_end import end_round, some_succeeded
 from rdzv.core.model import Cause, Departure, LeaveCause, NodeState, Offer, Round, State, Stuck
 from rdzv.structs import replace
 

@@ -6,8 +6,8 @@ from rdzv.core.commands import Restart, Scale, Stop
 from rdzv.core.draft import Draft
 from rdzv.core.events import JobScaled
 from rdzv.core.life.conditions import Ignored
-from rdzv.core.life.ending import end_round
 from rdzv.core.life.refusals import refuse_operator
+from rdzv.core.life.round_end import end_round
 from rdzv.core.model import Cause
 from rdzv.structs import replace
 

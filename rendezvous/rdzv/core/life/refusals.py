@@ -1,4 +1,4 @@
-"""Every refusal of a command, in the order in which the reasons are checked.
+"""Every refusal of a command by the rules of a job, in the order in which the reasons are checked.
 
 A refusal raises, so nothing has changed. What a job ignores is in `conditions`.
 """

@@ -21,7 +21,7 @@ from rdzv.core.model import (
     Settings,
     Tuning,
 )
-from rdzv.core.spending import Spent
+from rdzv.core.spent import Spent
 from rdzv.core.words import counted
 from rdzv.structs import struct
 

@@ -26,7 +26,7 @@ from rdzv.core.model import (
     is_placeholder,
     placeholder,
 )
-from rdzv.core.spending import MAX_RESTART_AGES, Spent, Tally
+from rdzv.core.spent import MAX_RESTART_AGES, Spent, Tally
 from rdzv.structs import replace
 
 

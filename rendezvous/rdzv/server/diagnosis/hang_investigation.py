@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from rdzv.core.commands import Command, Fail, FailureReport
 from rdzv.core.events import Event, HangOver, StacksTaken, WorkersHang
-from rdzv.core.evidence.hangs import HungWorker, describe_hung, verdict
+from rdzv.core.evidence.hang_verdict import HungWorker, describe_hung, verdict
 from rdzv.core.evidence.stacks import Report
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError

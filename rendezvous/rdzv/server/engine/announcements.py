@@ -38,7 +38,7 @@ from rdzv.core.model import (
     is_placeholder,
 )
 from rdzv.core.rounds.recovery_reports import adoptable, tally_of
-from rdzv.core.spending import Tally
+from rdzv.core.spent import Tally
 from rdzv.server.messages import (
     Announcement,
     Assignment,
@@ -303,9 +303,9 @@ class _Participants:
 
 @lru_cache(maxsize=16)
 def _group_ranks(of: _Participants) -> dict[str, int]:
-    """Return each GROUP_RANK.
+    """Return the GROUP_RANK of each node, by node_id.
 
-    The result is cached, because all nodes of a round ask after a restart.
+    The result is cached, because after a restart of the server every node of the round asks.
     """
     return {participant.node_id: rank for rank, participant in enumerate(of.these)}
 

@@ -24,7 +24,7 @@ from rdzv.server.engine.job import Asked, Guard, Job, Judge, News, Step
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.settings.config import Config
-from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.jobs")

@@ -13,7 +13,7 @@ from rdzv.server.engine.job import Job
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.telemetry import event_lines
-from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Record
 
 log = logging.getLogger("rdzv.jobs")

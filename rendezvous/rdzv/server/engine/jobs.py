@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from rdzv.core.life import rebuilding, runs
+from rdzv.core.life import restoring, runs
 from rdzv.core.model import State
 from rdzv.errors import (
     InvariantError,
@@ -24,7 +24,7 @@ from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.engine.job import Job, Step
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.settings.config import Config
-from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 
 log = logging.getLogger("rdzv.jobs")
@@ -114,7 +114,7 @@ class Jobs:
         if stored is None:
             job.loaded, job.revision = runs.vacant(job.rdzv_id, self._tuning), 0
         else:
-            job.loaded = rebuilding.restore(stored.membership, self._tuning, now_ms)
+            job.loaded = restoring.restore(stored.membership, self._tuning, now_ms)
             job.revision = stored.revision
         self.note_end(job)
         self._meter.loaded(job.loaded, now_ms)
@@ -226,7 +226,7 @@ class Jobs:
                 elif isinstance(stored, RendezvousStateError):
                     raise stored
                 elif stored.membership.ended is not None:
-                    yield rebuilding.restore(stored.membership, self._tuning, self._clock.now_ms())
+                    yield restoring.restore(stored.membership, self._tuning, self._clock.now_ms())
                 else:
                     # It is being loaded, or has ended since.
                     yield await self.look(rdzv_id)

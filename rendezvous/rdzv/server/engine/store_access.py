@@ -11,8 +11,8 @@ from rdzv.core.model import Membership
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.store_state import StoreState
-from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.engine.store_availability import StoreState
+from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Read, Record, Store, Stored
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from rdzv.core.model import State
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.scheduling.scheduling import Scheduling
-from rdzv.server.telemetry.metrics_hooks import Room
+from rdzv.server.telemetry.metrics_interface import Room
 from rdzv.structs import replace
 from rdzv.transport.same_fields import from_value
 from rdzv.view import answers

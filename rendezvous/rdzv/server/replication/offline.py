@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
 from rdzv.core.invariants import violations
-from rdzv.core.life import rebuilding, runs
+from rdzv.core.life import restoring, runs
 from rdzv.core.model import Membership
 from rdzv.core.words import size_text
 from rdzv.errors import InvalidRequestError, RendezvousStateError
@@ -23,8 +23,9 @@ from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.sqlite import SqliteStore
-from rdzv.stores.sqlite_file import SCHEMA_VERSION, has_data, try_room
-from rdzv.stores.sqlite_tables import Survey
+from rdzv.stores.sqlite_file import has_data, try_room
+from rdzv.stores.sqlite_schema import SCHEMA_VERSION
+from rdzv.stores.sqlite_statements import Survey
 from rdzv.structs import struct
 
 ELECTION_TIMEOUT_S = 15.0
@@ -135,7 +136,7 @@ def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str
     if membership.rdzv_id != rdzv_id:
         yield f"calls itself {membership.rdzv_id}"
     now_ms = round(time.time() * 1000)
-    restored = rebuilding.restore(membership, config.tuning, now_ms)
+    restored = restoring.restore(membership, config.tuning, now_ms)
     yield from violations(runs.vacant(rdzv_id, config.tuning), restored)
     if membership.round is not None and membership.round.number >= membership.next_round:
         yield f"round {membership.round.number} is not below the next one, {membership.next_round}"

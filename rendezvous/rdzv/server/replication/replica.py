@@ -18,7 +18,7 @@ from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousErr
 from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.server.driver import Driver
 from rdzv.server.settings.config import Config
-from rdzv.server.telemetry.metrics_hooks import Figures, Meter
+from rdzv.server.telemetry.metrics_interface import Figures, Meter
 from rdzv.view.answers import Server
 
 if TYPE_CHECKING:

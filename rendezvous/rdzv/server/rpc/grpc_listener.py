@@ -21,12 +21,12 @@ from rdzv.runtime.clock import Clock
 from rdzv.runtime.concurrency import beside
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.control_service import ControlService
+from rdzv.server.rpc.gate_interceptor import Interceptor
 from rdzv.server.rpc.grpc_log import quiet_grpc
 from rdzv.server.rpc.grpc_server import grpc_server
 from rdzv.server.rpc.rendezvous_service import RendezvousService
-from rdzv.server.rpc.role_interceptor import Interceptor
 from rdzv.server.security import handshakes
-from rdzv.server.security.access import Gate
+from rdzv.server.security.gate import Gate
 from rdzv.server.settings.config import Config, Limits, Timings
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen

@@ -1,7 +1,7 @@
 """The Rendezvous service: the stream of each node, for all its jobs.
 
 An error about one job is sent to the node over its stream, which stays open. An error that ends the
-stream is raised and becomes the status of the call; see `role_interceptor`.
+stream is raised and becomes the status of the call; see `gate_interceptor`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
 from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refused
 from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc.gate_interceptor import end_stream_unheard
 from rdzv.server.rpc.rate_limit import RateLimit
-from rdzv.server.rpc.role_interceptor import end_stream_unheard
 from rdzv.server.security import callers
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config

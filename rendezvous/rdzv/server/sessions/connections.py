@@ -18,7 +18,7 @@ from rdzv.server.sessions.leases import Leases
 from rdzv.server.sessions.presence import Presence
 from rdzv.server.sessions.streams import Stream, Streams
 from rdzv.server.settings.config import Limits
-from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.server.telemetry.scrape_targets import ScrapeTargets
 
 

@@ -13,7 +13,7 @@ from statistics import median_low
 
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import job_state
-from rdzv.core.life.ending import restarts_that_count
+from rdzv.core.life.charging import restarts_that_count
 from rdzv.core.life.forming import completion_due_ms, holds, restart_due_ms
 from rdzv.core.model import Cause, JobState, Membership, NodeState, State
 from rdzv.server.messages import RankProgress

@@ -53,7 +53,7 @@ from rdzv.server.telemetry.job_metrics import (
     JobPage,
     JobTally,
 )
-from rdzv.server.telemetry.metrics_hooks import Figures, Meter
+from rdzv.server.telemetry.metrics_interface import Figures, Meter
 from rdzv.stores.base import Record
 from rdzv.view.answers import event_in
 

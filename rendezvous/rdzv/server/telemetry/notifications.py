@@ -17,7 +17,7 @@ import aiohttp
 from yarl import URL
 
 from rdzv.server.settings.config import Notify
-from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Record
 from rdzv.structs import struct
 from rdzv.view.answers import event_in

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from rdzv.core.words import LISTED
 from rdzv.errors import RendezvousError
-from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Record
 from rdzv.structs import struct
 from rdzv.view.answers import event_in

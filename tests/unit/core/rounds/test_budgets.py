@@ -22,7 +22,7 @@ from rdzv.core.model import (
     Tuning,
 )
 from rdzv.core.rounds.budgets import backoff_ms, exceeded, further, spend, unbudgeted
-from rdzv.core.spending import Spent
+from rdzv.core.spent import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, offer, report, running
 

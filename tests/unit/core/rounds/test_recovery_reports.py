@@ -16,7 +16,7 @@ from rdzv.core.events import (
     RunBegan,
     RunEnded,
 )
-from rdzv.core.life.ending import restarts_that_count
+from rdzv.core.life.charging import restarts_that_count
 from rdzv.core.model import (
     Cause,
     JobState,
@@ -36,7 +36,7 @@ from rdzv.core.rounds.recovery_reports import (
     spent_known,
     tally_of,
 )
-from rdzv.core.spending import MAX_RESTART_AGES, Spent, Tally
+from rdzv.core.spent import MAX_RESTART_AGES, Spent, Tally
 from rdzv.errors import DeniedError, RendezvousClosedError, UnknownNodeError
 from rdzv.structs import replace
 

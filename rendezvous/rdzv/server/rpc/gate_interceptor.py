@@ -22,8 +22,8 @@ from rdzv.errors import (
     UnauthenticatedError,
 )
 from rdzv.server.security import callers, roles
-from rdzv.server.security.access import Gate, begin_change, verb_of
 from rdzv.server.security.callers import Caller
+from rdzv.server.security.gate import Gate, begin_change, verb_of
 from rdzv.structs import struct
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 `Gate` identifies the caller, refuses calls that `roles` does not permit, and records who changed
 what: in the log, and in a history under a name that no job can have. gRPC calls reach it through
-`rpc/role_interceptor`, HTTP requests through `http/role_middleware`.
+`rpc/gate_interceptor`, HTTP requests through `http/gate_middleware`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rdzv.server.security.roles import Row, Whose
 from rdzv.server.security.tokens import Tokens
 from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Config
-from rdzv.server.telemetry.metrics_hooks import Meter
+from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Record
 
 log = logging.getLogger("rdzv.access")

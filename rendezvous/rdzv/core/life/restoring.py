@@ -35,7 +35,7 @@ from rdzv.core.rounds.recovery_reports import (
     restarts_known,
     spent_known,
 )
-from rdzv.core.spending import Tally
+from rdzv.core.spent import Tally
 from rdzv.structs import replace
 
 

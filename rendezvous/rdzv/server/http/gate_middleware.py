@@ -10,8 +10,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 from rdzv.errors import DeniedError, UnauthenticatedError
 from rdzv.server.security import callers, roles
-from rdzv.server.security.access import Gate
 from rdzv.server.security.callers import Caller
+from rdzv.server.security.gate import Gate
 
 
 def checking_roles(gate: Gate) -> Middleware:

@@ -12,7 +12,8 @@ from rdzv.core.model import Membership
 from rdzv.stores import codec
 from rdzv.stores.base import Page, Record, RevisionConflictError, Stored, read
 from rdzv.stores.sqlite_connection import Connection
-from rdzv.stores.sqlite_file import DOCUMENTS_SINCE, problems_in, why_incomplete
+from rdzv.stores.sqlite_file import problems_in, why_incomplete
+from rdzv.stores.sqlite_schema import DOCUMENTS_SINCE
 from rdzv.structs import struct
 
 JOBS_PER_PAGE = 100

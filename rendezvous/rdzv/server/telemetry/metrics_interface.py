@@ -97,7 +97,7 @@ class Meter:
         """Note a message that was put on a node's stream."""
 
     def call_refused(self, code: str) -> None:
-        """Note a call that its caller may not make, by the code of the refusal."""
+        """Note a refused call, with the error code of the refusal."""
 
 
 class Meters(Meter):

@@ -1,0 +1,97 @@
+"""To which cause the end of a round is charged, and when that spends a restart."""
+
+from __future__ import annotations
+
+from rdzv.core.draft import Draft
+from rdzv.core.events import RoundSettled
+from rdzv.core.life.runs import close
+from rdzv.core.model import UNMOVED, Cause, Membership, Result
+from rdzv.core.root_cause import charged_failures, describe_failure, only_suspects
+from rdzv.core.rounds.budgets import exceeded, spend
+from rdzv.structs import replace
+
+
+def settle_charge(work: Draft) -> bool:
+    """Charge the end of the round to its cause once everyone has stopped."""
+    round_ = work.membership.round
+    if not work.open or round_ is None or round_.end is None or round_.end.settled:
+        return False
+    if work.state.seats:
+        return False
+    end = replace(round_.end, settled=True)
+    spent, store_failures = work.membership.restarts, work.membership.store_failures
+    max_restarts = work.membership.settings.max_restarts
+    failures = charged_failures(round_, work.state.tuning.root_cause_window_ms)
+    if failures:
+        root = failures[0]
+        end = replace(end, reason=describe_failure(root), cause_node_id=root.node_id)
+    others = spend(work.membership, round_, end, work.state.moved, work.state.tuning)
+    over = exceeded(work.membership.settings, end, others)
+    budget_left = over is None
+    if end.cause is Cause.WORKER_FAILURE and budget_left:
+        counted = restarts_that_count(work.membership, work.now_ms)
+        # An agent that counts restarts itself reports a failure only when none is left.
+        budget_left = max_restarts is not None and counted < max_restarts
+        spent = (*spent, work.now_ms) if budget_left else spent
+    work.store(
+        replace(
+            work.membership,
+            round=replace(round_, end=end),
+            restarts=spent,
+            store_failures=store_failures + 1 if end.cause is Cause.STORE_HOST else 0,
+            last_failures=failures or work.membership.last_failures,
+            spent=others,
+        )
+    )
+    furthest = work.state.moved.step
+    work.state = replace(work.state, stop_deadline_ms=None, moved=UNMOVED)
+    counted = restarts_that_count(work.membership, work.now_ms)
+    first = failures[0] if failures else None
+    charge = (end.cause, end.reason, counted, max_restarts, first, end.cause_node_id)
+    work.events.append(RoundSettled(round_.number, *charge, furthest))
+    if not budget_left:
+        budget = f"restarts spent: {counted} of {max_restarts}"
+        if max_restarts is None:
+            budget = "the node's own agent restarts no more"
+        reason = f"{end.cause}: {end.reason}; {budget}" if over is None else over.reason
+        no_progress = over is not None and over.no_progress
+        close(work, Result.FAILED, reason, failures=failures, no_progress=no_progress)
+    return True
+
+
+_EXCUSES = (Cause.NODE_LEFT, Cause.STORE_HOST, Cause.NODE_LOST)
+"""Causes that a worker failure may turn out to follow from, in rising order of weight."""
+
+
+def charge_instead(work: Draft, cause: Cause, reason: str, node_id: str = "") -> None:
+    """Charge an ended round to the cause behind its failures, if it becomes known in time.
+
+    When a node's processes or the store die, the others' collectives fail within milliseconds,
+    often before the loss itself is known.
+    """
+    round_ = work.membership.round
+    if round_ is None or round_.end is None or round_.end.settled:
+        return
+    weight = {Cause.WORKER_FAILURE: -1} | {c: i for i, c in enumerate(_EXCUSES)}
+    if weight.get(round_.end.cause, len(weight)) < weight[cause]:
+        end = replace(round_.end, cause=cause, reason=reason, cause_node_id=node_id)
+        work.store_round(replace(round_, end=end))
+
+
+def charge_stuck(work: Draft, node_id: str, reason: str) -> None:
+    """Give workers that survive SIGKILL as the reason of an end that only suspects explain."""
+    round_ = work.membership.round
+    if round_ is None or round_.end is None or round_.end.settled:
+        return
+    failed = round_.end.cause is Cause.WORKER_FAILURE and round_.end.failures
+    if failed and only_suspects(round_.end.failures):
+        end = replace(round_.end, reason=reason, cause_node_id=node_id)
+        work.store_round(replace(round_, end=end))
+
+
+def restarts_that_count(membership: Membership, now_ms: int) -> int:
+    """Count the spent restarts that still lie within `restart_window`."""
+    window_ms = membership.settings.restart_window_ms
+    if not window_ms:
+        return len(membership.restarts)
+    return sum(1 for at_ms in membership.restarts if now_ms - at_ms < window_ms)

@@ -1,0 +1,93 @@
+"""The schema of the SQLite file: its tables, and the migration from each older version.
+
+What happens to the file meanwhile (copies, locks, room) is in `sqlite_file`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Mapping
+
+from rdzv.stores import sqlite_mark
+
+SCHEMA_VERSION = 3
+"""Kept in `PRAGMA user_version`. A newer version is refused."""
+
+APPLICATION_ID = int.from_bytes(b"rdzv", "big")
+"""Kept in `PRAGMA application_id` from schema 2 on, to recognize other programs' files."""
+
+DOCUMENTS_SINCE = 3
+"""The schema that added documents; a file opened read-only may be older."""
+
+TABLES = frozenset({"job", "history", "leadership"})
+"""The tables that every schema has."""
+
+_JOB = """
+CREATE TABLE job (
+    rdzv_id TEXT PRIMARY KEY,
+    revision INTEGER NOT NULL,
+    membership BLOB NOT NULL
+)"""
+# Not AUTOINCREMENT, which writes one page more for each commit: a job's newest row is deleted only
+# with all others of the job, so no row's number is ever below an older one of its job. `text` is
+# a record's data.
+_HISTORY = """
+CREATE TABLE history (
+    seq INTEGER PRIMARY KEY,
+    rdzv_id TEXT NOT NULL,
+    run TEXT NOT NULL,
+    unix_ms INTEGER NOT NULL,
+    name TEXT NOT NULL,
+    text TEXT NOT NULL
+)"""
+_HISTORY_INDEX = "CREATE INDEX history_of_job ON history (rdzv_id, seq)"
+_LEADERSHIP = """
+CREATE TABLE leadership (
+    only INTEGER PRIMARY KEY CHECK (only = 1),
+    number INTEGER NOT NULL
+)"""
+_DOCUMENT = """
+CREATE TABLE document (
+    name TEXT PRIMARY KEY,
+    revision INTEGER NOT NULL,
+    data BLOB NOT NULL
+)"""
+
+
+def create(db: sqlite3.Connection) -> None:
+    """Create all tables of the present schema in an empty file, in one transaction."""
+    db.execute("BEGIN")
+    for statement in (_JOB, _HISTORY, _HISTORY_INDEX, _LEADERSHIP, _DOCUMENT):
+        db.execute(statement)
+    sqlite_mark.make_table(db)
+    db.execute("INSERT INTO leadership VALUES (1, 0)")
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    db.execute("COMMIT")
+
+
+def migrate(db: sqlite3.Connection, version: int) -> None:
+    """Bring an open file from an older schema version to the present one, step by step."""
+    for number in range(version, SCHEMA_VERSION):
+        db.execute("BEGIN IMMEDIATE")
+        MIGRATIONS[number](db)
+        db.execute(f"PRAGMA user_version = {number + 1}")
+        db.execute("COMMIT")
+
+
+def _to_2(db: sqlite3.Connection) -> None:
+    db.execute("ALTER TABLE history RENAME TO history_1")
+    db.execute("DROP INDEX history_of_job")
+    db.execute(_HISTORY)
+    db.execute("INSERT INTO history SELECT seq, rdzv_id, run, unix_ms, name, text FROM history_1")
+    db.execute("DROP TABLE history_1")
+    db.execute(_HISTORY_INDEX)
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+
+
+def _to_3(db: sqlite3.Connection) -> None:
+    db.execute(_DOCUMENT)
+
+
+MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_2, 2: _to_3}
+"""Steps from each older schema version to the next; each runs in one transaction."""
