@@ -419,7 +419,10 @@ BAD_CONFIGS = [
     ('server = "a"\n[[job]]', "`job[1].args` is missing: The arguments of rdzvrun"),
     ('server = "a"\n[[job]]\nargs = "b"', '`job[1].args` = "b" must be a list of texts'),
     (f'server = "a"\n{JOB_TABLE}user = "b"', "`job[1].user` is unknown; the nearest known key is"),
-    (f'server = "a"\n{JOB_TABLE}{JOB_TABLE}', "two [[job]] have the --rdzv-id a; rename one"),
+    (
+        f'server = "a"\n{JOB_TABLE}{JOB_TABLE}',
+        "two [[job]] tables have the --rdzv-id a; rename one",
+    ),
     ('server = "a"\n[[job]]\nargs = ["script.py"]', "--rdzv-id is missing"),
     ('server = "a"\n[[job]]\nargs = ["--no-such"]', "args ['--no-such'] are not rdzvrun's"),
     (

@@ -50,7 +50,7 @@ FENCE_MARGIN_MS = 1_000
 
 
 class AgentKind(StrEnum):
-    """The kinds of an agent: workers of a foreground agent die with it, those of a daemon do not."""
+    """The kind of an agent: only the workers of a foreground agent die with it."""
 
     FOREGROUND = "foreground"
     DAEMON = "daemon"
