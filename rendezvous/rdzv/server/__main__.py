@@ -292,14 +292,13 @@ async def _run_alone(
     from rdzv.server.driver import Driver
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
-    from rdzv.server.security.gate import Gate
 
     store = await _open_store(config)
     replica = Replica(clock, store.place, VERSION)
     metrics = _metrics(replica, config, facade, tls)
-    gate = Gate(replica, clock, config, metrics)
     try:
         async with (
+            _gate(replica, clock, config, metrics) as gate,
             _meter(replica, metrics, config) as meter,
             Driver.running(store, clock, config, meter=meter) as driver,
         ):
@@ -326,16 +325,15 @@ async def _run_replica(
     from rdzv.runtime.concurrency import single_error
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
-    from rdzv.server.security.gate import Gate
     from rdzv.stores.election import Election
     from rdzv.stores.etcd_client import EtcdClient
 
     replica = Replica(clock, etcd.place, VERSION)
     metrics = _metrics(replica, config, facade, tls)
-    gate = Gate(replica, clock, config, metrics)
     with single_error():
         async with (
             EtcdClient.connected(etcd) as client,
+            _gate(replica, clock, config, metrics) as gate,
             _meter(replica, metrics, config) as meter,
             serving(replica, clock, config, facade, tls, gate) as bound,
             _http(replica, metrics, config, clock, facade, tls, gate) as http,
@@ -361,6 +359,22 @@ def _metrics(
     metrics = Metrics(replica.figures, config, VERSION, c10d=c10d, expires=expires)
     metrics.add_process()
     return metrics
+
+
+@asynccontextmanager
+async def _gate(
+    replica: Replica, clock: Clock, config: Config, metrics: Metrics | None
+) -> AsyncIterator[Gate]:
+    """Yield the gate; the keys of an issuer of tokens are kept current until the body ends."""
+    from rdzv.server.security.gate import Gate
+
+    if config.oidc is None:
+        yield Gate(replica, clock, config, metrics)
+        return
+    from rdzv.server.security.service_accounts import proving
+
+    async with proving(config.oidc) as accounts:
+        yield Gate(replica, clock, config, metrics, accounts)
 
 
 @asynccontextmanager

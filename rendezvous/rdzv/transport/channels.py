@@ -42,7 +42,8 @@ TOKEN_VARIABLE = "RDZV_TOKEN"
 TOKEN_METADATA_KEY = "authorization"
 """Call metadata under which a token travels, as `Bearer TOKEN`."""
 
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,1024}")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,4096}")
+"""A token of rdzvd, or of a service account of Kubernetes, which has about 1,200 characters."""
 
 
 Metadata = tuple[tuple[str, str], ...]

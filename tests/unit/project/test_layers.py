@@ -197,6 +197,12 @@ RULES = (
         but=of("server/telemetry/otlp.py"),
     ),
     Rule(
+        "a server that trusts no other issuer runs without PyJWT, which is an extra",
+        "**/*.py",
+        never=of("jwt"),
+        but=of("server/security/service_accounts.py", "server/security/issuer_keys.py"),
+    ),
+    Rule(
         "a command line names servers, and is read without gRPC",
         "transport/endpoints.py",
         only=of(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -80,6 +81,7 @@ def test_the_tried_libraries_are_ones_that_the_project_permits() -> None:
     lines = (ROOT / "deploy/constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     project = projects()["."]["project"]
-    asked = project["dependencies"] + project["optional-dependencies"]["otel"]
-    names = {one.partition(">")[0].partition("=")[0].strip().lower() for one in asked}
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["oidc"], *extras["otel"]]
+    names = {re.split(r"[<>=\[]", one)[0].strip().lower() for one in asked}
     assert names <= pinned, "run: make constraints"

@@ -84,7 +84,7 @@ def test_the_command_line_wins(file: Path) -> None:
 
 def test_every_option_that_sets_something_has_a_setting(file: Path, tmp_path: Path) -> None:
     password = tmp_path / "password"
-    password.write_text("secret\n")
+    password.write_text("of etcd alone\n")
     options = {
         "--listen": "127.0.0.1:1",
         "--data-dir": str(tmp_path),
@@ -106,13 +106,13 @@ def test_every_option_that_sets_something_has_a_setting(file: Path, tmp_path: Pa
     }
     code, said = run("--print-config", *(f"{name}={value}" for name, value in options.items()))
     assert code == 0
-    assert "secret" not in said
+    assert "of etcd alone" not in said
     file.write_text(said)
     config = Configuration(file, {}).config
     assert config.etcd is not None
     assert [str(endpoint) for endpoint in config.etcd.endpoints] == ["e1:1", "e2:2"]
     assert (config.etcd.prefix, config.etcd.user, config.etcd.ttl_s) == ("/p", "me", 7)
-    assert config.etcd.password == "secret"
+    assert config.etcd.password == "of etcd alone"
     assert config.otlp == "http://127.0.0.1:6"
     assert (config.auth, config.init_admin_token) == (True, Path("/run/rdzv/admin"))
     assert (config.c10d_python, config.log_format) == ("/usr/bin/python3", "json")
@@ -248,6 +248,42 @@ def test_files_for_tls_that_can_not_be_used_are_refused(file: Path) -> None:
 def test_tls_takes_all_that_belongs_to_it(file: Path, text: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         read(file, text)
+
+
+ISSUER = 'oidc.issuer = "https://kubernetes.default.svc"\n'
+ACCOUNT = '[[oidc.account]]\nnamespace = "team-a"\nroles = ["submit"]\n'
+
+
+def test_service_accounts_that_are_accepted_are_asked_for(file: Path) -> None:
+    pytest.importorskip("jwt", reason="PyJWT is in the extra oidc")
+    pair = PAIR.format(Files(file.parent / "certs").folder)
+    config = read(file, f'listen = "0.0.0.0:1"\n{pair}{ISSUER}{ACCOUNT}')
+    assert config.auth
+    assert config.oidc is not None
+    assert [(one.namespace, one.name, one.known_as) for one in config.oidc.accounts] == [
+        ("team-a", "", "account")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (ISSUER, "without any .*oidc.account.* lets nobody in"),
+        (ACCOUNT, "`oidc.account` without `oidc.issuer`"),
+        (ISSUER + ACCOUNT, "tokens are taken by TLS alone"),
+        (f'auth = "none"\n{PAIR}{ISSUER}{ACCOUNT}', "with `auth` = .none. nobody is asked"),
+        (f"{PAIR}{ISSUER}{ACCOUNT}{ACCOUNT}", "has team-a/every account twice"),
+        (ISSUER.replace("https", "http"), "is not an https address"),
+        (ISSUER + ACCOUNT.replace("submit", "root"), "'root' is not a role"),
+        (ISSUER + ACCOUNT.replace("submit", "node"), "node. go together"),
+        (ISSUER + ACCOUNT.replace("team-a", "Team A"), "is no name of Kubernetes"),
+    ],
+)
+def test_service_accounts_take_all_that_belongs_to_them(
+    file: Path, text: str, problem: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        read(file, text.replace("{0}", "/etc"))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 The name of a caller is its certificate's common name (CN), and its roles are those of the
 organizations (O) that are names of roles. Or both come from its token, which takes precedence,
-since the certificate that comes with it may be the machine's. If callers need no proof, each is
-`ANYBODY`.
+since the certificate that comes with it may be the machine's; a service account's token has the
+name, and the configuration the roles. If callers need no proof, each is `ANYBODY`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Caller:
     name: str
     roles: frozenset[Role]
     proof: str
-    """The proof of its name: `certificate`, or `token` with the token's id."""
+    """The proof of its name: `certificate`, `token` with its id, or `service account` with its
+    name."""
     token: str = ""
     """The id of the token that the caller has shown."""
 
@@ -148,6 +149,11 @@ def certified(pem: bytes) -> Caller:
     # Organizations that are not names of roles have no meaning here.
     roles = [known[other] for other in certificate.organizations if other in known]
     return Caller(name, implied(roles), "certificate")
+
+
+def is_jwt(token: str) -> bool:
+    """Return whether this may be a JWT, which has three parts; a token of rdzvd has no dots."""
+    return token.count(".") == 2
 
 
 def bearer(header: str) -> str:

@@ -92,16 +92,30 @@ class Leadership(Protocol):
         """Return the leader; while no server leads, wait up to `timeout_s` for one."""
 
 
+class Accounts(Protocol):
+    """Callers that another system proves: `service_accounts.ServiceAccounts`."""
+
+    async def caller(self, text: str) -> Caller:
+        """Return the caller with this token."""
+
+
 class Gate:
     """The gate of one server, which checks each call over gRPC and HTTP."""
 
     def __init__(
-        self, leadership: Leadership, clock: Clock, config: Config, meter: Meter | None = None
+        self,
+        leadership: Leadership,
+        clock: Clock,
+        config: Config,
+        meter: Meter | None = None,
+        accounts: Accounts | None = None,
     ) -> None:
+        """`accounts` are the service accounts that callers may be, if any."""
         self._leadership = leadership
         self._clock = clock
         self._config = config
         self._meter = meter or Meter()
+        self._accounts = accounts
         self._logged_ms: int | None = None
         self._unlogged = 0
 
@@ -111,12 +125,16 @@ class Gate:
         Raises:
             UnauthenticatedError: it has shown neither, or nothing that is valid here.
             NotLeaderError: it has shown a token, and this server stands by and knows no tokens.
+            RendezvousConnectionError: it has shown a service account's token, whose key is not
+                known, and cannot be fetched now.
 
         """
         if not self._config.auth:
             return ANYBODY
         if header is not None:
             text = callers.bearer(header)
+            if callers.is_jwt(text):
+                return await self._service_account(text)
             hold_s = self._config.timings.leaderless_hold_ms / 1000
             return (await self._leadership.settled_driver(hold_s)).tokens.caller(text)
         if (caller := certified()) is not None:
@@ -125,6 +143,14 @@ class Gate:
             "this server requires authentication, and the call carries none; give a client "
             "certificate, or a token with --token-file (or RDZV_TOKEN_FILE)"
         )
+
+    async def _service_account(self, text: str) -> Caller:
+        if self._accounts is None:
+            raise UnauthenticatedError(
+                "the token is one of a service account, as Kubernetes makes them, and this server "
+                "accepts none; add a table [oidc] to rdzvd.toml, or show a token of rdzvd"
+            )
+        return await self._accounts.caller(text)
 
     async def admit(self, caller: Caller, row: Row, what: str, rdzv_id: str | None) -> None:
         """Refuse a call that the table does not permit to the caller; `rdzv_id` names the job.

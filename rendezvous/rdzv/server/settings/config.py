@@ -308,6 +308,49 @@ class TlsFiles:
 
 
 @struct(frozen=True)
+class OidcAccount:
+    """A service account, or with an empty name all of a namespace, and what it may do."""
+
+    namespace: str
+    name: str
+    roles: tuple[str, ...]
+    known_as: str = "account"
+    """The source of the caller's name: account, namespace or node."""
+
+
+@struct(frozen=True)
+class Oidc:
+    """Whose service accounts' tokens are accepted, and for what."""
+
+    issuer: str
+    audience: str
+    accounts: tuple[OidcAccount, ...]
+    ca: Path | None = None
+    """The CA of the issuer; None for the system's authorities."""
+    token_file: Path | None = None
+    """The token that is shown to the issuer itself."""
+    leeway_s: float = 30
+    keys_refresh_s: float = 600
+    keys_kept_s: float = 86_400
+
+    def check(self) -> None:
+        """Check what can be checked without the issuer.
+
+        Raises:
+            InvalidRequestError: a file cannot be used, or PyJWT is missing.
+
+        """
+        if find_spec("jwt") is None:
+            raise InvalidRequestError(
+                f"`oidc.issuer` = {self.issuer!r} needs PyJWT, which is not installed here; "
+                "pip install 'rdzv[oidc]', or leave `oidc` out"
+            )
+        if self.ca is not None:
+            check_authorities(self.ca, "CA of the issuer")
+        # A token that is missing now may come before the keys are fetched; the log says so then.
+
+
+@struct(frozen=True)
 class Notify:
     """Where notifications are posted."""
 
@@ -355,6 +398,8 @@ class Config:
     """Where /healthz, /readyz, /metrics and /sd are served; None if they are not."""
     auth: bool = False
     """Whether every caller must authenticate."""
+    oidc: Oidc | None = None
+    """Whose service accounts' tokens are accepted; None if none are."""
     init_admin_token: Path | None = None
     """The file for the first admin's token, used while there is no other admin."""
     otlp: str | None = None
@@ -404,6 +449,8 @@ class Config:
                 "--init-admin-token makes a token, and no caller would need one; give "
                 "--auth=required with it"
             )
+        if self.oidc is not None:
+            self.oidc.check()
         if self.otlp is not None and not _has_opentelemetry():
             raise InvalidRequestError(
                 f"`otlp` = {self.otlp!r} needs OpenTelemetry, which is not installed here; "

@@ -18,6 +18,8 @@ from rdzv.server.settings.config import (
     Config,
     Limits,
     Notify,
+    Oidc,
+    OidcAccount,
     Timings,
     TlsFiles,
     alter,
@@ -55,8 +57,9 @@ def make_config(settings: RdzvdSettings) -> Config:
         insecure=settings.insecure,
         tls=_tls_files(settings),
         advertise=settings.advertise,
-        # Where certificates can authenticate callers, they must.
-        auth=auth == "required" if auth else tls.client_ca is not None,
+        # Where certificates or service accounts can authenticate callers, they must.
+        auth=auth == "required" if auth else bool(tls.client_ca or settings.oidc.issuer),
+        oidc=_oidc(settings),
         init_admin_token=settings.init_admin_token,
         etcd=_etcd(settings),
         http=settings.http,
@@ -87,6 +90,22 @@ def _tls_files(settings: RdzvdSettings) -> TlsFiles | None:
         tls.client_ca,
         http_requires=tls.http_client_auth == "require",
         token_listen=tls.token_listen,
+    )
+
+
+def _oidc(settings: RdzvdSettings) -> Oidc | None:
+    oidc = settings.oidc
+    if oidc.issuer is None:
+        return None
+    return Oidc(
+        oidc.issuer,
+        oidc.audience,
+        tuple(OidcAccount(a.namespace, a.name or "", a.roles, a.known_as) for a in oidc.account),
+        ca=oidc.ca,
+        token_file=oidc.token_file,
+        leeway_s=oidc.leeway,
+        keys_refresh_s=oidc.keys_refresh,
+        keys_kept_s=oidc.keys_kept,
     )
 
 

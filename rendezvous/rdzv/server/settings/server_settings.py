@@ -5,6 +5,7 @@ changes only values that are read at each use.
 """
 
 # The annotations are data, so they are not postponed.
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -74,6 +75,84 @@ class Tls(Table, frozen=True):
         With `tls.client_ca`: the address for nodes and operators that have a token and no
         certificate. gRPC cannot leave that open at one port: callers of `listen` always need a
         certificate.""")] = None
+
+
+def _issuer(text: str) -> None:
+    if not text.startswith("https://") or any(char.isspace() for char in text):
+        raise InvalidRequestError(
+            f"{text!r} is not an https address, which the issuer is named by; `kubectl get --raw "
+            "/.well-known/openid-configuration` shows that of a cluster"
+        )
+
+
+ROLES = ("read", "submit", "node", "admin")
+"""The names of `security.callers.Role`; a test compares them."""
+
+
+def _role(text: str) -> None:
+    if text not in ROLES:
+        raise InvalidRequestError(f"{text!r} is not a role; the roles are: {', '.join(ROLES)}")
+
+
+def _kubernetes_name(text: str) -> None:
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", text):
+        raise InvalidRequestError(
+            f"{text!r} is no name of Kubernetes, which has small letters, digits, - and ."
+        )
+
+
+def _account(settings: "OidcAccount") -> str:
+    if ("node" in settings.roles) == (settings.known_as == "node"):
+        return ""
+    return (
+        '`roles` = ["node"] and `known_as` = "node" go together: a caller with the role node '
+        "speaks for the node of its own name; give both or neither"
+    )
+
+
+class OidcAccount(Table, frozen=True, kw_only=True):
+    """A service account of Kubernetes, or all of one namespace, and what they may do."""
+
+    rules = (Rule(("roles", "known_as"), _account),)
+
+    namespace: Annotated[str, setting(check=_kubernetes_name, reason="""
+        The namespace of the account.""")]
+    name: Annotated[str | None, setting(
+        check=_kubernetes_name, default_words="every account of the namespace", reason="""
+        The account. A table with a name wins over the one of its namespace without.""")] = None
+    roles: Annotated[tuple[str, ...], setting(check=_role, reason="""
+        The roles of the account, of read, submit, node and admin.""")]
+    known_as: Annotated[Literal["account", "namespace", "node"], setting(reason="""
+        The caller's name, and so whose jobs are its own: ACCOUNT@NAMESPACE; the namespace, whose
+        accounts then share their jobs; or the node that its pod runs on, for agents.""",
+    )] = "account"
+
+
+class Oidc(Table, frozen=True):
+    """Callers that are proven by Kubernetes: pods with a token of their service account."""
+
+    issuer: Annotated[str | None, setting(
+        unit="https URL", check=_issuer, default_words="none: such tokens are refused", reason="""
+        Accept service accounts' tokens of this issuer, as it names itself. Its keys are found from
+        there (OpenID discovery). Needs `tls.cert` and rdzv[oidc].""")] = None
+    audience: Annotated[str, setting(reason="""
+        The audience that tokens must be for, so that one made for another service is not good
+        here.""")] = "rdzvd"
+    account: Annotated[tuple[OidcAccount, ...], setting(reason="""
+        A service account and its roles; accounts without a table are refused.""")] = ()
+    ca: Annotated[Path | None, setting(default_words="the system's authorities", reason="""
+        The CA of the issuer (PEM); in a pod /var/run/secrets/kubernetes.io/serviceaccount/ca.crt.
+        """)] = None
+    token_file: Annotated[Path | None, setting(default_words="none", reason="""
+        The token that rdzvd shows to the issuer. The API server of Kubernetes gives its keys only
+        to those who show one.""")] = None
+    leeway: Annotated[Duration, setting(ge=0, le=5 * MINUTE, unit="seconds", reason="""
+        How far the clocks of the issuer and of rdzvd may be apart.""")] = 30
+    keys_refresh: Annotated[Duration, setting(ge=10, le=DAY, unit="seconds", reason="""
+        How often the keys are fetched again. A token signed with an unknown key has them fetched at
+        once, but not more often than every 10 s.""")] = 600
+    keys_kept: Annotated[Duration, setting(ge=MINUTE, le=30 * DAY, unit="seconds", reason="""
+        How long the keys stay good while the issuer cannot be reached.""")] = DAY
 
 
 class Etcd(Table, frozen=True):
@@ -370,6 +449,27 @@ def _tls_together(settings: "RdzvdSettings") -> str:
     return ""
 
 
+def _oidc_together(settings: "RdzvdSettings") -> str:
+    oidc = settings.oidc
+    if oidc.issuer is None:
+        return (
+            "`oidc.account` without `oidc.issuer` lets nobody in; give both" if oidc.account else ""
+        )
+    if not oidc.account:
+        return "`oidc.issuer` without any [[oidc.account]] lets nobody in; give both"
+    named = [f"{one.namespace}/{one.name or 'every account'}" for one in oidc.account]
+    if twice := sorted({name for name in named if named.count(name) > 1}):
+        return f"[[oidc.account]] has {', '.join(twice)} twice; leave one table of it"
+    if settings.tls.cert is None:
+        return "tokens are taken by TLS alone; with `oidc.issuer`, give `tls.cert` and `tls.key`"
+    if settings.auth == "none":
+        return (
+            '`oidc.issuer` names callers, and with `auth` = "none" nobody is asked for a name; '
+            "leave `auth` out"
+        )
+    return ""
+
+
 # fmt: off
 class RdzvdSettings(Table, frozen=True, kw_only=True):
     """Everything that rdzvd.toml may hold."""
@@ -386,6 +486,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         # A forgotten job must have no node that still waits, which would start it again.
         _in_order("limits.job_timeout", "retention.ended_for"),
         Rule(tuple(f"tls.{name}" for name in Tls.__struct_fields__), _tls_together),
+        Rule(("oidc.issuer", "oidc.account", "tls.cert", "auth"), _oidc_together),
     )
 
     listen: Annotated[Listen, setting(unit="HOST:PORT", reason="""
@@ -406,7 +507,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         Listen beyond loopback without encryption or authentication: everyone who reaches the port
         may run and end jobs.""")] = False
     auth: Annotated[Literal["none", "required"] | None, setting(
-        default_words="required with `tls.client_ca`, else none", reason="""
+        default_words="required with `tls.client_ca` or `oidc.issuer`, else none", reason="""
         Whether callers must authenticate, by a client certificate or a token; docs/roles.md says
         what each may do then. `none`: everyone may do everything.""")] = None
     init_admin_token: Annotated[Path | None, setting(default_words="none", reason="""
@@ -430,6 +531,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     log_format: Annotated[Literal["human", "json"], setting(reload=True, reason="""
         Lines for people, or one JSON object a line.""")] = "human"
     tls: Tls
+    oidc: Oidc
     etcd: Etcd
     notify: Notify
     lease: Lease

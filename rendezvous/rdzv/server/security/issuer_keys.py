@@ -1,0 +1,253 @@
+"""The public keys of an issuer of tokens: fetched from it, and kept while it cannot be reached.
+
+One task fetches them, so no call does and no flood of calls makes more than one request every
+`RETRY_S`. A call whose key is not known waits for the next fetch, and at most `HOLD_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+import jwt
+import msgspec
+
+from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnauthenticatedError, short
+from rdzv.runtime.concurrency import beside
+from rdzv.server.settings.config import Oidc
+
+log = logging.getLogger("rdzv.access")
+
+DISCOVERY = "/.well-known/openid-configuration"
+
+RETRY_S = 10.0
+"""The shortest time between two fetches."""
+
+FETCH_WITHIN_S = 5.0
+"""How long a fetch may take: two requests."""
+
+HOLD_S = 8.0
+"""How long a call waits for a key that is not known; nodes wait 10 s for an answer."""
+
+MOST_WAITING = 256
+"""Calls that may wait for a fetch at once."""
+
+MOST_BYTES = 256 * 1024
+"""The longest answer of the issuer."""
+
+MOST_KEYS = 64
+
+ALGORITHMS = frozenset(
+    f"{kind}{bits}" for kind in ("RS", "PS", "ES") for bits in ("256", "384", "512")
+) | {"EdDSA"}
+"""The signatures that are accepted. All are asymmetric: who can check one cannot make one."""
+
+Keys = Mapping[str, jwt.PyJWK]
+Fetch = Callable[[], Awaitable[Keys]]
+"""Returns the keys by `kid`; raises `FetchError`."""
+
+
+class FetchError(Exception):
+    """The keys could not be fetched; the message says why."""
+
+
+class IssuerKeys:
+    """The keys of one issuer. `following` creates it and keeps it current."""
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        issuer: str,
+        *,
+        refresh_s: float,
+        kept_s: float,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fetch = fetch
+        self._issuer = issuer
+        self._refresh_s = refresh_s
+        self._kept_s = kept_s
+        self._now_s = now_s
+        self._keys: Keys = {}
+        self._fetched_s = 0.0
+        self._trouble = "they have not been fetched yet"
+        """Why the last fetch failed; empty if it succeeded."""
+        self._begun = self._done = 0
+        self._changed = asyncio.Condition()
+        self._wanted = asyncio.Event()
+        self._waiting = 0
+
+    async def key(self, kid: str) -> jwt.PyJWK:
+        """Return a key; if it is not known, wait for a fetch that begins after this call.
+
+        Raises:
+            UnauthenticatedError: the issuer has no such key.
+            RendezvousConnectionError: whether it has is not known; the caller asks again.
+            LimitExceededError: too many calls wait for unknown keys.
+
+        """
+        if (found := self._known(kid)) is not None:
+            return found
+        if self._waiting >= MOST_WAITING:
+            raise LimitExceededError(
+                f"{self._waiting} calls wait for keys of {self._issuer} already; try again"
+            )
+        wanted = self._begun + 1
+        self._wanted.set()
+        self._waiting += 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HOLD_S), self._changed:
+                    await self._changed.wait_for(
+                        lambda: self._done >= wanted or self._known(kid) is not None
+                    )
+        finally:
+            self._waiting -= 1
+        if (found := self._known(kid)) is not None:
+            return found
+        if self._done >= wanted and not self._trouble:
+            raise UnauthenticatedError(
+                f"the token is signed with key {short(kid)!r}, which {self._issuer} does not have; "
+                "fetch a new token (kubelet renews a projected one by itself)"
+            )
+        raise RendezvousConnectionError(
+            f"the token cannot be checked: its key is not known here, and those of {self._issuer} "
+            f"cannot be fetched now: {self._trouble or 'another fetch has just ended'}; try again"
+        )
+
+    def _known(self, kid: str) -> jwt.PyJWK | None:
+        if self._now_s() - self._fetched_s > self._kept_s:
+            return None
+        return self._keys.get(kid)
+
+    async def follow(self) -> None:
+        """Fetch the keys whenever they are old, or one that is not known is wanted."""
+        while True:
+            self._wanted.clear()
+            self._begun += 1
+            await self._fetch_once()
+            async with self._changed:
+                self._done = self._begun
+                self._changed.notify_all()
+            await asyncio.sleep(RETRY_S)
+            if not self._trouble:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._refresh_s - RETRY_S):
+                        await self._wanted.wait()
+
+    async def _fetch_once(self) -> None:
+        former = self._trouble
+        try:
+            keys = await self._fetch()
+        except FetchError as error:
+            self._trouble = str(error)
+            if self._trouble != former:
+                left_s = max(0.0, self._fetched_s + self._kept_s - self._now_s())
+                also = (
+                    f"the {len(self._keys)} that are known stay good for {left_s / 60:.0f} min"
+                    if self._keys
+                    else "callers with a token of it are asked to come again"
+                )
+                log.warning("the keys of %s cannot be fetched: %s; %s", self._issuer, error, also)
+            return
+        if former or keys.keys() != self._keys.keys():
+            log.info("%s has %d keys: %s", self._issuer, len(keys), ", ".join(keys))
+        self._keys, self._fetched_s, self._trouble = keys, self._now_s(), ""
+
+
+@asynccontextmanager
+async def following(oidc: Oidc) -> AsyncIterator[IssuerKeys]:
+    """Keep an issuer's keys current until the body ends."""
+
+    async def fetch() -> Keys:
+        return await fetch_keys(oidc)
+
+    keys = IssuerKeys(fetch, oidc.issuer, refresh_s=oidc.keys_refresh_s, kept_s=oidc.keys_kept_s)
+    async with beside(keys.follow()):
+        yield keys
+
+
+async def fetch_keys(oidc: Oidc) -> Keys:
+    """Fetch an issuer's keys, as OpenID discovery says.
+
+    Raises:
+        FetchError: they cannot be fetched.
+
+    """
+    headers = {"Accept": "application/json"}
+    try:
+        if oidc.token_file is not None:
+            token = oidc.token_file.read_text(encoding="ascii").strip()
+            headers["Authorization"] = f"Bearer {token}"
+        # Read for each fetch: the CA may be renewed.
+        trusted = ssl.create_default_context(cafile=oidc.ca)
+        timeout = aiohttp.ClientTimeout(total=FETCH_WITHIN_S)
+        async with (
+            asyncio.timeout(FETCH_WITHIN_S),
+            aiohttp.ClientSession(
+                timeout=timeout,
+                connector=aiohttp.TCPConnector(ssl=trusted),
+                headers=headers,
+                trust_env=True,
+            ) as session,
+        ):
+            found = await _json(session, oidc.issuer.rstrip("/") + DISCOVERY)
+            if found.get("issuer") != oidc.issuer:
+                raise FetchError(
+                    f"it calls itself {short(str(found.get('issuer')))!r}; give that as "
+                    "`oidc.issuer`"
+                )
+            address = str(found.get("jwks_uri"))
+            if not address.startswith("https://"):
+                raise FetchError(f"its keys are at {short(address)!r}, which is not https")
+            return read_keys(await _json(session, address))
+    except TimeoutError as error:
+        raise FetchError(f"no answer within {FETCH_WITHIN_S:g} s") from error
+    except (OSError, UnicodeDecodeError, aiohttp.ClientError, ssl.SSLError) as error:
+        raise FetchError(str(error) or type(error).__name__) from error
+
+
+async def _json(session: aiohttp.ClientSession, address: str) -> dict[str, object]:
+    # A redirect would carry our token elsewhere.
+    async with session.get(address, allow_redirects=False) as answer:
+        try:
+            await answer.content.readexactly(MOST_BYTES)
+        except asyncio.IncompleteReadError as whole:
+            body = whole.partial
+        else:
+            raise FetchError(f"{short(address)} answers more than {MOST_BYTES} bytes")
+        if answer.status != 200:
+            why = " (it wants a token: `oidc.token_file`)" if answer.status in (401, 403) else ""
+            raise FetchError(f"{short(address)} answers {answer.status}{why}")
+    try:
+        return msgspec.json.decode(body, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise FetchError(f"{short(address)} answers no JSON object: {error}") from error
+
+
+def read_keys(document: Mapping[str, object]) -> Keys:
+    """Return the keys of a JWK set that are for signatures of `ALGORITHMS`, by `kid`.
+
+    Raises:
+        FetchError: there is none.
+
+    """
+    listed = document.get("keys")
+    found: dict[str, jwt.PyJWK] = {}
+    for one in listed[:MOST_KEYS] if isinstance(listed, list) else ():
+        if not isinstance(one, dict) or one.get("use", "sig") != "sig":
+            continue
+        kid = one.get("kid")
+        # A key of a kind that we do not know is no reason to refuse the others.
+        with suppress(jwt.PyJWTError):
+            key = jwt.PyJWK.from_dict(one)
+            if isinstance(kid, str) and kid and key.algorithm_name in ALGORITHMS:
+                found[kid] = key
+    if not found:
+        raise FetchError("it has no key that signatures can be checked with")
+    return found

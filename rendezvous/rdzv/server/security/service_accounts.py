@@ -1,0 +1,179 @@
+"""Callers that Kubernetes proves: pods with a projected token of their service account.
+
+Such a token is a JWT that names account, namespace, pod and, since Kubernetes 1.30, the pod's node.
+It is checked here, and never sent on. Its table `[[oidc.account]]` gives the caller its roles, and
+says which of these names is its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import jwt
+
+from rdzv.errors import InvalidRequestError, UnauthenticatedError, short
+from rdzv.server.security.callers import Caller, Role, implied, name_of
+from rdzv.server.security.issuer_keys import ALGORITHMS, following
+from rdzv.server.settings.config import Oidc, OidcAccount
+
+_SUBJECT = re.compile(r"system:serviceaccount:([a-z0-9-]{1,63}):([a-z0-9.-]{1,253})")
+
+_CLAIMS = ["iss", "sub", "aud", "exp"]
+"""The claims that a token needs."""
+
+
+class KeySource(Protocol):
+    """Where the issuer's keys come from."""
+
+    async def key(self, kid: str) -> jwt.PyJWK:
+        """Return a key; `IssuerKeys.key` has the errors."""
+
+
+class ServiceAccounts:
+    """The service accounts that one server knows."""
+
+    def __init__(self, oidc: Oidc, keys: KeySource) -> None:
+        self._oidc = oidc
+        self._keys = keys
+        self._accounts = {(one.namespace, one.name): one for one in oidc.accounts}
+
+    async def caller(self, text: str) -> Caller:
+        """Return the caller with this token. No error quotes the token.
+
+        Raises:
+            UnauthenticatedError: it is not valid, not for this server, or of an unknown account.
+            RendezvousConnectionError: the issuer's keys are not known, and cannot be fetched now.
+            LimitExceededError: too many callers wait for the issuer's keys.
+
+        """
+        try:
+            header = jwt.get_unverified_header(text)
+            claimed = jwt.decode(text, options={"verify_signature": False})
+        except jwt.PyJWTError as error:
+            raise UnauthenticatedError(
+                "the token cannot be read: it is neither one of rdzvd nor of Kubernetes"
+            ) from error
+        algorithm, kid = header.get("alg"), header.get("kid")
+        if algorithm not in ALGORITHMS:
+            raise UnauthenticatedError(
+                f"the token is signed by {short(str(algorithm))!r}, which proves nothing here; "
+                f"accepted are {', '.join(sorted(ALGORITHMS))}"
+            )
+        # Before its key is looked for, which another issuer's never is.
+        if claimed.get("iss") != self._oidc.issuer:
+            raise UnauthenticatedError(
+                f"the token is of issuer {short(str(claimed.get('iss')))!r}, and this server "
+                f"accepts those of {self._oidc.issuer!r} (`oidc.issuer`)"
+            )
+        if not isinstance(kid, str) or not kid:
+            raise UnauthenticatedError("the token does not say which key has signed it (kid)")
+        key = await self._keys.key(kid)
+        return self._known(self._checked(text, key))
+
+    def _checked(self, text: str, key: jwt.PyJWK) -> Mapping[str, Any]:
+        """Return the claims of a token that is authentic, in time, and for this server."""
+        oidc = self._oidc
+        try:
+            claims: dict[str, Any] = jwt.decode(
+                text,
+                key,
+                algorithms=[key.algorithm_name],
+                issuer=oidc.issuer,
+                audience=oidc.audience,
+                leeway=oidc.leeway_s,
+                options={"require": _CLAIMS},
+            )
+            return claims
+        except jwt.PyJWTError as error:
+            # The signature is checked first: any other error is about claims that are authentic.
+            trouble = _in_words(error, jwt.decode(text, options={"verify_signature": False}), oidc)
+            raise UnauthenticatedError(trouble) from error
+
+    def _known(self, claims: Mapping[str, Any]) -> Caller:
+        """Return the caller that authentic claims are about."""
+        found = _SUBJECT.fullmatch(str(claims["sub"]))
+        if found is None:
+            raise UnauthenticatedError(
+                f"the token is of {short(str(claims['sub']))!r}, which is no service account"
+            )
+        namespace, name = found.groups()
+        account = self._accounts.get((namespace, name)) or self._accounts.get((namespace, ""))
+        if account is None:
+            raise UnauthenticatedError(
+                f"service account {namespace}/{name} is not known here; add an [[oidc.account]] "
+                f'with namespace = "{namespace}" to rdzvd.toml, and its roles'
+            )
+        roles = implied(Role(role) for role in account.roles)
+        proof = f"service account {namespace}/{name}"
+        try:
+            return Caller(name_of(_name(account, namespace, name, claims)), roles, proof)
+        except InvalidRequestError as error:
+            raise UnauthenticatedError(f"{proof}: {error}") from error
+
+
+def _name(account: OidcAccount, namespace: str, name: str, claims: Mapping[str, Any]) -> str:
+    """Return the name that the account's callers have."""
+    if account.known_as != "node":
+        return namespace if account.known_as == "namespace" else f"{name}@{namespace}"
+    of_kubernetes = claims.get("kubernetes.io")
+    node = of_kubernetes.get("node") if isinstance(of_kubernetes, dict) else None
+    if not isinstance(node, dict) or not isinstance(node.get("name"), str):
+        raise UnauthenticatedError(
+            f"the token of {namespace}/{name} does not name the node of its pod, which "
+            '`known_as` = "node" needs: it has to be a projected token of a pod, by Kubernetes '
+            "1.30 or newer"
+        )
+    return str(node["name"])
+
+
+def _in_words(error: jwt.PyJWTError, claims: Mapping[str, Any], oidc: Oidc) -> str:
+    """Say why a token is not accepted, with both values."""
+    renewed = "kubelet renews a projected one by itself, and its file is read at each call"
+    match error:
+        case jwt.ExpiredSignatureError():
+            return f"the token has expired at {_time(claims['exp'])}; {renewed}"
+        case jwt.ImmatureSignatureError():
+            begins = claims.get("nbf", claims.get("iat"))
+            return (
+                f"the token is good from {_time(begins)} on, and here it is {_time(_now())}; "
+                "compare the clocks of the two machines"
+            )
+        case jwt.InvalidAudienceError():
+            named = claims.get("aud")
+            audiences = named if isinstance(named, list) else [named]
+            theirs = ", ".join(repr(short(str(one))) for one in audiences[:4])
+            return (
+                f"the token is for audience {theirs}, and this server wants {oidc.audience!r}; "
+                "set `audience` of the pod's serviceAccountToken volume to that"
+            )
+        case jwt.MissingRequiredClaimError():
+            return f"the token has no {short(error.claim)!r}, which it needs"
+        case _:
+            return "the token's signature is not by its issuer's key, or its claims are damaged"
+
+
+def _now() -> float:
+    return datetime.now(UTC).timestamp()
+
+
+def _time(stamp: object) -> str:
+    """Return a time of a token for people.
+
+    >>> _time(0)
+    '1970-01-01T00:00:00Z'
+    """
+    try:
+        return datetime.fromtimestamp(float(str(stamp)), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return repr(short(str(stamp)))
+
+
+@asynccontextmanager
+async def proving(oidc: Oidc) -> AsyncIterator[ServiceAccounts]:
+    """Yield the service accounts that callers may be; their issuer's keys are kept current."""
+    async with following(oidc) as keys:
+        yield ServiceAccounts(oidc, keys)

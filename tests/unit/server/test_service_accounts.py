@@ -1,0 +1,255 @@
+"""Callers proven by tokens of Kubernetes' service accounts, by a real HTTPS issuer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+jwt = pytest.importorskip("jwt", reason="PyJWT is in the extra oidc")
+
+from rdzv.errors import (  # noqa: E402
+    LimitExceededError,
+    RendezvousConnectionError,
+    UnauthenticatedError,
+)
+from rdzv.server.security import issuer_keys  # noqa: E402
+from rdzv.server.security.callers import Caller, Role  # noqa: E402
+from rdzv.server.security.service_accounts import ServiceAccounts, proving  # noqa: E402
+from rdzv.server.settings.config import Oidc, OidcAccount  # noqa: E402
+from rdzv.server.settings.server_settings import ROLES  # noqa: E402
+from tests.support.issuer import AUDIENCE, Issuer, Key, issuing  # noqa: E402
+
+ACCOUNTS = (
+    OidcAccount("team-a", "", ("submit",)),
+    OidcAccount("team-a", "shared", ("submit",), "namespace"),
+    OidcAccount("rdzv", "agent", ("node",), "node"),
+)
+
+
+@pytest.fixture
+def issuer(tmp_path: Path) -> Iterator[Issuer]:
+    with issuing(tmp_path / "issuer") as running:
+        yield running
+
+
+def oidc_of(issuer: Issuer, /, **more: Any) -> Oidc:
+    return Oidc(**{"issuer": issuer.url, "audience": AUDIENCE, "accounts": ACCOUNTS} | more)
+
+
+@asynccontextmanager
+async def accounts_of(issuer: Issuer, **more: Any) -> AsyncIterator[ServiceAccounts]:
+    async with proving(oidc_of(issuer, **{"ca": issuer.ca} | more)) as accounts:
+        yield accounts
+
+
+async def refusal(accounts: ServiceAccounts, token: str) -> str:
+    with pytest.raises(UnauthenticatedError) as refused:
+        await accounts.caller(token)
+    assert token[-20:] not in str(refused.value), "no error quotes a token"
+    return str(refused.value)
+
+
+def made_by_hand(claims: dict[str, Any], algorithm: str, secret: bytes = b"") -> str:
+    """Make a token that no library would make, unsigned or with a signature by a secret."""
+
+    def part(value: bytes) -> str:
+        return base64.urlsafe_b64encode(value).rstrip(b"=").decode()
+
+    head = {"alg": algorithm, "kid": "one"}
+    text = f"{part(json.dumps(head).encode())}.{part(json.dumps(claims).encode())}"
+    return f"{text}.{part(hmac.digest(secret, text.encode(), 'sha256')) if secret else ''}"
+
+
+async def test_a_token_says_who_calls_and_the_tables_what_it_may(issuer: Issuer) -> None:
+    async with accounts_of(issuer) as accounts:
+        submits = frozenset({Role.SUBMIT, Role.READ})
+        proof = "service account team-a/train"
+        assert await accounts.caller(issuer.token()) == Caller("train@team-a", submits, proof)
+        shared = await accounts.caller(issuer.token("shared"))
+        assert (shared.name, shared.proof) == ("team-a", "service account team-a/shared")
+        agent = await accounts.caller(issuer.token("agent", namespace="rdzv", node="gpu-7"))
+        assert (agent.name, agent.roles) == ("gpu-7", frozenset({Role.NODE}))
+
+
+async def test_an_issuer_may_sign_with_rsa_and_have_other_keys_beside(issuer: Issuer) -> None:
+    issuer.keys = [Key("rsa", "RS256"), Key("one")]
+    issuer.keys[1].public = {"kty": "oct", "k": "c2VjcmV0", "kid": "one", "alg": "HS256"}
+    async with accounts_of(issuer) as accounts:
+        assert (await accounts.caller(issuer.token())).name == "train@team-a"
+
+
+async def test_what_is_not_for_us_is_refused_with_both_values(issuer: Issuer) -> None:
+    now = int(time.time())
+    async with accounts_of(issuer, leeway_s=30) as accounts:
+        await accounts.caller(issuer.token(exp=now - 20))
+        assert "has expired at" in await refusal(accounts, issuer.token(exp=now - 40))
+        await accounts.caller(issuer.token(nbf=now + 20, iat=now + 20))
+        said = await refusal(accounts, issuer.token(nbf=now + 60))
+        assert "is good from" in said
+        assert "compare the clocks" in said
+        said = await refusal(accounts, issuer.token(aud=["vault", "api"]))
+        assert "for audience 'vault', 'api', and this server wants 'rdzvd'" in said
+        said = await refusal(accounts, issuer.token(iss="https://elsewhere"))
+        assert (
+            f"of issuer 'https://elsewhere', and this server accepts those of {issuer.url!r}"
+            in (said)
+        )
+        for claim in ("exp", "aud", "sub"):
+            assert f"has no {claim!r}" in await refusal(accounts, issuer.token(**{claim: None}))
+        assert "'alice', which is no service" in await refusal(accounts, issuer.token(sub="alice"))
+        said = await refusal(accounts, issuer.token("train", namespace="team-b"))
+        assert (
+            'team-b/train is not known here; add an [[oidc.account]] with namespace = "team-b"'
+            in (said)
+        )
+        said = await refusal(
+            accounts, issuer.token("agent", namespace="rdzv", **{"kubernetes.io": {}})
+        )
+        assert "does not name the node of its pod" in said
+
+
+async def test_only_the_issuers_own_key_proves_anything(issuer: Issuer) -> None:
+    async with accounts_of(issuer) as accounts:
+        claims = issuer.claims()
+        for algorithm in ("none", "HS256", "None"):
+            assert f"signed by {algorithm!r}, which proves nothing" in await refusal(
+                accounts, made_by_hand(claims, algorithm)
+            )
+        # Everybody has the public key: as the secret of a symmetric signature it proves nothing.
+        forged = made_by_hand(claims, "HS256", json.dumps(issuer.keys[0].public).encode())
+        assert "'HS256', which proves nothing" in await refusal(accounts, forged)
+        # Of the right name, and another key: also one of another kind.
+        for other in (Key("one"), Key("one", "RS256")):
+            assert "not by its issuer's key" in await refusal(accounts, issuer.token(key=other))
+        head, body, tail = issuer.token().split(".")
+        admin = made_by_hand({**claims, "sub": "system:serviceaccount:rdzv:agent"}, "ES256")
+        assert "not by its issuer's key" in await refusal(
+            accounts, f"{head}.{admin.split('.')[1]}.{tail}"
+        )
+        assert "which key has signed it" in await refusal(
+            accounts, jwt.encode(claims, issuer.keys[0].private, "ES256")
+        )
+        for damaged in ("a.b.c", "..", f"{head}.{body}", f"{head}.!.{tail}"):
+            with pytest.raises(UnauthenticatedError, match="cannot be read"):
+                await accounts.caller(damaged)
+
+
+async def test_rotated_keys_are_fetched_when_a_token_names_one(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(issuer_keys, "RETRY_S", 0.05)
+    async with accounts_of(issuer) as accounts:
+        await accounts.caller(issuer.token())
+        old, issuer.keys = issuer.token(), [Key("two")]
+        assert (await accounts.caller(issuer.token())).name == "train@team-a"
+        assert "key 'one', which" in await refusal(accounts, old)
+
+
+async def test_unknown_keys_make_no_more_than_one_request_each_while(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a key is there is not known then, so the caller is asked to come again."""
+    monkeypatch.setattr(issuer_keys, "MOST_WAITING", 5)
+    async with accounts_of(issuer) as accounts:
+        await accounts.caller(issuer.token())
+        monkeypatch.setattr(issuer_keys, "HOLD_S", 0.05)
+        strangers = [issuer.token(key=Key(f"x{number}")) for number in range(8)]
+        ends = await asyncio.gather(*map(accounts.caller, strangers), return_exceptions=True)
+        assert [type(end) for end in ends] == [
+            *[RendezvousConnectionError] * 5,
+            *[LimitExceededError] * 3,
+        ]
+        assert issuer.asked == ["/.well-known/openid-configuration", "/keys"]
+
+
+async def test_known_keys_go_on_while_the_issuer_is_away(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(issuer_keys, "RETRY_S", 0.02)
+    monkeypatch.setattr(issuer_keys, "HOLD_S", 0.2)
+    with caplog.at_level(logging.INFO, "rdzv.access"):
+        async with accounts_of(issuer) as accounts:
+            good = issuer.token()
+            await accounts.caller(good)
+            issuer.away = True
+            with pytest.raises(RendezvousConnectionError, match="answers 503; try again"):
+                await accounts.caller(issuer.token(key=Key("two")))
+            assert (await accounts.caller(good)).name == "train@team-a"
+            issuer.away, issuer.keys = False, [*issuer.keys, Key("three")]
+            await accounts.caller(issuer.token(key=issuer.keys[1]))
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"{issuer.url} has 1 keys",
+        f"the keys of {issuer.url} cannot be fetched",
+        f"{issuer.url} has 2 keys",
+    ]
+    assert "the 1 that are known stay good for 1440 min" in lines[1]
+
+
+async def test_keys_are_not_kept_for_ever(issuer: Issuer) -> None:
+    """Else a key that was stolen and replaced would stay good where the issuer is cut off."""
+    at = 1_000.0
+    keys: issuer_keys.Keys = {"one": jwt.PyJWK.from_dict(issuer.keys[0].public)}
+
+    async def fetch() -> issuer_keys.Keys:
+        if at > 1_000:
+            raise issuer_keys.FetchError("no answer")
+        return keys
+
+    held = issuer_keys.IssuerKeys(
+        fetch, "https://issuer", refresh_s=60, kept_s=3600, now_s=lambda: at
+    )
+    following = asyncio.create_task(held.follow())
+    await held.key("one")
+    at += 3600
+    await held.key("one")
+    at += 1
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(issuer_keys, "HOLD_S", 0.01)
+        with pytest.raises(RendezvousConnectionError):
+            await held.key("one")
+    following.cancel()
+
+
+async def test_a_fetch_has_a_deadline(issuer: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(issuer_keys, "FETCH_WITHIN_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"https://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(issuer_keys.FetchError, match=r"no answer within 0.1 s"):
+            await issuer_keys.fetch_keys(oidc_of(issuer, issuer=url, ca=issuer.ca))
+
+
+async def test_a_fetch_that_fails_says_why(issuer: Issuer, tmp_path: Path) -> None:
+    async def trouble(**more: Any) -> str:
+        with pytest.raises(issuer_keys.FetchError) as failed:
+            await issuer_keys.fetch_keys(oidc_of(issuer, **{"ca": issuer.ca} | more))
+        return str(failed.value)
+
+    assert "certificate verify failed" in await trouble(ca=None)
+    issuer.wants_token = "of-rdzvd"
+    assert "answers 403 (it wants a token: `oidc.token_file`)" in await trouble()
+    shown = tmp_path / "token"
+    assert "No such file" in await trouble(token_file=shown)
+    shown.write_text("of-rdzvd\n")
+    await issuer_keys.fetch_keys(oidc_of(issuer, ca=issuer.ca, token_file=shown))
+    issuer.calls_itself = "https://kubernetes.default.svc"
+    assert "calls itself 'https://kubernetes.default.svc'; give that" in await trouble(
+        token_file=shown
+    )
+    issuer.calls_itself, issuer.keys = None, []
+    assert "no key that signatures can be checked with" in await trouble(token_file=shown)
+
+
+def test_the_settings_know_the_roles() -> None:
+    assert set(ROLES) == {role.value for role in Role}
