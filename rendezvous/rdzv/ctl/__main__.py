@@ -65,10 +65,10 @@ Examples:
 \b
 Exit codes:
   0   ok
-  1   what was asked for is not there, or the server refused
+  1   not found, or refused by the server
   2   the command line is wrong
   75  the server cannot be reached; the same command may succeed later
-  77  the server does not let this caller do that
+  77  this caller may not do that
 """
 
 
@@ -190,7 +190,9 @@ def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None)
         server = os.environ.get("RDZV_SERVER") or None
     context.obj = Connection(server, timeout_s)
     if context.invoked_subcommand is None:
-        raise click.UsageError("a command is missing", context)
+        # An error, since a script whose variable is empty has not done what was meant.
+        click.echo(context.get_help(), err=True)
+        context.exit(USAGE)
 
 
 for _command in (command for section in SECTIONS.values() for command in section):

@@ -13,11 +13,17 @@ from collections.abc import Sequence
 import click
 
 from rdzv.client import ControlClient
-from rdzv.core.timed_text import without_times
 from rdzv.ctl import as_text
 from rdzv.ctl.as_text_logs import show
 from rdzv.ctl.layout import page_for
-from rdzv.ctl.watch import EXIT_CODES, HISTORY_EVENTS, exit_code, one_of_many, watching
+from rdzv.ctl.watch import (
+    EXIT_CODES,
+    HISTORY_EVENTS,
+    StateReports,
+    exit_code,
+    one_of_many,
+    watching,
+)
 from rdzv.errors import InvalidRequestError, RendezvousClosedError, RendezvousError
 from rdzv.view import as_json
 from rdzv.view.answers import Event, JobStatus
@@ -58,8 +64,7 @@ class _Story:
         self._client = client
         self._rdzv_id = rdzv_id
         self._run = run
-        self._told = ("", "")
-        """The state and reason last reported, without the times that change in the reason."""
+        self._reports = StateReports(rdzv_id)
         self._end: JobStatus | RendezvousError | None = None
 
     def tell(self) -> None:
@@ -81,11 +86,7 @@ class _Story:
         if status.state in EXIT_CODES:
             self._end = status
             return
-        reason = (status.reason or "").removeprefix(f"{status.state}: ")
-        news = (status.state, without_times(status.reason or "", status.reason_times))
-        if news != self._told:
-            _say(f"{self._rdzv_id} is {status.state}: {reason}")
-            self._told = news
+        self._reports.report(status)
 
     def end(self) -> int:
         """Report how the run ended; return its exit code."""

@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 import click
 
 from rdzv.client import ControlClient
+from rdzv.core.timed_text import without_times
 from rdzv.ctl import as_text, live
 from rdzv.ctl.layout import page_for
 from rdzv.errors import RendezvousConnectionError, RendezvousError
@@ -259,8 +260,29 @@ def exit_code(status: JobStatus) -> int | None:
     return EXIT_NO_PROGRESS if status.no_progress else EXIT_CODES.get(status.state)
 
 
+class StateReports:
+    """Reports on stderr what a job does and why, once for each change."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._reported = ("", "")
+        """The state and reason last reported, without the times that change in the reason."""
+
+    def report(self, status: JobStatus) -> None:
+        """Report a job that has not ended, unless only times in its reason have changed."""
+        news = (status.state, without_times(status.reason or "", status.reason_times))
+        if news != self._reported:
+            reason = (status.reason or "").removeprefix(f"{status.state}: ")
+            click.echo(harmless(f"rdzvctl: {self._job} is {status.state}: {reason}"), err=True)
+            self._reported = news
+
+
 def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, int]:
-    """Wait until a job has ended or the timeout expires; return a message and an exit code."""
+    """Wait until a job has ended or the timeout expires; return a message and an exit code.
+
+    Until then, the job's state and reason are reported on stderr, at once and when they change.
+    """
+    reports = StateReports(job)
     deadline_s = None if wait_s is None else time.monotonic() + wait_s
     with watching(client, job) as news:
         last: _Seen | None = None
@@ -274,3 +296,4 @@ def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, in
             code = exit_code(seen.status)
             if code is not None:
                 return f"{job} has {seen.status.state}: {seen.status.reason}", code
+            reports.report(seen.status)

@@ -400,7 +400,6 @@ def test_options_after_the_command_win(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "a command is missing; see rdzvctl --help"),
         (["lst"], "No such command 'lst'"),
         (["status"], "Missing argument 'JOB'; see rdzvctl status --help"),
         (["status", "a", "-o", "xml"], "'xml' is not one of 'text', 'json', 'yaml'"),
@@ -421,10 +420,21 @@ def test_a_wrong_command_line_is_one_line_too(
     assert text in captured.err
 
 
+def test_without_a_command_it_prints_its_help_as_an_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert run([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == text
+
+
 def test_help_documents_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     text = capsys.readouterr().out
-    for code in ("  0   ok", "  1   what", "  2   the", "  75  the"):
+    for code in ("  0   ok", "  1   not", "  2   the", "  75  the"):
         assert code in text
 
 

@@ -27,6 +27,7 @@ from rdzv.core.timed_text import left
 from rdzv.ctl import live
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page
+from rdzv.ctl.watch import StateReports
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import JobStatus
 
@@ -304,6 +305,21 @@ def test_a_job_without_progress_is_told_apart_by_who_waits_for_it(
     assert "has failed: no progress: none of 2" in capsys.readouterr().out
 
 
+def test_a_wait_reports_state_and_reason_once_for_each_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A wait that has only become shorter is no change."""
+    reports = StateReports("gpt-small")
+    for seconds in (20, 10):
+        joining = control_samples.joining()
+        give_reason(joining, "joining: " + LAST_CALL_LEFT + left(seconds * 1000) + " left")
+        reports.report(of(joining))
+    reports.report(of(control_samples.running()))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"rdzvctl: gpt-small is joining: {LAST_CALL_LEFT}20 s left"
+    assert second.startswith("rdzvctl: gpt-small is running: ")
+
+
 @pytest.mark.parametrize("words", [["status", "-w", "gpt-small"], ["wait", "gpt-small"]])
 def test_a_server_that_goes_away_is_told_once_each_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
@@ -314,7 +330,7 @@ def test_a_server_that_goes_away_is_told_once_each_time(
     control.cuts = 2
     with serving(control) as endpoint:
         assert run([f"--server={endpoint}", *words]) == (1 if words[0] == "wait" else 0)
-    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in capsys.readouterr().err.splitlines() if " is joining: " not in line]
     assert len(lines) == 2
     for line in lines:
         assert line.startswith(f"rdzvctl: cannot reach rdzvd at {endpoint}: the other side closed")

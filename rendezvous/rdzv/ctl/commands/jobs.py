@@ -31,8 +31,8 @@ MOST_ENDED = 10
     "--watch",
     "watched",
     is_flag=True,
-    help="Show it anew whenever it changes, until it has ended or Ctrl-C; with -o json one "
-    "document a line, with -o yaml one after each ---.",
+    help="Show it again whenever it changes, until it has ended or Ctrl-C; with -o json one "
+    "document per line, with -o yaml one after each ---.",
 )
 @output_option
 @connection_options
@@ -81,18 +81,25 @@ def status_command(
     "--sort",
     "order",
     type=click.Choice(["name", "state", "age", "nodes", "restarts"]),
-    help="By name, by state, or the latest change, the most nodes or the most restarts first. "
-    "Without it: by name, and jobs that have ended by when that was.",
+    help="By name or state; or the latest change, most nodes or most restarts first. "
+    "Default: by name, and ended jobs by when they ended.",
 )
-@click.option("--all", "everything", is_flag=True, help=f"Also more than {MOST_ENDED} ended jobs.")
-@click.option("-w", "--watch", "watched", is_flag=True, help="Show it anew every 2 s until Ctrl-C.")
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help=f"List all ended jobs, not only the latest {MOST_ENDED}.",
+)
+@click.option(
+    "-w", "--watch", "watched", is_flag=True, help="Show it again every 2 s until Ctrl-C."
+)
 @click.option(
     "-o",
     "--output",
     type=click.Choice(["text", "wide", "name", "json", "yaml"]),
     default="text",
     show_default=True,
-    help="text for people; wide: with all columns and whole reasons; name: names alone; json or "
+    help="text for people; wide: all columns and full reasons; name: names only; json or "
     "yaml for programs, with all ended jobs.",
 )
 @connection_options
@@ -106,9 +113,9 @@ def list_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str | None:
-    """Show every job, or those whose name fits NAME, one line each.
+    """Show every job, or those whose name matches NAME, one line each.
 
-    NAME may have * and ?, as in 'gpt-*'. Jobs that have ended are shown apart.
+    NAME may contain * and ?, as in 'gpt-*'. Jobs that have ended are listed separately.
 
     \b
     rdzvctl list -s running -s queued --sort nodes
@@ -151,7 +158,7 @@ def list_command(
     "wait_s",
     type=click.FloatRange(min=0, min_open=True, max=30 * 86_400),
     metavar="SECONDS",
-    help="Give up after so long; without it, never.",
+    help="Give up after this time; without it, never.",
 )
 @connection_options
 @click.pass_context
@@ -163,6 +170,8 @@ def wait_command(
     timeout_s: float | None,
 ) -> None:
     """Wait until JOB has ended.
+
+    What it does meanwhile, and why, is shown on stderr: at once, and when it changes.
 
     \b
     Exit codes: 0 it has succeeded, 1 failed, 3 stopped,
