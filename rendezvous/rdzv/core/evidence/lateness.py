@@ -78,31 +78,42 @@ def chosen(first: int, last: int, most: int) -> list[int]:
     return [n for n in range(first, last + 1) if (n * SCATTER & 0xFFFFFFFF) >> (32 - level) == 0]
 
 
+def pairs(entered_us: Mapping[int, Mapping[int, int]]) -> list[int]:
+    """Return the collectives that can be compared: all ranks are known of them and of the next one.
+
+    Nodes look at different moments, so at the borders of a look, and where one had to choose fewer
+    than another, collectives are known of some ranks alone.
+
+    >>> pairs({1: {0: 5}, 2: {0: 6, 1: 6}, 3: {0: 7, 1: 7}, 4: {0: 8, 1: 8}, 6: {0: 9, 1: 9}})
+    [2, 3]
+    """
+    all_ranks = max((entered.keys() for entered in entered_us.values()), key=len, default=())
+    whole = {n for n, entered in entered_us.items() if entered.keys() == all_ranks}
+    return sorted(n for n in whole if n + 1 in whole)
+
+
 def arrivals(groups: Iterable[GroupLook], node_of: Mapping[int, str]) -> dict[int, Arrival]:
     """Compare how the ranks entered the same collectives; `node_of` has the node of each RANK.
 
-    Only collectives whose next one is known, too, are looked at. A rank that falls behind over
-    several collectives, none of which it waits in, counts as late once: in the last of them. Of a
-    rank in several groups the one counts in which it is latest.
+    Only `pairs` of collectives are looked at. A rank that falls behind over several collectives,
+    none of which it waits in, counts as late once: in the last of them. Of a rank in several groups
+    the one counts in which it is latest.
     """
     late: dict[int, list[tuple[float, tuple[int, ...], int]]] = {}
     waits: dict[int, float] = {}
     for group in groups:
-        pairs = [n for n in sorted(group.entered_us) if n + 1 in group.entered_us]
-        if not pairs:
-            continue
-        ranks = set.intersection(*(set(group.entered_us[n]) for p in pairs for n in (p, p + 1)))
-        if len(ranks) < 2:
+        compared = pairs(group.entered_us)
+        if not compared or len(group.entered_us[compared[0]]) < 2:
             continue
         behind = {
-            n: _behind({rank: group.entered_us[n][rank] for rank in ranks}, group, node_of)
-            for n in {n for p in pairs for n in (p, p + 1)}
+            n: _behind(group.entered_us[n], group, node_of)
+            for n in {*compared, *(n + 1 for n in compared)}
         }
-        for rank in ranks:
-            own = [behind[n][rank] for n in pairs]
+        for rank in group.entered_us[compared[0]]:
+            own = [behind[n][rank] for n in compared]
             counted = [
                 one[0] if one[0] >= behind[n + 1][rank][0] else 0
-                for n, one in zip(pairs, own, strict=True)
+                for n, one in zip(compared, own, strict=True)
             ]
             share = fmean(counted) * group.per_second / 1e6
             waited = fmean(one[1] for one in own) * group.per_second / 1e6

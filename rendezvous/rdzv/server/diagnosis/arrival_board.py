@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rdzv.core.evidence.lateness import LEAST_PAIRS, GroupLook
+from rdzv.core.evidence.lateness import LEAST_PAIRS, GroupLook, pairs
 from rdzv.server.messages import Arrivals, GroupArrivals
 
 MAX_GROUPS = 1_024
@@ -34,12 +34,13 @@ class _Group:
     def complete(self) -> int:
         """Return the number of collectives that all nodes have reported, with the next one."""
         upto = min(self.latest.values())
-        return sum(n < upto and n + 1 in self.entered_us for n in self.entered_us)
+        return sum(n < upto for n in pairs(self.entered_us))
 
     def take(self) -> GroupLook:
         upto = min(self.latest.values())
         taken = {n: entered for n, entered in self.entered_us.items() if n <= upto}
-        self.entered_us = {n: entered for n, entered in self.entered_us.items() if n > upto}
+        # The last one is compared with its next one later.
+        self.entered_us = {n: entered for n, entered in self.entered_us.items() if n >= upto}
         errors_us = [one for one in self.errors_us.values() if one is not None]
         known = len(errors_us) == len(self.errors_us)
         return GroupLook(taken, self.per_second, max(errors_us) if known else None)
