@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cluster import JOB, cluster
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 120.0
@@ -86,6 +87,48 @@ def test_a_hang_names_the_rank_that_the_others_wait_for(
     assert "(worker failure): rank 1 (local_rank 1) on " in ended, done.stderr
     assert f": {said}" in ended
     assert "no collective completed for " in done.stderr
+
+
+TIMES_OUT = """
+import os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+for step in range(10_000):
+    time.sleep(0.02)
+    if step == 60 and dist.get_rank() == int(sys.argv[1]):
+        time.sleep(600)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize("absent", [0, 3])
+def test_a_timeout_of_a_collective_names_the_rank_that_has_not_entered_it(
+    absent: int, tmp_path: Path
+) -> None:
+    """On two nodes, without --hang-timeout: three ranks fail, and the fourth is the one."""
+    script = tmp_path / "times_out.py"
+    script.write_text(TIMES_OUT)
+    with cluster(tmp_path) as c:
+        for name in ("n1", "n2"):
+            common = (f"--rdzv-endpoint={c.endpoint}", f"--rdzv-id={JOB}", f"--node-id={name}")
+            command = [str(BIN / "rdzvrun"), *common, "--nnodes=2", "--nproc-per-node=2"]
+            c.start(name, [*command, str(script), str(absent)])
+        assert [node.wait(DEADLINE_S) for node in c.nodes] == [1, 1]
+        failed = c.wait_for_state("failed").last_failure
+        assert failed is not None
+        assert failed.root_cause.rank == absent
+        said = (
+            f"a collective timed out: RANK {absent} has not entered all_reduce #61 of the default "
+            "group; RANK "
+        )
+        assert (failed.root_cause.message or "").startswith(said)
+        assert said in c.run("rdzvctl", "--server", c.endpoint, "status", JOB).stdout
+        with c.client() as client:
+            (taken,) = [e for e in client.events(JOB) if e.name == "StacksTaken"]
+        assert (taken.fields or {})["ranks"] == [absent]
 
 
 def test_without_the_trace_nobody_is_watched_by_collectives(train: Path) -> None:

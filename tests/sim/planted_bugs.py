@@ -1854,7 +1854,7 @@ MUTANTS = (
     Mutant(
         "a node that takes no stacks is waited for without end",
         "StackRelay.take",
-        "        timer.arm(self._clock.now_ms() + self._answer_ms)\n",
+        "        timer.arm(at_ms + answer_ms)\n",
         "",
         by="tests/unit/server/test_stacks_of_jobs.py",
     ),
@@ -1927,6 +1927,34 @@ MUTANTS = (
         "                one[0] if one[0] >= behind[n + 1][rank][0] else 0\n",
         "                one[0]\n",
         by="tests/unit/core/evidence/test_lateness.py",
+    ),
+    Mutant(
+        "the last collective of a look is known of the node that is behind alone",
+        "_Group.take",
+        "for n, entered in self.entered_us.items() if n >= upto}\n",
+        "for n, entered in self.entered_us.items() if n > upto}\n",
+        by="tests/unit/server/test_arrival_board.py",
+    ),
+    Mutant(
+        "collectives that some ranks have not reported are compared",
+        "lateness.pairs",
+        "    whole = {n for n, entered in entered_us.items() if entered.keys() == all_ranks}\n",
+        "    whole = {n for n, entered in entered_us.items() if entered.keys() <= all_ranks}\n",
+        by="tests/unit/server/test_arrival_board.py",
+    ),
+    Mutant(
+        "the record of a timeout counts as a complete collective",
+        "flight_records.read_record",
+        "    if failed and trace.entries:\n",
+        "    if False and trace.entries:\n",
+        by="tests/unit/agent/test_agent_flight_records.py",
+    ),
+    Mutant(
+        "a timeout without a cause is put down to nobody in particular",
+        "Hangs._end_round",
+        "        if episode.timed_out and (report is None or report.cause is None):\n",
+        "        if False:\n",
+        by="tests/unit/server/test_hangs_of_jobs.py",
     ),
     Mutant(
         "a rank that was late twice, for long, straggles",

@@ -1256,6 +1256,7 @@ class HungWorker(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     SILENT_MS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    TIMED_OUT_FIELD_NUMBER: builtins.int
     rank: builtins.int
     local_rank: builtins.int
     pid: builtins.int
@@ -1263,6 +1264,10 @@ class HungWorker(google.protobuf.message.Message):
     """For how long it has said nothing of its progress, or was in one uninterruptible sleep."""
     reason: builtins.str
     """Why it is thought to hang, in words."""
+    timed_out: builtins.bool
+    """It has ended, because its collective timed out. Its node says so as a failure after some seconds,
+    unless the round is over by then.
+    """
     def __init__(
         self,
         *,
@@ -1271,8 +1276,9 @@ class HungWorker(google.protobuf.message.Message):
         pid: builtins.int = ...,
         silent_ms: builtins.int = ...,
         reason: builtins.str = ...,
+        timed_out: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "reason", b"reason", "silent_ms", b"silent_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["local_rank", b"local_rank", "pid", b"pid", "rank", b"rank", "reason", b"reason", "silent_ms", b"silent_ms", "timed_out", b"timed_out"]) -> None: ...
 
 global___HungWorker = HungWorker
 

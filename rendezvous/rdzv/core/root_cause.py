@@ -28,6 +28,9 @@ _CONNECTION_ERRORS = (
     "distbackenderror",
     "diststoreerror",
     "no route to host",
+    # A collective that some other rank has not entered.
+    "timed out waiting",
+    "watchdog caught collective operation timeout",
 )
 
 

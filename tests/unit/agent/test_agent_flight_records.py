@@ -59,6 +59,17 @@ def test_nccls_entries_are_done_once_they_are_completed() -> None:
     assert [one.done for one in group.latest] == [True, False]
 
 
+def test_the_latest_of_a_worker_whose_collective_has_failed_is_not_done() -> None:
+    """Torch may have retired it by then, or not yet."""
+    for retired in (True, False):
+        latest = entry(2, retired=retired, time_created_ns=NOW_NS - 3_000_000_000)
+        text = json.dumps({"entries": [latest, entry(1)]}).encode()
+        found = read_record(text, NOW_NS, failed=True)
+        assert [one.done for one in found.groups[0].latest] == [True, False]
+        assert found.waiting_ms == 3_000
+    assert read_record(b"{}", NOW_NS, failed=True).waiting_ms == 0
+
+
 def test_the_first_that_is_not_done_is_kept_however_old() -> None:
     open_ = [entry(n, retired=n < 3) for n in range(1, 100)]
     (group,) = record(*open_, keep=8).groups

@@ -92,6 +92,8 @@ def test_order(why: str, failures: list[Failure], order: list[str]) -> None:
         ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
         ("BrokenPipeError: [Errno 32] Broken pipe", True),
         ("ncclRemoteError: A call failed possibly due to a network error", True),
+        ("RuntimeError: Timed out waiting 3000ms for recv operation to complete", True),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, ...)", True),
         ("ValueError: loss is nan", False),
         ("torch.cuda.OutOfMemoryError: CUDA out of memory", False),
         ("", False),

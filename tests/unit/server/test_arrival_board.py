@@ -1,4 +1,4 @@
-"""Nodes report arrivals at different moments; what they have in common is compared, of all ranks."""
+"""Nodes report arrivals at different moments; all ranks are compared in those in common."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ import pytest
 from rdzv.core.commands import Leave
 from rdzv.core.evidence.collectives import Collective, GroupRecord
 from rdzv.core.evidence.hang_verdict import HungWorker, verdict
-from rdzv.core.evidence.stacks import Frame, Report, Thread, WorkerStack, grouped
+from rdzv.core.evidence.stacks import EXITED, Frame, Report, Thread, WorkerStack, grouped
 from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings
-from rdzv.core.root_cause import describe_failure
+from rdzv.core.root_cause import describe_failure, is_connection_error
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.server.messages import Hung, RoundOver, TakeStacks
 from rdzv.server.sessions.streams import Stream
@@ -173,6 +173,51 @@ async def test_the_records_of_collectives_are_more_certain_than_the_stacks() -> 
         fields = event_in(row).fields
         assert fields is not None
         assert (fields["cause"], fields["ranks"]) == ("absent", [3])
+
+
+def timed_out(s: Server, stream: Stream, *ranks: int) -> None:
+    workers = tuple(replace(worker(rank, 3_000), timed_out=True) for rank in ranks)
+    s.driver.reports.note_hung(stream, Hung("job-7", "run-1", 0, workers))
+
+
+def left(rank: int, sequence: int) -> WorkerStack:
+    """Show a worker that has ended by the error of a collective."""
+    return replace(recorded(rank, 41, sequence, done=False), state=EXITED, threads=())
+
+
+async def test_after_a_timeout_all_are_asked_at_once_and_the_one_that_is_missing_has_failed() -> (
+    None
+):
+    clock = FakeClock()
+    async with server(MemoryStore(), clock) as s:
+        n1, n2 = await s.pair()
+        timed_out(s, n1, 0)
+        await settle()
+        await say(s, n1, left(0, 9), left(1, 9))
+        await say(s, n2, recorded(2, 7, 8, done=True), left(3, 9))
+        found = await failure(s)
+        assert (found.node_id, found.rank) == ("n2", 2)
+        assert found.message.startswith(
+            "a collective timed out: RANK 2 has not entered all_reduce #9 of the default group; "
+            "RANK 0-1,3 wait in it since 60 s; "
+        )
+        assert not is_connection_error(found)
+        assert found.at_ms < clock.now_ms() - 6_000
+        kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 0)
+        assert kept is not None
+        assert kept.reason.startswith("a collective timed out: RANK 0: ")
+
+
+async def test_a_timeout_without_a_cause_is_left_to_its_node() -> None:
+    clock = FakeClock()
+    async with server(clock=clock) as s:
+        n1, _ = await s.pair()
+        timed_out(s, n1, 0)
+        await settle()
+        await say(s, n1, stack(0), stack(1))
+        await clock.advance(3_000)
+        assert await live(s)
+        assert s.driver.diagnosis.hangs.episodes == 0
 
 
 async def test_once_every_node_has_said_so_nobody_is_waited_for() -> None:

@@ -71,6 +71,12 @@ KNOWN: tuple[LastWords, ...] = (
         "CUDA: cudaErrorInsufficientDriver, cudaErrorNoKernelImageForDevice",
     ),
     LastWords(
+        r"Timed out waiting \d+ms for (?:recv|send) operation",
+        "a collective of gloo timed out because some rank did not enter or finish it: that rank is "
+        "the one to look at, not this one",
+        "gloo: gloo/transport/tcp/unbound_buffer.cc",
+    ),
+    LastWords(
         r"Watchdog caught collective operation timeout",
         "NCCL's watchdog waited for a collective that some rank did not enter or finish: that "
         "rank is the one to look at, not this one",
@@ -99,6 +105,17 @@ KNOWN: tuple[LastWords, ...] = (
 )
 """Causes stand before the messages that follow from them. Lost connections to peers are not
 listed: the server tells causes and consequences apart (`rdzv.core.root_cause`)."""
+
+
+_TIMEOUT = re.compile(
+    r"Timed out waiting \d+ms for (?:recv|send) operation"
+    r"|Watchdog caught collective operation timeout"
+)
+
+
+def says_timeout(text: str) -> bool:
+    """Return whether a text says that a collective timed out."""
+    return _TIMEOUT.search(text) is not None
 
 
 def explain_last_words(text: str) -> str:

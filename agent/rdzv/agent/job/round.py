@@ -245,7 +245,10 @@ class Round:
     async def explain_failure(
         self, exited: runner_link.WorkerExited
     ) -> tuple[runner_link.WorkerExited, WorkerError]:
-        """Return a failed worker's exit with the content of its error file, if that can be read."""
+        """Return a failed worker's exit with the content of its error file, if that can be read.
+
+        One whose collective has failed waits for the server to ask all ranks.
+        """
         heard_ms, output, launch = now_ms(), self.outputs[exited.local_rank], self._context.launch
         worker = ExitedWorker(
             exited.pid,
@@ -260,6 +263,13 @@ class Round:
             error = await self._context.error_files.answer(explain_exit, worker)
         except Exception as failure:
             error = unread(failure)
+        observers = self._context.observers
+        await observers.held_exits.hold(
+            exited.local_rank,
+            exited.pid,
+            observers.progress.file(exited.local_rank),
+            timed_out=error.timed_out,
+        )
         return replace(exited, age_ms=exited.age_ms + now_ms() - heard_ms), error
 
     def worker_exited(self, exited: runner_link.WorkerExited, error: WorkerError) -> None:
@@ -288,7 +298,8 @@ class Round:
     # ------------------------------------------------------------------ queries
 
     def stack_targets(self, alive: Collection[int]) -> tuple[Target, ...]:
-        """Return the workers that have been started and are alive."""
+        """Return the workers that have been started and whose exit was not processed yet."""
+        self._context.observers.held_exits.note_asked()
         return tuple(
             Target(
                 self.assignment.rank_first + local_rank,

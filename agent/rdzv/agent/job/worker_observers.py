@@ -10,6 +10,7 @@ from rdzv.agent.job.reports import Reports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalWatch
 from rdzv.agent.observers.hang_watch import HangWatch
+from rdzv.agent.observers.held_exits import HeldExits
 from rdzv.agent.observers.notice import NoticeFile
 from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.snapshot import Snapshot
@@ -34,6 +35,8 @@ class WorkerObservers:
             reports.records,
             launch.identity,
         )
+        self._records = reports.records
+        self.held_exits = HeldExits(launch.job.rdzv_id, reports.records, reports.hung)
         self._arrivals = ArrivalWatch(
             launch.job.rdzv_id, reports.records, reports.arrivals, reports.read_clock
         )
@@ -59,6 +62,7 @@ class WorkerObservers:
         """Watch a round's workers as they start, and those already `running`, by their pids."""
         self._hangs.open_round(assignment)
         self._arrivals.open_round(assignment)
+        self.held_exits.open_round(assignment)
         for local_rank, pid in (running or {}).items():
             self.worker_started(local_rank, pid)
 
@@ -77,10 +81,12 @@ class WorkerObservers:
         """Stop watching all workers, because they are told to end."""
         self._hangs.close_round()
         self._arrivals.close_round()
+        self.held_exits.close_round()
 
     def close_round(self) -> int | None:
         """Close a round whose workers are gone; return the highest step that any reached."""
         self.stop_watching()
+        self._records.forget()
         step = self.progress.furthest()
         self.progress.close_round()
         return step

@@ -2,7 +2,8 @@
 
 Each worker's torch answers HTTP on a Unix socket beside its progress file. The folder belongs to
 the job's account, and is looked at with its rights; every question has a deadline, and answers are
-bounded. A worker that is stopped gives none.
+bounded. A worker that is stopped gives none. One that has failed may have left its record there;
+of one that was aborted, the last answer counts if it waited in a collective for long.
 """
 
 from __future__ import annotations
@@ -18,8 +19,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from rdzv.agent.observers.flight_records import FlightRecord, GroupTimes, read_record, read_times
+from rdzv.agent.observers.flight_records import (
+    ENTRIES,
+    FlightRecord,
+    GroupTimes,
+    read_record,
+    read_times,
+)
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
@@ -38,10 +46,15 @@ MAX_TRIED = 4
 MAX_BYTES = 32 << 20
 """A larger answer is an error; torch's 2,000 entries are one megabyte."""
 MAX_WHY_BYTES = 300
+MAX_ERROR_BYTES = 4_000
 MAX_TOLD = 8
 """The most reasons that the log gives for one job."""
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
 """The names of torch's handlers for the record, newest first."""
+
+LONG_WAIT_MS = 10_000
+"""The last answer of a worker that is gone counts if it waited this long in a collective: twice the
+longest pause between two questions, so it has not left it before it ended."""
 
 _NAME = re.compile(r"collectives\.(\d+)\.([0-9a-f]{8}|why)")
 
@@ -64,6 +77,20 @@ def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
     return {**environ, **kept, "PYTHONPATH": first}
 
 
+@struct(frozen=True)
+class LeftRecord:
+    """The record of a worker that has failed."""
+
+    error: str
+    """The error by which it ended; empty if that is not known."""
+    record: FlightRecord
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether its collective took longer than its timeout."""
+        return any(words in self.error.lower() for words in ("timed out", "timeout"))
+
+
 class RecordReader:
     """Reads the records of one job's workers, with the rights of their account."""
 
@@ -73,6 +100,8 @@ class RecordReader:
         self.on = on
         self._identity = identity
         self._told: set[str] = set()
+        self._latest: dict[int, tuple[int, bytes]] = {}
+        """By pid: when a worker has answered last, and what."""
 
     async def read(
         self, file: str, pid: int, entries: int, timeout_s: float, *, begins: bool = False
@@ -104,7 +133,41 @@ class RecordReader:
 
         """
         answer = await self._answer(file, pid, timeout_s)
+        self._latest[pid] = time.time_ns(), answer
         return _read(read_times, answer, time.time_ns() - time.monotonic_ns())
+
+    def left(
+        self, file: str, pid: int, entries: int = ENTRIES, *, gone: bool = True
+    ) -> LeftRecord | None:
+        """Return the record that a worker has left at its end; None if there is none.
+
+        Of one that is `gone` without, the last answer counts as far as it still tells something.
+        """
+        if not self.on or not file:
+            return None
+        try:
+            path = Path(file).with_name(f"collectives.{pid}.last")
+            with acting_as(self._identity):
+                fd = open_untrusted(path, os.O_RDONLY)
+            with os.fdopen(fd, "rb") as text:
+                error = text.readline(MAX_ERROR_BYTES).decode(errors="replace").strip()
+                record = read_record(text.read(MAX_BYTES), time.time_ns(), entries, failed=True)
+            return LeftRecord(error, record)
+        except (OSError, ValueError):
+            return self._last_answer(pid, entries) if gone else None
+
+    def _last_answer(self, pid: int, entries: int) -> LeftRecord | None:
+        at_ns, answer = self._latest.get(pid, (0, b""))
+        try:
+            if answer and read_record(answer, at_ns).waiting_ms >= LONG_WAIT_MS:
+                return LeftRecord("", read_record(answer, time.time_ns(), entries))
+        except ValueError:
+            log.debug("the last answer of pid %d cannot be read", pid)
+        return None
+
+    def forget(self) -> None:
+        """Drop the last answers: the round is over."""
+        self._latest.clear()
 
     async def _answer(self, file: str, pid: int, timeout_s: float) -> bytes:
         if not self.on:

@@ -62,6 +62,12 @@ class FlightRecord:
         """Whether the worker waits in a collective."""
         return any(group.pending is not None for group in self.groups)
 
+    @property
+    def waiting_ms(self) -> int:
+        """How long ago it has entered the oldest collective that it waits in; 0 if in none."""
+        pending = (group.pending for group in self.groups)
+        return max((one.age_ms for one in pending if one is not None), default=0)
+
 
 @struct(frozen=True)
 class GroupTimes:
@@ -84,16 +90,21 @@ def entries_for(world_size: int) -> int:
     return min(max(ENTRIES_OF_ALL_RANKS // max(world_size, 1), LEAST_ENTRIES), ENTRIES)
 
 
-def read_record(text: bytes, now_ns: int, entries: int = ENTRIES) -> FlightRecord:
+def read_record(
+    text: bytes, now_ns: int, entries: int = ENTRIES, *, failed: bool = False
+) -> FlightRecord:
     """Read a record; of each group, keep the last `entries` and the first that is not done.
 
-    `now_ns` is the present time of the clock that has stamped the entries.
+    `now_ns` is the present time of the clock that has stamped the entries. Of a worker whose
+    collective has `failed` the latest is not done, though torch may count a failure as its end.
 
     Raises:
         ValueError: it cannot be read.
 
     """
     trace = _decoded(text)
+    if failed and trace.entries:
+        trace = msgspec.structs.replace(trace, entries=_with_latest_open(trace.entries))
     of_group = {"0": [], **_by_group(trace)}
     groups = [_group(name, of, now_ns, entries) for name, of in of_group.items()]
     completed = sum(max(one.last_completed_collective, 0) for one in trace.pg_status.values())
@@ -132,6 +143,12 @@ def _decoded(text: bytes) -> _Trace:
         return _DECODER.decode(text)
     except msgspec.DecodeError as error:
         raise ValueError(f"torch's record of its collectives cannot be read: {error}") from error
+
+
+def _with_latest_open(entries: list[_Entry]) -> list[_Entry]:
+    latest = max(entries, key=lambda entry: entry.time_created_ns)
+    opened = msgspec.structs.replace(latest, state="scheduled", retired=False)
+    return [opened if entry is latest else entry for entry in entries]
 
 
 def _by_group(trace: _Trace) -> dict[str, list[_Entry]]:

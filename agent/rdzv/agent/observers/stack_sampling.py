@@ -24,7 +24,15 @@ from typing import Any
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import FlightRecord, entries_for
 from rdzv.agent.runner_link import end_spared, start_spared
-from rdzv.core.evidence.stacks import STOPPED, UNINTERRUPTIBLE, ZOMBIE, Frame, Thread, WorkerStack
+from rdzv.core.evidence.stacks import (
+    EXITED,
+    STOPPED,
+    UNINTERRUPTIBLE,
+    ZOMBIE,
+    Frame,
+    Thread,
+    WorkerStack,
+)
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.agent")
@@ -138,6 +146,11 @@ class StackAnswers:
         stack, record = await asyncio.gather(sampling, read, return_exceptions=True)
         if isinstance(stack, BaseException):
             raise stack
+        gone = stack is None or stack.state == ZOMBIE
+        left = self._records.left(target.file, target.pid, entries, gone=gone)
+        if left is not None:
+            who = target.rank, target.local_rank, target.pid
+            return WorkerStack(*who, EXITED, note=left.error, collectives=left.record.groups)
         if stack is None:
             return None
         if isinstance(record, FlightRecord):
@@ -150,6 +163,9 @@ class StackAnswers:
         if process_state(target.pid) == STOPPED:
             # All others would wait for an answer that cannot come.
             raise NoRecordError("it is stopped by a signal, so it does not answer")
+        left = self._records.left(target.file, target.pid, entries, gone=False)
+        if left is not None:
+            return left.record
         return await self._records.read(target.file, target.pid, entries, RECORD_TIMEOUT_S)
 
     def _timeout_s(self, asked: StacksAsked) -> float:

@@ -34,6 +34,8 @@ class WorkerError:
     age_ms: int
     """The time since the failure, by the error file's timestamp; 0 without one, or without a clock
     to compare it with."""
+    timed_out: bool = False
+    """Whether its last words say that a collective timed out."""
 
 
 def read_error(

@@ -31,6 +31,8 @@ class HungWorker:
     pid: int
     silent_ms: int
     reason: str
+    timed_out: bool = False
+    """Whether it has ended already, because its collective timed out."""
 
 
 @struct(frozen=True)
@@ -65,7 +67,8 @@ def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, w
     known = [(node_id, worker) for node_id, workers in hung.items() for worker in workers]
     told = describe_hung(worker for _, worker in known)
     what = report.summary if report is not None else f"no stacks were taken: {why}"
-    message = f"hung: {what} ({told})"[:MAX_MESSAGE_CHARS]
+    how = "a collective timed out" if any(one.timed_out for _, one in known) else "hung"
+    message = f"{how}: {what} ({told})"[:MAX_MESSAGE_CHARS]
     stacks = {stack.rank: stack for stack in report.stacks} if report is not None else {}
     odd = _waited_for(report) if report is not None else None
     if odd is not None and odd in stacks:

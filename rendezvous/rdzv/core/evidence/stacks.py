@@ -18,6 +18,8 @@ from rdzv.structs import struct
 
 STOPPED, TRACED, UNINTERRUPTIBLE, ZOMBIE = "T", "t", "D", "Z"
 """States of a process, as in /proc, in which it does nothing by itself."""
+EXITED = "X"
+"""The state of a worker that has failed, and has left a record of its collectives."""
 
 MAX_GROUPS_TOLD = 8
 """Maximum number of groups that one sentence lists."""
@@ -27,6 +29,7 @@ _ODD_STATES = {
     TRACED: "held by a debugger",
     UNINTERRUPTIBLE: "uninterruptible in the kernel (D state)",
     ZOMBIE: "dead, and not reaped",
+    EXITED: "ended by the error of a collective",
 }
 
 _LIBRARY = re.compile(

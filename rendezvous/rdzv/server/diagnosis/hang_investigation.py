@@ -28,6 +28,12 @@ from rdzv.server.messages import Hung
 
 log = logging.getLogger("rdzv.hangs")
 
+TIMED_OUT_MS = 3_000
+"""How long nodes may take to answer after a collective timed out: less than the time for which
+their agents hold back the exits."""
+HELD_BACK_MS = 10_000
+"""A worker that timed out has ended at most this long before the round is ended for it."""
+
 
 @dataclass(eq=False, slots=True)
 class _Episode:
@@ -38,6 +44,8 @@ class _Episode:
     round: int
     hung: dict[str, tuple[HungWorker, ...]] = field(default_factory=dict)
     """By node_id: the workers that hang now."""
+    timed_out: bool = False
+    """Whether any has ended because its collective timed out."""
     all_told: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no other node is waited for."""
 
@@ -138,7 +146,9 @@ class Hangs:
                 silent_ms = max(worker.silent_ms for worker in said.workers)
                 hang = WorkersHang(episode.round, node_id, told, silent_ms)
                 self._tell(episode.rdzv_id, (hang,))
-        if len(episode.hung) >= nodes:
+        episode.timed_out |= any(worker.timed_out for worker in said.workers)
+        # Their peers lose their connections to those that have ended, and end soon.
+        if episode.timed_out or len(episode.hung) >= nodes:
             episode.all_told.set()
 
     def _present(self, episode: _Episode) -> State | None:
@@ -173,8 +183,12 @@ class Hangs:
         state = self._present(episode)
         if state is None or not episode.hung:
             return None, ""
+        how = "a collective timed out" if episode.timed_out else "it hung"
+        within_ms = TIMED_OUT_MS if episode.timed_out else None
         try:
-            report = await self._stacks.take(state, f"it hung: {self.shown(episode.rdzv_id)}")
+            report = await self._stacks.take(
+                state, f"{how}: {self.shown(episode.rdzv_id)}", within_ms
+            )
         except RendezvousError as error:
             log.warning("stacks of %s could not be taken: %s", episode.rdzv_id, error)
             return None, str(error)
@@ -186,7 +200,12 @@ class Hangs:
         return report, ""
 
     async def _end_round(self, episode: _Episode, report: Report | None, why: str) -> None:
-        """End the round, unless it is over or no worker hangs any more."""
+        """End the round, unless it is over or no worker hangs any more.
+
+        A timeout ends it if the records show a cause; else the node's own report does, soon.
+        """
+        if episode.timed_out and (report is None or report.cause is None):
+            return
         while (state := self._present(episode)) is not None:
             if not episode.hung:
                 self._tell(episode.rdzv_id, (HangOver(episode.round),))
@@ -243,6 +262,7 @@ def _failure(state: State, episode: _Episode, report: Report | None, why: str) -
         signal=None,
         message=known.message,
         traceback=known.traceback,
-        age_ms=0,
+        # What timed out because of it is the later failure.
+        age_ms=HELD_BACK_MS if episode.timed_out else 0,
     )
     return Fail(node_id, incarnation, episode.run, episode.round, (failure,))

@@ -115,8 +115,8 @@ class StackRelay:
         """The number of reports in progress."""
         return len(self._takings)
 
-    async def take(self, state: State, reason: str) -> Report:
-        """Collect stacks from all nodes of the live round; wait a bounded time.
+    async def take(self, state: State, reason: str, within_ms: int | None = None) -> Report:
+        """Collect stacks from all nodes of the live round; wait a bounded time, or `within_ms`.
 
         Raises:
             InvalidRequestError: no round is live.
@@ -137,11 +137,10 @@ class StackRelay:
         number = next(self._numbers)
         self._takings[number] = taking
         timer = Timer(self._clock, lambda _: taking.done.set())
-        timer.arm(self._clock.now_ms() + self._answer_ms)
         at_ms = self._clock.now_ms()
-        told = TakeStacks(
-            number, membership.rdzv_id, membership.run, round_.number, self._answer_ms
-        )
+        answer_ms = min(within_ms or self._answer_ms, self._answer_ms)
+        timer.arm(at_ms + answer_ms)
+        told = TakeStacks(number, membership.rdzv_id, membership.run, round_.number, answer_ms)
         try:
             for node_id in nodes:
                 if is_placeholder(node_id) or not self._send(node_id, told):
@@ -152,7 +151,7 @@ class StackRelay:
             del self._takings[number]
         if self._closed:
             raise RendezvousConnectionError("this server does not serve any more; ask again")
-        seconds = self._answer_ms / 1000
+        seconds = answer_ms / 1000
         for node_id in tuple(taking.waits_for):
             why = f"no answer within {seconds:g} s: its agent is held up, or too old to take stacks"
             taking.end(node_id, why)

@@ -528,6 +528,7 @@ def hung_of(message: pb.Hung, limits: Limits) -> Hung:
                 pid=one.pid,
                 silent_ms=min(one.silent_ms, limits.timeout_ms),
                 reason=bounds.sentence(one.reason, limits),
+                timed_out=one.timed_out,
             )
             for one in message.workers
         ),

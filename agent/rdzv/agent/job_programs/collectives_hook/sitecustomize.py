@@ -6,6 +6,7 @@ imported: only when the script itself has imported torch.distributed, its `init_
 begins to start torch's `_WorkerServer` first. That one listens on a Unix socket beside the worker's
 progress file, in a folder that only the job's account may enter, and answers from threads that need
 no interpreter lock. What goes wrong is left in a file there, and changes nothing for the script.
+A script that ends by the error of a collective leaves its record there: nobody can ask it then.
 
 It imports only what every interpreter has loaded at its start, and no pathlib: each start of a
 worker would wait for that. It runs under Python 3.9 and newer.
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 NAME = "collectives"
-"""The beginning of the names of its files: `NAME.PID.RANDOM` is a socket, `NAME.PID.why` a text."""
+"""The beginning of the names of its files: `NAME.PID.RANDOM` is a socket, `NAME.PID.why` a text,
+`NAME.PID.last` the record of a process that ends by the error of a collective."""
 MODULE = "torch.distributed.distributed_c10d"
 MAX_PATH_BYTES = 107
+MAX_ERROR_CHARS = 500
+OF_COLLECTIVES = ("timed out", "timeout", "connection closed", "connection reset", "socket closed")
+"""The words of errors that collectives raise when another rank is missing, or is gone."""
 QUIET = 2
 """The level of torch's log from which on errors alone are written."""
 
@@ -128,6 +133,35 @@ def _start() -> None:
         level.value = before
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _never_end(server)
+    _leave_record_at_the_end()
+
+
+def _leave_record_at_the_end() -> None:
+    """Have the record be left if the script ends by an error of a collective."""
+    before = sys.excepthook
+
+    def excepthook(kind: Any, error: Any, traceback: Any) -> None:
+        try:
+            text = " ".join(str(error).split())
+            if any(words in text.lower() for words in OF_COLLECTIVES):
+                _leave_record(text)
+        except Exception as failure:
+            _leave_word(f"{type(failure).__name__}: {failure}")
+        before(kind, error, traceback)
+
+    sys.excepthook = excepthook
+
+
+def _leave_record(error: str) -> None:
+    """Leave a line with the error, and the record below it."""
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+    path = os.path.join(_folder(), f"{NAME}.{os.getpid()}.last")
+    # A reader sees all of it, or none.
+    with open(path + ".new", "wb") as file:
+        file.write(error[:MAX_ERROR_CHARS].encode(errors="replace") + b"\n")
+        file.write(_dump_fr_trace_json())
+    os.rename(path + ".new", path)
 
 
 def _log_level() -> ctypes.c_int:
