@@ -50,18 +50,35 @@ picture: $(READY)  ## docs/img: the demo, as a real Prometheus has scraped it; a
 # Three processes: two cores are busy then, though a third of the time each test only waits.
 test: check  ## the tests; STRICT=1: a skip is a failure
 	@$(BIN)/python -m pytest tests -q -n 3 --dist loadfile --no-loadscope-reorder --durations=5 \
-	  -m 'not campaign and not clusters and not release'
+	  -m 'not campaign and not clusters and not frameworks and not release'
 
 .PHONY: clusters
-clusters: $(READY)  ## Slurm, the manifests for Kubernetes, the Debian package on a booted machine; root
-	@$(BIN)/python -m pytest tests -q -n 2 --dist loadfile --durations=5 -m clusters
+clusters: $(FRAMEWORKS)/.ready  ## Slurm, the manifests for Kubernetes, the Debian package on a booted machine; root
+	@timeout 30m $(BIN)/python -m pytest tests -q -n 2 --dist loadfile --durations=5 -m clusters \
+	  || { [ $$? = 124 ] && echo "clusters: not done within 30 minutes"; exit 1; }
+
+# The frameworks, with what they bring, in an environment of their own beside ours.
+FRAMEWORKS := build/frameworks
+
+$(FRAMEWORKS)/.ready: $(READY)
+	@rm -rf $(FRAMEWORKS) && $(BIN)/python -m venv $(FRAMEWORKS)
+	@$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  >"$$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	@$(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  accelerate==1.15.0 transformers==5.23.0 lightning==2.6.6 submitit==1.5.4
+	@touch $@
+
+.PHONY: frameworks
+frameworks: $(FRAMEWORKS)/.ready  ## Accelerate, Trainer and Lightning on two nodes; 30 minutes at most
+	@timeout 30m $(BIN)/python -m pytest tests -q -n 2 --dist load --durations=5 -m frameworks \
+	  || { [ $$? = 124 ] && echo "frameworks: not done within 30 minutes"; exit 1; }
 
 .PHONY: campaigns
 campaigns: $(READY)  ## tests that do the same many times over: restarts, kills, fail-overs
 	@$(BIN)/python -m pytest tests -q --durations=5 -m campaign
 
 .PHONY: ci
-ci: test clusters campaigns dist-test  ## all four
+ci: test clusters frameworks campaigns dist-test  ## all five
 
 .PHONY: unit
 # What starts programs, or tries hundreds of cases, is marked slow: `make test` has that too.

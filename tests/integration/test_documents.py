@@ -95,6 +95,14 @@ STORIES = {
     "start/slurm.md": Story(
         left_out=(("sbatch", "test_deploy_slurm.py runs rdzv.sbatch, under a Slurm of its own"),)
     ),
+    "frameworks.md": Story(
+        left_out=(
+            ("rdzvrun", "test_frameworks.py runs the examples, on two nodes"),
+            ("torchrun", "test_frameworks.py runs the examples, on two nodes"),
+            ("export PET_RDZV_ID", "test_frameworks.py runs the examples, on two nodes"),
+            ("accelerate", "test_frameworks.py runs the examples, on two nodes"),
+        ),
+    ),
     "start/kubernetes.md": Story(
         changed=(
             (r"^(export RDZV_SERVER.*)$", r"\1\nup $RDZV_SERVER"),

@@ -44,6 +44,9 @@ def of(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
+FRAMEWORKS = ("accelerate", "lightning", "transformers")
+"""Each has a module of its name in the worker's library, which alone imports it."""
+
 RULES = (
     Rule(
         "the thing that decides does no I/O and reads no clock",
@@ -101,7 +104,7 @@ RULES = (
         but=of(
             *("agent/job_programs/*.py", "agent/job_programs/collectives_hook/*.py"),
             *("torchrun.py", "torchrun/*.py", "c10d/store_server.py", "demo/training.py"),
-            "worker/*.py",
+            "worker/**/*.py",
         ),
     ),
     Rule(
@@ -110,10 +113,16 @@ RULES = (
         only=of("rdzv.worker", "torch"),
     ),
     Rule(
+        "a job has the framework that it uses, and not the others",
+        "worker/integrations/*.py",
+        only=of("rdzv.worker", "torch"),
+        but=of(*(f"worker/integrations/{name}.py" for name in FRAMEWORKS)),
+    ),
+    Rule(
         "nothing else needs the library that scripts import",
         "**/*.py",
         never=of("rdzv.worker"),
-        but=of("worker/*.py"),
+        but=of("worker/**/*.py"),
     ),
     Rule(
         "programs that are started by path start fast, and no environment can break them",

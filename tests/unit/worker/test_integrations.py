@@ -1,0 +1,132 @@
+"""What training frameworks are given: progress, a notice, the checkpoint to go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rdzv.worker.integrations import Notice, report_step
+from rdzv.worker.integrations.checkpoints import newest_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RDZV_PROGRESS_FILE", raising=False)
+    monkeypatch.delenv("RDZV_NOTICE_FILE", raising=False)
+
+
+@pytest.fixture
+def notice() -> Iterator[Notice]:
+    made = Notice()
+    yield made
+    made.restore_sigterm()
+
+
+def checkpoint(folder: Path, step: int, state: str | None) -> str:
+    made = folder / f"checkpoint-{step}"
+    made.mkdir()
+    if state is not None:
+        (made / "trainer_state.json").write_text(state)
+    return str(made)
+
+
+def test_the_newest_checkpoint_is_the_newest_that_is_whole(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 9, "{}")
+    newest = checkpoint(tmp_path, 10, json.dumps({"global_step": 10}))
+    checkpoint(tmp_path, 11, None)
+    checkpoint(tmp_path, 12, '{"global_st')
+    (tmp_path / "checkpoint-13").touch()
+    (tmp_path / "checkpoint-x").mkdir()
+    assert newest_checkpoint(tmp_path) == newest
+
+
+def test_without_a_whole_one_there_is_none(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "missing") is None
+    checkpoint(tmp_path, 5, None)
+    assert newest_checkpoint(tmp_path) is None
+
+
+def test_a_step_is_written_over_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "progress"
+    file.touch()
+    monkeypatch.setenv("RDZV_PROGRESS_FILE", str(file))
+    report_step(1_000_000)
+    report_step(7)
+    assert file.read_bytes() == b"%20d\n" % 7
+
+
+def test_without_rdzvrun_a_step_is_reported_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    report_step(1)
+    monkeypatch.setenv("RDZV_PROGRESS_FILE", "/nowhere/progress")
+    report_step(1)
+
+
+def test_the_notice_file_is_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+) -> None:
+    assert not notice.given
+    monkeypatch.setenv("RDZV_NOTICE_FILE", str(tmp_path / "notice"))
+    assert not notice.given
+    (tmp_path / "notice").touch()
+    assert notice.given
+
+
+def test_sigterm_is_a_notice_until_the_handler_is_given_back(notice: Notice) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    notice.wait_for_sigterm()
+    notice.wait_for_sigterm()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert notice.given
+    notice.restore_sigterm()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_0_if_its_node_leaves_and_as_by_sigterm_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+) -> None:
+    assert not notice.agreed()
+    notice.saved()  # Another rank got the notice.
+    notice.wait_for_sigterm()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert notice.agreed()
+    with pytest.raises(SystemExit) as ended:
+        notice.saved()
+    assert ended.value.code == 143
+    (tmp_path / "notice").touch()
+    monkeypatch.setenv("RDZV_NOTICE_FILE", str(tmp_path / "notice"))
+    with pytest.raises(SystemExit) as ended:
+        notice.saved()
+    assert ended.value.code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["in the training", "while Python ends"])
+def test_a_worker_whose_training_has_failed_ends_by_sigterm_at_once(when: str) -> None:
+    send = "os.kill(os.getpid(), signal.SIGTERM)"
+    script = f"""
+import atexit, os, signal
+from rdzv.worker.integrations import Notice
+
+if {when!r} == "while Python ends":
+    atexit.register(lambda: {send})
+notice = Notice()
+notice.wait_for_sigterm()
+if {when!r} == "in the training":
+    {send}
+raise RuntimeError("Connection closed by peer")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == -signal.SIGTERM
+    assert "Connection closed by peer" in done.stderr

@@ -1,0 +1,79 @@
+"""Lightning under rdzvrun: `Trainer(..., callbacks=[checkpoint, RdzvCallback()])`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from ..state import State
+from .notice import Notice
+from .progress import report_step
+
+
+def this_round() -> dict[str, int]:
+    """Return `devices` and `num_nodes` of this round, for `Trainer(**this_round())`.
+
+    Lightning refuses a group of any other size than it was told, and the size of an elastic job
+    changes.
+    """
+    environ = os.environ
+    return {
+        "devices": int(environ.get("LOCAL_WORLD_SIZE", "1")),
+        "num_nodes": int(environ.get("GROUP_WORLD_SIZE", "1")),
+    }
+
+
+class RdzvCallback(Callback):  # type: ignore[misc]
+    """Reports progress, and has all ranks save before this node leaves or after SIGTERM.
+
+    It saves `last.ckpt` beside the checkpoints of Trainer's ModelCheckpoint, whose `dirpath` must
+    be given: the default is another folder at each start. A worker whose node leaves ends once that
+    is written; the others train on. In a function under @elastic, give it the state: then a worker
+    is kept when the group changes, and its next Trainer goes on from `ckpt_path="last"`.
+    """
+
+    def __init__(self, state: State | None = None) -> None:
+        super().__init__()
+        self._state = state
+        self._notice = Notice()
+        self._folder = ""
+        self._step = 0
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Refuse a trainer whose next start would look for checkpoints elsewhere."""
+        # It runs before ModelCheckpoint's own setup, which fills in a default.
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if not folder:
+            raise ValueError(
+                "RdzvCallback has no folder to save to: give the Trainer a ModelCheckpoint with a "
+                "dirpath that all nodes share, as ModelCheckpoint(dirpath=..., save_last=True)"
+            )
+        self._folder = str(folder)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Report the step that the checkpoint was of.
+
+        Lightning's own handler of SIGTERM broadcasts from wherever it interrupts the training,
+        which waits for ever if not all ranks get the signal, so it is replaced.
+        """
+        self._step = trainer.global_step
+        report_step(self._step)
+        self._notice.wait_for_sigterm()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """After an optimizer's step report it, and save if one of the ranks got a notice."""
+        if trainer.global_step == self._step:
+            return  # Gradients are accumulated.
+        self._step = trainer.global_step
+        report_step(self._step)
+        if self._state is not None:
+            self._state.commit()
+        if self._notice.agreed():
+            trainer.save_checkpoint(os.path.join(self._folder, "last.ckpt"))  # noqa: PTH118
+            self._notice.saved()
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Leave SIGTERM to the script."""
+        self._notice.restore_sigterm()

@@ -1,0 +1,102 @@
+"""Whether this worker is to save and end: its node was told to leave, or SIGTERM has come."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class Notice:
+    """A notice to this worker, which all ranks act upon in the same step.
+
+    The ranks of one node alone may get a notice, and a checkpoint needs all ranks. So a loop asks
+    `agreed` after each step, on every rank:
+
+        if notice.agreed():
+            save_checkpoint()
+            notice.saved()
+
+    The ranks that got no notice train on. As the others are gone, the group forms anew without
+    them, and goes on from that checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._terminated = False
+        self._has_saved = False
+        self._former_handler: Any = None
+        self._waits_for_sigterm = False
+
+    def wait_for_sigterm(self) -> None:
+        """Take SIGTERM as a notice from now on, in place of the end of the process.
+
+        Launchers send it to workers of a round that is to end, and so does Slurm at its time limit.
+        In a thread other than the main one Python has no handlers, and nothing is changed.
+        """
+        if threading.current_thread() is threading.main_thread() and not self._waits_for_sigterm:
+            self._former_handler = signal.signal(signal.SIGTERM, self._note)
+            self._waits_for_sigterm = True
+            atexit.register(self._at_exit)
+
+    def restore_sigterm(self) -> None:
+        """Undo `wait_for_sigterm`."""
+        if self._waits_for_sigterm:
+            signal.signal(signal.SIGTERM, self._former_handler or signal.SIG_DFL)
+            self._waits_for_sigterm = False
+            atexit.unregister(self._at_exit)
+
+    @property
+    def given(self) -> bool:
+        """Whether this worker has got a notice."""
+        return self._terminated or _node_leaves()
+
+    def agreed(self) -> bool:
+        """Say whether any rank has got a notice. All ranks call it, at the same place.
+
+        It is one collective of four bytes; with NCCL alone it waits for the GPU.
+        """
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return self.given
+        import torch
+
+        device = "cpu" if "gloo" in str(dist.get_backend_config()) else torch.device("cuda")
+        told = torch.tensor([int(self.given)], dtype=torch.int32, device=device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return bool(told.item())
+
+    def saved(self) -> None:
+        """Wait until all ranks have saved, and end this worker if it has got a notice.
+
+        All ranks call it, after each `agreed` that was true. A worker whose node leaves exits with
+        0. After SIGTERM it exits with 143, so that the job does not count as done.
+        """
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()
+        if self.given:
+            self._has_saved = True
+            raise SystemExit(0 if _node_leaves() else 128 + signal.SIGTERM)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self._terminated = True
+
+    def _at_exit(self) -> None:
+        """Let SIGTERM end a process that an exception ends, as without a handler.
+
+        Python takes seconds to tidy up what a framework has imported. Others may wait for this
+        worker meanwhile: a peer was lost, its collective failed, and its round is to end.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._terminated and not self._has_saved:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _node_leaves() -> bool:
+    file = os.environ.get("RDZV_NOTICE_FILE", "")
+    return bool(file) and os.path.exists(file)  # noqa: PTH110

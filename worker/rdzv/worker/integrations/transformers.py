@@ -1,0 +1,51 @@
+"""Hugging Face's Trainer under rdzvrun: `Trainer(..., callbacks=[RdzvCallback()])`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ..state import State
+from .checkpoints import newest_checkpoint
+from .notice import Notice
+from .progress import report_step
+
+__all__ = ["RdzvCallback", "newest_checkpoint"]
+
+
+class RdzvCallback(TrainerCallback):  # type: ignore[misc]
+    """Reports progress, and has all ranks save before this node leaves or after SIGTERM.
+
+    A worker whose node leaves ends once the checkpoint is written; the others train on. In a
+    function under @elastic, give it the state: then a worker is kept when the group changes, and
+    its next Trainer goes on from the newest checkpoint.
+    """
+
+    def __init__(self, state: State | None = None) -> None:
+        self._state = state
+        self._notice = Notice()
+        self._agreed = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Report the step that the checkpoint was of."""
+        report_step(state.global_step)
+        self._notice.wait_for_sigterm()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Report the step, and have all ranks save it if one of them got a notice."""
+        report_step(state.global_step)
+        if self._state is not None:
+            self._state.commit()
+        if self._notice.agreed():
+            self._agreed = control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End this worker if it got a notice, now that its work is saved."""
+        if self._agreed:
+            self._agreed = False
+            self._notice.saved()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave SIGTERM to the script."""
+        self._notice.restore_sigterm()
