@@ -60,6 +60,13 @@ def test_survivors_of_a_killed_worker_keep_their_processes(c: Cluster) -> None:
     assert {report["RDZV_ROUND"] for report in reports} == {"1"}
     ports = {report["MASTER_PORT"] for report in reports}
     assert len(ports) == 1
+    c.wait_until("both nodes have said so", lambda: c.status().cold is not None)
+    status = c.status()
+    assert (status.kept, status.warm, status.cold) == (3, 0, 1)
+    assert [(node.kept, node.cold) for node in status.nodes] == [(1, 1), (2, 0)]
+    told = c.run("rdzvctl", f"--server={c.endpoint}", "explain", JOB).stdout
+    said = "3 kept, 1 cold: RANK 1 on n1 is cold (its worker ended with signal 9 (SIGKILL))."
+    assert said in " ".join(told.split())
     c.finish()
     assert [node.wait() for node in nodes] == [0, 0]
 

@@ -40,8 +40,8 @@ async def told(
         now_ms = s.clock.now_ms()
         view = await s.driver.views.status(rdzv_id)
         rows = await s.driver.views.history(rdzv_id, limit)
-        progress = s.driver.views.progress(rdzv_id)
-    status = answer_values.job_status(view, now_ms, progress)
+        progress, starts = s.driver.views.progress(rdzv_id), s.driver.views.starts(rdzv_id)
+    status = answer_values.job_status(view, now_ms, progress, starts=starts)
     assert job_status_of(outbound.job_status(status)) == status, "gRPC carries what HTTP answers"
     return Told(status, tuple(event_of(outbound.event_row(row)) for row in rows), now_ms)
 

@@ -151,6 +151,7 @@ class NodeMessage(google.protobuf.message.Message):
     HUNG_FIELD_NUMBER: builtins.int
     STACKS_FIELD_NUMBER: builtins.int
     ARRIVALS_FIELD_NUMBER: builtins.int
+    WORKERS_STARTED_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
@@ -187,6 +188,8 @@ class NodeMessage(google.protobuf.message.Message):
     @property
     def arrivals(self) -> global___Arrivals: ...
     @property
+    def workers_started(self) -> global___WorkersStarted: ...
+    @property
     def draining(self) -> global___Draining: ...
     def __init__(
         self,
@@ -208,11 +211,12 @@ class NodeMessage(google.protobuf.message.Message):
         hung: global___Hung | None = ...,
         stacks: global___Stacks | None = ...,
         arrivals: global___Arrivals | None = ...,
+        workers_started: global___WorkersStarted | None = ...,
         draining: global___Draining | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "arrivals", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "workers_started", b"workers_started"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "workers_started", b"workers_started"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "arrivals", "workers_started", "draining"] | None: ...
 
 global___NodeMessage = NodeMessage
 
@@ -1189,6 +1193,58 @@ class Progress(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["ranks", b"ranks", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run"]) -> None: ...
 
 global___Progress = Progress
+
+@typing.final
+class WorkersStarted(google.protobuf.message.Message):
+    """How the workers of `round` on this node came into it; sent once all of them take part, and again
+    after a reconnect. Older agents do not send it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    round: builtins.int
+    @property
+    def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StartedWorker]: ...
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        round: builtins.int = ...,
+        workers: collections.abc.Iterable[global___StartedWorker] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "round", b"round", "run", b"run", "workers", b"workers"]) -> None: ...
+
+global___WorkersStarted = WorkersStarted
+
+@typing.final
+class StartedWorker(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOCAL_RANK_FIELD_NUMBER: builtins.int
+    HOW_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    local_rank: builtins.int
+    how: builtins.str
+    """kept (the process of the round before), warm (forked) or cold."""
+    why: builtins.str
+    """Why it is not kept, or not warm, in words, as far as its node knows; empty: it does not."""
+    def __init__(
+        self,
+        *,
+        local_rank: builtins.int = ...,
+        how: builtins.str = ...,
+        why: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["how", b"how", "local_rank", b"local_rank", "why", b"why"]) -> None: ...
+
+global___StartedWorker = StartedWorker
 
 @typing.final
 class RankProgress(google.protobuf.message.Message):
@@ -2439,6 +2495,8 @@ class JobStatus(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
     RESUME_STEP_FIELD_NUMBER: builtins.int
+    WARM_FIELD_NUMBER: builtins.int
+    COLD_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
@@ -2482,6 +2540,11 @@ class JobStatus(google.protobuf.message.Message):
     """RANK of the kept worker with the newest state; unset: there is none."""
     resume_step: builtins.int
     """How many steps the source had sealed."""
+    warm: builtins.int
+    """Workers of the live round that were forked warm, and those that were started cold. Unset: not
+    known, since not all nodes have said how theirs were started.
+    """
+    cold: builtins.int
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -2542,9 +2605,13 @@ class JobStatus(google.protobuf.message.Message):
         kept: builtins.int = ...,
         source: builtins.int | None = ...,
         resume_step: builtins.int | None = ...,
+        warm: builtins.int | None = ...,
+        cold: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "budgets", b"budgets", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "source", b"source", "submission", b"submission"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "backend", b"backend", "budgets", b"budgets", "has_secret", b"has_secret", "kept", b"kept", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "cold", b"cold", "has_secret", b"has_secret", "kept", b"kept", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_last_end", b"_last_end"]) -> typing.Literal["last_end"] | None: ...
     @typing.overload
@@ -2559,6 +2626,8 @@ class JobStatus(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_round", b"_round"]) -> typing.Literal["round"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_source", b"_source"]) -> typing.Literal["source"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_warm", b"_warm"]) -> typing.Literal["warm"] | None: ...
 
 global___JobStatus = JobStatus
 
@@ -2805,6 +2874,9 @@ class NodeStatus(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     DRAIN_LEFT_MS_FIELD_NUMBER: builtins.int
     REASON_TIMES_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    WARM_FIELD_NUMBER: builtins.int
+    COLD_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     state: builtins.str
     """seated, waiting, spare, stopping, away, lost, succeeded, left"""
@@ -2821,6 +2893,10 @@ class NodeStatus(google.protobuf.message.Message):
     role: builtins.str
     drain_left_ms: builtins.int
     """How much longer its workers have, if the node is about to leave; 0: their time is over."""
+    kept: builtins.int
+    """How its workers came into the live round; unset: the node has not said so."""
+    warm: builtins.int
+    cold: builtins.int
     @property
     def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
         """As in JobStatus."""
@@ -2839,15 +2915,24 @@ class NodeStatus(google.protobuf.message.Message):
         role: builtins.str = ...,
         drain_left_ms: builtins.int | None = ...,
         reason_times: collections.abc.Iterable[global___ReasonTime] | None = ...,
+        kept: builtins.int | None = ...,
+        warm: builtins.int | None = ...,
+        cold: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_rank_first", b"_rank_first", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "rank_first", b"rank_first"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_rank_first", b"_rank_first", "address", b"address", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "reason", b"reason", "reason_times", b"reason_times", "role", b"role", "state", b"state", "state_age_ms", b"state_age_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "cold", b"cold", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "kept", b"kept", "rank_first", b"rank_first", "warm", b"warm"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "address", b"address", "cold", b"cold", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "kept", b"kept", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "reason", b"reason", "reason_times", b"reason_times", "role", b"role", "state", b"state", "state_age_ms", b"state_age_ms", "warm", b"warm"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_drain_left_ms", b"_drain_left_ms"]) -> typing.Literal["drain_left_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_rank", b"_group_rank"]) -> typing.Literal["group_rank"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_kept", b"_kept"]) -> typing.Literal["kept"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rank_first", b"_rank_first"]) -> typing.Literal["rank_first"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_warm", b"_warm"]) -> typing.Literal["warm"] | None: ...
 
 global___NodeStatus = NodeStatus
 

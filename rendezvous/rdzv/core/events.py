@@ -6,6 +6,8 @@ most of them unchanged (`rdzv.view.history`), so never rename a field, and give 
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from rdzv.core.keeping import NotKept
 from rdzv.core.model import Cause, Ended, Failure, Round, RoundEnd
 from rdzv.structs import struct
@@ -309,6 +311,37 @@ class RankCaughtUp:
     node_id: str
 
 
+class WorkerStart(StrEnum):
+    """How a worker came into its round."""
+
+    KEPT = "kept"
+    """It is the process that it was in the round before."""
+    WARM = "warm"
+    COLD = "cold"
+
+
+@struct(frozen=True)
+class NewWorker:
+    """A worker that is a new process although others of its round are kept, or that is cold."""
+
+    rank: int
+    node_id: str
+    how: str
+    why: str
+
+
+@struct(frozen=True)
+class WorkersStarted:
+    """All workers of a round take part in it; so many of them were kept, or started."""
+
+    round: int
+    kept: int
+    warm: int
+    cold: int
+    new: tuple[NewWorker, ...] = ()
+    """The first few of the workers whose nodes know why they are new, or cold."""
+
+
 @struct(frozen=True)
 class FirstStepMade:
     """A worker has reported the first step of a round."""
@@ -382,6 +415,7 @@ Event = (
     | HangOver
     | RankStraggles
     | RankCaughtUp
+    | WorkersStarted
     | FirstStepMade
     | LostStepsRedone
     | LastStepMade

@@ -26,7 +26,7 @@ from rdzv.view.answers import (
 )
 from rdzv.view.history import KINDS
 from rdzv.view.log_lines import harmless
-from rdzv.view.sentences import slowness
+from rdzv.view.sentences import origins, slowness
 
 _MOST_NODES = 40
 _MOST_FAILURES = 10
@@ -178,7 +178,7 @@ def facts(job: JobStatus, page: Page) -> list[str]:
         ("restarts", _restarts(job)),
         *((("budgets", Cell(text)),) if (text := budgets(job)) else ()),
         ("MASTER_ADDR", Cell(_of_round(_master(job), job))),
-        *((("kept", Cell(kept(job))),) if job.kept else ()),
+        *((("workers", Cell(text)),) if (text := workers(job)) else ()),
         *((("progress", Cell(progress(job))),) if job.progress else ()),
         *((("straggling", Cell(straggling(job), "yellow")),) if job.stragglers else ()),
     )
@@ -259,12 +259,16 @@ def _of(spent: int, most: int | None) -> str:
     return str(spent) if most is None else f"{min(spent, most)} of {most}"
 
 
-def kept(job: JobStatus) -> str:
-    """Describe how many workers of the round are kept, and from which step they went on."""
-    text = f"{counted(job.kept, 'worker')} of the round before"
-    if job.source is not None:
-        text += f", from step {job.resume_step} of RANK {job.source}"
-    return _of_round(text, job)
+def workers(job: JobStatus) -> str:
+    """Describe how the round's workers came into it; empty if nothing is known of new ones."""
+    kept = f"{job.kept} kept" if job.kept else ""
+    if kept and job.source is not None:
+        kept += f" from step {job.resume_step} of RANK {job.source}"
+    new = {"warm": job.warm, "cold": job.cold}
+    if kept and job.warm is None and job.world_size is not None:
+        new = {"new": job.world_size - job.kept}
+    said = [kept] * bool(kept) + [f"{number} {how}" for how, number in new.items() if number]
+    return _of_round(", ".join(said), job) if said else ""
 
 
 def _master(job: JobStatus) -> str:
@@ -474,7 +478,7 @@ def _node_row(
         Cell(duration(node.state_age_ms)),
         Cell(_ranks(node)),
         Cell(_node_steps(node, job, by_rank)),
-        number_cell(node.local_world_size),
+        Cell(_node_workers(node)),
         Cell(node.role or _UNKNOWN) if with_role else Cell(""),
         Cell(node.address or _UNKNOWN),
         Cell(_node_reason(node, job)),
@@ -496,6 +500,11 @@ def _node_steps(node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProg
     # The reports are searched, and not the RANKs, because a server may report any size.
     said = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
     return _steps(said, job) if said else _UNKNOWN
+
+
+def _node_workers(node: NodeStatus) -> str:
+    """Count a node's workers, or tell kept, warm and cold ones apart, where that is known."""
+    return origins(node) or number_cell(node.local_world_size).text
 
 
 def _node_reason(node: NodeStatus, job: JobStatus) -> str:

@@ -146,6 +146,8 @@ def _round(run: Run, round_: Round, page: Page, now_ms: int) -> list[tuple[int, 
         if round_ is run.rounds[0]:
             text += f", {duration(round_.at_ms - round_.since_ms)} after the first had come"
         text += f": {counted(round_.workers, 'worker')} on {who}{round_.kept}."
+        if round_.started:
+            text += f" Its workers: {_sentence(round_.started)}"
         told.append((round_.at_ms, text))
     if round_.ended_ms is not None:
         told.append((round_.ended_ms, _end(run, round_)))

@@ -111,6 +111,27 @@ class Progress:
 
 
 @struct(frozen=True)
+class StartedWorker:
+    """How one worker came into its round."""
+
+    local_rank: int
+    how: str
+    """One of `WorkerStart`, or a word of a newer agent."""
+    why: str
+    """Why it is not kept, or not warm; empty if its node does not know."""
+
+
+@struct(frozen=True)
+class WorkersStarted:
+    """How the workers of a node came into a round."""
+
+    rdzv_id: str
+    run: str
+    round: int
+    workers: tuple[StartedWorker, ...]
+
+
+@struct(frozen=True)
 class GroupArrivals:
     """When a node's ranks of one process group entered some of its collectives."""
 

@@ -66,6 +66,10 @@ class NodeStatus:
     reason: str | None
     drain_left_ms: int | None = None
     reason_times: tuple[TimeInText, ...] = ()
+    kept: int | None = None
+    """How many of its workers in the live round are kept, with `warm` and `cold`; None: unknown."""
+    warm: int | None = None
+    cold: int | None = None
 
 
 @struct(frozen=True)
@@ -211,6 +215,9 @@ class JobStatus:
     """RANK of the kept worker with the newest state; None: there is none."""
     resume_step: int | None = None
     """How many steps the source had sealed."""
+    warm: int | None = None
+    """Workers of the live round that were forked warm; None, with `cold`, while that is unknown."""
+    cold: int | None = None
 
 
 @struct(frozen=True)

@@ -184,6 +184,7 @@ Kept = (
     | events.HangOver
     | events.RankStraggles
     | events.RankCaughtUp
+    | events.WorkersStarted
     | events.FirstStepMade
     | events.LostStepsRedone
     | events.LastStepMade

@@ -53,9 +53,16 @@ class Way(StrEnum):
 
     ALL_KEPT = "all kept"
     """Their processes are those of the round before."""
+    KEPT_AND_WARM = "some kept, others warm"
+    KEPT_AND_COLD = "some kept, others cold"
+    """At least one of the others was started cold."""
     SOME_KEPT = "some kept"
+    """It is not known how the others were started."""
+    ALL_WARM = "all warm"
+    COLD = "cold"
+    """None is kept, and at least one was started cold."""
     ALL_NEW = "all new"
-    """They were started, warm or cold: that is known to their nodes alone."""
+    """It is not known how they were started."""
 
 
 @struct(frozen=True)
@@ -434,6 +441,8 @@ class Book:
     def _note_evidence(self, event: history.Kept | None, now_ms: int) -> None:
         """Note what tells how far a round has come, and when it broke."""
         match event:
+            case events.WorkersStarted():
+                self._of(event.round).way = _way_of_start(event)
             case events.FirstStepMade():
                 self._step(self._of(event.round), event, now_ms)
             case events.LostStepsRedone():
@@ -575,6 +584,14 @@ def _way(event: history.RoundCompleted) -> str:
     if not event.kept:
         return Way.ALL_NEW.value
     return (Way.ALL_KEPT if event.kept == event.world_size else Way.SOME_KEPT).value
+
+
+def _way_of_start(event: events.WorkersStarted) -> str:
+    if not event.kept:
+        return (Way.COLD if event.cold else Way.ALL_WARM).value
+    if event.cold:
+        return Way.KEPT_AND_COLD.value
+    return (Way.KEPT_AND_WARM if event.warm else Way.ALL_KEPT).value
 
 
 def _earlier(known_ms: int | None, found_ms: int) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from rdzv.core import events
 from rdzv.view import history
 from rdzv.view.answers import Event, JobStatus
-from rdzv.view.sentences import failure, kept, one_line
+from rdzv.view.sentences import failure, kept, one_line, started
 
 
 @dataclass(slots=True)
@@ -46,6 +46,8 @@ class Round:
     """How long its workers had been dead when it ended: killed by a node that was cut off."""
     kept: str = ""
     """Which of its workers were kept, in words; empty if none could be."""
+    started: str = ""
+    """How its workers came into it, in words; empty if a node has not said so."""
     restarts: str = ""
     """The restarts spent by then, such as `1 of 3`; empty if the nodes count them."""
 
@@ -115,6 +117,8 @@ def note(run: Run, event: Event) -> None:
             run.number, run.began_why = known.run_number, one_line(known.reason)
         case history.RoundCompleted():
             run.rounds.append(_completed(run, known, now_ms))
+        case events.WorkersStarted():
+            _round(run, known.round).started = one_line(started(known))
         case history.RoundAdopted():
             run.rounds.append(Round(known.round, now_ms, now_ms, more=known.nodes, adopted=True))
         case history.RoundEnded():

@@ -109,6 +109,8 @@ def _of_round(event: Kept) -> str:
             return f"RANK {event.rank} on {event.node_id} straggles: {slowness(event)}"
         case events.RankCaughtUp():
             return f"RANK {event.rank} on {event.node_id} no longer straggles"
+        case events.WorkersStarted():
+            return f"workers of round {event.round}: {started(event)}"
         case events.FirstStepMade():
             worker = f"RANK {event.rank} on {event.node_id}"
             return f"first step of round {event.round}: step {event.step} by {worker}"
@@ -200,6 +202,23 @@ def kept(event: history.RoundCompleted) -> str:
         for one in event.not_kept
     )
     return text + (f"; new: {new}" if new else "")
+
+
+def started(event: events.WorkersStarted) -> str:
+    """Describe how the workers of a round came into it, and why some are new or cold.
+
+    >>> late = events.NewWorker(3, "n2", "warm", "it did not park in time")
+    >>> started(events.WorkersStarted(1, kept=5, warm=1, cold=0, new=(late,)))
+    '5 kept, 1 warm: RANK 3 on n2 is warm (it did not park in time)'
+    """
+    new = [f"RANK {one.rank} on {one.node_id} is {one.how} ({one.why})" for one in event.new]
+    return ": ".join(part for part in (origins(event), "; ".join(new)) if part)
+
+
+def origins(one: events.WorkersStarted | answers.NodeStatus) -> str:
+    """Count the workers that were kept, and that were started warm and cold; leave out zeros."""
+    found = ((one.kept, "kept"), (one.warm, "warm"), (one.cold, "cold"))
+    return ", ".join(f"{number} {how}" for number, how in found if number)
 
 
 def _more(number: int) -> str:

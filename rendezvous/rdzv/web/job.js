@@ -11,6 +11,13 @@ import { aged, bounds, clock, counted, moment, orNone, ranks } from "./words.js"
 
 const spent = (count, most) => (most === null ? String(count) : `${count} of ${most}`);
 
+/** How the workers of a job's round, or of a node, came into it, as far as that is known. */
+function origins(of) {
+  const fresh = of.warm === null && of.kept ? (of.world_size ?? of.local_world_size) - of.kept : null;
+  const counts = [[of.kept, "kept"], [of.warm, "warm"], [of.cold, "cold"], [fresh, "new"]];
+  return counts.filter(([count]) => count).map(([count, how]) => `${count} ${how}`).join(", ");
+}
+
 const COMPACT = 64; // With more nodes than that a tile has its rank alone.
 
 export class JobView {
@@ -154,7 +161,7 @@ export class JobView {
       ["Nodes", `${here} of ${bounds(job)}`],
       ["Round", orNone(job.round, "none yet")],
       ["WORLD_SIZE", orNone(job.world_size)],
-      ...(job.kept ? [["Kept workers", job.source === null ? job.kept : `${job.kept}, from step ${job.resume_step} of RANK ${job.source}`]] : []),
+      ...(origins(job) ? [["Workers", origins(job) + (job.source === null ? "" : `, from step ${job.resume_step} of RANK ${job.source}`)]] : []),
       ["Restarts", job.max_restarts === null ? "counted by the nodes" : `${job.restarts} of ${job.max_restarts}`],
       ...(job.budgets?.preemptions ? [["Lost or left", spent(job.budgets.preemptions, job.budgets.max_preemptions)]] : []),
       ...(job.budgets?.store_failures ? [["Store hosts failed", spent(job.budgets.store_failures, job.budgets.max_store_failures)]] : []),
@@ -178,7 +185,8 @@ export class JobView {
       (node) => node.group_rank,
       () => h("a", { role: "listitem", class: "tile", tabindex: "-1" }, icon("seated"), h("b"), h("span", { class: "id" }), h("small")),
       (element, node) => {
-        const told = `${node.node_id} ${node.state} ${node.rank_first} ${node.local_world_size}`;
+        const from = origins(node);
+        const told = `${node.node_id} ${node.state} ${node.rank_first} ${node.local_world_size} ${from}`;
         if (element.told === told) return;
         element.told = told;
         mark(element, "href", nodeLink(node.node_id));
@@ -188,8 +196,8 @@ export class JobView {
         put(element.children[1], node.group_rank);
         put(element.children[2], node.node_id);
         const of = ranks(node.rank_first, node.local_world_size);
-        put(element.children[3], of ? `RANK ${of}` : "");
-        const label = `GROUP_RANK ${node.group_rank}, ${node.node_id}, ${node.state}${of ? `, RANK ${of}` : ""}`;
+        put(element.children[3], [...(of ? [`RANK ${of}`] : []), ...(node.kept || node.warm ? [from] : [])].join(" · "));
+        const label = `GROUP_RANK ${node.group_rank}, ${node.node_id}, ${node.state}${of ? `, RANK ${of}` : ""}${from ? `, workers: ${from}` : ""}`;
         mark(element, "aria-label", label);
         mark(element, "title", label);
       },

@@ -251,6 +251,8 @@ def test_status_for_programs(
         "kept",
         "source",
         "resume_step",
+        "warm",
+        "cold",
     ]
     assert (document["version"], document["backend"]) == (1, "rdzv")
     assert (document["round"], document["restarts"], document["master_port"]) == (5, 3, 29511)
@@ -266,6 +268,9 @@ def test_status_for_programs(
         "reason": "the job has failed",
         "drain_left_ms": None,
         "reason_times": [],
+        "kept": None,
+        "warm": None,
+        "cold": None,
     }
     failure = document["last_failure"]
     assert list(failure) == ["age_ms", "root_cause", "others"]

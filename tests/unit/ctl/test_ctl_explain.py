@@ -16,6 +16,7 @@ from rdzv.core.model import KeptWorker
 from rdzv.ctl import as_text
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.as_text_story import FIRST, LAST, explain
+from rdzv.server.messages import StartedWorker, WorkersStarted
 from rdzv.structs import replace
 from rdzv.view.answers import Event
 from rdzv.view.life import runs_of
@@ -74,7 +75,15 @@ async def test_workers_that_a_fence_has_killed_are_not_live() -> None:
     assert [ms for phase, ms in spans if phase is Phase.STOPPING] == [22_000]
 
 
-async def test_who_is_kept_is_told_and_why_others_are_not() -> None:
+def started(number: int, *how: str) -> WorkersStarted:
+    workers = [
+        StartedWorker(rank, one, "it was late" if rank else "") for rank, one in enumerate(how)
+    ]
+    return WorkersStarted("job-7", "run-1", number, tuple(workers))
+
+
+@pytest.mark.parametrize("nodes_say", [False, True])
+async def test_who_is_kept_is_told_and_why_others_are_not(*, nodes_say: bool) -> None:
     async def story(s: Scraped) -> None:
         settings = replace(SETTINGS, min_nodes=2, max_nodes=2, max_restarts=3)
         n1, n2 = await s.connect("n1"), await s.connect("n2")
@@ -87,6 +96,9 @@ async def test_who_is_kept_is_told_and_why_others_are_not() -> None:
         for node, kept in ((n1, (KeptWorker(0, 70),)), (n2, ())):
             again = join(node, (1, 1), settings=settings, run="run-1", left_round=0)
             await s.say(node, replace(again, kept=kept))
+        if nodes_say:
+            s.driver.reports.note_started(n1, started(1, "kept", "warm"))
+            s.driver.reports.note_started(n2, started(1, "cold", "cold"))
 
     of = await told(story)
     said = (
@@ -95,13 +107,18 @@ async def test_who_is_kept_is_told_and_why_others_are_not() -> None:
     )
     text = explain(of.status, of.history, of.page(width=None))
     assert f"Round 1 is complete: 4 workers on n1, n2; {said}." in text
+    began = "1 kept, 1 warm, 2 cold: RANK 1 on n1 is warm (it was late); RANK 3 on n2 is cold (it "
+    assert (f"Its workers: {began}was late)." in text) is nodes_say
     assert "rank 0 (local_rank 0) on n1: a collective failed: connection closed" in text
     (row,) = [row for row in of.history if row.name == "RoundCompleted" and "kept" in row.text]
     assert row.fields is not None
     assert (row.fields["kept"], row.fields["source"], row.fields["resume_step"]) == (1, 0, 70)
     assert row.fields["not_kept"][1] == {"why": "failed", "workers": 1, "ranks": [2]}
     lines = as_text.status(of.status, of.page(width=None)).splitlines()
-    assert any("1 worker of the round before, from step 70 of RANK 0" in line for line in lines)
+    new = "1 warm, 2 cold" if nodes_say else "3 new"
+    assert f"  workers      1 kept from step 70 of RANK 0, {new}" in lines
+    (row_of_n1, row_of_n2) = (line for line in lines if " seated " in line)
+    assert ("1 kept, 1 warm" in row_of_n1, "2 cold" in row_of_n2) == (nodes_say, nodes_say)
 
 
 async def test_a_queued_job_is_queued_and_says_so_once() -> None:

@@ -18,6 +18,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.timed_text import left, past
 from rdzv.errors import UnknownJobError
+from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import (
     LogLines,
     RankProgress,
@@ -94,6 +95,7 @@ SLOW = (
     Straggler(3, 9_500, 2.5, 0.5),
     Straggler(4, 9_500, late_ms=19.5, late_p95_ms=35.0, clock_error_ms=2.0, wait_share=0.125),
 )
+STARTS = {"n1": Starts(1, 0, 7)}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ SLOW = (
             for view in (VIEW, BARE, ZEROS, FULL)
         ),
         (
-            answer_values.job_status(FULL, NOW_MS, PROGRESS, SLOW),
+            answer_values.job_status(FULL, NOW_MS, PROGRESS, SLOW, STARTS),
             outbound.job_status,
             client.job_status_of,
         ),

@@ -1640,6 +1640,7 @@ def every_event() -> list[events.Event]:
         events.RankStraggles(0, 3, "n1", 2.1, 0.5),
         events.RankStraggles(0, 3, "n1", None, None, 19.5, 35.0, 2.0, 0.125),
         events.RankCaughtUp(0, 3, "n1"),
+        events.WorkersStarted(1, 5, 1, 0, (events.NewWorker(3, "n2", "warm", "it was late"),)),
         events.FirstStepMade(1, "n1", 3, 101, 300),
         events.LostStepsRedone(1, 140, 200),
         events.LastStepMade(1, 190, 1_400),

@@ -23,7 +23,7 @@ from rdzv.server.messages import Assignment, Progress
 from rdzv.server.messages import RankProgress as Said
 from rdzv.server.rpc.rendezvous_service import Conversation, Inbox
 from rdzv.server.settings.config import Config, Limits
-from rdzv.server.wire import inbound_nodes
+from rdzv.server.wire import inbound_reports
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
@@ -46,11 +46,11 @@ def message(*ranks: pb.RankProgress, **changes: object) -> pb.Progress:
 
 def test_progress_is_read() -> None:
     said = message(pb.RankProgress(rank=3, step=7, age_ms=9, rate=1.5))
-    assert inbound_nodes.progress_of(said, LIMITS) == Progress(
+    assert inbound_reports.progress_of(said, LIMITS) == Progress(
         "job-7", "feed", 2, (Said(3, 7, 9, 1.5),)
     )
     late = message(pb.RankProgress(age_ms=2**63))
-    assert inbound_nodes.progress_of(late, LIMITS).ranks[0].age_ms == LIMITS.timeout_ms
+    assert inbound_reports.progress_of(late, LIMITS).ranks[0].age_ms == LIMITS.timeout_ms
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_progress_is_read() -> None:
 )
 def test_what_can_not_be_is_refused(said: pb.Progress, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why):
-        inbound_nodes.progress_of(said, LIMITS)
+        inbound_reports.progress_of(said, LIMITS)
 
 
 # ---------------------------------------------------------------------- what is kept

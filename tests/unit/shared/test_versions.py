@@ -25,7 +25,7 @@ from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
 from rdzv.server.diagnosis import log_relay
 from rdzv.server.settings import config
-from rdzv.server.wire import inbound_arrivals, inbound_nodes
+from rdzv.server.wire import inbound_nodes, inbound_reports
 from rdzv.structs import as_dict
 from rdzv.transport.node_stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
@@ -66,9 +66,11 @@ def meaning(message: Message) -> Any:
             piece = as_dict(inbound_nodes.log_piece_of(message.log_piece, LIMITS))
             return {**piece, "data": piece["data"].hex()}
         case "progress":
-            return _plain(as_dict(inbound_nodes.progress_of(message.progress, LIMITS)))
+            return _plain(as_dict(inbound_reports.progress_of(message.progress, LIMITS)))
+        case "workers_started":
+            return _plain(as_dict(inbound_reports.started_of(message.workers_started, LIMITS)))
         case "arrivals":
-            return _plain(as_dict(inbound_arrivals.arrivals_of(message.arrivals, LIMITS)))
+            return _plain(as_dict(inbound_reports.arrivals_of(message.arrivals, LIMITS)))
         case "hung":
             return _plain(as_dict(inbound_nodes.hung_of(message.hung, LIMITS)))
         case "stacks":
@@ -359,6 +361,12 @@ def _samples_of_stacks() -> Iterator[tuple[str, pb.NodeMessage]]:
         group="0", per_second=2.5, error_us=700, sequences=[4, 5], ranks=[arrived]
     )
     yield "arrivals", pb.NodeMessage(arrivals=pb.Arrivals(**job, round=2, groups=[group]))
+    started = [
+        pb.StartedWorker(local_rank=0, how="kept"),
+        pb.StartedWorker(local_rank=1, how="warm", why="it did not park in time"),
+    ]
+    sent = pb.WorkersStarted(**job, round=2, workers=started)
+    yield "workers_started", pb.NodeMessage(workers_started=sent)
     yield "hung", pb.NodeMessage(hung=pb.Hung(**job, round=2, workers=[hung]))
     yield "hung:none", pb.NodeMessage(hung=pb.Hung(**job, round=2))
     yield "stacks", pb.NodeMessage(stacks=pb.Stacks(request=5, workers=[stack]))

@@ -453,6 +453,31 @@ def test_how_long_it_took_to_train_again_is_told_by_how_the_workers_came() -> No
     )
 
 
+@pytest.mark.parametrize(
+    ("kept", "warm", "cold", "way"),
+    [
+        (2, 0, 0, "all kept"),
+        (1, 1, 0, "some kept, others warm"),
+        (1, 0, 1, "some kept, others cold"),
+        (0, 2, 0, "all warm"),
+        (0, 1, 1, "cold"),
+    ],
+)
+def test_a_comeback_is_told_by_how_its_nodes_say_that_workers_came(
+    kept: int, warm: int, cold: int, way: str
+) -> None:
+    """What the server decided counts only while the nodes have not said what was done."""
+    story: Story = [
+        *TRAINS,
+        (20, ended(0, Cause.WORKER_FAILURE, "n2")),
+        (21, settled(0, Cause.WORKER_FAILURE, "n2")),
+        (22, complete(1, "n1", "n2", kept=1)),
+        (23, events.WorkersStarted(1, kept, warm, cold)),
+        (24, first(1, 20)),
+    ]
+    assert [one.way for one in ledger_of(story, 30).comebacks] == [way]
+
+
 def test_each_end_of_a_round_is_one_time() -> None:
     """Of a crash loop too, in which one failure follows upon another."""
     story = list(GATHERED)

@@ -118,6 +118,25 @@ class KeptWorker:
 
 
 @struct(frozen=True)
+class StartedWorker:
+    """How one worker came into its round: kept, warm or cold."""
+
+    local_rank: int
+    how: str
+    why: str = ""
+    """Why it is not kept, or not warm; empty if that is not known here."""
+
+
+@struct(frozen=True)
+class StartReport:
+    """How all workers of this node came into a round."""
+
+    run: str
+    round: int
+    workers: tuple[StartedWorker, ...]
+
+
+@struct(frozen=True)
 class NodeFailure:
     """A failed worker of any node, as the server reports it."""
 

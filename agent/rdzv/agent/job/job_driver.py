@@ -25,9 +25,9 @@ from rdzv.agent.job.job_log import log_event
 from rdzv.agent.job.reports import Belief, Reports
 from rdzv.agent.job.round import Round
 from rdzv.agent.job.runner_event_router import RunnerEventRouter
-from rdzv.agent.job.start_log import StartLog
 from rdzv.agent.job.store_offer import StoreOffer
 from rdzv.agent.job.worker_observers import WorkerObservers
+from rdzv.agent.job.worker_starts import WorkerStarts
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.stack_sampling import StacksAsked, Target
 from rdzv.agent.output.run_files import Written
@@ -84,7 +84,9 @@ class JobDriver:
         self._joined = False
         self._handed_over = False
         self._reports = Reports(launch, link)
-        self._start_log = StartLog(self.rdzv_id, self.local_world_size, now_ms)
+        self._starts = WorkerStarts(
+            self.rdzv_id, self.local_world_size, now_ms, self._reports.started
+        )
         self._decisions = Decisions(begin(launch.job, now_ms(), run), self._act, self._fail)
         observers = WorkerObservers(launch, self._reports)
         event_log = EventLog(launch, now_ms(), lambda n: self._context.round.outputs[n].error)
@@ -102,7 +104,7 @@ class JobDriver:
             self._context,
             None if keeping is None else keeping.socket,
             lambda: self.meter,
-            self._start_log,
+            self._starts,
         )
 
     # ------------------------------------------------------------------ from begin to end
@@ -386,6 +388,7 @@ class JobDriver:
             self._do(command)
         if isinstance(event, events.ServerConnected):
             self._context.observers.say_again()
+            self._starts.say_again()
         if self._keeper is not None:
             self._keeper.outlive(self._link.tolerated_ms)
 
@@ -412,7 +415,7 @@ class JobDriver:
 
     def _do(self, command: commands.Command) -> None:
         self.meter.decided(command)
-        self._start_log.decided(command)
+        self._starts.decided(command)
         match command:
             case commands.SayJoin():
                 self._join(command)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from rdzv.agent.core import commands
 from rdzv.agent.core.machine import EXIT_FAILED
-from rdzv.agent.core.model import AgentState, Leaving
+from rdzv.agent.core.model import AgentState, Leaving, StartReport
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.collective_records import RecordReader
@@ -66,6 +66,10 @@ class Reports:
     def progress(self, report: Report) -> None:
         """Report the progress of the workers."""
         self._link.say(encoding.progress(report, self._rdzv_id))
+
+    def started(self, report: StartReport) -> None:
+        """Report how the workers came into their round."""
+        self._link.say(encoding.started(report, self._rdzv_id))
 
     def hung(self, report: HungReport) -> None:
         """Report the workers that hang."""

@@ -12,7 +12,7 @@ from rdzv.agent.agent_metrics_interface import JobMeter
 from rdzv.agent.core import events
 from rdzv.agent.handover import leaked_processes
 from rdzv.agent.job.context import JobContext
-from rdzv.agent.job.start_log import StartLog
+from rdzv.agent.job.worker_starts import WorkerStarts
 from rdzv.agent.system.error_files import WorkerError, describe_exit, signal_name
 from rdzv.agent.system.side_thread import in_time
 
@@ -32,7 +32,7 @@ class RunnerEventRouter:
         context: JobContext,
         socket: Path | None,
         meter: Callable[[], JobMeter],
-        start_log: StartLog,
+        starts: WorkerStarts,
     ) -> None:
         """Handle events for a job, and pass them to its present `meter`, and to its log.
 
@@ -42,7 +42,7 @@ class RunnerEventRouter:
         self._rdzv_id = context.launch.job.rdzv_id
         self._socket = socket
         self._meter = meter
-        self._start_log = start_log
+        self._starts = starts
         self._ending_leftovers: asyncio.Task[None] | None = None
 
     def hear(self, event: runner_link.RunnerEvent) -> asyncio.Future[None] | None:
@@ -79,7 +79,7 @@ class RunnerEventRouter:
 
     def _note(self, event: runner_link.RunnerEvent) -> None:
         self._meter().runner_said(event)
-        self._start_log.runner_said(event)
+        self._starts.runner_said(event)
 
     def _take(self, event: runner_link.RunnerEvent) -> None:
         self._note(event)

@@ -15,6 +15,7 @@ from rdzv.agent.core.model import (
     Assignment,
     NodeFailure,
     Phase,
+    StartReport,
     WorkerFailure,
 )
 from rdzv.agent.observers.arrival_watch import ArrivalReport
@@ -188,6 +189,12 @@ def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
 def progress(said: Report, rdzv_id: str) -> pb.NodeMessage:
     """Encode the progress of this node's workers."""
     return pb.NodeMessage(progress=to_message(pb.Progress(rdzv_id=rdzv_id), said))
+
+
+def started(report: StartReport, rdzv_id: str) -> pb.NodeMessage:
+    """Encode how this node's workers came into their round."""
+    message = to_message(pb.WorkersStarted(rdzv_id=rdzv_id), report)
+    return pb.NodeMessage(workers_started=message)
 
 
 def arrivals(report: ArrivalReport, rdzv_id: str) -> pb.NodeMessage:

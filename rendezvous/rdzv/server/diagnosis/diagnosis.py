@@ -16,6 +16,7 @@ from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
 from rdzv.server.diagnosis.step_milestones import StepMilestones
 from rdzv.server.diagnosis.straggler_tracking import Stragglers
+from rdzv.server.diagnosis.worker_starts import WorkerStarts
 from rdzv.server.engine.engine import Engine
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.messages import Announcement
@@ -40,6 +41,7 @@ class Diagnosis:
         self._clock = clock
         self.progress = ProgressBoard()
         self.milestones = StepMilestones(note)
+        self.starts = WorkerStarts(note)
         self.stragglers = Stragglers(timings.straggler_after_ms, note)
         self.logs = LogRelay(clock, limits, timings.log_answer_ms, send)
         self.stacks = StackRelay(clock, limits, timings.stacks_answer_ms, send)
@@ -59,6 +61,7 @@ class Diagnosis:
     def note_state(self, state: State) -> None:
         """Drop what was observed of a round that is over, after a job has changed."""
         self.progress.tidy(state)
+        self.starts.tidy(state)
         self.milestones.note_state(state, self._clock.now_ms())
         self.hangs.note_state(state)
         self.stragglers.tidy(state)

@@ -5,7 +5,7 @@ An unknown value is None in an answer, however it is represented here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rdzv.core.evidence.progress_lag import Word
 from rdzv.core.evidence.stacks import Report
@@ -13,6 +13,7 @@ from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import Failure, NodeState, Submission
 from rdzv.core.timed_text import times_of
+from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import LogLines, RankProgress
 from rdzv.server.security.tokens import Token
 from rdzv.transport.same_fields import from_value
@@ -26,15 +27,19 @@ def job_status(
     now_ms: int,
     progress: Sequence[RankProgress] = (),
     stragglers: Iterable[Straggler] = (),
+    starts: Mapping[str, Starts] | None = None,
 ) -> answers.JobStatus:
-    """Show one job, and the progress of its workers."""
+    """Show one job, the progress of its workers, and by node how these came into the round."""
+    starts = starts or {}
+    told = sum(one.kept + one.warm + one.cold for one in starts.values())
+    known = list(starts.values()) if told == view.world_size else []
     said = [(one.rank, Word(one.step, one.age_ms, one.rate or None)) for one in progress]
     return from_value(
         answers.JobStatus,
         view,
         reason=str(view.reason) or None,
         reason_times=times_of(view.reason),
-        nodes=tuple(map(_job_node, view.nodes)),
+        nodes=tuple(_job_node(node, starts.get(node.node_id)) for node in view.nodes),
         last_failure=_last_failure(view.last_failure, view.last_failure_age_ms),
         progress=answers.rank_progress(said),
         submission=_submission(view.submission, view.jobs_before, now_ms),
@@ -42,15 +47,20 @@ def job_status(
             from_value(answers.Straggler, one, age_ms=max(now_ms - one.since_ms, 0))
             for one in stragglers
         ),
+        warm=sum(one.warm for one in known) if known else None,
+        cold=sum(one.cold for one in known) if known else None,
     )
 
 
-def _job_node(view: NodeView) -> answers.NodeStatus:
+def _job_node(view: NodeView, started: Starts | None) -> answers.NodeStatus:
     return from_value(
         answers.NodeStatus,
         view,
         reason=str(view.reason) or None,
         reason_times=times_of(view.reason),
+        kept=started.kept if started else None,
+        warm=started.warm if started else None,
+        cold=started.cold if started else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import JobView, view
@@ -11,6 +11,7 @@ from rdzv.core.model import State
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnknownJobError
 from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
+from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.engine.engine import Engine
 from rdzv.server.engine.store_availability import StoreState
 from rdzv.server.engine.watchers import Watchers
@@ -124,6 +125,11 @@ class JobViews:
     def stragglers(self, rdzv_id: str) -> tuple[Straggler, ...]:
         """Return the stragglers in a job's present round, by RANK."""
         return self._diagnosis.stragglers.shown(rdzv_id)
+
+    def starts(self, rdzv_id: str) -> Mapping[str, Starts]:
+        """Return by node how the workers of a job's present round came into it."""
+        state = self._jobs.peek(rdzv_id)
+        return self._diagnosis.starts.shown(state) if state is not None else {}
 
     def hangs(self, rdzv_id: str) -> str:
         """Describe which workers of a job hang now; return "" if none do."""

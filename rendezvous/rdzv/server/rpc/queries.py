@@ -84,8 +84,9 @@ class Queries:
     def status_of(self, view: JobView) -> answers.JobStatus:
         """Show a job, given its view."""
         views = self.replica.driver.views
-        progress, stragglers = views.progress(view.rdzv_id), views.stragglers(view.rdzv_id)
-        return answer_values.job_status(view, self.clock.now_ms(), progress, stragglers)
+        rdzv_id, now_ms = view.rdzv_id, self.clock.now_ms()
+        found = (views.progress(rdzv_id), views.stragglers(rdzv_id), views.starts(rdzv_id))
+        return answer_values.job_status(view, now_ms, *found)
 
     def summary_of(self, view: JobView) -> answers.JobSummary:
         """Show a job as one line."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -23,14 +25,22 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
-from rdzv.server.messages import Belief, Heard, Holdings, Hung, Progress, Refused
+from rdzv.server.messages import (
+    Belief,
+    Heard,
+    Holdings,
+    Hung,
+    Progress,
+    Refused,
+    WorkersStarted,
+)
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.gate_interceptor import end_stream_unheard
 from rdzv.server.rpc.rate_limit import RateLimit
 from rdzv.server.security import callers
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
-from rdzv.server.wire import inbound_arrivals, inbound_nodes, outbound
+from rdzv.server.wire import inbound_nodes, inbound_reports, outbound
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION
@@ -38,6 +48,9 @@ from rdzv.version import VERSION
 Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 Said = tuple[str, Command] | Holdings
 Inbox = asyncio.Queue[Said | None]
+
+_SHOWN = 2
+"""The kinds of reports of a job that a conversation keeps until it can note them."""
 
 log = logging.getLogger("rdzv.service")
 
@@ -79,10 +92,10 @@ class Conversation:
         self._limits = config.limits
         self._timings = config.timings
         self._version = version
-        self._early: dict[str, Progress] = {}
-        """By rdzv_id: progress that the node has sent before its beliefs were handled."""
+        self._early: dict[tuple[type, str], Callable[[], None]] = {}
+        """By kind and rdzv_id: reports, to be noted, from before its beliefs were handled."""
         self._early_hung: dict[str, Hung] = {}
-        """Likewise, reports of hung workers."""
+        """By rdzv_id: likewise, reports of hung workers."""
         self._warned = False
         self._allowance = RateLimit(self._limits.commands_at_once, self._limits.commands_per_second)
 
@@ -159,10 +172,8 @@ class Conversation:
                     self._driver.reports.take_log(
                         stream, inbound_nodes.log_piece_of(message.log_piece, self._limits)
                     )
-                case "progress":
-                    self._take_progress(message.progress, stream)
-                case "arrivals":
-                    self._take_arrivals(message.arrivals, stream)
+                case "progress" | "workers_started" | "arrivals":
+                    self._take_shown(message, stream)
                 case "hung":
                     self._take_hung(inbound_nodes.hung_of(message.hung, self._limits), stream)
                 case "stacks":
@@ -186,29 +197,39 @@ class Conversation:
         except (InvalidRequestError, LimitExceededError) as error:
             stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
-    def _take_progress(self, message: pb.Progress, stream: Stream) -> None:
-        """Note progress at once, so that it does not wait in the inbox while the store is away.
+    def _take_shown(self, message: pb.NodeMessage, stream: Stream) -> None:
+        """Take a report that is only shown to people: an invalid one is a warning, no refusal."""
+        reports, limits = self._driver.reports, self._limits
+        try:
+            match message.WhichOneof("body"):
+                case "progress":
+                    progress = inbound_reports.progress_of(message.progress, limits)
+                    self._show(progress, reports.note_progress, stream)
+                case "workers_started":
+                    started = inbound_reports.started_of(message.workers_started, limits)
+                    self._show(started, reports.note_started, stream)
+                case _:
+                    arrivals = inbound_reports.arrivals_of(message.arrivals, limits)
+                    if stream.greeted:  # Others come in a few seconds.
+                        reports.note_arrivals(stream, arrivals)
+        except InvalidRequestError as error:
+            self._warn(stream, error)
 
-        Progress is only shown to people, so an invalid report is no reason to refuse the node
-        anything else.
+    def _show(
+        self,
+        said: Progress | WorkersStarted,
+        note: Callable[[Stream, Any], None],
+        stream: Stream,
+    ) -> None:
+        """Note a report at once, so that it does not wait in the inbox while the store is away.
+
+        One that comes before the node's beliefs are handled is noted after them.
         """
-        try:
-            said = inbound_nodes.progress_of(message, self._limits)
-            if stream.greeted:
-                self._driver.reports.note_progress(stream, said)
-            elif said.rdzv_id in self._early or len(self._early) < self._limits.beliefs:
-                self._early[said.rdzv_id] = said
-        except InvalidRequestError as error:
-            self._warn(stream, error)
-
-    def _take_arrivals(self, message: pb.Arrivals, stream: Stream) -> None:
-        """Note when workers entered collectives; what comes too early is dropped."""
-        try:
-            said = inbound_arrivals.arrivals_of(message, self._limits)
-            if stream.greeted:
-                self._driver.reports.note_arrivals(stream, said)
-        except InvalidRequestError as error:
-            self._warn(stream, error)
+        key = type(said), said.rdzv_id
+        if stream.greeted:
+            note(stream, said)
+        elif key in self._early or len(self._early) < _SHOWN * self._limits.beliefs:
+            self._early[key] = partial(note, stream, said)
 
     def _take_hung(self, said: Hung, stream: Stream) -> None:
         """Note hung workers at once; a job that is not adopted yet has none."""
@@ -225,11 +246,11 @@ class Conversation:
             except InvalidRequestError as error:
                 stream.send(Refused(said.rdzv_id, error.code, str(error)))
 
-    def _release_progress(self, stream: Stream) -> None:
+    def _release_shown(self, stream: Stream) -> None:
         early, self._early = self._early, {}
-        for said in early.values():
+        for note in early.values():
             try:
-                self._driver.reports.note_progress(stream, said)
+                note()
             except InvalidRequestError as error:
                 self._warn(stream, error)
 
@@ -258,7 +279,7 @@ class Conversation:
         """Handle the node's messages in order, starting with its beliefs."""
         named = [inbound_nodes.job_named_in(message) for message in beliefs]
         await self._driver.recovery.greet(stream, self._beliefs(stream, beliefs), named)
-        self._release_progress(stream)
+        self._release_shown(stream)
         self._release_hung(stream)
         while (said := await inbox.get()) is not None:
             if isinstance(said, Holdings):

@@ -15,7 +15,16 @@ from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.engine.watchers import Watchers
-from rdzv.server.messages import Arrivals, Draining, Holding, Hung, LogPiece, Progress, Stacks
+from rdzv.server.messages import (
+    Arrivals,
+    Draining,
+    Holding,
+    Hung,
+    LogPiece,
+    Progress,
+    Stacks,
+    WorkersStarted,
+)
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.node_commands import NodeCommands
 from rdzv.server.sessions.presence import Presence
@@ -65,6 +74,19 @@ class Reports:
         shown = partial(self._diagnosis.progress.shown, state, now_ms)
         self._diagnosis.stragglers.note(state, shown, now_ms)
         self._watchers.job_progressed(said.rdzv_id)
+
+    def note_started(self, stream: Stream, said: WorkersStarted) -> None:
+        """Note how a node's workers came into their round, if it is the present one.
+
+        Raises:
+            InvalidRequestError: it is not about exactly the workers that the node has.
+
+        """
+        state = self._jobs.peek(said.rdzv_id)
+        if state is None or not self._streams.is_current(stream):
+            return
+        if self._diagnosis.starts.note(state, stream.node_id, stream.incarnation, said):
+            self._watchers.job_progressed(said.rdzv_id)
 
     def note_arrivals(self, stream: Stream, said: Arrivals) -> None:
         """Note when a node's workers entered collectives, if it is about the present round.

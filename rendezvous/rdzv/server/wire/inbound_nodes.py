@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Iterable, Mapping
 
 from rdzv.core.commands import (
@@ -32,8 +31,6 @@ from rdzv.server.messages import (
     Holding,
     Hung,
     LogPiece,
-    Progress,
-    RankProgress,
     Stacks,
 )
 from rdzv.server.settings import bounds
@@ -463,29 +460,6 @@ def _decline(message: pb.Declined, speaker: Speaker, limits: Limits) -> Decline:
 def away_ms_of(message: pb.Away, limits: Limits) -> int:
     """Read how long an agent will be away."""
     return bounds.within("deadline_ms", message.deadline_ms, 1, limits.away_ms)
-
-
-def progress_of(message: pb.Progress, limits: Limits) -> Progress:
-    """Read the progress of a node's workers. The job knows which workers the node has."""
-    ranks = tuple(_rank_progress(one, limits) for one in message.ranks)
-    if len(ranks) > limits.local_world_size:
-        most = f"at most {limits.local_world_size}"
-        raise bounds.refusal("progress", len(ranks), "are too many workers of one node", most)
-    if len({one.rank for one in ranks}) < len(ranks):
-        raise bounds.refusal("progress", len(ranks), "workers have fewer RANKs", "name each once")
-    return Progress(
-        rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
-        run=bounds.uid("run", message.run, limits),
-        round=message.round,
-        ranks=ranks,
-    )
-
-
-def _rank_progress(message: pb.RankProgress, limits: Limits) -> RankProgress:
-    if not 0 <= message.rate < math.inf:
-        raise bounds.refusal("rate", message.rate, "is no rate", "give steps a second, from 0 on")
-    age_ms = min(message.age_ms, limits.timeout_ms)
-    return RankProgress(message.rank, message.step, age_ms, message.rate)
 
 
 def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:

@@ -1,4 +1,7 @@
-"""The log line of each round but the first: which workers are kept, which are new, and why."""
+"""How the workers of each round came into it: kept, warm or cold, and why they are new.
+
+The server is told of each round, and the log of each but the first.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from rdzv.agent import runner_link
 from rdzv.agent.core import commands
+from rdzv.agent.core.model import Assignment, StartedWorker, StartReport
 from rdzv.agent.system.error_files import describe_exit
 
 log = logging.getLogger("rdzv.agent")
@@ -14,15 +18,25 @@ log = logging.getLogger("rdzv.agent")
 _KEPT = "kept"
 
 
-class StartLog:
-    """Collects how the workers of one job were started, and writes a line once all go on."""
+class WorkerStarts:
+    """Collects how the workers of one job were started, and tells it once all take part."""
 
-    def __init__(self, rdzv_id: str, local_world_size: int, now_ms: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        rdzv_id: str,
+        local_world_size: int,
+        now_ms: Callable[[], int],
+        report: Callable[[StartReport], None],
+    ) -> None:
+        """`report` tells the server."""
         self._rdzv_id = rdzv_id
         self._local_world_size = local_world_size
         self._now_ms = now_ms
-        self._round: int | None = None
-        """The round whose line is not written yet."""
+        self._report = report
+        self._round: Assignment | None = None
+        """The round whose workers do not all take part yet."""
+        self._reported: StartReport | None = None
+        """The report about the round that runs."""
         self._is_first = True
         self._stopped_ms = self._parked_ms = self._began_ms = 0
         self._how: dict[int, str] = {}
@@ -30,22 +44,26 @@ class StartLog:
         self._resumed: set[int] = set()
         self._why_new: dict[int, str] = {}
         """What became of the workers of the round before, by LOCAL_RANK."""
+        self._why_cold: dict[int, str] = {}
+        """Why workers that were to be warm are cold, by LOCAL_RANK."""
         self._ended: dict[int, str] = {}
-        """The same for those of the present round."""
+        """What became of those of the present round."""
 
     def decided(self, command: commands.Command) -> None:
         """Note a command that is carried out for the job."""
         match command:
             case commands.StartWorkers():
                 self._is_first = not self._stopped_ms
-                self._round, self._began_ms = command.assignment.round, self._now_ms()
-                self._how, self._resumed = {}, set()
+                self._round, self._began_ms = command.assignment, self._now_ms()
+                self._how, self._resumed, self._why_cold = {}, set(), {}
                 self._why_new, self._ended = self._ended, {}
             case commands.StopWorkers():
-                self._round, self._stopped_ms = None, self._now_ms()
+                self._round, self._reported = None, None
+                self._stopped_ms = self._now_ms()
 
     def runner_said(self, event: runner_link.RunnerEvent) -> None:
         """Note an event of the runner."""
+        round_ = None if self._round is None else self._round.round
         match event:
             case runner_link.WorkerExited():
                 how = describe_exit(event.exit_code, event.signal)
@@ -57,17 +75,33 @@ class StartLog:
             case runner_link.KeptExited():
                 reasons = self._ended if self._round is None else self._why_new
                 reasons.setdefault(event.local_rank, "its worker was parked, and has ended")
-            case runner_link.WorkerStarted() if event.round == self._round and event.how:
+            case runner_link.WorkersStartedCold() if event.round == round_:
+                self._why_cold |= dict.fromkeys(event.local_ranks, f"not warm: {event.reason}")
+            case runner_link.WorkerStarted() if event.round == round_ and event.how:
                 self._how[event.local_rank] = event.how
-                self._write_if_complete()
-            case runner_link.WorkerResumed() if event.round == self._round:
+                self._tell_if_complete()
+            case runner_link.WorkerResumed() if event.round == round_:
                 self._resumed.add(event.local_rank)
-                self._write_if_complete()
+                self._tell_if_complete()
 
-    def _write_if_complete(self) -> None:
+    def say_again(self) -> None:
+        """Tell a server that may not know how the workers of the present round came."""
+        if self._reported is not None:
+            self._report(self._reported)
+
+    def _tell_if_complete(self) -> None:
         kept = {rank for rank, how in self._how.items() if how == _KEPT}
-        if self._is_first or len(self._how) < self._local_world_size or kept - self._resumed:
+        if self._round is None or len(self._how) < self._local_world_size or kept - self._resumed:
             return
+        line, self._round = self._round, None
+        ranks = sorted(self._how)
+        workers = tuple(StartedWorker(rank, self._how[rank], self._why(rank)) for rank in ranks)
+        self._reported = StartReport(line.run, line.round, workers)
+        self._report(self._reported)
+        if not self._is_first:
+            log.info("%s: round %d: %s", self._rdzv_id, line.round, self._described(kept))
+
+    def _described(self, kept: set[int]) -> str:
         parts = []
         if kept:
             went_on_s = (self._now_ms() - self._began_ms) / 1000
@@ -78,12 +112,18 @@ class StartLog:
         if new := sorted(self._how.keys() - kept):
             each = "; ".join(self._describe(rank) for rank in new)
             parts.append(f"{_workers(len(new))} new ({each})")
-        log.info("%s: round %d: %s", self._rdzv_id, self._round, ", ".join(parts))
-        self._round = None
+        return ", ".join(parts)
 
     def _describe(self, rank: int) -> str:
-        why = self._why_new.get(rank)
+        why = self._why(rank)
         return f"local_rank {rank} is {self._how[rank]}" + (f": {why}" if why else "")
+
+    def _why(self, rank: int) -> str:
+        """Return why a worker is new, and why it is cold, as far as that is known here."""
+        if self._how[rank] == _KEPT:
+            return ""
+        found = (self._why_new.get(rank), self._why_cold.get(rank))
+        return "; ".join(why for why in found if why)
 
 
 def _workers(count: int) -> str:

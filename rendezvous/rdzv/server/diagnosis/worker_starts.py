@@ -1,0 +1,125 @@
+"""How the workers of each job's present round came into it, as their nodes report it.
+
+In memory, for the present round only, and for people: nothing is decided by it. A node repeats its
+report after a reconnect; one of an older version never sends any, so its workers are not known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from rdzv.core.events import Event, NewWorker, WorkersStarted, WorkerStart
+from rdzv.core.model import Participant, Round, State
+from rdzv.core.words import LISTED
+from rdzv.errors import InvalidRequestError
+from rdzv.server import messages
+from rdzv.structs import struct
+
+
+@struct(frozen=True)
+class Starts:
+    """How many workers were kept, and how many started warm and cold."""
+
+    kept: int
+    warm: int
+    cold: int
+
+
+@dataclass(slots=True)
+class _Job:
+    """The reports of one round, by node_id."""
+
+    run: str
+    round: int
+    said: dict[str, tuple[messages.StartedWorker, ...]] = field(default_factory=dict)
+
+
+class WorkerStarts:
+    """The reports of one server's jobs; at most one of each node of a live round is kept."""
+
+    def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
+        """`tell` records an event once all nodes of a round have reported."""
+        self._tell = tell
+        self._jobs: dict[str, _Job] = {}
+
+    def note(
+        self, state: State, node_id: str, incarnation: int, said: messages.WorkersStarted
+    ) -> bool:
+        """Note how a node's workers were started; return whether that was not known.
+
+        A report about another round is too late, or too early, and is ignored.
+
+        Raises:
+            InvalidRequestError: it is not about exactly the workers that the node has.
+
+        """
+        round_, seat = _live_round(state), state.seats.get(node_id)
+        if round_ is None or (said.run, said.round) != (state.membership.run, round_.number):
+            return False
+        if seat is None or seat.incarnation != incarnation:
+            return False
+        participant = next(p for p in round_.participants if p.node_id == node_id)
+        _check(said, participant)
+        job = self._jobs.get(said.rdzv_id)
+        if job is None or not _is_of(job, state):
+            job = self._jobs[said.rdzv_id] = _Job(said.run, said.round)
+        if node_id in job.said:
+            return False
+        job.said[node_id] = said.workers
+        if len(job.said) == len(round_.participants):
+            self._tell(said.rdzv_id, (_event(round_, job),))
+        return True
+
+    def tidy(self, state: State) -> None:
+        """Forget a round that is over."""
+        job = self._jobs.get(state.membership.rdzv_id)
+        if job is not None and not _is_of(job, state):
+            del self._jobs[state.membership.rdzv_id]
+
+    def shown(self, state: State) -> Mapping[str, Starts]:
+        """Return how the workers of each node came into the live round, as far as it is known."""
+        job = self._jobs.get(state.membership.rdzv_id)
+        if job is None or not _is_of(job, state):
+            return {}
+        return {node_id: _counted(workers) for node_id, workers in job.said.items()}
+
+
+def _check(said: messages.WorkersStarted, participant: Participant) -> None:
+    named = sorted(worker.local_rank for worker in said.workers)
+    size = participant.offer.local_world_size
+    if named != list(range(size)):
+        raise InvalidRequestError(
+            f"started workers: {participant.node_id} names {len(named)}, and has local_rank "
+            f"0..{size - 1} in round {said.round}; name each of them once"
+        )
+
+
+def _counted(workers: tuple[messages.StartedWorker, ...]) -> Starts:
+    how = Counter(worker.how for worker in workers)
+    return Starts(*(how[one] for one in (WorkerStart.KEPT, WorkerStart.WARM, WorkerStart.COLD)))
+
+
+def _event(round_: Round, job: _Job) -> WorkersStarted:
+    workers = tuple(worker for said in job.said.values() for worker in said)
+    found = _counted(workers)
+    new = [
+        NewWorker(p.rank_first + worker.local_rank, p.node_id, worker.how, worker.why)
+        for p in round_.participants
+        for worker in job.said[p.node_id]
+        if worker.why and worker.how != WorkerStart.KEPT
+    ]
+    return WorkersStarted(round_.number, found.kept, found.warm, found.cold, tuple(new[:LISTED]))
+
+
+def _live_round(state: State) -> Round | None:
+    membership = state.membership
+    if membership.ended is not None or membership.round is None or not membership.round.live:
+        return None
+    return membership.round
+
+
+def _is_of(job: _Job, state: State) -> bool:
+    round_ = _live_round(state)
+    return round_ is not None and (job.run, job.round) == (state.membership.run, round_.number)

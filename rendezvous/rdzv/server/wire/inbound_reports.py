@@ -1,0 +1,89 @@
+"""Converts reports that are only shown to people to values, bounded and validated."""
+
+from __future__ import annotations
+
+import math
+
+from rdzv.server.messages import (
+    Arrivals,
+    GroupArrivals,
+    Progress,
+    RankProgress,
+    StartedWorker,
+    WorkersStarted,
+)
+from rdzv.server.settings import bounds
+from rdzv.server.settings.config import Limits
+from rdzv.v1 import rdzv_pb2 as pb
+
+
+def progress_of(message: pb.Progress, limits: Limits) -> Progress:
+    """Read the progress of a node's workers. The job knows which workers the node has."""
+    ranks = tuple(_rank_progress(one, limits) for one in message.ranks)
+    if len(ranks) > limits.local_world_size:
+        most = f"at most {limits.local_world_size}"
+        raise bounds.refusal("progress", len(ranks), "are too many workers of one node", most)
+    if len({one.rank for one in ranks}) < len(ranks):
+        raise bounds.refusal("progress", len(ranks), "workers have fewer RANKs", "name each once")
+    return Progress(
+        rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
+        run=bounds.uid("run", message.run, limits),
+        round=message.round,
+        ranks=ranks,
+    )
+
+
+def _rank_progress(message: pb.RankProgress, limits: Limits) -> RankProgress:
+    if not 0 <= message.rate < math.inf:
+        raise bounds.refusal("rate", message.rate, "is no rate", "give steps a second, from 0 on")
+    age_ms = min(message.age_ms, limits.timeout_ms)
+    return RankProgress(message.rank, message.step, age_ms, message.rate)
+
+
+def started_of(message: pb.WorkersStarted, limits: Limits) -> WorkersStarted:
+    """Read how a node's workers were started. The job knows which workers the node has."""
+    if len(message.workers) > limits.local_world_size:
+        most = f"at most {limits.local_world_size}"
+        given = len(message.workers)
+        raise bounds.refusal("workers", given, "are too many workers of one node", most)
+    return WorkersStarted(
+        rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
+        run=bounds.uid("run", message.run, limits),
+        round=message.round,
+        workers=tuple(
+            StartedWorker(
+                one.local_rank,
+                bounds.label("how", one.how, limits),
+                bounds.sentence(one.why, limits)[: limits.label_chars],
+            )
+            for one in message.workers
+        ),
+    )
+
+
+def arrivals_of(message: pb.Arrivals, limits: Limits) -> Arrivals:
+    """Read when a node's workers entered collectives. The job knows which workers it has."""
+    groups = message.groups[: limits.record_groups]
+    told = sum(len(rank.entered_us) for group in groups for rank in group.ranks)
+    if told > limits.arrivals:
+        raise bounds.refusal("arrivals", told, "are too many", f"send at most {limits.arrivals}")
+    return Arrivals(
+        rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
+        run=bounds.uid("run", message.run, limits),
+        round=message.round,
+        groups=tuple(_group_arrivals(one, limits) for one in groups),
+    )
+
+
+def _group_arrivals(message: pb.GroupArrivals, limits: Limits) -> GroupArrivals:
+    if not 0 <= message.per_second < math.inf:
+        raise bounds.refusal("per_second", message.per_second, "is no rate", "give one from 0 on")
+    entered: dict[int, dict[int, int]] = {}
+    for rank in message.ranks:
+        if len(rank.entered_us) != len(message.sequences):
+            most = f"send one time for each of the {len(message.sequences)} sequences"
+            raise bounds.refusal("entered_us", len(rank.entered_us), "do not fit", most)
+        for sequence, at_us in zip(message.sequences, rank.entered_us, strict=True):
+            entered.setdefault(sequence, {})[rank.rank] = at_us
+    error_us = message.error_us if message.HasField("error_us") else None
+    return GroupArrivals(message.group[: limits.label_chars], message.per_second, error_us, entered)

@@ -1,0 +1,136 @@
+"""How workers came into each round: what the server is told, and the line of the log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from rdzv.agent.core import commands
+from rdzv.agent.core.model import KeptWorker, StartedWorker, StartReport
+from rdzv.agent.job.worker_starts import WorkerStarts
+from rdzv.agent.runner_link import (
+    KeptExited,
+    WorkerExited,
+    WorkerNotKept,
+    WorkerResumed,
+    WorkersGone,
+    WorkersStartedCold,
+    WorkerStarted,
+)
+from tests.unit.agent.test_agent_machine import line
+
+
+class Story:
+    """A job with three workers, and its clock."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1_000
+        self.reports: list[StartReport] = []
+        self.starts = WorkerStarts("job", 3, lambda: self.now_ms, self.reports.append)
+        self.start(0, "cold", "cold", "cold")
+
+    def start(self, round_: int, *how: str) -> None:
+        self.starts.decided(commands.StartWorkers(line(round_)))
+        self.now_ms += 50
+        for local_rank, one in enumerate(how):
+            self.starts.runner_said(WorkerStarted(round_, local_rank, 100 + local_rank, one))
+
+    def stop(self, round_: int) -> None:
+        self.starts.decided(commands.StopWorkers(round_, 5_000, None, 10_000))
+        self.now_ms += 120
+
+    def resume(self, round_: int, *local_ranks: int) -> None:
+        for local_rank in local_ranks:
+            said = WorkerResumed(round_, local_rank, 100 + local_rank, 7, 0, False, 3, 0)
+            self.starts.runner_said(said)
+
+
+@pytest.fixture
+def s(caplog: pytest.LogCaptureFixture) -> Story:
+    caplog.set_level(logging.INFO, "rdzv.agent")
+    return Story()
+
+
+def test_the_first_round_has_no_line(s: Story, caplog: pytest.LogCaptureFixture) -> None:
+    assert not caplog.messages
+
+
+def test_kept_and_new_workers_are_told_apart(s: Story, caplog: pytest.LogCaptureFixture) -> None:
+    s.starts.runner_said(WorkerExited(0, 2, 102, None, 9, 0))
+    s.stop(0)
+    s.starts.runner_said(WorkersGone(0, (KeptWorker(0, 100), KeptWorker(1, 101))))
+    s.start(1, "kept", "kept", "warm")
+    assert not caplog.messages
+    s.resume(1, 0, 1)
+    assert caplog.messages == [
+        "job: round 1: 2 workers kept (local_rank 0, 1), parked in 0.12 s and gone on in 0.05 s, "
+        "1 worker new (local_rank 2 is warm: its worker ended with signal 9 (SIGKILL))"
+    ]
+
+
+def test_each_reason_is_that_of_its_round(s: Story, caplog: pytest.LogCaptureFixture) -> None:
+    s.stop(0)
+    s.starts.runner_said(WorkerNotKept(0, 0, 100, "it has not parked in time"))
+    s.starts.runner_said(WorkerExited(0, 0, 100, None, 9, 0))
+    s.starts.runner_said(WorkersGone(0, (KeptWorker(1, 101), KeptWorker(2, 102))))
+    s.starts.runner_said(KeptExited(1, 101, None, 9))
+    s.start(1, "cold", "cold", "kept")
+    s.resume(1, 2)
+    s.stop(1)
+    s.starts.runner_said(WorkersGone(1))
+    s.start(2, "cold", "cold", "cold")
+    parked = "local_rank 1 is cold: its worker was parked, and has ended"
+    assert caplog.messages == [
+        "job: round 1: 1 worker kept (local_rank 2), parked in 0.12 s and gone on in 0.05 s, "
+        f"2 workers new (local_rank 0 is cold: it has not parked in time; {parked})",
+        "job: round 2: 3 workers new (local_rank 0 is cold; local_rank 1 is cold; "
+        "local_rank 2 is cold)",
+    ]
+
+
+def test_a_round_that_ends_before_all_go_on_has_none(
+    s: Story, caplog: pytest.LogCaptureFixture
+) -> None:
+    s.stop(0)
+    s.start(1, "kept", "kept", "kept")
+    s.stop(1)
+    s.resume(1, 0, 1, 2)
+    assert not caplog.messages
+
+
+def test_the_server_is_told_of_each_round(s: Story) -> None:
+    s.starts.runner_said(WorkerExited(0, 2, 102, None, 9, 0))
+    s.stop(0)
+    s.start(1, "kept", "kept", "warm")
+    s.resume(1, 0, 1)
+    cold = tuple(StartedWorker(local_rank, "cold") for local_rank in range(3))
+    died = StartedWorker(2, "warm", "its worker ended with signal 9 (SIGKILL)")
+    kept = (StartedWorker(0, "kept"), StartedWorker(1, "kept"))
+    run = line(0).run
+    assert s.reports == [StartReport(run, 0, cold), StartReport(run, 1, (*kept, died))]
+
+
+def test_a_worker_that_was_to_be_warm_and_is_cold_has_a_reason(s: Story) -> None:
+    s.stop(0)
+    s.start(1)
+    s.starts.runner_said(WorkersStartedCold(1, (0, 2), "no zygote"))
+    for local_rank, how in enumerate(("cold", "warm", "cold")):
+        s.starts.runner_said(WorkerStarted(1, local_rank, 100, how))
+    why = [one.why for one in s.reports[-1].workers]
+    assert why == ["not warm: no zygote", "", "not warm: no zygote"]
+
+
+def test_a_new_server_is_told_again_while_the_round_runs(s: Story) -> None:
+    s.starts.say_again()
+    assert s.reports == [s.reports[0]] * 2
+    s.stop(0)
+    s.starts.say_again()
+    assert len(s.reports) == 2
+
+
+def test_nothing_is_told_where_a_runner_of_an_older_version_does_not_say(s: Story) -> None:
+    s.stop(0)
+    s.start(1, "", "", "")
+    s.starts.say_again()
+    assert len(s.reports) == 1

@@ -1,0 +1,97 @@
+"""How the workers of a round came into it is known once their nodes have said so."""
+
+from __future__ import annotations
+
+import pytest
+
+from rdzv.core.commands import Leave
+from rdzv.core.model import LeaveCause
+from rdzv.errors import InvalidRequestError
+from rdzv.server.diagnosis.worker_starts import Starts
+from rdzv.server.messages import Assignment, StartedWorker, WorkersStarted
+from rdzv.server.wire import inbound_reports
+from rdzv.stores.memory import MemoryStore
+from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.answers import event_in
+from tests.unit.server.test_driver import FakeClock, Server, running, server
+from tests.unit.server.test_progress_of_jobs import LIMITS
+
+LATE = "it did not park in time"
+
+
+def said(*how: str, why: str = "", round_: int = 0) -> WorkersStarted:
+    workers = tuple(
+        StartedWorker(n, one, "" if one == "kept" else why) for n, one in enumerate(how)
+    )
+    return WorkersStarted("job-7", "run-1", round_, workers)
+
+
+async def told(s: Server) -> list[str]:
+    rows = [event_in(row) for row in await s.driver.history.of("job-7", 100)]
+    return [row.text for row in rows if row.name == "WorkersStarted"]
+
+
+async def test_they_are_recorded_once_all_nodes_have_said_so() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        s.driver.reports.note_started(n2, said("kept", "warm", why=LATE))
+        assert s.driver.views.starts("job-7") == {"n2": Starts(1, 1, 0)}
+        assert not await told(s)
+        for _ in range(2):
+            s.driver.reports.note_started(n1, said("kept", "cold"))
+        assert s.driver.views.starts("job-7") == {"n1": Starts(1, 0, 1), "n2": Starts(1, 1, 0)}
+        assert await told(s) == [
+            f"workers of round 0: 2 kept, 1 warm, 1 cold: RANK 3 on n2 is warm ({LATE})"
+        ]
+
+
+async def test_a_server_that_takes_over_hears_it_again() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    line = Assignment("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
+    async with server(store, clock) as s:
+        n1, _ = await s.pair()
+    async with server(store, clock) as s:
+        n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
+        assert s.driver.views.starts("job-7") == {}
+        s.driver.reports.note_started(n1, said("warm", "warm"))
+        assert s.driver.views.starts("job-7") == {"n1": Starts(0, 2, 0)}
+
+
+async def test_a_round_that_ends_takes_them_along() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        s.driver.reports.note_started(n1, said("cold", "cold"))
+        leaving = Leave("n2", n2.incarnation, "run-1", LeaveCause.SIGNAL, "bye", None)
+        await s.driver.commands.hear(n2, "job-7", leaving)
+        s.driver.reports.note_started(n1, said("cold", "cold"))
+        assert s.driver.views.starts("job-7") == {}
+
+
+async def test_another_round_and_a_node_without_a_seat_are_passed_over() -> None:
+    async with server() as s:
+        n1, _ = await s.pair()
+        spare = await s.connect("n3")
+        await s.join(spare)
+        s.driver.reports.note_started(spare, said("cold", "cold"))
+        s.driver.reports.note_started(n1, said("cold", "cold", round_=1))
+        assert s.driver.views.starts("job-7") == {}
+
+
+@pytest.mark.parametrize("how", [("cold",), ("cold",) * 3])
+async def test_each_worker_of_the_node_is_named_once(how: tuple[str, ...]) -> None:
+    async with server() as s:
+        n1, _ = await s.pair()
+        with pytest.raises(InvalidRequestError, match=r"n1 names \d, and has local_rank 0..1 in"):
+            s.driver.reports.note_started(n1, said(*how))
+        assert s.driver.views.starts("job-7") == {}
+
+
+def test_a_report_is_bounded() -> None:
+    message = pb.WorkersStarted(rdzv_id="job-7", run="feed", round=2)
+    message.workers.add(local_rank=1, how="warm", why="a\nb" * 1_000)
+    (worker,) = inbound_reports.started_of(message, LIMITS).workers
+    assert worker.why.startswith("a ba b")
+    assert len(worker.why) == LIMITS.label_chars
+    message.workers.extend(pb.StartedWorker() for _ in range(LIMITS.local_world_size))
+    with pytest.raises(InvalidRequestError, match="are too many workers of one node"):
+        inbound_reports.started_of(message, LIMITS)
