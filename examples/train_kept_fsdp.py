@@ -1,9 +1,9 @@
 """Train a sharded model (FSDP2) in processes that stay when a round ends.
 
-    rdzvrun --nnodes=2 --nproc-per-node=2 --max-restarts=3 examples/train_kept_fsdp.py
+    rdzvrun --nnodes=2 --nproc-per-node=2 --max-restarts=3 examples/train_kept_fsdp.py --replicas 2
 
 Each rank holds one part of the model. As long as every part has a holder (all ranks stayed, or a
-replica has it), training goes on from memory. Else all processes are new, and go on from the
+replica has it: HSDP), training goes on from memory. Else all processes are new, and go on from the
 checkpoint. The model is built in each round and given to `state.add`; see
 docs/workers-that-stay.md.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from toy import ToyData, loss_function, make_model, make_optimizer, report_step
@@ -26,10 +27,11 @@ from rdzv.worker import ElasticBatchSampler, Round, State, elastic
 def train(state: State, round: Round, data: ToyData, args: argparse.Namespace) -> None:
     """Train from where the state is to the last epoch; called once in each round."""
     model = make_model(args.seed).to(round.device)
+    mesh = make_mesh(round, args.replicas)
     for layer in model:
         if any(True for _ in layer.parameters()):
-            fully_shard(layer)
-    fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = make_optimizer(model)
     state.add(model=model, optimizer=optimizer)
     if not state.committed:  # Nothing is in memory yet.
@@ -53,6 +55,15 @@ def train(state: State, round: Round, data: ToyData, args: argparse.Namespace) -
                 f"| round {round.number} | pid {os.getpid()}",
                 flush=True,
             )
+
+
+def make_mesh(round: Round, replicas: int) -> DeviceMesh:
+    """Divide the ranks into replicas of the model, each sharded over as many ranks."""
+    if round.world_size % replicas:
+        raise ValueError(f"{round.world_size} workers are no multiple of {replicas} replicas")
+    shape = (replicas, round.world_size // replicas)
+    names = ("replicate", "shard")
+    return init_device_mesh(round.device.type, shape, mesh_dim_names=names)
 
 
 def save(state: State, folder: Path) -> None:
@@ -82,6 +93,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="per worker")
     parser.add_argument("--samples", type=int, default=1024, help="in an epoch, of all workers")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replicas", type=int, default=1, help="copies of each part")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
     args = parser.parse_args()
     if torch.cuda.is_available():
