@@ -286,6 +286,39 @@ def test_a_collective_in_another_thread_and_group_is_cut_too(tmp_path: Path) -> 
         made.end([workers[0]])
 
 
+@pytest.mark.parametrize("where", ["half", "all"])
+def test_two_groups_are_cut_and_made_again(tmp_path: Path, where: str) -> None:
+    """A rank dies while others wait for it, some in one group and some in the other."""
+    faults = [at(3, 4, where, "kill")]
+    with world(tmp_path, "in_two_groups", steps=8, faults=faults) as made:
+        *kept, lost = made.begin(4)
+        assert lost.exit_code() == -signal.SIGKILL
+        parked = made.end(kept)
+        assert {one["step"] for one in parked} == {4}
+        made.begin(3, kept, step=4)
+        finish(made)
+        for rank, worker in enumerate(kept):
+            sums = {(row["round"], row["half"], row["all"]) for row in worker.lines("sums")}
+            assert sums == {(0, 2, 4), (1, 2 - rank % 2, 3)}
+
+
+def test_a_second_call_is_refused_in_words(tmp_path: Path) -> None:
+    """A new worker begins with the first function, whichever the others are in."""
+    with world(tmp_path, "twice") as made:
+        for worker in made.begin(2):
+            assert worker.exit_code() == 1
+            assert worker.lines("first") and not worker.lines("second")
+            assert "a function under @elastic was called a second time" in worker.text()
+
+
+def test_a_value_that_cannot_be_sent_is_refused_in_the_first_round(tmp_path: Path) -> None:
+    with world(tmp_path, "unsendable") as made:
+        for worker in made.begin(2):
+            assert worker.exit_code() == 1
+            assert "CannotBroadcastError: state.score cannot be sent" in worker.text()
+            assert not worker.lines("begin")
+
+
 def test_states_that_differ_in_size_are_refused_before_anything_hangs(tmp_path: Path) -> None:
     with world(tmp_path, "differing") as made:
         first, second = made.begin(2)
@@ -296,14 +329,20 @@ def test_states_that_differ_in_size_are_refused_before_anything_hangs(tmp_path: 
         assert "MismatchError: the state of rank 1 differs" in first.text()
 
 
-def test_a_wrapper_of_a_former_round_is_refused(tmp_path: Path) -> None:
-    with world(tmp_path, "with_old_wrapper") as made:
+@pytest.mark.parametrize(
+    ("function", "holder"),
+    [("with_old_wrapper", "by DistributedDataParallel"), ("with_old_group", "by Trainer")],
+)
+def test_a_wrapper_or_group_of_a_former_round_is_refused(
+    tmp_path: Path, function: str, holder: str
+) -> None:
+    with world(tmp_path, function) as made:
         (only,) = made.begin(1)
         only.wait_line("begin")
         only.send({"type": "round_over", "round": 0})
         assert only.exit_code() == 1
         assert "a process group of round 0, which is over, is still in use" in only.text()
-        assert "by DistributedDataParallel" in only.text()
+        assert holder in only.text()
 
 
 def test_the_end_of_a_round_passes_by_handlers_and_callbacks(tmp_path: Path) -> None:

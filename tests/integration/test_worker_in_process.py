@@ -7,6 +7,7 @@ test that follows. What needs none of it is in `tests/unit/worker`.
 from __future__ import annotations
 
 import doctest
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -16,12 +17,26 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 import rdzv.worker.state
-from rdzv.worker import CannotBroadcastError, NoRoundError, State, UnsupportedError, elastic
+from rdzv.worker import (
+    CannotBroadcastError,
+    NoRoundError,
+    Round,
+    RoundOver,
+    StaleGroupError,
+    State,
+    UnsupportedError,
+    elastic,
+    session,
+)
 from rdzv.worker.contents import packed, unpacked
+from rdzv.worker.cutting import Cut, NcclCut
 from rdzv.worker.digest import digest
+from rdzv.worker.groups import Options, RoundGroups
+from rdzv.worker.rounds import round_of
 from rdzv.worker.sealing import Sealing
 from rdzv.worker.suspicion import follows_from_cut, is_suspect
 
@@ -131,7 +146,7 @@ def test_a_value_that_cannot_be_copied_is_named() -> None:
 
 
 def test_a_value_that_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(CannotBroadcastError, match=r"state\.value\.f .*Keep it out"):
+    with pytest.raises(CannotBroadcastError, match=r"state\.f .*Keep it out"):
         packed({"value.f": lambda: None})
 
 
@@ -186,3 +201,147 @@ def test_a_digest_tells_bits_and_order_apart(dtype: torch.dtype) -> None:
 def test_an_error_of_a_collective_is_suspect(error: BaseException) -> None:
     assert is_suspect(error)
     assert follows_from_cut(error)
+
+
+# ------------------------------------------------------------------ bad input, in words
+
+
+def test_a_group_from_outside_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(StaleGroupError, match="a process group was made before the function"):
+        elastic(lambda state, round: None)(State(step=0))
+
+
+def test_a_call_without_a_state_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"train was called with Linear in place of a State"):
+
+        @elastic
+        def train(state: State, round: Round) -> None:
+            pass
+
+        train(nn.Linear(1, 1))
+
+
+def test_a_part_is_added_within_a_round() -> None:
+    with pytest.raises(NoRoundError, match=r"state\.add\(\) was called while no round"):
+        State(step=0).add(model=nn.Linear(1, 1))
+
+
+def test_a_torch_without_distributed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="this build of torch has no gloo"):
+        elastic(lambda state, round: None)(State(step=0))
+
+
+# ------------------------------------------------------------------ NCCL, behind its seam
+
+
+class FakeNccl:
+    """The part of ProcessGroupNCCL by which torch brackets aborts."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._group_start = lambda: log.append("start")
+        self._group_end = lambda: log.append("end")
+
+
+class FakeGroup:
+    """A process group in torch's lists."""
+
+    def __init__(self, name: str, backend: FakeNccl, log: list[str]) -> None:
+        self.group_name = name
+        self.rank = lambda: 0
+        self._get_backend = lambda device: backend
+        self.abort = lambda: log.append(f"abort {name}")
+
+
+@pytest.fixture(name="nccl_log")
+def _nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Two groups of NCCL, as torch keeps them, that say what is done to them."""
+    log: list[str] = []
+    backend = FakeNccl(log)
+    monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
+    for name in ("default", "second"):
+        group: Any = FakeGroup(name, backend, log)
+        c10d._world.pg_map[group] = ("cpu:gloo,cuda:nccl", dist.HashStore())
+        c10d._world.pg_names[group] = name
+        c10d._world.pg_backend_config[group] = "cpu:gloo,cuda:nccl"
+        if name == "default":
+            c10d.GroupMember.WORLD = c10d._world.default_pg = group
+    del group
+    yield log
+    for lists in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_backend_config):
+        lists.clear()
+    c10d._update_default_pg(None)
+
+
+def test_a_cut_aborts_all_groups_of_nccl_in_one_bracket_and_once(nccl_log: list[str]) -> None:
+    groups = list(c10d._world.pg_map)
+    cut = NcclCut()
+    cut.cut()
+    cut.cut()
+    assert nccl_log == ["start", "abort second", "abort default", "end"]
+    assert not dist.is_initialized()
+    # Torch has forgotten them, and they would be refused in the next round all the same.
+    assert [one() for one in cut.aborted] == groups
+
+
+def test_a_group_of_gloo_alone_is_not_aborted() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    NcclCut().cut()
+    assert dist.is_initialized()
+
+
+class FakeLink:
+    """A link whose runner says nothing."""
+
+    def begin(self, number: int, cut: Cut) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("link", [None, FakeLink()])
+def test_nccl_is_kept_from_ending_processes_that_may_be_kept(
+    monkeypatch: pytest.MonkeyPatch, link: Any
+) -> None:
+    """Before the group is made, since torch reads these as it makes it."""
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+    seen: list[str | None] = []
+    made = dist.init_process_group
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        seen.extend(os.environ.get(name) for name in names)
+        made(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setenv(names[0], "1")  # As each launcher sets it.
+    monkeypatch.setenv(names[1], "1")
+    monkeypatch.delenv(names[1])
+    groups = RoundGroups(round_of({}), Options(), link)
+    groups.open()
+    assert seen == (["0", "0"] if link else ["1", None])
+    groups.close()
+
+
+def test_a_worker_parks_in_order(monkeypatch: pytest.MonkeyPatch, nccl_log: list[str]) -> None:
+    """Cut, let go of groups, wait for the devices, let writers finish, and only then say so."""
+
+    class Word(FakeLink):
+        def parked(self, number: int, connections: list[Any], **state: Any) -> None:
+            nccl_log.append("parked")
+
+        def wait_for_word(self) -> None:
+            return None
+
+    state = State(step=0)
+    state.on_park(lambda round: nccl_log.append("on_park"))
+    link: Any = Word()
+    monkeypatch.setattr(session, "_wait_for_devices", lambda: nccl_log.append("devices"))
+    made = session.Session(state, Options(), link)
+    groups = RoundGroups(round_of({}), Options(), link)
+    groups.cut.add(groups._nccl)
+    made._park(session._Over(groups.round, groups, RoundOver()))
+    aborted = ["start", "abort second", "abort default", "end"]
+    assert nccl_log == [*aborted, "devices", "on_park", "parked"]

@@ -255,6 +255,15 @@ def with_old_wrapper() -> None:
 kept_for_long: dict[str, Any] = {}
 
 
+class Trainer:
+    """What some scripts keep everything in."""
+
+    group: Any = None
+
+
+trainer = Trainer()
+
+
 def parking(seconds: float) -> None:
     """Have a callback of some length before each park, and see how the loop is left."""
     state = State(step=0)
@@ -277,6 +286,53 @@ def parking(seconds: float) -> None:
 
     run(state)
     say("done", step=state.step, env=os.environ["RDZV_ROUND"])
+
+
+def in_two_groups(steps: int, faults: list[dict[str, Any]]) -> None:
+    """Reduce in a group of half of the ranks, then in the default one, in each step."""
+    state = make_state(int(os.environ["RANK"]))
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        halves = [dist.new_group(list(range(half, round_.world_size, 2))) for half in (0, 1)]
+        mine = halves[round_.rank % 2]
+        while state.step < steps:
+            one, all_ = torch.ones(1), torch.ones(1)
+            fault(faults, round_, state.step, "half")
+            dist.all_reduce(one, group=mine)
+            fault(faults, round_, state.step, "all")
+            dist.all_reduce(all_)
+            state.step += 1
+            say("sums", round=round_.number, half=int(one), all=int(all_))
+            state.commit()
+
+    run(state)
+    say("done", step=state.step)
+
+
+def with_old_group() -> None:
+    """Hold on to a second group of the first round in a global variable."""
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        trainer.group = dist.new_group([0])
+        say("begin", round=round_.number)
+        while True:
+            dist.all_reduce(torch.ones(1))
+            state.check()
+
+    run(State(step=0))
+
+
+def twice() -> None:
+    """Call two functions under @elastic, one after the other."""
+    elastic(lambda state, round_: say("first"))(State(step=0))
+    elastic(lambda state, round_: say("second"))(State(step=0))
+
+
+def unsendable() -> None:
+    """Have a value in the state that can be copied, and not pickled."""
+    elastic(lambda state, round_: say("begin"))(State(score=lambda x: x))
 
 
 def in_thread(seconds: float) -> None:

@@ -169,7 +169,7 @@ def copied(name: str, what: Any, copy: Callable[[Any], Any]) -> Any:
 
 
 def packed(parts: Mapping[str, Any]) -> bytes:
-    """Pickle named parts; `CannotBroadcastError` names the one that cannot be."""
+    """Pickle named parts; `CannotBroadcastError` names the entry (`value.x`) that cannot be."""
     import torch
 
     pickled = {}
@@ -178,7 +178,8 @@ def packed(parts: Mapping[str, Any]) -> bytes:
         try:
             torch.save(part, out)
         except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-            raise cannot_broadcast(name, error) from error
+            entry = name.removeprefix("value.").removeprefix("object.")
+            raise cannot_broadcast(entry, error) from error
         pickled[name] = out.getvalue()
     return pickle.dumps(pickled)
 

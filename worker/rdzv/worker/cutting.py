@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from typing import Protocol
+import weakref
+from typing import Any, Protocol
 
 from .errors import RoundOver
 from .gloo_addresses import Published
@@ -112,17 +113,17 @@ class NcclCut:
     """NCCL is aborted by torch, which brackets all groups; one abort after another deadlocks."""
 
     def __init__(self) -> None:
-        self._done = False
+        self.aborted: list[weakref.ref[Any]] = []
+        """The groups that were aborted: torch does not know them any more."""
 
     def cut(self) -> None:
-        """Abort all groups, once."""
-        import torch.distributed as dist
+        """Abort all groups, once, if one of them uses NCCL."""
         import torch.distributed.distributed_c10d as c10d
 
-        if self._done or not dist.is_initialized():
-            return
-        self._done = True
-        c10d._abort_process_group()
+        used = any("nccl" in str(one) for one in list(c10d._world.pg_backend_config.values()))
+        if used and not self.aborted:
+            self.aborted = [weakref.ref(group) for group in list(c10d._world.pg_map)]
+            c10d._abort_process_group()
 
     def release(self) -> None:
         """There is nothing to give back."""

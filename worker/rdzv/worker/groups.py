@@ -48,6 +48,7 @@ class RoundGroups:
         self._link = link
         self._published = Published()
         self._gloo: GlooCut | None = None
+        self._nccl = NcclCut()
         self._base_store: Any = None
         self._excepthook = sys.excepthook
 
@@ -74,8 +75,7 @@ class RoundGroups:
             world_size=self.round.world_size,
             timeout=self._options.timeout,
         )
-        if "nccl" in dist.get_backend_config():
-            self.cut.add(NcclCut())
+        self.cut.add(self._nccl)
         self.cut.refuse()
 
     def before_step(self) -> None:
@@ -114,10 +114,10 @@ class RoundGroups:
         sys.excepthook = self._excepthook
 
     def watch(self) -> list[weakref.ref[Any]]:
-        """Return weak references to all groups there are now."""
+        """Return weak references to all groups of the round, also to those that were aborted."""
         import torch.distributed.distributed_c10d as c10d
 
-        return [weakref.ref(group) for group in c10d._world.pg_map]
+        return [*self._nccl.aborted, *(weakref.ref(group) for group in c10d._world.pg_map)]
 
     def drop_in_child(self) -> None:
         """Let go of the round's connections in a forked child."""

@@ -120,9 +120,12 @@ def heal(
     Ranks that are equal to the source receive nothing. A rank that cannot be a source any more once
     it has begun to receive is torn until the last tensor has come, and its digest is the source's.
     Blocks as long as ranks are missing. `MismatchError` if entries, sizes or types differ, on all
-    ranks, before anything is sent.
+    ranks, before anything is sent; `CannotBroadcastError` for what could not be sent.
     """
     sealing.contents.refuse_shards()
+    if not sealing.has_begun:
+        # Else it would be refused only in the round that needs it, with the state it was to save.
+        _head(sealing)
     offers, manifest = _exchange(sealing, round_, store)
     source = elect(offers)
     compare_manifests(

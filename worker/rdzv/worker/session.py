@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .errors import RoundOver
+from .errors import RoundOver, WorkerError
 from .groups import Options, RoundGroups, refuse_groups_from_outside, refuse_old_groups
 from .healing import heal
 from .link import Go, Link, Release
@@ -60,6 +60,9 @@ class _RaisedInRoundError(Exception):
 class Session:
     """One call of a function under @elastic: as many rounds as it takes until it returns."""
 
+    has_returned = False
+    """Whether a call has returned in this process."""
+
     def __init__(self, state: State, options: Options, link: Link | None) -> None:
         self._state = state
         self._sealing: Sealing = state._sealing
@@ -76,10 +79,12 @@ class Session:
         round lead into the next one, if a runner keeps this process.
         """
         refuse_groups_from_outside()
+        self._refuse_second_call()
         go: Go | None = None
         while True:
             outcome = self._one_round(call, go)
             if isinstance(outcome, _Returned):
+                Session.has_returned = True
                 return outcome.value
             word = self._park(outcome)
             if isinstance(word, Release):
@@ -109,6 +114,15 @@ class Session:
             # Without a runner there is no other round.
             holds_last=hold_last and self._link is not None,
         )
+
+    def _refuse_second_call(self) -> None:
+        alone = self._link is None and round_of(os.environ).world_size == 1
+        if Session.has_returned and not alone:
+            raise WorkerError(
+                "a function under @elastic was called a second time in this process. A new worker "
+                "would begin with the first one while others are in the second: call one function, "
+                "and do both parts in it, by what the state says"
+            )
 
     def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> _Returned | _Over:
         round_ = self._round = round_of(os.environ, kept=go is not None)
