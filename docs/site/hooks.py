@@ -35,7 +35,7 @@ ELSEWHERE = {
 
 _WIDTH = {"COLUMNS": "100", "TERMINAL_WIDTH": "100"}
 
-PROGRAMS = ("rdzvrun", "rdzvctl", "rdzvd", "rdzv-agent")
+PROGRAMS = ("rdzvrun", "rdzvctl", "rdzvd", "rdzv-agent", "rdzv-kube")
 
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 

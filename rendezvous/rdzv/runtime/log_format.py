@@ -65,6 +65,15 @@ class JournalFormatter(logging.Formatter):
         return _prioritized(text, record.levelno)
 
 
+def log_to_stderr(level: str, log_format: str) -> None:
+    """Log to stderr, where services and people expect it; stdout is for the ready line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter_for(log_format))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
 def formatter_for(log_format: str) -> logging.Formatter:
     """Return the formatter for stderr in a format, "human" or "json"."""
     lines = JsonFormatter() if log_format == "json" else None

@@ -167,8 +167,7 @@ def main(
     if not _reaches_etcd_by_tls(file, given):
         os.environ.setdefault(_CIPHER_SUITES, _NO_TLS_1_2)
     from rdzv.errors import InvalidRequestError, RendezvousError
-    from rdzv.runtime.log_format import complain
-    from rdzv.server.telemetry.event_lines import configure_logging
+    from rdzv.runtime.log_format import complain, log_to_stderr
     from rdzv.settings.rendering import render
 
     _refuse_together(
@@ -189,7 +188,7 @@ def main(
         click.echo(render(configuration.loaded) if print_config else in_order, nl=check_config)
         return
     config = configuration.config
-    configure_logging(config.log_level, config.log_format)
+    log_to_stderr(config.log_level, config.log_format)
     # The error that follows explains more than what gRPC's core logs itself.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
@@ -275,12 +274,12 @@ def _tls(config: Config) -> Tls | None:
 
 
 def _reload(configuration: Configuration, tls: Tls | None) -> None:
-    from rdzv.server.telemetry.event_lines import configure_logging
+    from rdzv.runtime.log_format import log_to_stderr
 
     systemd.notify(systemd.reloading())
     if tls is not None:
         tls.refresh()
-    in_order = configuration.reload(configure_logging)
+    in_order = configuration.reload(log_to_stderr)
     outcome = "configuration reloaded" if in_order else "the configuration has errors, see the log"
     systemd.notify("READY=1", f"STATUS={outcome}")
 

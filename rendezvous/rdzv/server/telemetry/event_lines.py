@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Sequence
 
 from rdzv.core.events import (
@@ -17,7 +16,6 @@ from rdzv.core.events import (
     WorkersHang,
 )
 from rdzv.core.model import Result
-from rdzv.runtime.log_format import formatter_for
 from rdzv.stores.base import Record
 from rdzv.view.history import kept, written
 from rdzv.view.sentences import sentence
@@ -61,12 +59,3 @@ def _level(event: Event) -> int:
             return logging.ERROR
         case _:
             return logging.INFO
-
-
-def configure_logging(level: str, log_format: str) -> None:
-    """Log to stderr, where services and people expect it; stdout is for the ready line."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter_for(log_format))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())

@@ -1,0 +1,191 @@
+"""rdzv-kube: the command line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from rdzv.kube.plan import LEAVING_TAINTS, Rules
+from rdzv.version import VERSION
+
+log = logging.getLogger("rdzv.kube")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _file(*names: str, reason: str) -> Callable[[F], F]:
+    """Make an option that names a file."""
+    return click.option(
+        *names, type=click.Path(path_type=Path), metavar="FILE", default=None, help=reason
+    )
+
+
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"rdzv-kube {VERSION}")
+        context.exit()
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96})
+@click.option(
+    "--server",
+    metavar="HOST:PORT",
+    envvar="RDZV_SERVER",
+    required=True,
+    help="The rdzvd to tell; of several that share a store, some or all, with commas. Else "
+    "RDZV_SERVER.",
+)
+@_file("--tls-ca", "ca", reason="The CA of its certificate (PEM); else RDZV_TLS_CA.")
+@_file("--tls-cert", "cert", reason="The certificate to show it; else RDZV_TLS_CERT.")
+@_file("--tls-key", "key", reason="The key of that; else RDZV_TLS_KEY.")
+@_file(
+    "--token-file",
+    reason="The token to show it, read anew at each call; else RDZV_TOKEN_FILE. Its caller needs "
+    "the role admin.",
+)
+@click.option(
+    "--namespace",
+    default="",
+    metavar="NAME",
+    help="Follow the pods of this namespace alone.  [default: all]",
+)
+@click.option(
+    "--pod-selector",
+    default="rdzv=node",
+    show_default=True,
+    metavar="LABEL=VALUE",
+    help="Follow pods with this label: those that an rdzvrun runs in.",
+)
+@click.option(
+    "--taint",
+    "taints",
+    multiple=True,
+    default=LEAVING_TAINTS,
+    metavar="KEY",
+    help=f"A taint of nodes that are about to go; may be repeated.  [default: "
+    f"{', '.join(LEAVING_TAINTS)}]",
+)
+@click.option(
+    "--condition",
+    "conditions",
+    multiple=True,
+    metavar="TYPE",
+    help="A condition of a node that drains it while it is true, such as KernelDeadlock; may be "
+    "repeated.  [default: none]",
+)
+@click.option(
+    "--deadline",
+    "deadline_s",
+    type=click.FloatRange(1, 86_400),
+    default=300,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long workers of an agent have when their node is about to go; those of a pod have "
+    "its grace period.",
+)
+@_file("--kubeconfig", reason="Reach the API server by this file.  [default: as a pod]")
+@click.option(
+    "--log-format",
+    type=click.Choice(["human", "json"]),
+    default="human",
+    show_default=True,
+    help="Lines for people, or one JSON object a line.",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
+def main(
+    server: str,
+    namespace: str,
+    pod_selector: str,
+    taints: tuple[str, ...],
+    conditions: tuple[str, ...],
+    deadline_s: float,
+    kubeconfig: Path | None,
+    log_format: str,
+    **files: Any,
+) -> None:
+    """Tell rdzvd what Kubernetes is about to do to nodes and pods.
+
+    A node with one of the taints, and a pod that is about to be deleted, are drained: workers are
+    told, and have time to save. A node that is unschedulable is cordoned. When that is over, what
+    this has ordered is lifted; what others have ordered stays. SIGTERM or Ctrl-C ends it, and
+    nothing is changed by that.
+
+    It needs rdzv[kubernetes], and may get, list and watch nodes and pods.
+
+    Exit codes: 0 ended by a signal; 2 usage or configuration.
+    """
+    from rdzv.errors import RendezvousError
+    from rdzv.runtime.log_format import complain
+
+    try:
+        _run(
+            server,
+            namespace,
+            pod_selector,
+            Rules(frozenset(taints), frozenset(conditions), deadline_s),
+            kubeconfig,
+            log_format,
+            files,
+        )
+    except RendezvousError as error:
+        complain(f"rdzv-kube: {error}")
+        sys.exit(2)
+
+
+def _run(
+    server: str,
+    namespace: str,
+    selector: str,
+    rules: Rules,
+    kubeconfig: Path | None,
+    log_format: str,
+    files: dict[str, Path | None],
+) -> None:
+    from rdzv.client import ControlClient, parse_endpoints
+    from rdzv.kube.following import connected, following_of
+    from rdzv.kube.reconciling import Reconciling
+    from rdzv.runtime.log_format import log_to_stderr
+    from rdzv.transport.channels import Credentials
+
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    endpoints = parse_endpoints(server)
+    credentials = Credentials.parse(files, os.environ)
+    api = connected(kubeconfig)
+    log_to_stderr("info", log_format)
+    stop, changed = threading.Event(), threading.Event()
+
+    def end(*_: object) -> None:
+        stop.set()
+        changed.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    machines, pods = following_of(api, namespace, selector, changed.set)
+    for following in (machines, pods):
+        # A watch may wait for a minute, and has nothing to put in order at the end.
+        threading.Thread(target=following.run, args=(stop,), daemon=True).start()
+
+    def client() -> ControlClient:
+        return ControlClient(endpoints, credentials=credentials)
+
+    log.info("nodes and pods are followed for rdzvd at %s", server)
+    Reconciling(machines, pods, client, rules, changed).run(stop)
+
+
+if __name__ == "__main__":
+    main(prog_name="rdzv-kube")

@@ -1,0 +1,260 @@
+"""One kind of object of a cluster, kept current by list and watch, in a thread of its own.
+
+A watch goes on where the last one ended, by the resource version that the API server has said, also
+in bookmarks; nothing is read from these versions. Where the server does not know a version any more
+(410 Gone), and every `RELIST_S` in any case, all objects are listed again: so an event that was
+lost, or a version that was wrong, is repaired by then. This alone imports Kubernetes' client.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rdzv.errors import InvalidRequestError, short
+from rdzv.kube.objects import Json, Machine, Pod, key_of, machine_of, pod_of
+
+log = logging.getLogger("rdzv.kube")
+
+WATCH_S = 60
+"""How long the API server is asked to keep one watch open."""
+
+CONNECT_S = 5.0
+SILENT_S = 75.0
+"""How long a connection may be silent. A watch ends before that by itself, so a longer silence
+means that the connection is dead."""
+
+RELIST_S = 300.0
+BACKOFF_S = (0.5, 30.0)
+PAGE = 500
+MOST_OBJECTS = 100_000
+
+Value = TypeVar("Value", Machine, Pod)
+Request = Callable[..., Any]
+"""A list call of Kubernetes' client, such as `CoreV1Api.list_node`."""
+
+
+class GoneError(Exception):
+    """The API server does not know the resource version any more."""
+
+
+class AnswerError(Exception):
+    """The API server answers what it should not; the message says what."""
+
+
+class Following(Generic[Value]):
+    """The objects of one kind. `changed` is called, from its thread, when they have changed."""
+
+    def __init__(
+        self,
+        what: str,
+        request: Request,
+        read: Callable[[Json], Value],
+        changed: Callable[[], None],
+        selector: str = "",
+    ) -> None:
+        self._what = what
+        self._request = request
+        self._read: Callable[[Json], Value] = read
+        self._changed = changed
+        self._options = {"label_selector": selector} if selector else {}
+        self._lock = threading.Lock()
+        self._objects: dict[str, Value] | None = None
+        self._version = ""
+        self._listed_s = 0.0
+        self.trouble = "not listed yet"
+        """Why the objects may not be current; empty if they are."""
+
+    @property
+    def objects(self) -> tuple[Value, ...] | None:
+        """The objects as they were seen last; None before they were listed."""
+        with self._lock:
+            return None if self._objects is None else tuple(self._objects.values())
+
+    def run(self, stop: threading.Event) -> None:
+        """Follow the objects until `stop` is set."""
+        backoff_s = BACKOFF_S[0]
+        while not stop.is_set():
+            try:
+                if not self._version or time.monotonic() - self._listed_s > RELIST_S:
+                    self._list()
+                began_s = time.monotonic()
+                self._watch()
+                # A server that ends each watch at once is asked no faster for that.
+                if time.monotonic() - began_s > 1:
+                    backoff_s = BACKOFF_S[0]
+                    continue
+            except GoneError:
+                log.info(
+                    "%s: the API server has forgotten where we were; listing again", self._what
+                )
+                self._version = ""
+            except Exception as error:  # What the client raises is not one family.
+                self._ill(_in_words(error))
+                self._version = "" if isinstance(error, AnswerError) else self._version
+            stop.wait(backoff_s * random.uniform(0.5, 1))
+            backoff_s = min(backoff_s * 2, BACKOFF_S[1])
+
+    def _well(self) -> None:
+        if self.trouble:
+            log.info("%s: %d, followed from now on", self._what, len(self._objects or ()))
+            self.trouble = ""
+            self._changed()
+
+    def _ill(self, trouble: str) -> None:
+        if trouble != self.trouble:
+            log.warning("%s cannot be followed: %s; trying again", self._what, trouble)
+        self.trouble = trouble
+
+    def _list(self) -> None:
+        found: dict[str, Value] = {}
+        token = ""
+        while True:
+            answer = self._asked(limit=PAGE, _continue=token or None)
+            body = json.loads(answer.data)
+            items, metadata = body.get("items"), body.get("metadata") or {}
+            if not isinstance(items, list | None):
+                raise AnswerError("a list without items")
+            found |= {key_of(item): self._read(item) for item in items or ()}
+            if len(found) > MOST_OBJECTS:
+                raise AnswerError(f"more than {MOST_OBJECTS} objects")
+            token = metadata.get("continue") or ""
+            if not token:
+                break
+        version = metadata.get("resourceVersion")
+        if not isinstance(version, str) or not version:
+            raise AnswerError("a list without a resource version")
+        with self._lock:
+            self._objects = found
+        self._version, self._listed_s = version, time.monotonic()
+        self._changed()
+
+    def _watch(self) -> None:
+        answer = self._asked(
+            watch=True,
+            allow_watch_bookmarks=True,
+            resource_version=self._version,
+            timeout_seconds=WATCH_S,
+        )
+        self._well()
+        from urllib3.exceptions import HTTPError
+
+        try:
+            for line in _lines(answer):
+                self._take(json.loads(line))
+        except HTTPError as error:
+            # As every watch ends; the next one goes on from here.
+            log.debug("%s: the watch was cut: %s", self._what, error)
+        finally:
+            answer.close()
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        kind, item = event.get("type"), event.get("object")
+        if not isinstance(item, dict):
+            raise AnswerError(f"an event without an object: {short(str(event))}")
+        if kind == "ERROR":
+            if item.get("code") == 410:
+                raise GoneError
+            raise AnswerError(f"{item.get('code')}: {item.get('message')}")
+        version = (item.get("metadata") or {}).get("resourceVersion")
+        if kind in ("ADDED", "MODIFIED", "DELETED"):
+            self._put(key_of(item), None if kind == "DELETED" else self._read(item))
+        elif kind != "BOOKMARK":
+            raise AnswerError(f"an event of type {short(str(kind))}")
+        if isinstance(version, str) and version:
+            self._version = version
+
+    def _put(self, key: str, value: Value | None) -> None:
+        with self._lock:
+            assert self._objects is not None
+            if self._objects.get(key) == value:
+                return
+            if value is None:
+                self._objects.pop(key, None)
+            else:
+                self._objects[key] = value
+        self._changed()
+
+    def _asked(self, **options: Any) -> Any:
+        from kubernetes.client.exceptions import ApiException
+
+        given = {key: value for key, value in options.items() if value is not None}
+        try:
+            return self._request(
+                **self._options,
+                **given,
+                _preload_content=False,
+                _request_timeout=(CONNECT_S, SILENT_S),
+            )
+        except ApiException as error:
+            if error.status == 410:
+                raise GoneError from error
+            raise
+
+
+def _lines(answer: Any) -> Iterator[bytes]:
+    """Split a watch's answer into lines; the last one may be cut off, and is dropped then."""
+    left = b""
+    for piece in answer.stream(amt=None, decode_content=False):
+        *whole, left = (left + piece).split(b"\n")
+        yield from filter(None, whole)
+
+
+def _in_words(error: Exception) -> str:
+    from kubernetes.client.exceptions import ApiException
+    from urllib3.exceptions import TimeoutError as SilentError
+
+    if isinstance(error, SilentError):
+        return "the API server does not answer in time"
+    if isinstance(error, ApiException):
+        why = {401: ": who asks is not known", 403: ": who asks may not (see RBAC)"}
+        return f"the API server answers {error.status}{why.get(error.status, '')}"
+    return short(f"{type(error).__name__}: {error}".replace("\n", " "))
+
+
+def connected(kubeconfig: Path | None) -> Any:
+    """Return Kubernetes' client: of the pod this runs in, or of a kubeconfig.
+
+    Raises:
+        InvalidRequestError: it is not installed, or there is no configuration of that kind.
+
+    """
+    try:
+        from kubernetes import client, config
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"Kubernetes' client cannot be loaded ({error}); pip install 'rdzv[kubernetes]'"
+        ) from error
+    try:
+        if kubeconfig is not None:
+            config.load_kube_config(str(kubeconfig))
+        else:
+            config.load_incluster_config()
+    except config.ConfigException as error:
+        where = f"--kubeconfig {kubeconfig}" if kubeconfig else "outside a pod, give --kubeconfig"
+        raise InvalidRequestError(f"{where}: {error}") from error
+    configuration = client.Configuration.get_default_copy()
+    # Attempts are made here, where they are told of and spaced out.
+    configuration.retries = False
+    return client.CoreV1Api(client.ApiClient(configuration))
+
+
+def following_of(
+    api: Any, namespace: str, selector: str, changed: Callable[[], None]
+) -> tuple[Following[Machine], Following[Pod]]:
+    """Return what follows the machines of a cluster, and its pods that are nodes of rdzvd."""
+
+    def of_namespace(**options: Any) -> Any:
+        return api.list_namespaced_pod(namespace, **options)
+
+    list_pods = of_namespace if namespace else api.list_pod_for_all_namespaces
+    return (
+        Following("nodes", api.list_node, machine_of, changed),
+        Following("pods", list_pods, pod_of, changed, selector),
+    )

@@ -1,0 +1,138 @@
+"""Nodes and pods of Kubernetes as values, read from the JSON of its API.
+
+Fields that are missing, or of another type, count as not set: the API server checks its objects,
+and a watcher that stops at an odd one would protect nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from rdzv.structs import struct
+
+Json = Mapping[str, Any]
+
+DISRUPTION = "DisruptionTarget"
+"""The condition of a pod that Kubernetes is about to delete: evicted, preempted, or its node is."""
+
+DEFAULT_GRACE_S = 30.0
+"""The grace period of a pod that names none."""
+
+
+@struct(frozen=True)
+class Taint:
+    """A taint of a node."""
+
+    key: str
+    effect: str = ""
+
+
+@struct(frozen=True)
+class Machine:
+    """A node of Kubernetes. It is not called node here, since a pod may be a node of rdzvd."""
+
+    name: str
+    unschedulable: bool = False
+    deleting: bool = False
+    taints: tuple[Taint, ...] = ()
+    conditions: tuple[str, ...] = ()
+    """The types of its conditions that are true."""
+
+
+@struct(frozen=True)
+class Pod:
+    """A pod that is a node of rdzvd: an rdzvrun runs in it."""
+
+    namespace: str
+    name: str
+    machine: str = ""
+    """The node of Kubernetes that it runs on; empty while it has none."""
+    grace_s: float = DEFAULT_GRACE_S
+    killed_at_s: float | None = None
+    """When what is left in it is killed, as Unix time of the API server; None if it stays."""
+    disrupted: str = ""
+    """Why Kubernetes is about to delete it; empty if it is not."""
+    ended: bool = False
+    """Whether all of its containers have ended."""
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@struct(frozen=True)
+class Cluster:
+    """What is known of a cluster."""
+
+    machines: tuple[Machine, ...] = ()
+    pods: tuple[Pod, ...] = ()
+    current: bool = True
+    """Whether it is followed without a gap; if not, no drain and no cordon is lifted."""
+
+
+def key_of(item: Json) -> str:
+    """Return what an object is known by in its list."""
+    metadata = _table(item, "metadata")
+    return f"{_text(metadata, 'namespace')}/{_text(metadata, 'name')}"
+
+
+def machine_of(item: Json) -> Machine:
+    """Read a node."""
+    metadata, spec = _table(item, "metadata"), _table(item, "spec")
+    return Machine(
+        _text(metadata, "name"),
+        unschedulable=spec.get("unschedulable") is True,
+        deleting=bool(_text(metadata, "deletionTimestamp")),
+        taints=tuple(Taint(_text(t, "key"), _text(t, "effect")) for t in _tables(spec, "taints")),
+        conditions=tuple(_text(condition, "type") for condition in _true_conditions(item)),
+    )
+
+
+def pod_of(item: Json) -> Pod:
+    """Read a pod."""
+    metadata, spec, status = (_table(item, key) for key in ("metadata", "spec", "status"))
+    grace = metadata.get("deletionGracePeriodSeconds", spec.get("terminationGracePeriodSeconds"))
+    disruption = next((c for c in _true_conditions(item) if c.get("type") == DISRUPTION), None)
+    why = _text(disruption, "message") or _text(disruption, "reason") if disruption else ""
+    return Pod(
+        _text(metadata, "namespace"),
+        _text(metadata, "name"),
+        _text(spec, "nodeName"),
+        grace_s=float(grace) if isinstance(grace, int | float) else DEFAULT_GRACE_S,
+        killed_at_s=_unix_s(_text(metadata, "deletionTimestamp")),
+        disrupted=(why or DISRUPTION) if disruption is not None else "",
+        ended=_text(status, "phase") in ("Succeeded", "Failed"),
+    )
+
+
+def _true_conditions(item: Json) -> list[Json]:
+    conditions = _tables(_table(item, "status"), "conditions")
+    return [condition for condition in conditions if condition.get("status") == "True"]
+
+
+def _table(item: Json, key: str) -> Json:
+    found = item.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _tables(item: Json, key: str) -> list[Json]:
+    found = item.get(key)
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _text(item: Json, key: str) -> str:
+    found = item.get(key)
+    return found if isinstance(found, str) else ""
+
+
+def _unix_s(text: str) -> float | None:
+    """Read a time of Kubernetes.
+
+    >>> _unix_s("2026-11-23T10:00:00Z"), _unix_s("")
+    (1795428000.0, None)
+    """
+    try:
+        return datetime.fromisoformat(text).timestamp() if text else None
+    except ValueError:
+        return None

@@ -1,0 +1,208 @@
+"""What to ask of rdzvd, decided from the cluster and from rdzvd's nodes alone.
+
+A node of rdzvd is either a machine (the agent of a DaemonSet, under the machine's name) or a pod
+(rdzvrun, under the pod's name, or that and its process id). What this module has ordered is known
+by the reason, which begins with `MARK`, so nothing has to be remembered between two plans.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from rdzv.kube.objects import Cluster, Machine, Pod
+from rdzv.structs import struct
+from rdzv.view.answers import Node
+
+MARK = "Kubernetes: "
+"""How the reason of each drain and cordon begins that is ordered here."""
+
+BEFORE = '; it was cordoned before: "'
+"""What comes before the reason of somebody else's cordon in that of a drain that replaces it."""
+
+LEAVING_TAINTS = (
+    "node.kubernetes.io/out-of-service",
+    "ToBeDeletedByClusterAutoscaler",
+    "karpenter.sh/disrupted",
+)
+"""The taints of machines that are about to go, if the command line names no others."""
+
+MARGIN_S = 5.0
+"""How long before kubelet kills what is left in a pod its drain is over: rdzvd gives workers 5 s
+between SIGTERM and SIGKILL."""
+
+LEAST_S = 1.0
+"""The shortest deadline of a drain."""
+
+SOONER_S = 3.0
+"""How much sooner a deadline has to be to replace that of a drain that is under way."""
+
+
+@struct(frozen=True)
+class Rules:
+    """What counts as a machine that goes, and how long its workers have."""
+
+    taints: frozenset[str] = frozenset(LEAVING_TAINTS)
+    conditions: frozenset[str] = frozenset()
+    """The types of conditions of a machine that drain it when they are true."""
+    deadline_s: float = 300.0
+    """The deadline of the workers of an agent; those of a pod have the pod's grace period."""
+
+
+@struct(frozen=True)
+class Drain:
+    """Drain a node of rdzvd, or bring the deadline of its drain forward."""
+
+    node_id: str
+    deadline_s: float
+    reason: str
+
+
+@struct(frozen=True)
+class Cordon:
+    """Stop placing submitted jobs on a node."""
+
+    node_id: str
+    reason: str
+
+
+@struct(frozen=True)
+class Lift:
+    """Lift a drain or cordon of ours."""
+
+    node_id: str
+
+
+Command = Drain | Cordon | Lift
+
+
+@struct(frozen=True)
+class Plan:
+    """The commands for rdzvd, and what cannot be decided, in words."""
+
+    commands: tuple[Command, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+
+@struct(frozen=True)
+class _Wish:
+    """What should be true of a node: a drain, or with no deadline a cordon."""
+
+    reason: str
+    deadline_s: float | None = None
+
+
+def decide(cluster: Cluster, nodes: Sequence[Node], rules: Rules, now_s: float) -> Plan:
+    """Return the commands that bring rdzvd's nodes to what the cluster asks for.
+
+    An existing drain is never made longer, and one of somebody else is left as it is. Commands of a
+    plan that is made again after they took effect are none.
+    """
+    machines = {machine.name: machine for machine in cluster.machines}
+    pods: dict[str, list[Pod]] = {}
+    for pod in cluster.pods:
+        pods.setdefault(pod.name, []).append(pod)
+    commands: list[Command] = []
+    doubts: list[str] = []
+    for node in sorted(nodes, key=lambda node: node.node_id):
+        found = _found(node, machines, pods)
+        if len(found) > 1:
+            doubts.append(_doubt(node, found))
+            continue
+        wish = _wish_for(found[0], machines, rules, now_s) if found else None
+        commands += _commands(node, wish, lifts=cluster.current)
+    return Plan(tuple(commands), tuple(doubts))
+
+
+def _found(
+    node: Node, machines: Mapping[str, Machine], pods: Mapping[str, Sequence[Pod]]
+) -> list[Machine | Pod]:
+    """Return the machine or pod that is this node; several, if they share a name."""
+    name = node.node_id
+    found: list[Machine | Pod] = [*pods.get(name, ())]
+    if name in machines:
+        found.append(machines[name])
+    if found or node.program != "rdzvrun":
+        return found
+    # By default an rdzvrun is called by its host, which is its pod, and its process id.
+    return [*pods.get(re.sub(r"-[0-9]+$", "", name), ())]
+
+
+def _doubt(node: Node, found: Sequence[Machine | Pod]) -> str:
+    names = ", ".join(f"pod {one}" if isinstance(one, Pod) else f"node {one.name}" for one in found)
+    return (
+        f"{node.node_id} may be any of {names}, so it is not drained; give each its own name, with "
+        "--node-id=$(POD).$(NAMESPACE), or follow one namespace with --namespace"
+    )
+
+
+def _wish_for(
+    found: Machine | Pod, machines: Mapping[str, Machine], rules: Rules, now_s: float
+) -> _Wish | None:
+    """Return what should be true of a node of rdzvd that is this machine or pod."""
+    if isinstance(found, Machine):
+        if why := _leaving(found, rules):
+            return _Wish(f"{MARK}node {found.name} {why}", rules.deadline_s)
+        if found.unschedulable:
+            return _Wish(f"{MARK}node {found.name} is unschedulable")
+        return None
+    if found.ended:
+        return None
+    where = f"pod {found}" + (f" on node {found.machine}" if found.machine else "")
+    if found.killed_at_s is not None:
+        # The two clocks may differ: the pod never has more than its grace period.
+        left_s = min(found.killed_at_s - now_s, found.grace_s)
+        why = f" ({found.disrupted})" if found.disrupted else ""
+        return _Wish(f"{MARK}{where} is being deleted{why}", _less_margin(left_s))
+    if found.disrupted:
+        why = f"is about to be deleted ({found.disrupted})"
+        return _Wish(f"{MARK}{where} {why}", _less_margin(found.grace_s))
+    machine = machines.get(found.machine)
+    if machine is not None and (why := _leaving(machine, rules)):
+        return _Wish(f"{MARK}{where}, which {why}", _less_margin(found.grace_s))
+    return None
+
+
+def _leaving(machine: Machine, rules: Rules) -> str:
+    """Return why a machine is about to go; empty if it stays."""
+    if machine.deleting:
+        return "is being deleted"
+    taints = sorted({taint.key for taint in machine.taints} & rules.taints)
+    if taints:
+        return f"has the taint {' and '.join(taints)}"
+    conditions = sorted(rules.conditions.intersection(machine.conditions))
+    return f"has the condition {' and '.join(conditions)}" if conditions else ""
+
+
+def _less_margin(grace_s: float) -> float:
+    return max(LEAST_S, grace_s - MARGIN_S)
+
+
+def _commands(node: Node, wish: _Wish | None, *, lifts: bool) -> list[Command]:
+    """Return what brings one node to what is wished for it."""
+    name, ordered, reason = node.node_id, node.cordoned, node.cordon_reason or ""
+    ours = ordered and reason.startswith(MARK)
+    theirs = _before(reason) if ours else reason or "no reason was given"
+    if wish is not None and wish.deadline_s is not None:
+        left_s = (node.drain_left_ms or 0) / 1000
+        sooner = node.drained_by_operator and ours and wish.deadline_s < left_s - SOONER_S
+        if node.drain is not None and not sooner:
+            return []
+        before = f'{BEFORE}{theirs}"' if ordered and theirs else ""
+        return [Drain(name, wish.deadline_s, wish.reason + before)]
+    cordon = [Cordon(name, wish.reason)] if wish is not None else []
+    if not ordered and node.drain is None:
+        return [*cordon]
+    over = ours and (wish is None or node.drained_by_operator)
+    if not over or not lifts:
+        return []
+    return [Lift(name), *([Cordon(name, theirs)] if theirs else cordon)]
+
+
+def _before(reason: str) -> str:
+    """Return the reason of somebody else's cordon that a drain of ours has replaced.
+
+    >>> _before('Kubernetes: node a is being deleted; it was cordoned before: "by ada" [rdzv-kube]')
+    'by ada'
+    """
+    return reason.partition(BEFORE)[2].rpartition('"')[0]

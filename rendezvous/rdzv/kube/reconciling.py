@@ -1,0 +1,108 @@
+"""The loop: rdzvd's nodes are brought to what the cluster asks for, again and again.
+
+It looks whenever the cluster has changed, and every `EVERY_S`, so whatever was missed while rdzvd
+or the API server was away is made up for. What fails is tried again, more and more slowly.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from rdzv.client import ControlClient
+from rdzv.errors import RendezvousError, UnknownNodeError
+from rdzv.kube.following import Following
+from rdzv.kube.objects import Cluster, Machine, Pod
+from rdzv.kube.plan import Command, Cordon, Drain, Lift, Rules, decide
+
+log = logging.getLogger("rdzv.kube")
+
+EVERY_S = 5.0
+TOGETHER_S = 0.1
+"""How long changes are waited for after the first: a drained machine changes many pods at once."""
+
+LONGEST_S = 30.0
+"""The longest wait after failures in a row."""
+
+
+class Reconciling:
+    """Brings rdzvd to what a cluster asks for."""
+
+    def __init__(
+        self,
+        machines: Following[Machine],
+        pods: Following[Pod],
+        client: Callable[[], ControlClient],
+        rules: Rules,
+        changed: threading.Event,
+    ) -> None:
+        """`changed` is set when machines or pods have changed; `client` opens a client of rdzvd."""
+        self._machines = machines
+        self._pods = pods
+        self._client = client
+        self._rules = rules
+        self._changed = changed
+        self._failures = 0
+        self._said = frozenset[str]()
+
+    def run(self, stop: threading.Event) -> None:
+        """Reconcile until `stop` is set; setting `changed` as well ends the wait at once."""
+        while not stop.is_set():
+            self._changed.clear()
+            try:
+                self.once()
+                self._failures = 0
+            except RendezvousError as error:
+                self._failures += 1
+                self._say(f"rdzvd cannot be told: {error}; trying again")
+            wait_s = min(EVERY_S * 2 ** max(self._failures - 1, 0), LONGEST_S)
+            if self._failures:
+                stop.wait(wait_s * random.uniform(0.5, 1))
+            elif self._changed.wait(wait_s):
+                stop.wait(TOGETHER_S)
+
+    def once(self) -> None:
+        """Look at both sides, and do what the plan says.
+
+        Raises:
+            RendezvousError: rdzvd is away, or refuses; what is left is planned again.
+
+        """
+        machines, pods = self._machines.objects, self._pods.objects
+        if machines is None or pods is None:
+            return
+        current = not (self._machines.trouble or self._pods.trouble)
+        cluster = Cluster(machines, pods, current=current)
+        with self._client() as client:
+            found = decide(cluster, client.nodes(), self._rules, time.time())
+            for doubt in found.doubts:
+                self._say(doubt)
+            self._said &= frozenset(found.doubts)
+            for command in found.commands:
+                _do(client, command)
+
+    def _say(self, text: str) -> None:
+        """Log a warning, unless it is the same as before."""
+        if text not in self._said:
+            log.warning("%s", text)
+        self._said |= {text}
+
+
+def _do(client: ControlClient, command: Command) -> None:
+    name = command.node_id
+    try:
+        match command:
+            case Drain(_, deadline_s, reason):
+                client.drain(name, round(deadline_s * 1000), reason)
+                log.warning("%s is drained within %.0f s: %s", name, deadline_s, reason)
+            case Cordon(_, reason):
+                client.cordon(name, reason)
+                log.info("%s is cordoned: %s", name, reason)
+            case Lift():
+                client.undrain(name)
+                log.info("%s is no longer drained or cordoned", name)
+    except UnknownNodeError:
+        log.info("%s has left meanwhile", name)
