@@ -336,11 +336,13 @@ class ServerLink:
             call.cancel()
 
     async def _first_answer(self, call: Call, endpoint: Endpoint) -> pb.ServerMessage | None:
-        """Return the server's first message; log meanwhile if none comes."""
+        """Send the Hello once connected; return the server's first message, log if none comes."""
         silent = asyncio.get_running_loop().call_later(
             SILENT_S, self._log.silent, endpoint, SILENT_S
         )
         try:
+            await call.wait_for_connection()
+            self.outbox.let_through()
             return await _read(call)
         finally:
             silent.cancel()

@@ -29,6 +29,7 @@ class Outbox:
         """Ends the last stream at once."""
         self._proofs = proofs
         self._waiting: asyncio.Queue[pb.NodeMessage | None] | None = None
+        self._connected = asyncio.Event()
         self._idle = asyncio.Event()
         """Set whenever no message waits to be sent."""
 
@@ -42,13 +43,25 @@ class Outbox:
         attach: Callable[[AsyncIterator[pb.NodeMessage]], Call],
         hello: Callable[[], pb.Hello],
     ) -> Call:
-        """Open a stream by `attach`. Messages from here on follow its `hello`."""
+        """Open a stream by `attach`. Messages from here on follow its `hello`.
+
+        They are sent once `let_through` has been called.
+        """
         waiting: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
-        call = attach(self._outgoing(waiting))
+        self._connected = asyncio.Event()
+        call = attach(self._outgoing(waiting, self._connected))
         # The hello covers all earlier messages.
         waiting.put_nowait(pb.NodeMessage(hello=hello()))
         self._waiting, self.hang_up = waiting, call.cancel
         return call
+
+    def let_through(self) -> None:
+        """Begin to send, now that there is a connection.
+
+        gRPC takes the first message before. What is sent proves that the server receives this node
+        from the time when it was sent, not from when this node began to connect.
+        """
+        self._connected.set()
 
     def forget(self) -> None:
         """Accept no more messages for this stream."""
@@ -82,12 +95,13 @@ class Outbox:
         self.say(message)
 
     async def _outgoing(
-        self, waiting: asyncio.Queue[pb.NodeMessage | None]
+        self, waiting: asyncio.Queue[pb.NodeMessage | None], connected: asyncio.Event
     ) -> AsyncIterator[pb.NodeMessage]:
         """Send the messages, and a heartbeat whenever an interval passes without one.
 
         Where workers are fenced, heartbeats are sent in any case, because only they are answered.
         """
+        await connected.wait()
         loop = asyncio.get_running_loop()
         since_s = loop.time()
         while True:
