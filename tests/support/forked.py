@@ -68,6 +68,9 @@ class _Worker:
     def __init__(self, session: pytest.Session, files: list[list[pytest.Item]], turns: int) -> None:
         self.reports, reports = os.pipe()
         self.unread = b""
+        self.runs = ""
+        """The test that it has begun last."""
+        self.has_ended = False
         if pid := os.fork():
             self.pid = pid
             os.close(reports)
@@ -85,19 +88,30 @@ class _Worker:
             os._exit(code)
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Return the reports that have come; None at the end of them."""
+        """Return the reports that have come, and note what runs; None at the end of them."""
         if not (data := os.read(self.reports, 1 << 16)):
             return None
         self.unread += data
         found = []
         while len(self.unread) >= (end := _LENGTH + int.from_bytes(self.unread[:_LENGTH], "big")):
-            found.append(marshal.loads(self.unread[_LENGTH:end]))
+            message = marshal.loads(self.unread[_LENGTH:end])
             self.unread = self.unread[end:]
+            if isinstance(message, str):
+                self.runs = message
+            else:
+                found.append(message)
         return found
 
+    def wait(self) -> str:
+        """Wait for its end; return what it ended by."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.has_ended = True
+        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
     def end(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        if not self.has_ended:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
         os.close(self.reports)
 
 
@@ -122,17 +136,24 @@ def _run(session: pytest.Session, items: Iterator[pytest.Item], reports: int) ->
 
 
 class _Sender:
-    """Writes all that the terminal is to show of a test."""
+    """Writes which test begins, and all that the terminal is to show of it."""
 
     def __init__(self, config: pytest.Config, reports: int) -> None:
         self._config = config
         self._reports = reports
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._send(nodeid)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.passed and report.when != "call":
             return
-        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        body = marshal.dumps(data)
+        self._send(
+            self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        )
+
+    def _send(self, message: str | dict[str, Any]) -> None:
+        body = marshal.dumps(message)
         left = len(body).to_bytes(_LENGTH, "big") + body
         while left:
             left = left[os.write(self._reports, left) :]
@@ -141,6 +162,7 @@ class _Sender:
 def _report(session: pytest.Session, workers: list[_Worker]) -> None:
     config = session.config
     left = {item.nodeid for item in session.items}
+    ends = []
     with selectors.DefaultSelector() as selector:
         for worker in workers:
             selector.register(worker.reports, selectors.EVENT_READ, worker)
@@ -148,6 +170,9 @@ def _report(session: pytest.Session, workers: list[_Worker]) -> None:
             for key, _ in selector.select():
                 if (found := key.data.read()) is None:
                     selector.unregister(key.fd)
+                    how = key.data.wait()
+                    if key.data.runs in left or how != "exit code 0":
+                        ends.append(f"by {how} in {key.data.runs}")
                 for data in found or ():
                     report = config.hook.pytest_report_from_serializable(config=config, data=data)
                     left.discard(report.nodeid)
@@ -158,6 +183,5 @@ def _report(session: pytest.Session, workers: list[_Worker]) -> None:
                     if session.shouldfail:
                         raise session.Failed(session.shouldfail)
     if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        session.shouldfail = f"a process has ended: it was to run {min(left)}{more}"
+        session.shouldfail = f"a process has ended {', '.join(ends)}; tests not run: {len(left)}"
         raise session.Failed(session.shouldfail)

@@ -80,7 +80,9 @@ def fault(faults: list[dict[str, Any]], round_: Round, step: int, at: str) -> No
             elif one["do"] == "sleep":
                 time.sleep(one["seconds"])
             elif one["do"] == "time out":
-                group = dist.new_group(timeout=timedelta(seconds=1))
+                group = dist.new_group()
+                # Not for its making, which may take longer on a busy machine.
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
                 if round_.rank == 0:
                     dist.all_reduce(torch.ones(1), group=group)
                 time.sleep(600)

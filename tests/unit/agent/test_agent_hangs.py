@@ -179,18 +179,29 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return at_ms
 
 
-@pytest.fixture(name="worker")
-def _worker() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "600"])
-    yield process
-    process.kill()
-    process.wait()
+@pytest.fixture(name="pid")
+def _pid(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A worker's pid, whose process sleeps as one that waits does, at each look.
+
+    Where memory is short a real one may be in D state at all looks, which are made at once here.
+    """
+    monkeypatch.setattr(hang_watch, "process_state", lambda _: "S")
+    return 4711
+
+
+@pytest.fixture(name="stopped")
+def _stopped() -> Iterator[int]:
+    """The pid of a process that is stopped."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        yield process.pid
+        process.kill()
 
 
 async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
-    tmp_path: Path, clock: list[int], worker: subprocess.Popen[bytes]
+    tmp_path: Path, clock: list[int], pid: int
 ) -> None:
-    w = Watch(tmp_path, FIXED, worker.pid)
+    w = Watch(tmp_path, FIXED, pid)
     w.look(30)
     assert w.said == []
     w.file.write_bytes(b"7\n")
@@ -200,7 +211,7 @@ async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
     (report,) = w.said
     assert (report.run, report.round) == ("run-1", 4)
     (told,) = report.workers
-    assert (told.rank, told.local_rank, told.pid) == (9, 1, worker.pid)
+    assert (told.rank, told.local_rank, told.pid) == (9, 1, pid)
     assert told.reason.startswith("no word of its progress for ")
     w.watch.say_again()
     assert w.reported == [[9], [9]]
@@ -211,10 +222,10 @@ async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
 
 
 async def test_the_same_step_once_more_is_a_sign_of_life(
-    tmp_path: Path, clock: list[int], worker: subprocess.Popen[bytes]
+    tmp_path: Path, clock: list[int], pid: int
 ) -> None:
     """So that an evaluation, or a long save, can be told from a hang."""
-    w = Watch(tmp_path, FIXED, worker.pid)
+    w = Watch(tmp_path, FIXED, pid)
     w.file.write_bytes(b"7\n")
     w.look(13)
     assert w.reported == [[9]]
@@ -229,9 +240,9 @@ async def test_the_same_step_once_more_is_a_sign_of_life(
 
 
 async def test_a_pause_of_the_agent_is_no_silence(
-    tmp_path: Path, clock: list[int], worker: subprocess.Popen[bytes]
+    tmp_path: Path, clock: list[int], pid: int
 ) -> None:
-    w = Watch(tmp_path, FIXED, worker.pid)
+    w = Watch(tmp_path, FIXED, pid)
     w.file.write_bytes(b"7\n")
     w.look(1)
     clock[0] += 3_600_000
@@ -241,9 +252,9 @@ async def test_a_pause_of_the_agent_is_no_silence(
 
 
 async def test_who_has_exited_or_is_being_stopped_is_not_watched(
-    tmp_path: Path, clock: list[int], worker: subprocess.Popen[bytes]
+    tmp_path: Path, clock: list[int], pid: int
 ) -> None:
-    w = Watch(tmp_path, FIXED, worker.pid)
+    w = Watch(tmp_path, FIXED, pid)
     w.file.write_bytes(b"7\n")
     w.look(1)
     w.watch.worker_exited(1)
@@ -253,19 +264,17 @@ async def test_who_has_exited_or_is_being_stopped_is_not_watched(
     assert w.said == []
 
 
-async def test_without_a_timeout_nobody_is_watched(
-    tmp_path: Path, worker: subprocess.Popen[bytes]
-) -> None:
-    w = Watch(tmp_path, None, worker.pid)
+async def test_without_a_timeout_nobody_is_watched(tmp_path: Path, pid: int) -> None:
+    w = Watch(tmp_path, None, pid)
     assert w.watch._timer is None
     assert w.watch._workers == {}
 
 
 async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_round(
-    tmp_path: Path, clock: list[int], worker: subprocess.Popen[bytes]
+    tmp_path: Path, clock: list[int], pid: int
 ) -> None:
     """So a job whose evaluation is longer than anybody knew is not ended by it for ever."""
-    w = Watch(tmp_path, AUTO, worker.pid)
+    w = Watch(tmp_path, AUTO, pid)
     w.file.write_bytes(b"7\n")
     w.look(200)
     assert w.reported[0] == [9]
@@ -273,7 +282,7 @@ async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_rou
     w.watch.close_round()
     w.said.clear()
     w.watch.open_round(assignment(5))
-    w.watch.worker_started(1, worker.pid, str(w.file))
+    w.watch.worker_started(1, pid, str(w.file))
     while not w.said:
         w.look(1)
     assert w.said[0].workers[0].silent_ms >= 2 * silent_ms
@@ -281,10 +290,9 @@ async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_rou
 
 
 @pytest.mark.slow
-async def test_the_timer_looks_by_itself(tmp_path: Path, worker: subprocess.Popen[bytes]) -> None:
-    w = Watch(tmp_path, HangTimeout(200), worker.pid)
+async def test_the_timer_looks_by_itself(tmp_path: Path, stopped: int) -> None:
+    w = Watch(tmp_path, HangTimeout(200), stopped)
     w.file.write_bytes(b"7\n")
-    worker.send_signal(signal.SIGSTOP)
     async with asyncio.timeout(100):
         while not w.said:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -243,7 +244,8 @@ def test_ctrl_c_says_that_what_is_drained_stays_so(
         raise KeyboardInterrupt
 
     floor.looks = 99
-    monkeypatch.setattr(rolling_drain.time, "sleep", interrupt)
+    # Not `time.sleep` itself: threads that earlier commands have left behind sleep, too.
+    monkeypatch.setattr(rolling_drain, "time", SimpleNamespace(sleep=interrupt))
     assert run(["drain", "n1", "--wait"]) == 130
     assert "what is drained stays drained; `rdzvctl undrain` lifts it" in capsys.readouterr().err
     assert floor.nodes["n1"].drain == "draining"

@@ -72,12 +72,17 @@ def test_the_first_failure_ends_it_where_that_is_asked_for(tmp_path: Path) -> No
     assert "1 failed, 1 passed in" in ended.stdout
 
 
-def test_a_process_that_ends_is_no_success(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "how"),
+    [("os._exit(0)", "exit code 0"), ("os.kill(os.getpid(), 9)", "SIGKILL")],
+)
+def test_a_process_that_ends_is_no_success(tmp_path: Path, ends: str, how: str) -> None:
     (tmp_path / "test_a.py").write_text(
-        "import os\ndef test_ends(): os._exit(0)\ndef test_later(): pass"
+        f"import os\ndef test_passes(): pass\ndef test_ends(): {ends}\ndef test_later(): pass"
     )
     (tmp_path / "test_b.py").write_text("def test_other(): pass")
     ended = run(tmp_path)
     assert ended.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "1 passed" in ended.stdout
-    assert "a process has ended: it was to run test_a.py::test_ends and 1 more" in ended.stdout
+    assert "2 passed" in ended.stdout
+    said = f"a process has ended by {how} in test_a.py::test_ends; tests not run: 2"
+    assert said in ended.stdout
