@@ -22,6 +22,7 @@ from typing import Any
 
 from ports import free_port
 from ready_torchrun import Forked, Start
+from waiting import pause_s
 
 BIN = Path(sys.executable).parent
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -84,6 +85,8 @@ class Case:
     """What a line on stdout must begin with under both."""
     whole_stderr: bool = False
     """Compare all that came on stderr, not only what workers wrote."""
+    campaign: bool = False
+    """It takes long, and shows what another case has shown."""
 
     @property
     def may_be_forked(self) -> bool:
@@ -185,12 +188,13 @@ class Launched:
             process.send_signal(send.signum)
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
+        since_s = time.monotonic()
         while not condition():
             ended = [process.poll() for process in self._processes]
             assert None in ended, f"{self._launcher} has ended ({ended}):\n{self.stderr}"
-            assert time.monotonic() < deadline, f"{self._launcher} hangs:\n{self.stderr}"
-            time.sleep(0.01)
+            waited_s = time.monotonic() - since_s
+            assert waited_s < DEADLINE_S, f"{self._launcher} hangs:\n{self.stderr}"
+            time.sleep(pause_s(waited_s))
 
     def end(self) -> Seen:
         """Wait until it has ended, and tell what was seen."""
@@ -204,9 +208,12 @@ class Launched:
 
     def remain(self, expected: int) -> int:
         """Wait until so many processes are left of it; return how many are."""
-        deadline = time.monotonic() + DEADLINE_S
-        while (count := len(self.remaining())) != expected and time.monotonic() < deadline:
-            time.sleep(0.01)
+        since_s = time.monotonic()
+        while (count := len(self.remaining())) != expected:
+            waited_s = time.monotonic() - since_s
+            if waited_s > DEADLINE_S:
+                break
+            time.sleep(pause_s(waited_s))
         return count
 
     def remaining(self) -> list[int]:

@@ -614,6 +614,7 @@ CASES: Sequence[Case] = [
         f"{ALONE} @EXAMPLES/train_single.py --epochs=2 --samples=256",
         {"exit codes": [0]},
         says_stdout="epoch 2 | step 16 | loss ",
+        campaign=True,
     ),
     Case(
         "tutorial: processes of its own",
@@ -622,6 +623,7 @@ CASES: Sequence[Case] = [
         "@EXAMPLES/train_spawn.py --port=@PORT --epochs=2 --samples=256",
         {"exit codes": [0]},
         says_stdout="epoch 2 | step 8 | loss ",
+        campaign=True,
     ),
     Case(
         "tutorial: one machine, snapshots",
@@ -636,6 +638,7 @@ CASES: Sequence[Case] = [
         {"exit codes": [0, 0]},
         nodes=2,
         says_stdout="epoch 2 | loss 0.1665 | 2 workers",
+        campaign=True,
     ),
     Case(
         "tutorial: two machines, c10d",
@@ -649,6 +652,7 @@ CASES: Sequence[Case] = [
         f"{TWO} @EXAMPLES/train_chargpt.py --epochs=2 --samples=64 --snapshot=@HOME/gpt.pt",
         {"exit codes": [0]},
         says_stdout="epoch 2 | step 4 | loss ",
+        campaign=True,
     ),
     # -------------------------------------------------------------- signals to the launcher
     Case(
@@ -796,7 +800,17 @@ def _results(
             pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.name.replace(" ", "_"),
+            marks=[pytest.mark.campaign] if case.campaign else [],
+        )
+        for case in CASES
+    ],
+)
 def test_it_is_as_under_torchrun(case: Case, results: Mapping[str, Future[Result]]) -> None:
     check(case, results[case.name].result())
 

@@ -12,14 +12,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ports import free_port
+from waiting import pause_s
 
 from rdzv.client import ControlClient, parse_endpoints
 from rdzv.errors import RendezvousError
 from rdzv.transport.channels import PLAIN
 from rdzv.view.answers import JobStatus
+
+if TYPE_CHECKING:
+    from ready_torchrun import Forked, Start
 
 BIN = Path(sys.executable).parent
 WORKERS = Path(__file__).with_name("workers")
@@ -30,7 +34,7 @@ JOB = "job"
 class Node:
     """One rdzvrun, and what its workers have reported."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str], output: Path) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[str] | Forked, output: Path) -> None:
         self.name = name
         self.process = process
         self.output = output
@@ -162,6 +166,18 @@ class Cluster:
         self.nodes.append(node)
         return node
 
+    def start_torchrun(
+        self, ready: Start, name: str, *words: str, environ: Mapping[str, str] | None = None
+    ) -> Node:
+        """Start a torchrun that has done its imports as a node, in a folder of its own."""
+        home = self.folder / f"{name}-{len(self.nodes)}"
+        home.mkdir()
+        (home / "stdout").symlink_to("stderr")
+        process = ready(words, home, {**self.environ(), **(environ or {})})
+        node = Node(name, process, home / "stderr")
+        self.nodes.append(node)
+        return node
+
     def run(
         self,
         program: str,
@@ -209,14 +225,15 @@ class Cluster:
 
     def wait_until(self, what: str, holds: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
         """Wait until something holds, and return what it returned."""
-        deadline = time.monotonic() + timeout_s
+        since_s = time.monotonic()
         while True:
             found = holds()
             if found:
                 return found
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - since_s
+            if waited_s > timeout_s:
                 raise AssertionError(f"waited {timeout_s:g} s until {what}\n{self.describe()}")
-            time.sleep(0.02)
+            time.sleep(pause_s(waited_s))
 
     def describe(self) -> str:
         """Show all that was written, for a test that failed."""

@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
+from waiting import pause_s
+
 from rdzv.agent import job_programs, runner
 from rdzv.agent.runner_link import (
     RunnerEvent,
@@ -34,9 +36,11 @@ E = TypeVar("E", bound=RunnerEvent)
 
 async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
     """Wait for something outside this process, which sends no event, to become so."""
+    loop = asyncio.get_running_loop()
+    since_s = loop.time()
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(pause_s(loop.time() - since_s))
 
 
 def marked(mark: str) -> list[int]:

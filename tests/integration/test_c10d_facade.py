@@ -10,14 +10,15 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import BIN, JOB, WORKERS, Cluster, Node, alive
+from cluster import JOB, WORKERS, Cluster, Node, alive
 from ports import free_port
+from ready_torchrun import Start, ready_torchrun
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
@@ -53,21 +54,36 @@ def client(c: Cluster) -> TCPStore:
     )
 
 
-def torchrun(c: Cluster, name: str, *, nnodes: str = "2:3") -> Node:
+@pytest.fixture(scope="module", name="ready")
+def _ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    with ready_torchrun(tmp_path_factory.mktemp("ready"), os.environ) as start:
+        yield start
+
+
+Torchrun = Callable[..., Node]
+
+
+@pytest.fixture(name="torchrun")
+def _torchrun(c: Cluster, ready: Start) -> Torchrun:
     """Start one unmodified torchrun, as a user would."""
-    host, port, _ = served(c)
-    command = [
-        str(BIN / "torchrun"),
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={host}:{port}",
-        f"--rdzv-id={JOB}",
-        f"--nnodes={nnodes}",
-        "--max-restarts=3",
-        "--rdzv-conf=last_call_timeout=3",
-        str(WORKERS / "all_reduce_c10d.py"),
-    ]
-    # Else the workers of all attempts share one store, and read each other's keys.
-    return c.start(name, command, environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+    def start(name: str, *, nnodes: str = "2:3") -> Node:
+        host, port, _ = served(c)
+        return c.start_torchrun(
+            ready,
+            name,
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={host}:{port}",
+            f"--rdzv-id={JOB}",
+            f"--nnodes={nnodes}",
+            "--max-restarts=3",
+            "--rdzv-conf=last_call_timeout=3",
+            str(WORKERS / "all_reduce_c10d.py"),
+            # Else the workers of all attempts share one store, and read each other's keys.
+            environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+
+    return start
 
 
 def training(c: Cluster, world_size: int) -> list[dict[str, Any]]:
@@ -127,9 +143,9 @@ def put(store: TCPStore, rdzv_id: str, state: object) -> None:
 # ------------------------------------------------------------------------------------ stock nodes
 
 
-def test_unmodified_torchruns_form_restart_grow_and_end(c: Cluster) -> None:
+def test_unmodified_torchruns_form_restart_grow_and_end(c: Cluster, torchrun: Torchrun) -> None:
     """They run on the server's machine and leave `is_host` to torch, which finds the port taken."""
-    nodes = [torchrun(c, f"n{i}") for i in (1, 2)]
+    nodes = [torchrun(f"n{i}") for i in (1, 2)]
     first = wait_for_training(c, 2)
     job = wait_for_seats(c, 2)
     assert (job["rdzv_id"], job["backend"], job["round"]) == (JOB, "c10d", 0)
@@ -144,7 +160,7 @@ def test_unmodified_torchruns_form_restart_grow_and_end(c: Cluster) -> None:
     wait_for_training(c, 2)
     second = wait_for_seats(c, 2, after=0)["round"]
 
-    nodes.append(torchrun(c, "n3"))
+    nodes.append(torchrun("n3"))
     wait_for_training(c, 3)
     wait_for_seats(c, 3, after=second)
     shown = c.run("rdzvctl", "--server", c.endpoint, "status", JOB).stdout
@@ -159,7 +175,7 @@ def test_unmodified_torchruns_form_restart_grow_and_end(c: Cluster) -> None:
     assert (events.returncode, events.stdout) == (0, f"no events of {JOB} are kept\n")
 
     # What a store that outlives its jobs means: closed is closed for ever.
-    again = torchrun(c, "n4")
+    again = torchrun("n4")
     assert again.wait(PATIENCE_S) == 1
     assert "RendezvousClosedError" in again.text
     assert not re.search("ERROR|Traceback|Exception", c.server_log), c.server_log
@@ -191,9 +207,11 @@ def test_a_child_never_outlives_a_killed_rdzvd(c: Cluster) -> None:
     c.wait_until("its child is gone", lambda: not alive(pid))
 
 
-def test_a_child_that_dies_is_replaced_by_an_empty_store_at_the_same_address(c: Cluster) -> None:
+def test_a_child_that_dies_is_replaced_by_an_empty_store_at_the_same_address(
+    c: Cluster, torchrun: Torchrun
+) -> None:
     host, port, pid = served(c)
-    node = torchrun(c, "n1", nnodes="1")
+    node = torchrun("n1", nnodes="1")
     wait_for_seats(c, 1)
     os.kill(pid, signal.SIGKILL)
     # It does not connect again: such a job ends with its store.

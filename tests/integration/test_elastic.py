@@ -190,9 +190,9 @@ def test_the_others_go_on_without_a_node_that_left_and_spend_nothing(c: Cluster)
 
 def test_a_late_node_is_taken_in_by_one_free_restart(c: Cluster) -> None:
     now = "--rdzv-conf=last_call_timeout=0"
-    nodes = [c.start_node(f"n{i}", now, worker="all_reduce.py") for i in (1, 2)]
+    nodes = [c.start_node(f"n{i}", now) for i in (1, 2)]
     c.wait_for_round(0, workers=2)
-    nodes.append(c.start_node("n3", now, worker="all_reduce.py"))
+    nodes.append(c.start_node("n3", now))
     second = c.wait_for_round(1, workers=3)
     assert [r["RANK"] for r in second] == ["0", "1", "2"]
     assert {r["TORCHELASTIC_RESTART_COUNT"] for r in second} == {"0"}
@@ -201,9 +201,9 @@ def test_a_late_node_is_taken_in_by_one_free_restart(c: Cluster) -> None:
 
 
 def test_a_spare_takes_the_seat_of_a_lost_node_and_ends_with_the_job(c: Cluster) -> None:
-    nodes = [c.start_node(f"n{i}", nnodes="2", worker="all_reduce.py") for i in (1, 2)]
+    nodes = [c.start_node(f"n{i}", nnodes="2") for i in (1, 2)]
     first = c.wait_for_round(0, workers=2)
-    spare = c.start_node("n3", nnodes="2", worker="all_reduce.py")
+    spare = c.start_node("n3", nnodes="2")
     c.wait_until("n3 is a spare", lambda: "spare" in [n.state for n in c.status().nodes])
     c.wait_until("n3 says so", lambda: "spare: all 2 seats are taken" in spare.text)
     nodes[0].kill_tree()
@@ -272,7 +272,7 @@ def test_where_no_store_host_can_run_rank_0s_worker_serves_the_store(c: Cluster)
 
 
 def test_killing_and_restarting_the_server_restarts_no_worker(c: Cluster) -> None:
-    nodes = start_three(c, worker="all_reduce.py")
+    nodes = start_three(c)
     first = c.wait_for_round(0, workers=3)
     for _ in range(3):
         c.kill_server()
@@ -348,18 +348,23 @@ def test_the_job_goes_on_without_a_node_whose_runner_was_killed(c: Cluster) -> N
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "start", ["--warm", pytest.param("", id="cold", marks=pytest.mark.campaign)]
+    ("start", "restarts"),
+    [
+        pytest.param("--warm", 4, id="warm"),
+        pytest.param("--warm", 20, id="warm, twenty", marks=pytest.mark.campaign),
+        pytest.param("", 20, id="cold, twenty", marks=pytest.mark.campaign),
+    ],
 )
-def test_twenty_restarts_in_a_row_all_initialise(c: Cluster, start: str) -> None:
+def test_many_restarts_in_a_row_all_initialise(c: Cluster, start: str, restarts: int) -> None:
     """2 nodes, gloo: each attempt has a store that nobody else has used."""
-    flags = (*start.split(), "--max-restarts=20", "--restart-backoff=0")
+    flags = (*start.split(), f"--max-restarts={restarts}", "--restart-backoff=0")
+    args = (f"die={restarts}",)
     nodes = [
-        c.start_node(f"n{i}", *flags, nnodes="2", worker="all_reduce.py", args=("die=20",))
-        for i in (1, 2)
+        c.start_node(f"n{i}", *flags, nnodes="2", worker="all_reduce.py", args=args) for i in (1, 2)
     ]
     last = c.wait_until(
-        "the twentieth restart is up",
-        lambda: [r for r in c.all_reports() if r["TORCHELASTIC_RESTART_COUNT"] == "20"],
+        "the last restart is up",
+        lambda: [r for r in c.all_reports() if r["TORCHELASTIC_RESTART_COUNT"] == str(restarts)],
         timeout_s=800,
     )
     assert last
@@ -367,6 +372,6 @@ def test_twenty_restarts_in_a_row_all_initialise(c: Cluster, start: str) -> None
     assert exit_codes(nodes) == [0, 0]
     by_attempt = [r["TORCHELASTIC_RESTART_COUNT"] for r in c.all_reports()]
     assert {attempt: by_attempt.count(attempt) for attempt in set(by_attempt)} == {
-        str(attempt): 2 for attempt in range(21)
+        str(attempt): 2 for attempt in range(restarts + 1)
     }
     assert {r["callers"] for r in c.all_reports()} == {1, 2}

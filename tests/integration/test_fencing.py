@@ -80,7 +80,9 @@ def end_well(c: Cluster, *nodes: Node) -> None:
 # ------------------------------------------------------------------ cut off
 
 
-@pytest.mark.parametrize("worker", ["report.py", "all_reduce.py"])
+@pytest.mark.parametrize(
+    "worker", ["all_reduce.py", pytest.param("report.py", marks=pytest.mark.campaign)]
+)
 def test_a_node_behind_a_black_hole_has_no_worker_left_when_the_other_is_seated_again(
     c: Cluster, link: TcpProxy, worker: str
 ) -> None:
@@ -127,7 +129,9 @@ def test_a_stopped_agent_is_fenced_by_its_runner(c: Cluster, link: TcpProxy) -> 
     end_well(c, near, far)
 
 
-@pytest.mark.parametrize("worker", ["report.py", "all_reduce.py"])
+@pytest.mark.parametrize(
+    "worker", ["report.py", pytest.param("all_reduce.py", marks=pytest.mark.campaign)]
+)
 def test_without_any_server_all_are_fenced_and_a_server_that_comes_back_joins_them(
     c: Cluster, link: TcpProxy, worker: str
 ) -> None:

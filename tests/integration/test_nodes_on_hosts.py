@@ -56,7 +56,8 @@ class Training:
 
     def begin(self, nodes: str, *options: str, script_args: tuple[str, ...] = ()) -> None:
         # A host's name means nothing in its namespace, so gloo is told where its peers are.
-        options = ("--env=GLOO_SOCKET_IFNAME=eth0", *options)
+        # And no zygote: it imports torch and its compiler once more on each node.
+        options = ("--env=GLOO_SOCKET_IFNAME=eth0", "--no-warm", *options)
         self.hosts.submit(self.job, nodes, *options, worker="ddp_steps.py", script_args=script_args)
 
     def diary(self, round_: int, word: str) -> list[Line]:

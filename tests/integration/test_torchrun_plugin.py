@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import BIN, JOB, WORKERS, Cluster, Node, alive, cluster
+from ready_torchrun import Start, ready_torchrun
 
 
 @pytest.fixture(name="c")
@@ -20,7 +22,26 @@ def _cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def torchrun(
+@pytest.fixture(scope="module", name="ready")
+def _ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    with ready_torchrun(tmp_path_factory.mktemp("ready"), os.environ) as start:
+        yield start
+
+
+Torchrun = Callable[..., Node]
+
+
+@pytest.fixture(name="torchrun")
+def _torchrun(c: Cluster, ready: Start) -> Torchrun:
+    """Start one torchrun of the job, as a user would."""
+
+    def start(name: str, *options: str, **how: Any) -> Node:
+        return c.start_torchrun(ready, name, *words(c, name, *options, **how))
+
+    return start
+
+
+def words(
     c: Cluster,
     name: str,
     *options: str,
@@ -30,11 +51,9 @@ def torchrun(
     conf: str = "",
     worker: str = "report.py",
     args: tuple[str, ...] = (),
-    **how: object,
-) -> Node:
-    """Start one torchrun of the job, as a user would."""
-    command = [
-        str(BIN / "torchrun"),
+) -> list[str]:
+    """Return what follows torchrun's name in its command line."""
+    return [
         "--rdzv-backend=rdzv",
         f"--rdzv-endpoint={c.endpoint}",
         f"--rdzv-id={JOB}",
@@ -46,16 +65,17 @@ def torchrun(
         str(WORKERS / worker),
         *args,
     ]
-    return c.start(name, command, **how)  # type: ignore[arg-type]
 
 
 def seats(c: Cluster) -> dict[str, str]:
     return {node.node_id: node.state for node in c.status().nodes}
 
 
-def test_a_training_outlives_a_worker_the_node_of_its_store_and_the_server(c: Cluster) -> None:
+def test_a_training_outlives_a_worker_the_node_of_its_store_and_the_server(
+    c: Cluster, torchrun: Torchrun
+) -> None:
     """Four things happen to it, one after another; torch's own backends outlive the first."""
-    nodes = [torchrun(c, f"n{i}", worker="all_reduce.py") for i in (1, 2, 3)]
+    nodes = [torchrun(f"n{i}", worker="all_reduce.py") for i in (1, 2, 3)]
     first = c.wait_for_round(0, workers=3)
     assert [r["RANK"] for r in first] == ["0", "1", "2"]
     assert {r["WORLD_SIZE"] for r in first} == {"3"}
@@ -84,7 +104,7 @@ def test_a_training_outlives_a_worker_the_node_of_its_store_and_the_server(c: Cl
     assert all(alive(r["pid"]) for r in third)
 
     # A node comes late: it is let in.
-    nodes.append(torchrun(c, "n4", worker="all_reduce.py"))
+    nodes.append(torchrun("n4", worker="all_reduce.py"))
     fourth = c.wait_for_round(3, workers=3)
     assert {r["WORLD_SIZE"] for r in fourth} == {"3"}
     assert c.status().last_end is None
@@ -94,13 +114,15 @@ def test_a_training_outlives_a_worker_the_node_of_its_store_and_the_server(c: Cl
     assert (c.status().state, c.status().world_size) == ("succeeded", 3)
 
 
-def test_a_torchrun_that_is_signalled_leaves_and_a_spare_takes_its_seat(c: Cluster) -> None:
+def test_a_torchrun_that_is_signalled_leaves_and_a_spare_takes_its_seat(
+    c: Cluster, torchrun: Torchrun
+) -> None:
     nodes = [
-        torchrun(c, name, nnodes="2", conf="last_call_timeout=0", args=args)
+        torchrun(name, nnodes="2", conf="last_call_timeout=0", args=args)
         for name, args in (("n1", ("deaf",)), ("n2", ()))
     ]
     (deaf,) = (r for r in c.wait_for_round(0, workers=2) if "deaf" in r["argv"])
-    spares = [torchrun(c, f"n{i}", nnodes="2", conf="last_call_timeout=0") for i in (3, 4)]
+    spares = [torchrun(f"n{i}", nnodes="2", conf="last_call_timeout=0") for i in (3, 4)]
     c.wait_until("n3 and n4 are spares", lambda: list(seats(c).values()).count("spare") == 2)
     nodes[0].process.send_signal(signal.SIGTERM)
     # All know before its worker is gone.
@@ -119,11 +141,11 @@ def test_a_torchrun_that_is_signalled_leaves_and_a_spare_takes_its_seat(c: Clust
     assert c.status().state == "succeeded"
 
 
-def test_after_the_first_success_no_newcomer_ends_the_round(c: Cluster) -> None:
-    early = torchrun(c, "n1", conf="last_call_timeout=0", args=("exit=0",))
-    late = torchrun(c, "n2", conf="last_call_timeout=0")
+def test_after_the_first_success_no_newcomer_ends_the_round(c: Cluster, torchrun: Torchrun) -> None:
+    early = torchrun("n1", conf="last_call_timeout=0", args=("exit=0",))
+    late = torchrun("n2", conf="last_call_timeout=0")
     c.wait_until("n1 has succeeded", lambda: "n1 succeeded in round 0" in c.server_log)
-    newcomer = torchrun(c, "n3", conf="last_call_timeout=0")
+    newcomer = torchrun("n3", conf="last_call_timeout=0")
     c.wait_until("n3 waits", lambda: seats(c).get("n3") == "waiting")
     assert seats(c)["n1"] == "succeeded"
     c.finish()
@@ -131,9 +153,11 @@ def test_after_the_first_success_no_newcomer_ends_the_round(c: Cluster) -> None:
     assert {r["RDZV_ROUND"] for r in c.all_reports()} == {"0"}
 
 
-def test_the_failure_that_ends_a_torchrun_ends_the_job_with_its_root_cause(c: Cluster) -> None:
+def test_the_failure_that_ends_a_torchrun_ends_the_job_with_its_root_cause(
+    c: Cluster, torchrun: Torchrun
+) -> None:
     nodes = [
-        torchrun(c, f"n{i}", nnodes="2", max_restarts=0, worker="all_reduce.py", args=("boom",))
+        torchrun(f"n{i}", nnodes="2", max_restarts=0, worker="all_reduce.py", args=("boom",))
         for i in (1, 2)
     ]
     assert [node.wait() for node in nodes] == [1, 1]
@@ -150,14 +174,14 @@ def test_a_users_own_agent_and_rendezvous_modules_are_left_alone(
     """Two workers, which share no store with the agents because the user says so."""
     for name in ("agent", "rendezvous", "torchrun", "stream"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is the user\\'s own')\n")
-    node = torchrun(
-        c,
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    # Executed: what the path has is read while torchrun starts.
+    command = [BIN / "torchrun", *words(c, "n1", nnodes="1", nproc=2, worker="all_reduce.py")]
+    node = c.start(
         "n1",
-        nnodes="1",
-        nproc=2,
-        worker="all_reduce.py",
+        list(map(str, command)),
         cwd=tmp_path,
-        environ={"PYTHONPATH": str(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        environ={"PYTHONPATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )
     reports = c.wait_for_round(0, workers=2)
     assert {r["TORCHELASTIC_USE_AGENT_STORE"] for r in reports} == {"False"}
@@ -166,9 +190,9 @@ def test_a_users_own_agent_and_rendezvous_modules_are_left_alone(
     assert node.wait() == 0
 
 
-def test_who_waits_in_vain_says_for_what(c: Cluster) -> None:
-    alone = torchrun(c, "n1", nnodes="2", conf="join_timeout=1")
-    nowhere = torchrun(c, "n2", "--rdzv-endpoint=127.0.0.1:1", nnodes="2", conf="join_timeout=1")
+def test_who_waits_in_vain_says_for_what(c: Cluster, torchrun: Torchrun) -> None:
+    alone = torchrun("n1", nnodes="2", conf="join_timeout=1")
+    nowhere = torchrun("n2", "--rdzv-endpoint=127.0.0.1:1", nnodes="2", conf="join_timeout=1")
     assert [alone.wait(), nowhere.wait()] == [1, 1]
     assert "RendezvousTimeoutError" in alone.text
     assert "1 of 2:2 nodes; there: n1" in alone.text

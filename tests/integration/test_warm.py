@@ -185,7 +185,8 @@ def _light(tmp_path_factory: pytest.TempPathFactory) -> Both:
 def _heavy(tmp_path_factory: pytest.TempPathFactory) -> Both:
     pytest.importorskip("torch", reason="torch is not installed")
     modules = ["torch", "torch._dynamo"]
-    return run_both(tmp_path_factory.mktemp("heavy"), cases(HEAVY), modules, OMP_NUM_THREADS="2")
+    env = {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.environ["PYTHONPATH"]}
+    return run_both(tmp_path_factory.mktemp("heavy"), cases(HEAVY), modules, **env)
 
 
 ENDS: Mapping[str, tuple[int | None, int | None]] = {

@@ -371,8 +371,9 @@ async def test_a_script_sees_no_difference_with_the_real_torch(tmp_path: Path) -
     node = WarmNode(tmp_path)
     node.env["OMP_NUM_THREADS"] = "2"
     node.link = await RunnerLink.spawn(node.hear)
-    argvs = cases(("state:torch._dynamo", "torch_threads", "recorded"))
-    zygote = node.zygote(*next(iter(argvs.values())), modules=["torch", "torch._dynamo"])
+    # More of what a script may do with torch is in test_warm.py.
+    argvs = cases(("state:torch", "recorded"))
+    zygote = node.zygote(*next(iter(argvs.values())), modules=["torch"])
     zygote = replace(zygote, cwd=str(tmp_path), after_import=True)
     node.link.keep_zygote(zygote)
     cold = await run_all(node, 0, argvs, None)

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import no_compiler  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+import no_compiler  # noqa: F401
 import torch
 import torch.distributed as dist
 

@@ -19,6 +19,7 @@ OPTIONS = dict(arg.partition("=")[::2] for arg in sys.argv[2:])
 if OPTIONS.get("fails_on") in Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parts:
     sys.exit(3)  # Before torch is imported, which takes seconds.
 
+import no_compiler  # noqa: E402, F401
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402

@@ -455,6 +455,7 @@ def written(argument: ast.arg) -> str:
 # ---------------------------------------------------------------------- the tests
 
 
+@pytest.mark.slow
 def test_every_path_is_handled_as_an_account_or_has_a_reason_not_to_be() -> None:
     found, explained = unguarded(), Counter(key for keys in REASONS.values() for key in keys)
     new = [f"{key} (x{found[key]})" for key in found if found[key] > explained[key]]

@@ -103,6 +103,7 @@ async def test_a_runner_that_would_start_a_zygote_at_once_is_asked_for_none_for_
     assert asked == [*expected, ("start_workers", [] if after_import else [0])]
 
 
+@pytest.mark.slow
 async def test_a_store_host_that_can_not_be_asked_for_has_not_started(s: Story) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         s.link.start_store_host(3, listener, "python", {"LONG": "x" * MAX_FRAME_BYTES})

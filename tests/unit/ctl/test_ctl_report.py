@@ -128,6 +128,7 @@ def test_the_page_needs_nothing_else() -> None:
         assert _Reader(page).loads == []
 
 
+@pytest.mark.slow
 def test_the_band_is_as_long_as_the_run() -> None:
     """Each stretch is drawn where it was, also of thousands that are too short to be seen."""
     fails = of_table(FAILS_TWICE)

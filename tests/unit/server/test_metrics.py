@@ -575,7 +575,14 @@ def test_who_leaves_is_missing_although_its_workers_still_stop() -> None:
 
 
 @pytest.mark.parametrize(
-    "beginning", ["vacant", "at_last_call", "failing", "with_a_spare", "half_done", "taken_over"]
+    "beginning",
+    [
+        "vacant",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("at_last_call", "failing", "with_a_spare", "half_done", "taken_over")
+        ),
+    ],
 )
 def test_the_gauges_say_what_status_says(beginning: str) -> None:
     job = getattr(small_scope, beginning)()

@@ -30,6 +30,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 async def test_a_run_arrives_as_a_trace() -> None:
     story, rdzv_id = STORIES["crashes"]
     of = await told(story, rdzv_id)

@@ -217,6 +217,7 @@ async def test_a_status_that_is_no_refusal_is_not_taken_for_being_let_in(
             await refusal(server, "/rdzv.v1.Control/Nothing", "admin")
 
 
+@pytest.mark.slow
 async def test_every_path_with_every_role(monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(monkeypatch) as server, aiohttp.ClientSession() as session:
         asked = set()

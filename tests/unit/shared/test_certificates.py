@@ -69,6 +69,7 @@ def test_a_certificate_is_valid_between_its_two_dates() -> None:
     assert found.trouble(now - day) == "is not valid before 2026-01-01 00:00 UTC"
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))
 def test_what_is_no_certificate_is_refused(noise: bytes, at: int, byte: int) -> None:
     with pytest.raises(InvalidRequestError, match="it cannot be used"):

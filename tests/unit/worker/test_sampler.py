@@ -24,6 +24,7 @@ def samplers(world_size: int, state: dict[str, object] | None, **how: object) ->
     return made
 
 
+@pytest.mark.slow
 @settings(SETTLED, max_examples=200)
 @given(
     size=st.integers(1, 60),

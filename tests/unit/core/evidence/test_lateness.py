@@ -159,6 +159,7 @@ def test_a_rank_that_is_a_fifth_slower_is_named_within_a_minute(slow: int) -> No
     assert 0.05 < (found.wait_share or 0) < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_none_is_named_in_an_hour_without(seed: int) -> None:
     assert not any(told.stragglers for _, told in training(seed, 3_600, None))

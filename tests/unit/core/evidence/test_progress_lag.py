@@ -16,6 +16,7 @@ def test_lock_step_workers_of_different_nodes_are_in_step() -> None:
     assert lags(words) == (0,) * 15
 
 
+@pytest.mark.slow
 @SETTLED
 @given(
     rate=st.floats(0.01, 200),
