@@ -122,6 +122,19 @@ def test_a_worker_that_blocks_is_replaced_alone(c: Cluster) -> None:
     c.wait_for_text(node, "is killed, not kept: it has not parked in time")
 
 
+def test_a_worker_that_says_it_cannot_park_is_replaced_at_once(c: Cluster) -> None:
+    node = one_node(c, "stuck:1", options=("--keep-timeout=600",))
+    before = pids(c.wait_for_round(0, workers=3))
+    os.kill(before[2], signal.SIGKILL)
+    after = pids(c.wait_for_round(1, workers=3))
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    why = "it waits in graph.py:979 for an operation that gloo has lost"
+    c.wait_for_text(node, f"is killed, not kept: {why}")
+    # Its end is no failure of its own.
+    assert c.status().restarts == 1
+
+
 def test_workers_with_and_without_a_link_may_be_in_one_job(c: Cluster) -> None:
     start(c, "n1", nproc=1)
     other = start(c, "n2", "unlinked", nproc=1)

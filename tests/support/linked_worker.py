@@ -4,6 +4,7 @@ It runs by path, with the standard library alone. Arguments are what it does bes
 
     deaf             it never parks
     deaf:N           it never parks if its LOCAL_RANK is N
+    stuck:N          likewise, and it says so
     connected        it parks with a connection to the round's store
     suspect:FILE     it reports a suspect, and parks, once FILE exists
     fails:FILE       it raises an exception once FILE exists
@@ -162,7 +163,9 @@ class Worker:
             return
         for frame in frames:
             if frame["type"] == "round_over" and frame["round"] == self.round:
-                if not self.parked and option("deaf") not in ("", os.environ["LOCAL_RANK"]):
+                if option("stuck") == os.environ["LOCAL_RANK"]:
+                    self.link.say(type="stuck", round=self.round, place="graph.py:979")
+                elif not self.parked and option("deaf") not in ("", os.environ["LOCAL_RANK"]):
                     self.park()
             elif frame["type"] == "go":
                 self.go(frame)

@@ -82,6 +82,26 @@ def test_a_round_is_over_from_its_own_end_on(runner: tuple[Link, Runner]) -> Non
     assert link.is_over()
 
 
+def test_a_worker_that_cannot_park_says_so_once(
+    runner: tuple[Link, Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost:
+        def place(self) -> str:
+            return "graph.py:979"
+
+    monkeypatch.setattr("rdzv.worker.link.LostWait", Lost)
+    link, other = runner
+    cut = Cut()
+    link.begin(3, cut)  # type: ignore[arg-type]
+    other.say(type="round_over", round=3)
+    assert other.hear() == {"type": "stuck", "round": 3, "place": "graph.py:979"}
+    assert cut.again.wait(60)
+    link.parked(3, [])
+    assert other.hear()["type"] == "parked"
+    other.say(type="go", round=4, env={})
+    link.wait_for_word()
+
+
 def test_a_round_that_is_over_is_cut_again_and_again_until_nothing_of_it_is_left(
     runner: tuple[Link, Runner],
 ) -> None:

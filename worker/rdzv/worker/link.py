@@ -14,6 +14,7 @@ from typing import Any
 
 from .cutting import Cut
 from .frames import BrokenLinkError, Received, encode
+from .lost_wait import LostWait
 
 LINK_VARIABLE = "RDZV_WORKER_LINK"
 PROTOCOL = 1
@@ -54,6 +55,7 @@ class Link:
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._cut: Cut | None = None
+        self._lost_wait: LostWait | None = None
         self._round = -1
         self._over_through = -1
         """The last round that the runner has declared over."""
@@ -75,7 +77,7 @@ class Link:
         """Have a round cut as soon as it is over, at once if it already is."""
         with self._changed:
             self._round = number
-            self._cut = cut
+            self._cut, self._lost_wait = cut, LostWait()
             over = self._over_through >= number
         if over:
             cut.cut()
@@ -151,9 +153,16 @@ class Link:
                         self._take(*found)
                 elif (cut := self._cut) is not None and cut.is_cut:
                     cut.cut()
+                    self._report_lost_wait()
         except (BrokenLinkError, OSError, ValueError):
             received.close()
             self._close()
+
+    def _report_lost_wait(self) -> None:
+        """Say once in a round that it cannot park."""
+        if self._lost_wait is not None and (place := self._lost_wait.place()):
+            self._lost_wait = None
+            self._send({"type": "stuck", "round": self._round, "place": place[-500:]})
 
     def _poll_ms(self) -> int | None:
         cut = self._cut

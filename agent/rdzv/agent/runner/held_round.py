@@ -64,7 +64,7 @@ class Round:
         if link is not None:
             link.read()  # It may have reported a suspect, or parked, before it was killed.
             link.close()
-        if self.notified_by is not None:
+        if self.notified_by is not None or child.pid in self._killed:
             return False
         if self.kill_at is None:
             return self.has_links
@@ -86,7 +86,7 @@ class Round:
         deadlines = dict.fromkeys(self.running, self.kill_at)
         for link in self.links.values():
             if link.kill_at is not None:
-                deadlines[link.pid] = link.kill_at
+                deadlines[link.pid] = 0.0 if link.stuck_in else link.kill_at
         for link in self.parked():
             del deadlines[link.pid]
         return deadlines
@@ -157,7 +157,7 @@ class Round:
                 self._kill(pid)
                 link_of = self.links.get(pid)
                 if link_of is not None and link_of.kill_at is not None:
-                    self._report(agent, link_of, "it has not parked in time")
+                    self._report(agent, link_of, _why_killed(link_of))
 
     def _kill(self, pid: int) -> None:
         self._killed.add(pid)
@@ -172,3 +172,9 @@ class Round:
             pid=link.pid,
             reason=reason,
         )
+
+
+def _why_killed(link: WorkerLink) -> str:
+    if link.stuck_in:
+        return f"it waits in {link.stuck_in} for an operation that gloo has lost"
+    return "it has not parked in time"

@@ -5,6 +5,7 @@ directions carry the frames of channel.py. From the worker, each of at most 64 K
 
     hello    {protocol, version}                     once; from then on it can be kept
     suspect  {round, message, traceback}             a collective has failed; it is about to park
+    stuck    {round, place}                          it cannot park: gloo has lost an operation
     parked   {round, step, torn, shard, shards, oldest_step, connections}
                                                      it takes part in no round, and waits
     resumed  {round, step, source, healed, init_ms, heal_ms}     it goes on in a new round
@@ -94,6 +95,8 @@ class WorkerLink:
         """The round that it takes part in, or last took part in."""
         self.child: Child | None = None
         self.parked: Parked | None = None
+        self.stuck_in = ""
+        """Where it waits, and will not park; empty if it does not say so."""
         self.kill_at: float | None = None
         """When it is killed, if it is told to park or to end."""
         self.killed = False
@@ -192,6 +195,7 @@ class WorkerLink:
         """Let the parked worker enter a round; the link owns `fds`, its stdout and stderr."""
         self.round, self.parked, self._store = round_, None, _store_of(spec)
         self._suspected = self._resumed = False
+        self.stuck_in = ""
         self._frames = 0
         env = self.environ(spec.env)
         self._send({"type": "go", "round": round_, "env": env, "source": source, "step": step}, fds)
@@ -254,6 +258,8 @@ class WorkerLink:
                 traceback=str(frame.get("traceback", "")),
                 age_ms=0,
             )
+        elif kind == "stuck":
+            self.stuck_in = str(frame.get("place", ""))[:500]
         elif kind == "parked" and self.parked is None:
             self.parked = Parked(frame)
         elif kind == "resumed" and not self._resumed:

@@ -1,0 +1,56 @@
+"""Tells when the main thread waits for an operation that gloo has lost.
+
+gloo forgets an operation now and then whose peer dies at that very moment. It then waits for it
+until the group's timeout, though its connections are shut down: in the backward pass, or while a
+group is destroyed. Seen about once in a hundred kills (torch 2.13). Nothing in the process can end
+that wait, so the runner is told, and need not wait for `--keep-timeout`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+LOST_AFTER_S = 1.0
+"""How long the main thread has done nothing, where a collective that is cut ends within 0.1 s."""
+
+_WAITS_IN = ("/torch/autograd/", "/torch/distributed/", "/rdzv/worker/groups.py")
+"""Where the main thread is, by its innermost frame, while it waits for gloo."""
+
+
+class LostWait:
+    """Looks at the main thread again and again, from another one, after a round was cut."""
+
+    def __init__(self) -> None:
+        self._used: tuple[str, str] | None = None
+        self._since_s = 0.0
+
+    def place(self) -> str:
+        """Return where the main thread waits in vain, as FILE:LINE; empty if it does not.
+
+        A backward pass on a GPU is waited for without using the CPU, so there nothing is said.
+        """
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return ""
+        used, now_s = _cpu_ticks(), time.monotonic()
+        if used != self._used:
+            self._used, self._since_s = used, now_s
+        if now_s - self._since_s < LOST_AFTER_S:
+            return ""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if frame is None:
+            return ""
+        file = frame.f_code.co_filename
+        return f"{file}:{frame.f_lineno}" if any(part in file for part in _WAITS_IN) else ""
+
+
+def _cpu_ticks() -> tuple[str, str]:
+    """Return the CPU time of the main thread, as the kernel counts it: most often in 10 ms."""
+    pid = os.getpid()
+    stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+    fields = stat.rpartition(")")[2].split()
+    return fields[11], fields[12]
