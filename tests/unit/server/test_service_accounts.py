@@ -23,7 +23,7 @@ from rdzv.errors import (  # noqa: E402
     RendezvousConnectionError,
     UnauthenticatedError,
 )
-from rdzv.server.security import issuer_keys  # noqa: E402
+from rdzv.server.security import callers, issuer_keys  # noqa: E402
 from rdzv.server.security.callers import Caller, Role  # noqa: E402
 from rdzv.server.security.service_accounts import ServiceAccounts, proving  # noqa: E402
 from rdzv.server.settings.config import Oidc, OidcAccount  # noqa: E402
@@ -60,13 +60,13 @@ async def refusal(accounts: ServiceAccounts, token: str) -> str:
     return str(refused.value)
 
 
-def made_by_hand(claims: dict[str, Any], algorithm: str, secret: bytes = b"") -> str:
+def made_by_hand(claims: object, algorithm: str, secret: bytes = b"", head: object = None) -> str:
     """Make a token that no library would make, unsigned or with a signature by a secret."""
 
     def part(value: bytes) -> str:
         return base64.urlsafe_b64encode(value).rstrip(b"=").decode()
 
-    head = {"alg": algorithm, "kid": "one"}
+    head = {"alg": algorithm, "kid": "one"} if head is None else head
     text = f"{part(json.dumps(head).encode())}.{part(json.dumps(claims).encode())}"
     return f"{text}.{part(hmac.digest(secret, text.encode(), 'sha256')) if secret else ''}"
 
@@ -143,6 +143,43 @@ async def test_only_the_issuers_own_key_proves_anything(issuer: Issuer) -> None:
         for damaged in ("a.b.c", "..", f"{head}.{body}", f"{head}.!.{tail}"):
             with pytest.raises(UnauthenticatedError, match="cannot be read"):
                 await accounts.caller(damaged)
+
+
+@pytest.mark.parametrize(
+    ("head", "claims"),
+    [
+        ({"alg": ["ES256"], "kid": "one"}, {}),
+        ({"alg": {"ES256": 1}, "kid": "one"}, {}),
+        ({"alg": "ES256", "kid": 4}, {}),
+        ({"alg": "ES256", "kid": "one", "crit": ["exp"]}, {}),
+        ([], {}),
+        ({"alg": "ES256", "kid": "one"}, []),
+        ({"alg": "ES256", "kid": "one"}, None),
+        ({"alg": "ES256", "kid": "one"}, {"iss": ["https://issuer"]}),
+    ],
+)
+async def test_hostile_tokens_are_refused_and_nothing_else(
+    issuer: Issuer, head: object, claims: object
+) -> None:
+    async with accounts_of(issuer) as accounts:
+        await refusal(accounts, made_by_hand(claims, "ES256", b"secret", head=head))
+
+
+async def test_a_token_of_many_brackets_is_refused(issuer: Issuer) -> None:
+    async with accounts_of(issuer) as accounts:
+        deep = base64.urlsafe_b64encode(b"[" * 2_700).decode()
+        head = issuer.token().split(".")[0]
+        for text in (f"{deep}.{deep}.AAAA", f"{head}.{deep}.AAAA"):
+            assert callers.is_jwt(text)
+            with pytest.raises(UnauthenticatedError, match="cannot be read"):
+                await accounts.caller(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a.b.\udcff", "a.b.c.d", ".b.c", "a..c", "a.b\n.c", "rdzv_1_a", ""]
+)
+def test_what_is_no_jwt_is_left_to_the_other_tokens(text: str) -> None:
+    assert not callers.is_jwt(text)
 
 
 async def test_rotated_keys_are_fetched_when_a_token_names_one(

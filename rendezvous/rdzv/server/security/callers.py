@@ -41,6 +41,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
 """Names appear in logs, in events, and as account names."""
 
 
+_JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*")
+
+
 @struct(frozen=True)
 class Caller:
     """One caller, with its own roles and all that these imply."""
@@ -153,7 +156,7 @@ def certified(pem: bytes) -> Caller:
 
 def is_jwt(token: str) -> bool:
     """Return whether this may be a JWT, which has three parts; a token of rdzvd has no dots."""
-    return token.count(".") == 2
+    return _JWT.fullmatch(token) is not None
 
 
 def bearer(header: str) -> str:

@@ -26,6 +26,10 @@ _CLAIMS = ["iss", "sub", "aud", "exp"]
 """The claims that a token needs."""
 
 
+_UNREADABLE = (jwt.PyJWTError, ValueError, TypeError, RecursionError, OverflowError)
+"""What the library raises for bytes that are no token: not all of it is its own."""
+
+
 class KeySource(Protocol):
     """Where the issuer's keys come from."""
 
@@ -53,12 +57,12 @@ class ServiceAccounts:
         try:
             header = jwt.get_unverified_header(text)
             claimed = jwt.decode(text, options={"verify_signature": False})
-        except jwt.PyJWTError as error:
+        except _UNREADABLE as error:
             raise UnauthenticatedError(
                 "the token cannot be read: it is neither one of rdzvd nor of Kubernetes"
             ) from error
         algorithm, kid = header.get("alg"), header.get("kid")
-        if algorithm not in ALGORITHMS:
+        if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
             raise UnauthenticatedError(
                 f"the token is signed by {short(str(algorithm))!r}, which proves nothing here; "
                 f"accepted are {', '.join(sorted(ALGORITHMS))}"
@@ -88,7 +92,7 @@ class ServiceAccounts:
                 options={"require": _CLAIMS},
             )
             return claims
-        except jwt.PyJWTError as error:
+        except _UNREADABLE as error:
             # The signature is checked first: any other error is about claims that are authentic.
             trouble = _in_words(error, jwt.decode(text, options={"verify_signature": False}), oidc)
             raise UnauthenticatedError(trouble) from error
@@ -130,7 +134,7 @@ def _name(account: OidcAccount, namespace: str, name: str, claims: Mapping[str, 
     return str(node["name"])
 
 
-def _in_words(error: jwt.PyJWTError, claims: Mapping[str, Any], oidc: Oidc) -> str:
+def _in_words(error: Exception, claims: Mapping[str, Any], oidc: Oidc) -> str:
     """Say why a token is not accepted, with both values."""
     renewed = "kubelet renews a projected one by itself, and its file is read at each call"
     match error:
