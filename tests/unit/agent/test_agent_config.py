@@ -1,6 +1,8 @@
 """rdzv-agent's configuration: what is refused, and what a submitted job gets of it."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,23 @@ def test_the_least_configuration_is_enough(tmp_path: Path) -> None:
     assert config.settings.node_id == os.uname().nodename
     settings = config.settings
     assert (settings.capacity, settings.labels, config.launches) == (1, {}, ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("gpu-7", 'node_id = "gpu-7"'), ("gpu 7", "`node_id` is 'gpu 7', by RDZV_NODE_ID")],
+)
+def test_the_environment_may_name_the_node(tmp_path: Path, name: str, shown: str) -> None:
+    """As a pod's does: all pods of a DaemonSet have the same file."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rdzv.agent", "--print-config", f"--config={written(tmp_path, '')}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RDZV_NODE_ID": name},
+        check=False,
+    )
+    assert shown in done.stdout + done.stderr
 
 
 def test_it_connects_with_the_credentials_of_its_file(

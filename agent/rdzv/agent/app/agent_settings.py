@@ -55,6 +55,15 @@ def _name(text: str) -> None:
         )
 
 
+def _check_default_node_id(settings: "AgentSettings") -> str:
+    """Check the name also where it comes from the environment, or from the host."""
+    try:
+        _name(settings.node_id)
+    except InvalidRequestError as error:
+        return f"`node_id` is {settings.node_id!r}, by RDZV_NODE_ID or the host name: {error}"
+    return ""
+
+
 def _printable(text: str) -> None:
     check_printable("it", text)
 
@@ -362,6 +371,7 @@ class AgentSettings(Table, frozen=True, kw_only=True):
 
     program = "rdzv-agent"
     rules = (
+        Rule(("node_id",), _check_default_node_id),
         Rule(("labels",), _check_labels),
         Rule(("env",), _check_env),
         Rule(("python",), _check_python),
@@ -376,9 +386,10 @@ class AgentSettings(Table, frozen=True, kw_only=True):
     token_file: Annotated[Path | None, setting(default_words="`$RDZV_TOKEN_FILE` if set", reason="""
         The token for rdzvd, where nodes have no certificates of their own; it is sent only by TLS,
         or to this machine.""")] = None
-    node_id: Annotated[str, setting(check=_name, default_words="the host name", reason="""
+    node_id: Annotated[str, setting(
+        check=_name, default_words="`$RDZV_NODE_ID` if set, else the host name", reason="""
         The name of this node in every job; no two nodes of a server have the same.""",
-    )] = socket.gethostname()
+    )] = os.environ.get("RDZV_NODE_ID") or socket.gethostname()
     address: Annotated[str | None, setting(
         check=_printable, default_words="its address towards the server", reason="""
         The host name or address at which other nodes reach this one.""")] = None
