@@ -93,7 +93,10 @@ STORIES = {
         shows=("first  running", "first  succeeded", "Round 0 is complete"),
     ),
     "start/slurm.md": Story(
-        left_out=(("sbatch", "test_deploy_slurm.py runs rdzv.sbatch, under a Slurm of its own"),)
+        left_out=tuple(
+            (program, "test_slurm.py runs it, under a Slurm of its own")
+            for program in ("sbatch", "scancel", "scontrol", "rdzv-slurm-drain")
+        )
     ),
     "frameworks.md": Story(
         left_out=(

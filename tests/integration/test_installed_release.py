@@ -97,8 +97,10 @@ def test_it_is_complete_and_nothing_leads_to_the_checkout(programs: Path, tmp_pa
         "prometheus/alerts.yml",
         "grafana/dashboards",
         "slurm/rdzv.sbatch",
+        "slurm/submit_with_submitit.py",
     ):
         assert (programs.parent / "share/rdzv" / name).exists()
+    assert os.access(programs.parent / "share/rdzv/slurm/rdzv-slurm-drain", os.X_OK)
 
 
 def test_a_new_engineers_walk(programs: Path, job_python: Path, started: Programs) -> None:
