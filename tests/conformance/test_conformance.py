@@ -906,12 +906,12 @@ def test_every_flag_of_torchrun_is_in_the_table() -> None:
 def test_every_abbreviation_that_torchrun_takes_means_the_same() -> None:
     from torch.distributed.run import get_args_parser
 
-    from rdzv.launch_options import flags
+    from rdzv.launch_options import declared_flags, flags
 
     theirs = {name: act.dest for act in get_args_parser()._actions for name in act.option_strings}
     actions = flags.options(flags._parser({}, legacy=False))
     own = {name for name in actions if name.startswith("--")} - theirs.keys()
-    assert {name.replace("_", "-") for name in own} == flags.OWN & {*actions}
+    assert {name.replace("_", "-") for name in own} == declared_flags.OWN & {*actions}
     for name, dest in theirs.items():
         for length in range(len("--x"), len(name) + 1) if name.startswith("--") else ():
             short = name[:length]

@@ -18,8 +18,9 @@ from rdzv.core.model import JobSpec, Settings
 from rdzv.core.words import listed
 from rdzv.ctl import job_file
 from rdzv.errors import InvalidRequestError, short
-from rdzv.launch_options import flags, job_options
-from rdzv.launch_options.flags import Given, Option, switch, value
+from rdzv.launch_options import declared_flags, flags, job_options
+from rdzv.launch_options.declared_flags import Option, switch, value
+from rdzv.launch_options.flags import Given
 from rdzv.launch_options.help_format import HelpFormatter
 from rdzv.launch_options.job_options import LABEL, LABEL_CHARS, VARIABLE, WORKERS_OWN
 from rdzv.structs import struct
@@ -234,7 +235,7 @@ def _of_rdzvrun() -> list[Option]:
     hidden = {"help": argparse.SUPPRESS}
     return [
         (option[0], {**option[1], **(hidden if _dest(option) in REFUSED else {})})
-        for option in flags.described()
+        for option in declared_flags.described()
         if _dest(option) not in CREDENTIALS
     ]
 
@@ -298,7 +299,7 @@ def _of_command() -> list[Option]:
         ),
         value("--server", "HOST:PORT", "the rdzvd to ask"),
         value("--timeout", "SECONDS", "how long to wait for an answer"),
-        *(option for option in flags.described() if _dest(option) in CREDENTIALS),
+        *(option for option in declared_flags.described() if _dest(option) in CREDENTIALS),
         switch("--help", "show this", short="-h"),
     ]
 
@@ -310,7 +311,7 @@ def _dest(option: Option) -> str:
 _OWN = frozenset(map(_dest, (*_of_job(), *_of_command())))
 """The dests of flags that rdzvrun lacks."""
 
-_WHOLE = flags.OWN | {names[0] for names, _ in (*_of_job(), *_of_command())}
+_WHOLE = declared_flags.OWN | {names[0] for names, _ in (*_of_job(), *_of_command())}
 """Flags that cannot be abbreviated, so that an abbreviation means what it means to torchrun."""
 
 
@@ -564,7 +565,7 @@ def _notes(conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ..
     """List the options without effect."""
     notes = []
     if unknown := job_options.unknown_keys(conf):
-        known = ", ".join(flags.CONF_KEYS)
+        known = ", ".join(declared_flags.CONF_KEYS)
         notes.append(f"--rdzv-conf: unknown {listed(unknown)}; known: {known}")
     if defaults := sorted(name for name in environ if name.startswith("PET_")):
         notes.append(f"{listed(defaults)} of this environment do not count here; give flags")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from rdzv.core.evidence.hang_verdict import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError, short
-from rdzv.launch_options.flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS
+from rdzv.launch_options.declared_flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS
 
 MAX_COUNT = 1_000_000
 """Larger than the limits of any server, which enforces its own; no message holds a larger

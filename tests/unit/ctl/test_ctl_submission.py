@@ -304,7 +304,7 @@ def test_what_has_no_effect_is_noted() -> None:
     caller = job_request.Caller("/", {"PET_NNODES": "2", "PET_TEE": "3"})
     found = read("--rdzv-conf=timeot=9,timeout=9", "t", caller=caller)
     assert found.notes == (
-        "--rdzv-conf: unknown timeot; known: " + ", ".join(job_request.flags.CONF_KEYS),
+        "--rdzv-conf: unknown timeot; known: " + ", ".join(job_request.declared_flags.CONF_KEYS),
         "PET_NNODES, PET_TEE of this environment do not count here; give flags",
     )
     assert found.settings.min_nodes == 1

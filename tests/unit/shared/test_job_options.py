@@ -7,7 +7,7 @@ import pytest
 from rdzv.core.evidence.hang_verdict import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
-from rdzv.launch_options import flags
+from rdzv.launch_options import declared_flags, flags
 from rdzv.launch_options.job_options import (
     MAX_COUNT,
     check_words,
@@ -174,7 +174,7 @@ def test_no_count_is_above_what_a_message_can_carry() -> None:
 
 def split(*words: str) -> tuple[list[tuple[str, ...]], list[str]]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for option in flags.described():
+    for option in declared_flags.described():
         flags.add(parser, option)
     given, rest = flags.split(words, flags.options(parser))
     return [one.words for one in given], rest

@@ -18,7 +18,7 @@ from rdzv.agent.launch.numa import NumaBinding
 from rdzv.agent.output.tee import parse_filters, parse_ranks
 from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError
-from rdzv.launch_options import flags
+from rdzv.launch_options import declared_flags, flags
 from rdzv.launch_options.job_options import (
     check_words,
     conf_bool,
@@ -224,10 +224,10 @@ def _conf(text: str) -> dict[str, str]:
     """Parse --rdzv-conf; warn of unknown keys, and list the known ones."""
     conf = parse_conf(text)
     for key in conf:
-        if key in flags.TORCH_CONF_KEYS:
+        if key in declared_flags.TORCH_CONF_KEYS:
             log.info("--rdzv-conf: %s is a key of torchrun's store, and has no effect here", key)
     for key in unknown_keys(conf):
-        known = ", ".join(flags.CONF_KEYS)
+        known = ", ".join(declared_flags.CONF_KEYS)
         log.warning("--rdzv-conf: unknown key %s; known: %s", key, known)
     return conf
 
