@@ -1,13 +1,13 @@
 """Which parked workers are kept in the next round, and which of them has the newest state.
 
-A worker that is parked has survived the round that ended; its node offers it with the join. It is
+A parked worker has survived the round that ended; its node offers it with the join. It is
 *kept* if it can go on from where the others are: it took part in the round just ended, its failure
 did not end that round, and it is within one step of the *source*, the kept worker that has sealed
 the most steps. All others are *new*: started by their nodes, and healed by the source.
 
 A state may be *sharded*: each worker then holds one part of it. The round resumes at the newest
-step that is held of every part. If a part has no holder, or the number of workers changes, nobody
-is kept: no worker could heal the others, and the job's own checkpoint has to be loaded.
+step for which every part is held. If a part has no holder, or the number of workers changes, no
+worker is kept: none could heal the others, and the job must load its own checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rdzv.structs import replace, struct
 
 
 class WhyNew(StrEnum):
-    """Why a worker that might have been kept is new."""
+    """Why a worker that could have been kept is new."""
 
     NOT_OFFERED = "not offered"
     OTHER_ROUND = "other round"
@@ -52,7 +52,7 @@ WHY_NEW: Mapping[str, str] = {
 
 @struct(frozen=True)
 class NotKept:
-    """Workers that might have been kept but are new, by their RANKs in the new round."""
+    """Workers that could have been kept but are new, by their RANKs in the new round."""
 
     why: WhyNew
     ranks: tuple[int, ...]
@@ -82,9 +82,9 @@ def keep(
 ) -> Keeping:
     """Decide for each worker of a new round whether it is kept.
 
-    `prior` is the round before, if this run had one; its end is settled. `joins` has the
-    participants, and `window_ms` is how long after the first a failure belongs to it. Without a
-    source, kept workers have sealed no step, and begin anew as all others do.
+    `prior` is the previous round of this run, if any; its end is settled. `joins` has the
+    participants. Failures within `window_ms` of the first one count as its consequences. Without a
+    source, kept workers have sealed no step, and start from the beginning like all others.
     """
     if not any(joins[p.node_id].kept for p in participants):
         return Keeping(participants)
@@ -129,13 +129,13 @@ def keep(
 
 @struct(frozen=True)
 class _LastRound:
-    """What the round just ended says about its workers."""
+    """What is known of the workers of the round just ended."""
 
     number: int | None
     sizes: Mapping[str, int]
     """By node_id: the local world size of each participant."""
     failed: frozenset[tuple[str, int]]
-    """Node and LOCAL_RANK of each worker that failed of its own."""
+    """Node and LOCAL_RANK of each worker that failed by itself, not as a suspect."""
     charged: tuple[str, int] | None
     """The suspect that the end is charged to."""
     keeps: bool
@@ -160,7 +160,7 @@ def _last_round(prior: Round | None, window_ms: int) -> _LastRound:
 
 
 def _resume(able: Mapping[int, KeptWorker]) -> tuple[int | None, int | None]:
-    """Return the source's RANK and the newest step that is held of all parts of the state.
+    """Return the source's RANK and the newest step for which every part of the state is held.
 
     None twice if no such step was sealed.
     """
@@ -241,7 +241,7 @@ def _written(
 
 
 def _grouped(new: Mapping[int, WhyNew]) -> tuple[NotKept, ...]:
-    """Put the workers of each reason together, in the order of the reasons."""
+    """Group the workers by reason, in the order of the reasons."""
     ranks: dict[WhyNew, list[int]] = {}
     for rank in sorted(new):
         ranks.setdefault(new[rank], []).append(rank)

@@ -353,7 +353,7 @@ class Ended:
 
 @struct(frozen=True)
 class EndedRun:
-    """What is remembered of an earlier run: enough to tell a latecomer how it ended."""
+    """The record of an earlier run: enough to tell a node that joins late how it ended."""
 
     run: str
     ended: Ended

@@ -45,9 +45,10 @@ def is_connection_error(failure: Failure) -> bool:
 def root_cause(failures: Iterable[Failure], window_ms: int) -> tuple[Failure, ...]:
     """Order the failures within `window_ms` of the earliest, the root cause first.
 
-    A failure with a traceback that is no connection error wins; then come those without information
-    (killed by a signal, or no error file), then connection errors, which follow from another
-    failure; within each class, the earliest. Suspects count only if there is nothing else.
+    First come failures with a traceback other than a connection error, then those without
+    information (killed by a signal, or no error file), then connection errors, which follow from
+    another failure; within each class, the earliest first. Suspects count only if there is no other
+    failure.
     """
     by_time = sorted(failures, key=lambda f: (f.at_ms, f.node_id, f.local_rank))
     by_time = [failure for failure in by_time if not failure.suspect] or by_time
@@ -67,8 +68,9 @@ def _tier(failure: Failure) -> int:
 def charged_failures(round_: Round, window_ms: int) -> tuple[Failure, ...]:
     """Return the failures that the end of a round is charged to, the root cause first.
 
-    There are none if it is charged to something else. Suspects are innocent, too, if a participant
-    was given up before its workers were done: so it is if they survive SIGKILL.
+    There are none if it is charged to something else. A suspect is not charged either if a
+    participant was given up before its workers were done, for instance because they survive
+    SIGKILL.
     """
     end = round_.end
     if end is None or end.cause is not Cause.WORKER_FAILURE:

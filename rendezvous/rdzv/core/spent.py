@@ -1,4 +1,4 @@
-"""What a run has spent of its budgets, as stored and as its nodes remember it."""
+"""The budgets that a run has spent, as stored and as its nodes remember them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LISTED = 10
 """The most jobs, causes and nodes that a text lists."""
 
 COMEBACKS = ("workers", "times", "each", "time", "node-hours")
-"""What each kind of comeback is told by."""
+"""The name of each kind of comeback."""
 
 _BAR = 24
 _HOUR_MS = 3_600_000

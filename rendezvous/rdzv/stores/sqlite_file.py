@@ -137,7 +137,7 @@ def problems_in(db: sqlite3.Connection, check: str = "quick_check") -> tuple[str
 
 @contextmanager
 def looking(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a file that nobody writes to, with all committed data, and change nothing.
+    """Open a file that no process writes to, with all committed data, and change nothing.
 
     SQLite creates files beside each file it opens, even to read. So it is given the file under
     another name, in a separate folder.

@@ -375,7 +375,7 @@ class CollectiveRecord:
 
 @struct(frozen=True)
 class GroupRecord:
-    """What one worker has done in one process group: the latest of it, oldest first.
+    """The latest collectives of one worker in one process group, oldest first.
 
     `entered` is the sequence number of the last collective that it has entered.
     """
@@ -399,7 +399,7 @@ class WorkerStack:
     kernel: tuple[str, ...]
     note: str | None
     collectives: tuple[GroupRecord, ...] = ()
-    """What torch has recorded of its collectives; empty if there is no record."""
+    """Torch's record of its collectives; empty if there is none."""
     no_record: str | None = None
     """Why there is no record of its collectives."""
 

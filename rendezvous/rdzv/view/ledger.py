@@ -236,7 +236,7 @@ def chosen(rdzv_id: str, runs: Sequence[Ledger], number: int | None) -> Ledger:
 
 @dataclass(slots=True)
 class _Round:
-    """What is known about the last round; its time is booked once the next one follows."""
+    """The last round so far; its time is booked once the next one follows."""
 
     number: int
     at_ms: int

@@ -28,7 +28,7 @@ class JobLine:
 
 @struct(frozen=True)
 class Loss:
-    """What one cause, or one node, has cost all jobs."""
+    """The cost of one cause, or one node, for all jobs."""
 
     name: str
     """The cause, or the node_id."""

@@ -1,4 +1,4 @@
-"""What is in a state: its entries by kind, and their tensors by name."""
+"""The contents of a state: its entries by kind, and their tensors by name."""
 
 from __future__ import annotations
 

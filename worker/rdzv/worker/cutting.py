@@ -93,7 +93,7 @@ class GlooCut:
         """Shut down the round's connections that are open now."""
         stop_reading(self.addresses, self._held)
         # A rank may also wait for a peer's connection, where there is nothing to shut down yet. It
-        # gets one that breaks off at once. Ids that nobody waits for have no effect.
+        # gets one that breaks off at once. Ids that no peer waits for have no effect.
         own = list(self._published.own)
         for address, ids in own[self._knocked :]:
             for peer in ids:

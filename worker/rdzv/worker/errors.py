@@ -13,7 +13,7 @@ class RoundOver(BaseException):
     def __init__(self, reason: str = "the round is over", *, leaving: bool = False) -> None:
         super().__init__(reason)
         self.leaving = leaving
-        """Whether this worker's node was told to leave: no next round is to be expected here."""
+        """Whether this worker's node is leaving: expect no next round here."""
 
 
 class WorkerError(RuntimeError):

@@ -1,4 +1,4 @@
-"""What gloo's ranks publish in the store of a round: where each of them is reached."""
+"""The addresses that gloo's ranks publish in the store of a round."""
 
 from __future__ import annotations
 

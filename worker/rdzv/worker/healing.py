@@ -34,7 +34,7 @@ _BUCKET_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank brings into a round."""
+    """The state that a rank offers to a round."""
 
     kept: bool
     step: int | None
@@ -64,9 +64,9 @@ class Healed:
 def elect(offers: list[Offer]) -> int:
     """Return the rank whose state the round goes on from.
 
-    It is the lowest of those with the furthest sealed step; of a sharded state, the furthest that
-    all parts have sealed. Ranks that took part in the round before go before new ones; one that is
-    torn is never chosen. `NoSourceError` if all are torn.
+    It is the lowest rank with the newest sealed step; for a sharded state, the newest step that all
+    parts have sealed. Ranks that took part in the previous round come before new ones; a torn rank
+    is never chosen. `NoSourceError` if all are torn.
 
     >>> def offer(kept: bool, step: int, torn: bool = False) -> Offer:
     ...     return Offer(kept, step, torn, "", "")
@@ -258,7 +258,7 @@ def _sent(sealing: Sealing) -> list[tuple[str, Tensor]]:
 
 
 def _head(sealing: Sealing) -> bytes:
-    """Return everything that is no tensor of a fixed place, and what the others have to make."""
+    """Return everything but tensors at fixed places, and a description of those to create."""
     import torch
 
     contents = sealing.contents

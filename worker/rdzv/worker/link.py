@@ -23,7 +23,7 @@ VERSION = "0.1.0"
 _CUT_AGAIN_MS = 20
 """How often late connections of a round that is cut are looked for."""
 _SEND_TIMEOUT_S = 10.0
-"""A runner that reads nothing for so long is gone."""
+"""A runner that reads nothing for this time is gone."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Link:
         self._closed = False
 
     def listen(self) -> None:
-        """Say hello and start the thread that hears the runner; it ends with the process."""
+        """Send the hello and start the thread that receives, which ends with the process."""
         os.register_at_fork(after_in_child=self._leave_to_parent)
         self._send({"type": "hello", "protocol": PROTOCOL, "version": VERSION})
         threading.Thread(target=self._listen, name="rdzv link", daemon=True).start()
@@ -216,7 +216,7 @@ _links: list[Link] = []
 
 
 def process_link() -> Link | None:
-    """Return this process's link, if its launcher gave it one; says hello the first time.
+    """Return this process's link, if its launcher gave it one; the first call sends the hello.
 
     The variable is taken out of the environment, since the number means nothing to children.
     """

@@ -35,7 +35,7 @@ class Round:
 
     @property
     def leaving(self) -> bool:
-        """Whether this node was told to leave (a drain, a preemption): save soon, and return."""
+        """Whether this node is leaving (a drain, a preemption): save soon, and return."""
         return bool(self.notice_file) and os.path.exists(self.notice_file)  # noqa: PTH110
 
     @property

@@ -72,7 +72,7 @@ class ElasticBatchSampler:
         self._ends: deque[int] = deque()
 
     def begin_round(self, rank: int, world_size: int) -> None:
-        """Divide the samples anew; iterators of the round before are refused from now on.
+        """Divide the samples again; iterators of the previous round are refused from now on.
 
         `WorkerError` if `drop_tail` would leave nothing of an epoch.
         """

@@ -134,7 +134,7 @@ class Sealing:
 
 
 class _Copy:
-    """What moves outside of the parameters, as it was at one moment."""
+    """A snapshot of everything but the parameters."""
 
     def __init__(self, contents: Contents) -> None:
         self.rng = rng.capture()

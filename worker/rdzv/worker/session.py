@@ -45,7 +45,7 @@ class _Over:
     round: Round
     groups: RoundGroups
     error: BaseException
-    """What has led out of the script's function."""
+    """Why the script's function was left."""
     text: str = ""
     """Its traceback, once it is parked."""
 
@@ -102,7 +102,7 @@ class Session:
             raise RoundOver(leaving=self._round.leaving)
 
     def add(self, entries: Mapping[str, Any], *, hold_last: bool) -> None:
-        """Bring what the function has built anew to where the state is."""
+        """Load the state into the objects that the function has just built."""
         round_, groups = self._round, self._groups
         assert round_ is not None and groups is not None and groups.store is not None
         parts = Parts(entries, round_.rank, round_.world_size)
@@ -166,9 +166,9 @@ class Session:
             )
 
     def _meet(self, groups: RoundGroups) -> None:
-        """Wait until all ranks have returned: one that left earlier could not do a step again.
+        """Wait until all ranks have returned, since a rank that has left cannot do a step again.
 
-        A node that was told to leave does none again, so its ranks wait for nobody.
+        A node that is leaving repeats no step, so its ranks do not wait.
         """
         if self._link is None or groups.store is None:
             return

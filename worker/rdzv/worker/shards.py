@@ -1,7 +1,7 @@
 """This rank's part of a sharded state (FSDP2): in a round, and held in memory between rounds.
 
-A sharded model is bound to the process groups of its round, so the script builds it anew in each
-round. What it has learned is held here as plain tensors, and put into the next one.
+A sharded model is bound to the process groups of its round, so the script builds it in each round.
+Its parameters are held here as plain tensors, and loaded into the next one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Image:
     step: int
     parameters: dict[str, Tensor]
     optimizers: list[tuple[tuple[str, int, str], Any, bool]]
-    """What optimizers hold: optimizer, parameter's place and name; the value; whether it is sharded
-    like its parameter."""
+    """The state of optimizers: optimizer, parameter's place and name; the value; whether it is
+    sharded like its parameter."""
     small: dict[str, Any]
 
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -125,11 +125,11 @@ class Parts:
 
 
 class Shards:
-    """What a rank has of a sharded state. Without one, it does nothing."""
+    """A rank's part of a sharded state. Does nothing if the state is not sharded."""
 
     def __init__(self) -> None:
         self.parts: Parts | None = None
-        """What the script has added to this round."""
+        """The objects that the script has added in this round."""
         self.place = Place()
         self.is_missing = False
         """Whether others have a sharded state, and this rank does not have its part yet."""
@@ -150,7 +150,7 @@ class Shards:
         return max(step - 1, 0) if step and step - 1 in self._held else step
 
     def begin(self, parts: Parts, *, holds_last: bool) -> None:
-        """Take what was added, at the step that the round goes on from."""
+        """Load the state of the step that the round resumes at into the added objects."""
         self.parts, self.place = parts, parts.place
         self._holds_last = holds_last
         self._held, self._last, self._touched = {}, None, False

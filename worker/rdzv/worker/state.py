@@ -65,7 +65,7 @@ class State:
         return redo
 
     def add(self, *, hold_last: bool = True, **entries: Any) -> None:
-        """Bring a sharded model, its optimizer and its scheduler to where the state is.
+        """Load the state into a sharded model, its optimizer and its scheduler.
 
         They are bound to the round's process groups, so the function under @elastic builds them
         anew in each round, shards the model (`fully_shard`) and adds all of them here, once, before

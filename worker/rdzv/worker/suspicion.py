@@ -14,7 +14,7 @@ _NCCL = re.compile(
     r"NCCL communicator was aborted|NCCL error|ncclUnhandledCudaError|ncclSystemError"
     r"|ncclRemoteError|ncclInternalError"
 )
-# What torch says of a group that another thread has aborted.
+# Torch's messages about a group that another thread has aborted.
 _NO_GROUP = re.compile(
     r"Default process group has not been initialized|Invalid process group"
     r"|not initialized in the world group map|Group .* is not registered"

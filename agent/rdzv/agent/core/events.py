@@ -107,7 +107,7 @@ class WorkerSuspected:
 
 @struct(frozen=True)
 class WorkerResumed:
-    """A kept worker goes on in a round: its script's function is called again."""
+    """A kept worker continues in a round: its script's function is called again."""
 
     round: int
     local_rank: int

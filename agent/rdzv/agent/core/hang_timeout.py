@@ -24,7 +24,7 @@ AUTO_LONGEST_MS = 30 * 60_000
 START_COLLECTIVES = 16
 """A worker that has completed fewer collectives is starting: it imports, wraps, compiles, ..."""
 START_LEAST_MS = 60_000
-"""... and may complete none for so long at least, whatever the limit: a slow start is no hang."""
+"""Time that it may take at least for one of these, whatever the limit: a slow start is no hang."""
 
 UNINTERRUPTIBLE, TRACED = "D", "t"
 

@@ -304,7 +304,7 @@ def _close(work: _Step, event: RunClosed) -> None:
 def _accept_refusal(work: _Step, event: Refused) -> None:
     """Accept a refusal as final for a node that wants a place: repeating would not change it.
 
-    Workers continue unless the refusal says that they have no place; once they are gone, the node
+    Workers continue unless the refusal means that they have no place. Once they are gone, the node
     asks again, and is refused then.
     """
     if work.state.phase is not Phase.JOINING and event.code not in _OVER_FOR_THIS_NODE:

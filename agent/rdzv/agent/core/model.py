@@ -72,7 +72,7 @@ class Assignment:
     kept: tuple[int, ...] = ()
     """LOCAL_RANKs of the parked workers that take part; the others are new processes."""
     source: int | None = None
-    """RANK of the worker whose state the others take over; None: there is none."""
+    """RANK of the worker whose state the others take over; None if there is no such worker."""
     resume_step: int | None = None
     """The last sealed step of the source."""
     charged_suspects: tuple[int, ...] = ()
@@ -209,7 +209,7 @@ class AgentState:
     resume_due_ms: int = 0
     """When they must have gone on."""
     ending_kept: bool = False
-    """Whether the runner was told to end the parked workers, and has not confirmed it."""
+    """Whether the runner was ordered to end the parked workers, and has not confirmed it."""
     failures: tuple[WorkerFailure, ...] = ()
     """Failures of the last round on this node."""
     moved: Moved = UNMOVED

@@ -1,7 +1,7 @@
-"""Why a worker ended, beyond its exit code: what the kernel did to it, and its last words.
+"""Why a worker ended, beyond its exit code: actions of the kernel, and its final messages.
 
 `explain_exit` reads the worker's error file and adds what the machine knows: that the kernel killed
-the process for want of memory, that /dev/shm is full, where the core dump is, and what a known
+the process for lack of memory, that /dev/shm is full, where the core dump is, and what a known
 message of NCCL, CUDA or torch means. It decides nothing and stores nothing.
 """
 

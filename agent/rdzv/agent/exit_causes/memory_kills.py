@@ -30,7 +30,7 @@ _CGROUP = re.compile(r",oom_memcg=([^,]*),")
 
 @struct(frozen=True)
 class MemoryKills:
-    """The numbers of processes that the kernel has killed for want of memory."""
+    """The numbers of processes that the kernel has killed for lack of memory."""
 
     machine: int | None = None
     """On the whole machine; None if the kernel does not count them."""
@@ -56,7 +56,7 @@ def explain_memory_kill(
     cgroup: Path = CGROUP,
     kernel_log: Path = KMSG,
 ) -> str:
-    """Explain that the kernel killed a process for want of memory; empty if nothing says so.
+    """Explain that the kernel killed a process for lack of memory; empty if there is no sign of it.
 
     `before` are the counts from before the process started.
     """

@@ -1,4 +1,4 @@
-"""What the previous agent has left: its instance, and the runners that have outlived it.
+"""Takes over from the previous agent: its instance, and the runners that have outlived it.
 
 ::
 

@@ -43,11 +43,11 @@ class WorkerStarts:
         """How each worker of the round was started, by LOCAL_RANK."""
         self._resumed: set[int] = set()
         self._why_new: dict[int, str] = {}
-        """What became of the workers of the round before, by LOCAL_RANK."""
+        """How the workers of the previous round ended, by LOCAL_RANK."""
         self._why_cold: dict[int, str] = {}
         """Why workers that were to be warm are cold, by LOCAL_RANK."""
         self._ended: dict[int, str] = {}
-        """What became of those of the present round."""
+        """The same for the present round."""
 
     def decided(self, command: commands.Command) -> None:
         """Note a command that is carried out for the job."""

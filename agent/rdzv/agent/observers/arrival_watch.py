@@ -50,7 +50,7 @@ class GroupArrivals:
     group: str
     per_second: float
     error_us: int | None
-    """How wrong the times may be towards other nodes; None: nobody knows."""
+    """The error of the times compared with other nodes; None if it is unknown."""
     sequences: tuple[int, ...]
     ranks: tuple[RankArrivals, ...]
 
@@ -171,7 +171,7 @@ def _group(
 ) -> GroupArrivals:
     some = next(iter(of.values()))
     passed_us = some.recorded_us[new[1]] - some.recorded_us[new[0]]
-    # What counts back from the common end needs no clock.
+    # Times that are counted back from the common end need no clock.
     offset_us = 0 if clock is None or some.by_duration else clock.offset_us
     return GroupArrivals(
         group=name,

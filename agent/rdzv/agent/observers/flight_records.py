@@ -1,8 +1,8 @@
-"""Reads what torch has recorded of a worker's collectives, and reduces it to what is compared.
+"""Reads torch's record of a worker's collectives, and reduces it to the fields that are compared.
 
 Pure. The record is the JSON of torch's flight recorder: the latest collectives of all groups (2,000
-by default), and how far each group is. Sequence numbers begin anew when a group is made again under
-the same name; then only the newest of them counts.
+by default), and how far each group is. Sequence numbers start again when a group is created again
+under the same name; then only the newest group counts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _DECODER = msgspec.json.Decoder(_Trace, strict=False)
 
 @struct(frozen=True)
 class FlightRecord:
-    """What one worker has recorded."""
+    """The record of one worker."""
 
     groups: tuple[GroupRecord, ...]
     completed: int

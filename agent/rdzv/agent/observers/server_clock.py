@@ -1,7 +1,7 @@
-"""What the server's clock shows, as far as answers to heartbeats tell.
+"""An estimate of the server's clock, from the answers to heartbeats.
 
-A heartbeat that is answered was heard at some moment between its sending and its answer: half of
-that time is the error. The best of the latest answers counts; it becomes worse with age, as clocks
+The server received an answered heartbeat at some moment between its sending and its answer: half of
+that time is the error. The best of the latest answers is used; its error grows with age, as clocks
 drift apart.
 """
 

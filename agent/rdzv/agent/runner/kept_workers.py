@@ -1,4 +1,4 @@
-"""How a parked worker goes on in a new round: with the files of its output, and its environment."""
+"""Continues a parked worker in a new round: its output files and its environment."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The workers that are parked: they wait for the next round, or are told to end.
+"""The parked workers: they wait for the next round, or are ending.
 
-A worker is parked here from the end of its round until it enters the next one, or is gone with all
-its descendants. What a parked worker has started lives on with it. A process belongs to a worker by
-its parents, else by its session, else by the mark in its environment.
+A worker is listed here from the end of its round until it enters the next one, or is gone with all
+its descendants. Processes started by a parked worker are not killed. A process belongs to a worker
+by its parents, otherwise by its session, otherwise by the mark in its environment.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ CHARGED_GRACE_S = 5.0
 
 
 class ParkedWorkers:
-    """The parked workers, by local_rank, until each is in a round again, or gone with all it has.
+    """The parked workers, by local_rank, until each is in a round again or gone.
 
-    Those that are told to end, or have exited, are here until their descendants are gone.
+    Workers that are ending or have exited stay listed until their descendants are gone.
     """
 
     def __init__(self, children: Children, agent: AgentLink) -> None:
@@ -102,7 +102,7 @@ class ParkedWorkers:
         self.end_all(grace_s, read_numbers(request, "charged"))
 
     def end_all(self, grace_s: float, charged: Collection[int] = ()) -> None:
-        """End all of them; the agent is told when they are gone."""
+        """End all of them; the agent is notified when they are gone."""
         self._says_gone = True
         self._look_at = time.monotonic()
         for link in list(self._links.values()):

@@ -98,12 +98,12 @@ class WorkerLink:
         self.stuck_in = ""
         """Where it waits, and will not park; empty if it does not say so."""
         self.kill_at: float | None = None
-        """When it is killed, if it is told to park or to end."""
+        """When it is killed, if it was asked to park or to end."""
         self.killed = False
         self.hung_up = False
         """Whether it could be kept, and has closed its end, as it does when it exits."""
         self.left: set[int] = set()
-        """What it has left behind, by pid, after its exit."""
+        """The processes that it left behind, by pid, after its exit."""
         self._store = _store_of(spec)
         self._hello = False
         self._suspected = False

@@ -98,7 +98,7 @@ class Workers:
         link: WorkerLink,
         warm: Collection[object],
     ) -> None:
-        """Start a worker anew as soon as the parked one, and all that it started, is gone."""
+        """Start a new worker as soon as the parked one and its descendants are gone."""
 
         def start() -> None:
             if self.round is started and started.kill_at is None:

@@ -233,7 +233,7 @@ class ServerLink:
 
     @property
     def server_clock(self) -> ServerClock:
-        """What is known of the server's clock."""
+        """The estimate of the server's clock."""
         return self._proofs.server_clock
 
     def ask_clock(self) -> None:

@@ -1,4 +1,4 @@
-"""What workers show of themselves: stacks, collectives, progress and hangs, compared.
+"""Evidence about workers, compared: stacks, collectives, progress and hangs.
 
 In: reports of nodes. Out: the workers that the others wait for. Nothing here ends a round.
 """

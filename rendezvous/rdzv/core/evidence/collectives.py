@@ -1,9 +1,9 @@
-"""What workers have recorded of their collectives, and whom it shows the others to wait for.
+"""Finds the rank that the others wait for, from torch's records of collectives.
 
-Pure. Torch numbers the collectives of each process group, on every rank alike. In a round that
-hangs, some ranks wait in a collective, and it does not end because of others: those have not
-entered it, have entered it with another operation or other sizes, or wait in another group. Records
-of one round only are compared: in the next, groups have the same names and begin anew.
+Pure. Torch numbers the collectives of each process group in the same way on every rank. In a round
+that hangs, some ranks wait in a collective that cannot end because other ranks have not entered it,
+have entered it with another operation or other sizes, or wait in another group. Only records of one
+round are compared: in the next, groups have the same names and new numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rdzv.structs import replace, struct
 MIN_WAIT_MS = 2_000
 """Ranks are asked one after another; a shorter wait may be none."""
 DEFAULT_GROUP = "default_pg"
-"""What torch calls the group of all ranks."""
+"""Torch's name of the group of all ranks."""
 MAX_DETAILS = 8
 MAX_SENTENCE_CHARS = 600
 
@@ -60,7 +60,7 @@ class Collective:
 
 @struct(frozen=True)
 class GroupRecord:
-    """What one rank has done in one process group."""
+    """The record of one rank in one process group."""
 
     group: str
     description: str = ""
@@ -89,7 +89,7 @@ class GroupRecord:
 
 @struct(frozen=True)
 class Evidence:
-    """What is known of one rank in a round that may hang."""
+    """Everything known of one rank in a round that may hang."""
 
     rank: int
     records: tuple[GroupRecord, ...] | None = None
@@ -106,7 +106,7 @@ class Evidence:
 
 @struct(frozen=True)
 class Cause:
-    """Whom the ranks of a round wait for."""
+    """The ranks that a round waits for, and why."""
 
     kind: str
     """One of `KINDS`."""
@@ -136,7 +136,7 @@ class _Wait:
     absent: frozenset[int]
     """Ranks that have not entered what others of the group wait in."""
     entered: Mapping[int, Collective]
-    """What each rank has entered as the first collective that somebody waits in."""
+    """By rank: its record of the first collective in which a rank waits."""
     whole: bool
     """Whether the group has all ranks of the round."""
 
@@ -146,12 +146,13 @@ class _Wait:
 
 
 def compare(evidence: Iterable[Evidence]) -> Cause | None:
-    """Find out whom the ranks of a round wait for; None: nobody waits, or it cannot be known.
+    """Find the ranks that a round waits for; None if no rank waits, or the records do not show it.
 
-    Says nothing of waits shorter than `MIN_WAIT_MS`. In this order: ranks that have entered another
-    operation, or other sizes, than most; those that have not entered what others wait in, and wait
-    in nothing themselves; those that wait for each other in different groups; those without a
-    record where everybody else has entered; those still in what others have left.
+    Waits shorter than `MIN_WAIT_MS` are ignored. The first of these that applies: ranks that have
+    entered another operation, or other sizes, than most; ranks that have not entered a collective
+    that others wait in, and wait in none themselves; ranks that wait for each other in different
+    groups; ranks without a record where all others have entered; ranks still in a collective that
+    others have left.
     """
     known = {one.rank: one for one in evidence}
     waits = [wait for wait in _waits(known) if wait.waiting_ms >= MIN_WAIT_MS]
@@ -175,7 +176,7 @@ def _waits(known: Mapping[int, Evidence]) -> list[_Wait]:
 
 
 def _wait(records: Mapping[int, GroupRecord], recorded: Iterable[int]) -> _Wait | None:
-    """Return who waits in a group, given its members' records; None if nobody does."""
+    """Return the ranks that wait in a group, given its members' records; None if no rank waits."""
     pending = {rank: one for rank, r in records.items() if (one := r.pending) is not None}
     if not pending:
         return None
@@ -265,7 +266,7 @@ def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> Cause | N
     unknown = {rank for rank, one in known.items() if one.records is None}
     held = {rank for rank in absent | unknown if known[rank].state in _HELD}
     idle = absent - somewhere
-    # Whoever is inside torch.distributed without a record waits for another rank, too.
+    # A rank inside torch.distributed without a record waits for another one, too.
     idle = {rank for rank in idle if not known[rank].in_collective} or idle
     found = held or idle
     if not found and unknown and (not absent or absent <= somewhere):

@@ -60,9 +60,9 @@ def describe_hung(workers: Iterable[HungWorker]) -> str:
 def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Verdict:
     """Decide which of the hung workers, by node_id, has failed, and describe what they were doing.
 
-    It is the one that the others wait for: as the records of the collectives show it, otherwise as
-    the stacks do; otherwise the one that was silent longest, and the lowest RANK among several.
-    Without a `report`, `why` says why there is none.
+    It is the one that the others wait for by the records of collectives, otherwise by the stacks;
+    otherwise the one that was silent longest, the lowest RANK among several. Without a `report`,
+    `why` says why there is none.
     """
     known = [(node_id, worker) for node_id, workers in hung.items() for worker in workers]
     told = describe_hung(worker for _, worker in known)

@@ -1,10 +1,10 @@
-"""Which workers the others of their process groups wait for, by when each enters collectives.
+"""Finds workers that the others of their process groups wait for, by when each enters collectives.
 
 Pure. In a lock-step training all workers make the same number of steps a second, and the slow one
-is told by that it enters last. Torch numbers the collectives of a group on every rank alike; nodes
-report when their ranks entered some of them, the same ones everywhere. Times of different nodes
-differ by as much as their clocks are wrong, so less than twice that is no lateness between nodes;
-within a node there is no such error.
+is the one that enters last. Torch numbers the collectives of a group in the same way on every rank;
+nodes report when their ranks entered some of them, the same ones everywhere. Clocks of different
+nodes differ, so a delay below twice their error does not count between nodes; within a node there
+is no such error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LATE, LATE_EACH = 0.06, 0.04
 """A worker straggles if the others wait for it for this share of the time: on average without the
 best and the worst look, and in each look but one. A pause or a slow moment is no pace."""
 CERTAINTY = 5.0
-"""It is also later than the others on average, by so many standard errors."""
+"""Its mean delay must also exceed the others' by this number of standard errors."""
 IN_TIME = 0.03
 """It straggles until the share is below this in the middle look, so that it does not flap."""
 SCATTER = 2_654_435_761
@@ -41,7 +41,7 @@ class GroupLook:
     per_second: float
     """How many collectives the group completes, whether they are in this look or not."""
     error_us: int | None = 0
-    """How wrong times of different nodes may be towards each other; None: nobody knows."""
+    """The error between clocks of different nodes; None if it is unknown."""
 
 
 @struct(frozen=True)

@@ -85,7 +85,7 @@ class WorkerStack:
     """Where it sleeps in the kernel, as far as permissions show it: innermost first."""
     node_id: str = ""
     collectives: tuple[GroupRecord, ...] = ()
-    """What it has done in each process group; empty if there is no record."""
+    """Its record in each process group; empty if there is none."""
     no_record: str = ""
     """Why there is no record of its collectives."""
 

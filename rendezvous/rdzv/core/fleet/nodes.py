@@ -125,9 +125,9 @@ class NodeRecord:
     heard_ms: int
     lease_ms: int
     excused_until_ms: int = 0
-    """Its lease does not end before this while no node is heard."""
+    """Its lease does not end before this while no node sends anything."""
     fence_after_ms: int = 0
-    """How long after it was last heard the node has killed its own workers; 0 if it does not."""
+    """Time after its last message at which it has killed its own workers; 0 if it does not."""
     until_ms: int = 0
     """When it is given up, if it is away."""
     firm: bool = False
@@ -153,7 +153,7 @@ class Nodes:
     counter: int = 0
     wake_at_ms: int | None = None
     excused: bool = False
-    """Whether any node was excused since one was last heard."""
+    """Whether any node was excused since the last message of any node."""
     arrived_ms: int | None = None
     """When a node expected after a take-over last came."""
 
@@ -245,7 +245,7 @@ class NodeConnected:
 
 @struct(frozen=True)
 class LeaseGrown:
-    """A node that was heard has a longer lease from now on."""
+    """A node's lease is longer from now on."""
 
     node_id: str
     incarnation: int
@@ -438,7 +438,7 @@ def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
 
 
 def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:
-    """Give excused nodes one more lease, as a node was heard: theirs may be the next message."""
+    """Give excused nodes one more lease after a message of any node: theirs may be next."""
     if not nodes.excused:
         return nodes
     nodes = replace(nodes, excused=False)

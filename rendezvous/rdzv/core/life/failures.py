@@ -1,4 +1,4 @@
-"""What happens when a worker fails, or the store of its round.
+"""Failures of workers, and of a round's store.
 
 The round ends (`round_end`), and its end is charged once everyone has stopped (`charging`).
 """

@@ -1,4 +1,4 @@
-"""What a round consists of: ranks, addresses, budgets, and the reports it is rebuilt from.
+"""The parts of a round: ranks, addresses, budgets, and the reports it is rebuilt from.
 
 In: values of a job. Out: parts of a round, and what its end costs. When a round forms and ends is
 decided in `rdzv.core.life`.

@@ -1,4 +1,4 @@
-"""What rdzvd does with its store without serving: `--check` and `--restore`."""
+"""Work on rdzvd's store without serving: `--check` and `--restore`."""
 
 from __future__ import annotations
 

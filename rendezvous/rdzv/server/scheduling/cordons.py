@@ -57,7 +57,7 @@ class Cordons:
     ) -> None:
         """`lock` is held while cordons change, so that nothing is placed meanwhile.
 
-        `on_change` receives the former cordons after every attempt to store new ones.
+        `on_change` receives the previous cordons after every attempt to store new ones.
         """
         self._clock = clock
         self._lock = lock

@@ -1,4 +1,4 @@
-"""What nodes have reported about themselves: resources, health, and the jobs they still hold."""
+"""The reports of nodes about themselves: resources, health, and the jobs they still hold."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ LOG_EVERY_MS = 1_000
 
 @dataclass(slots=True)
 class Change:
-    """What the present call has changed, and to what; empty while it has changed nothing."""
+    """The change that the present call has made: old and new value; empty if there is none."""
 
     text: str = ""
 

@@ -320,7 +320,7 @@ class OidcAccount:
 
 @struct(frozen=True)
 class Oidc:
-    """Whose service accounts' tokens are accepted, and for what."""
+    """The service accounts whose tokens are accepted, and their roles."""
 
     issuer: str
     audience: str
@@ -399,7 +399,7 @@ class Config:
     auth: bool = False
     """Whether every caller must authenticate."""
     oidc: Oidc | None = None
-    """Whose service accounts' tokens are accepted; None if none are."""
+    """The service accounts whose tokens are accepted; None if no such tokens are."""
     init_admin_token: Path | None = None
     """The file for the first admin's token, used while there is no other admin."""
     otlp: str | None = None

@@ -26,7 +26,7 @@ sys.path[:] = [entry for entry in sys.path if entry != _here]
 sys.path_importer_cache.pop(_here, None)
 del sys.modules["sitecustomize"]
 try:
-    # An error, also that there is none, is handled as if this were not here.
+    # An error, also that it is missing, is handled as if this file did not exist.
     import_module("sitecustomize")
 finally:
     try:
