@@ -150,7 +150,7 @@ class Facade:
                 closed = await self._take(answer)
             except Exception:
                 # The store is still served, and other jobs are still watched.
-                log.exception("c10d: a bug of rdzvd, please report it: a look is lost")
+                log.exception("c10d: a bug of rdzvd, please report it: one check is lost")
 
     async def _take(self, answer: _Answer) -> tuple[str, ...]:
         """Record the result of a look; return the jobs that are closed now."""

@@ -39,7 +39,7 @@ RETRY_S = 0.1
 """Pause after a failed request to etcd."""
 
 RESIGN_S = 1.0
-"""How long to try to revoke the lease before it is left to run out."""
+"""How long to try to revoke the lease before it is left to expire."""
 
 REPLICAS_PER_PAGE = 100
 
@@ -325,7 +325,7 @@ class Election:
             async with asyncio.timeout(RESIGN_S):
                 await self._client.revoke(session.lease)
         except (RendezvousConnectionError, TimeoutError) as error:
-            log.info("lease %x is left to run out: %s", session.lease, error)
+            log.info("lease %x cannot be revoked, and will expire: %s", session.lease, error)
         self._session = None
         self._tell()
 

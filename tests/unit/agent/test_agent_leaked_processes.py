@@ -63,7 +63,7 @@ def test_one_that_survives_is_waited_for_no_longer_than_it_may_take(
     monkeypatch.setattr(leaked_processes.signal, "pidfd_send_signal", lambda *_: None)
     with started(**{RUNNER: "c3"}) as process:
         assert kill_strays("c3", timeout_s=0.1) == 1
-        assert f"SIGKILL does not end 1 stray of a dead runner: pid {process.pid}" in caplog.text
+        assert f"1 stray of a dead runner survived SIGKILL: pid {process.pid}" in caplog.text
         assert "killed" not in caplog.text
 
 

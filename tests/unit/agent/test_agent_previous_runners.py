@@ -32,7 +32,7 @@ async def test_who_was_written_down_is_waited_for(
     Runners(tmp_path).note(process.pid)
     waiting = asyncio.create_task(Runners(tmp_path).former_gone())
     async with asyncio.timeout(PATIENCE_S):
-        while caplog.text.count(f"waits until runner pid {process.pid}") < 2:  # noqa: ASYNC110
+        while caplog.text.count(f"waiting until runner pid {process.pid}") < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert not waiting.done()
         process.kill()
@@ -75,5 +75,5 @@ async def test_a_folder_that_can_not_be_written_costs_no_job(
 ) -> None:
     (tmp_path / "runners").touch()
     Runners(tmp_path).note(os.getpid())
-    assert "is not written down for the next agent" in caplog.text
+    assert "cannot be recorded for the next agent" in caplog.text
     await Runners(tmp_path).former_gone()

@@ -135,8 +135,8 @@ class Daemon:
         except InvalidRequestError as error:
             if not orphans:
                 raise
-            log.error("%s; until this agent is started again, jobs get no GPU here; the workers of "
-                      "the agent before run on", error)  # fmt: skip
+            log.error("%s; until this agent is started again, jobs get no GPU here; the previous "
+                      "agent's workers run on", error)  # fmt: skip
             resources = await in_thread(find, NONE)
         around = Surroundings(
             node_id=settings.node_id,
@@ -251,7 +251,7 @@ class Daemon:
         held = self._placements.holdings()
         jobs = ", ".join(holding.rdzv_id for holding in held) or "no job is here"
         log.warning(
-            "received %s; the jobs of this node are left to the next agent, which is to be here "
+            "received %s; the jobs of this node are left to the next agent, which must start "
             "within %g s (`restart_within`): %s",
             why,
             self._restart_within_ms / 1000,

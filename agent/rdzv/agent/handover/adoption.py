@@ -125,7 +125,7 @@ class Heritage:
         except NotAdoptableError as error:
             self._tell_left(path, str(error))
         except OSError as error:
-            log.error("what the dead runner of %s has left behind may live on: %s", path, error)
+            log.error("processes of the dead runner of %s may still run: %s", path, error)
         return None
 
     def _adopt(self, found: FoundRunner, former: Instance | None) -> Orphan | None:

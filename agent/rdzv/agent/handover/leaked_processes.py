@@ -59,7 +59,7 @@ def kill_strays(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
             break
         if late:
             log.error(
-                "SIGKILL does not end %s of a dead runner: pid %s",
+                "%s of a dead runner survived SIGKILL: pid %s",
                 counted(len(found), "stray"),
                 ", ".join(map(str, found)),
             )

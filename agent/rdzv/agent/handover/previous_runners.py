@@ -35,7 +35,7 @@ class Runners:
             self._folder.mkdir(exist_ok=True)
             (self._folder / str(pid)).write_text(self._started_at(pid), encoding="ascii")
         except OSError as error:
-            log.warning("runner pid %d is not written down for the next agent: %s", pid, error)
+            log.warning("runner pid %d cannot be recorded for the next agent: %s", pid, error)
 
     def forget(self, pid: int) -> None:
         """Remove the record of a runner that has ended."""
@@ -48,7 +48,7 @@ class Runners:
         for path in self._former():
             pid = int(path.name)
             while (process := self._open(path)) is not None:
-                log.warning("waits until runner pid %d of the agent before has ended", pid)
+                log.warning("waiting until runner pid %d of the previous agent has ended", pid)
                 await _exited(process, TELL_EVERY_S)
             self.forget(pid)
 

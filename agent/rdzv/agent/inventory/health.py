@@ -113,7 +113,7 @@ class Health:
                     await check.lift()
             except OSError as error:
                 # A timeout is an OSError as well.
-                log.error("%s: what was before still counts: %s", check.name, error)
+                log.error("%s: earlier errors still count: %s", check.name, error)
 
     async def run(self) -> None:
         """Run the checks if there is no result yet, on request, and as long as one fails.

@@ -370,7 +370,7 @@ class JobDriver:
     def _fail(self, error: Exception) -> None:
         """End the job on this node because of an unexpected error."""
         if self._context.ended.done():
-            log.error("%s: something went wrong after its end", self.rdzv_id, exc_info=error)
+            log.error("%s: an error after its end", self.rdzv_id, exc_info=error)
         else:
             self._decisions.stop()
             self._context.ended.set_exception(error)

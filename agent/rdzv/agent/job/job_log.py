@@ -39,8 +39,8 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
         case events.Fenced():
             log.error(
                 "%s: fenced: the server was out of reach for %g s (--fence-after), so the "
-                "workers of round %d are killed, lest they run on beside others that take "
-                "their place; this node joins again once the server answers",
+                "workers of round %d are killed before others take their place; "
+                "this node joins again once the server answers",
                 rdzv_id,
                 state.job.fence_after_ms / 1000,
                 event.round,

@@ -167,7 +167,7 @@ class Round:
             return "" if self._context.examine is None else await self._context.examine()
         except Exception:
             rdzv_id = self._context.launch.job.rdzv_id
-            log.exception("%s: whether this node is well cannot be found out", rdzv_id)
+            log.exception("%s: the health checks of this node could not be run", rdzv_id)
             return ""
 
     # ------------------------------------------------------------------ the round's store

@@ -122,7 +122,7 @@ class RunnerEventRouter:
             case runner_link.ServeFailed():
                 pass  # Its workers end with this process; nothing else depends on it.
             case runner_link.RunnerRefused():
-                log.error("%s: its runner refuses to go on: %s", self._rdzv_id, event.reason)
+                log.error("%s: its runner cannot continue: %s", self._rdzv_id, event.reason)
                 self._context.runner.kill()
 
     def _take_of_round(

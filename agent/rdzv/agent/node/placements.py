@@ -490,7 +490,7 @@ class Placements:
             try:
                 await driver.close()
             except TimeoutError:
-                log.error("%s: its processes survive SIGKILL; its GPUs stay its own", held.name)
+                log.error("%s: its processes survive SIGKILL; its GPUs stay reserved", held.name)
                 if self._leaving:
                     return
                 await asyncio.sleep(CLOSE_AGAIN_S)

@@ -113,7 +113,7 @@ class ArrivalWatch:
             try:
                 await self._look(assignment)
             except Exception:
-                log.exception("%s: the collectives of its workers are not told", self._rdzv_id)
+                log.exception("%s: its workers' collectives are not reported", self._rdzv_id)
                 return
             pause_s = min(max(PAUSE_PER_LOOK * (time.monotonic() - begun_s), LEAST_S), MOST_S)
 

@@ -96,7 +96,7 @@ class Inbox:
             # A driver that is gone had asked for the place, so it is given back here.
             self._say(encoding.gone(message.round_completed))
         elif job is None:
-            log.debug("heard of a job that is not here: %s", message)
+            log.debug("received a message for a job that is not here: %s", message)
         elif message.HasField("waiting"):
             job.note(message.waiting.reason)
         else:

@@ -174,7 +174,7 @@ class SideProcess(asyncio.Protocol):
             except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict):
-                log.warning("pid %d says %r", self._process.pid, line[:200])
+                log.warning("pid %d wrote %r", self._process.pid, line[:200])
                 continue
             if self._first.done():
                 self._on_message(message)

@@ -135,7 +135,7 @@ def _decoded(name: str, data: bytes) -> Report | None:
     try:
         return msgspec.json.decode(data, type=_Document).report
     except msgspec.DecodeError as error:
-        log.warning("the document %s cannot be read (%s); it will be written over", name, error)
+        log.warning("the record %s cannot be read (%s); it will be overwritten", name, error)
         return None
 
 

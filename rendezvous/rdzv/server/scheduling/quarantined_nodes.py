@@ -168,7 +168,7 @@ class Quarantine:
             raise
         except RendezvousError as error:
             # Training goes on; only the record was not stored.
-            log.error("the document %s cannot be written: %s", QUARANTINE, error)
+            log.error("the record %s cannot be written: %s", QUARANTINE, error)
             self._document.value = record
 
     def _changed(self) -> None:

@@ -258,7 +258,7 @@ class Tokens:
             async with self._lock:
                 await self._write(self._tokens)
         except RendezvousError as error:
-            log.debug("when tokens were last used is not stored: %s", error)
+            log.debug("the last use of tokens cannot be stored: %s", error)
         finally:
             self._storing_use = False
 

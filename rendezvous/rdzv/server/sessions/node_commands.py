@@ -113,7 +113,7 @@ class NodeCommands:
         try:
             await self._refuse_as_it_is(stream, belief, error)
         except (InvariantError, RendezvousStateError) as own:
-            log.error("job %s: %s is not heard: %s", belief.rdzv_id, stream.node_id, own)
+            log.error("job %s: a report of %s is lost: %s", belief.rdzv_id, stream.node_id, own)
             if self._presence.jobs_of(stream.node_id) - {belief.rdzv_id}:
                 reason = f"the server cannot decide anything about this job: {own}"
                 stream.send(Waiting(belief.rdzv_id, reason))

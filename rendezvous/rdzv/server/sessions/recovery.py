@@ -183,7 +183,7 @@ class Recovery:
             try:
                 state = await self._commands.latest(stream, rdzv_id)
             except RendezvousError as error:
-                log.warning("%s is not told of its placement in %s: %s", node_id, rdzv_id, error)
+                log.warning("%s cannot be told its placement in %s: %s", node_id, rdzv_id, error)
                 continue
             if state.incarnation(node_id) not in (None, stream.incarnation):
                 # This former instance is about to be lost, together with its placement.
