@@ -17,6 +17,7 @@ import aiohttp
 import jwt
 import msgspec
 
+from rdzv.core.words import duration
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnauthenticatedError, short
 from rdzv.runtime.concurrency import beside
 from rdzv.server.settings.config import Oidc
@@ -149,14 +150,14 @@ class IssuerKeys:
             if self._trouble != former:
                 left_s = max(0.0, self._fetched_s + self._kept_s - self._now_s())
                 also = (
-                    f"the {len(self._keys)} that are known stay good for {left_s / 60:.0f} min"
+                    f"those that are known stay good for {duration(round(left_s * 1000))}"
                     if self._keys
                     else "callers with a token of it are asked to come again"
                 )
                 log.warning("the keys of %s cannot be fetched: %s; %s", self._issuer, error, also)
             return
         if former or keys.keys() != self._keys.keys():
-            log.info("%s has %d keys: %s", self._issuer, len(keys), ", ".join(keys))
+            log.info("the keys of %s: %s", self._issuer, ", ".join(keys))
         self._keys, self._fetched_s, self._trouble = keys, self._now_s(), ""
 
 
