@@ -17,6 +17,7 @@ from rdzv.agent.core.machine import rejoin
 from rdzv.agent.core.model import Assignment, Job, Outcome, Phase
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE
 from rdzv.agent.server_link.node_drain import Event, NodeDrain
 from rdzv.core.evidence.hang_verdict import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
@@ -92,6 +93,10 @@ class Runner:
         """Whether workers are asked to park, and not to end."""
         self._not_kept: set[int] = set()
         self._stop_due_ms: int | None = None
+        self._fence_ms: int | None = None
+        """When all that is here is killed, unless the fence is renewed."""
+        self.stood_still = False
+        """Whether the machine stood still while these workers ran: no fence covers that."""
         self._told_ms = 0
         self._unheard: list[events.Event] = []
         """What happened while no agent was there to hear it."""
@@ -115,6 +120,11 @@ class Runner:
 
     def start(self, assignment: Assignment) -> None:
         workers = (self.part.rdzv_id, assignment.run, assignment.round)
+        if self._is_fenced:
+            self.world.count("fenced before its start")
+            self.tell(events.Fenced(assignment.round, 0))
+            self.tell(events.WorkersGone(assignment.round))
+            return
         self.world.judge.starts(self.part, workers, assignment)
         self.era = self.world.judge.era
         self.workers, self.alive = workers, set(range(self.part.job.local_world_size))
@@ -122,6 +132,7 @@ class Runner:
         self.stuck = self.succeeding = self._keeping = False
         self.hung, self._not_kept = set(), set()
         self._stop_due_ms = None
+        self.stood_still = False
         if self.world.happens("start fails"):
             self.tell(events.StartFailed(assignment.round, "no such script"))
             self.vanish()
@@ -136,6 +147,38 @@ class Runner:
     def _store_ready(self, workers: Workers) -> None:
         if self.workers == workers:
             self.tell(events.StoreHostReady(workers[2]))
+
+    # -------------------------------------------------------------- the fence
+
+    @property
+    def _is_fenced(self) -> bool:
+        return self._fence_ms is not None and self.world.agenda.now_ms >= self._fence_ms
+
+    def renew_fence(self, at_ms: int) -> None:
+        """Move the fence forward: the server has heard this node."""
+        if self._fence_ms is None or at_ms > self._fence_ms:
+            self._fence_ms = at_ms
+            self.world.agenda.after(max(at_ms - self.world.agenda.now_ms, 0), self._meet_fence)
+
+    def _meet_fence(self) -> None:
+        """Kill what is here, whatever the agent does, if the fence was not renewed."""
+        if not self._is_fenced:
+            return
+        if self.part.agent.frozen:
+            self.part.agent.awake(self._meet_fence)
+        elif self.workers is None:
+            if self.parking.parked:
+                self.world.count("fenced while parked")
+                self.parking.end(0)
+        else:
+            self.world.count("fenced")
+            workers, self._keeping = self.workers, False
+            self._stop_due_ms = self.world.agenda.now_ms
+            self.tell(events.Fenced(workers[2], 0))
+            in_ms = self.world.random.choice((0, 50))
+            self.world.agenda.after(in_ms, lambda: self._ended(workers))
+
+    # -------------------------------------------------------------- a round ends
 
     def stop(self, command: commands.StopWorkers) -> None:
         """End what is left, or let it park; twice is no harm, and the shorter grace counts."""
@@ -484,7 +527,10 @@ class Agent:
         self._beat_every_ms = 0
         self._greeted = False
         self._failed_attempts = 0
-        self._beat = 0
+        self._beats = 0
+        self._hello_sent_ms = 0
+        self._unanswered: dict[int, int] = {}
+        """Heartbeats of the open stream: their numbers, and when they were sent."""
         self._backlog: list[Callable[[], None]] = []
 
     def begin(self, rdzv_ids: tuple[str, ...]) -> None:
@@ -533,6 +579,8 @@ class Agent:
         """Stand still with the whole machine, as a virtual machine does; connections stay open."""
         if self.alive and not self.frozen:
             self.frozen = True
+            for part in self.parts.values():
+                part.runner.stood_still = True
             self.world.agenda.after(for_ms, self.thaw)
 
     def thaw(self) -> None:
@@ -630,6 +678,7 @@ class Agent:
             world.agenda.after(in_ms, lambda: self.awake(lambda: self._failed("not reachable")))
             return
         self.connection = connection
+        self._hello_sent_ms, self._unanswered = world.agenda.now_ms, {}
         connection.up(pb.NodeMessage(hello=self._hello()))
         world.agenda.after(
             WELCOME_TIMEOUT_MS, lambda: self.awake(lambda: self._give_up_unless_greeted(connection))
@@ -647,6 +696,7 @@ class Agent:
             leadership=self.leadership,
             incarnation=self.incarnation,
             agent_version="simulated",
+            fence_after_ms=self.world.swarm.fence_after_ms,
             beliefs=beliefs,
             draining=encoding.draining(self.drain),
         )
@@ -692,7 +742,9 @@ class Agent:
             if message.HasField("welcome"):
                 self._welcome(connection, message.welcome)
             elif message.HasField("lease"):
-                self._beat_every_ms = max(message.lease.heartbeat_interval_ms, 100)
+                self._beat_every_ms = self._interval_ms(message.lease.heartbeat_interval_ms)
+            elif message.HasField("heard"):
+                self._note_heard(message.heard.number)
             elif message.HasField("drain"):
                 drain = message.drain
                 self.world.note(f"{self.instance} is drained: {drain.deadline_ms} ms")
@@ -743,7 +795,8 @@ class Agent:
         self.incarnation = welcome.incarnation
         self._greeted = True
         self._welcomed_at_ms = self.world.agenda.now_ms
-        self._beat_every_ms = max(welcome.heartbeat_interval_ms, 100)
+        self._beat_every_ms = self._interval_ms(welcome.heartbeat_interval_ms)
+        self._renew_fences(self._hello_sent_ms)
         self._beat_on(connection)
         for part in list(self.parts.values()):
             part.post(events.ServerConnected())
@@ -752,10 +805,43 @@ class Agent:
     def _beat_on(self, connection: Connection) -> None:
         def beat() -> None:
             if self.connection is connection:
-                connection.up(HEARTBEAT)
+                connection.up(self._heartbeat())
+                if self._is_unheard:
+                    self.hang_up("heartbeats are not answered")
                 self.world.agenda.after(self._beat_every_ms, lambda: self.awake(beat))
 
         beat()
+
+    def _heartbeat(self) -> pb.NodeMessage:
+        if not self.world.swarm.fence_after_ms:
+            return HEARTBEAT
+        self._beats += 1
+        self._unanswered[self._beats] = self.world.agenda.now_ms
+        return pb.NodeMessage(heartbeat=pb.Heartbeat(number=self._beats))
+
+    @property
+    def _is_unheard(self) -> bool:
+        """Whether the server has not answered for so long that another stream is to be tried."""
+        first_ms = min(self._unanswered.values(), default=self.world.agenda.now_ms)
+        most_ms = self.world.swarm.fence_after_ms / (HEARTBEATS_PER_FENCE + 1)
+        return self.world.agenda.now_ms - first_ms > most_ms
+
+    def _interval_ms(self, asked_ms: int) -> int:
+        fence_ms = self.world.swarm.fence_after_ms
+        most_ms = fence_ms // HEARTBEATS_PER_FENCE if fence_ms else asked_ms
+        return max(min(asked_ms, most_ms), 100)
+
+    def _note_heard(self, number: int) -> None:
+        sent_ms = self._unanswered.get(number)
+        self._unanswered = {n: at_ms for n, at_ms in self._unanswered.items() if n > number}
+        if sent_ms is not None:
+            self._renew_fences(sent_ms)
+
+    def _renew_fences(self, heard_ms: int) -> None:
+        """Renew the fences of all jobs: the server has heard what was sent at that time."""
+        if self.world.swarm.fence_after_ms:
+            for part in self.parts.values():
+                part.runner.renew_fence(heard_ms + self.world.swarm.fence_after_ms)
 
     def _deliver(self, message: pb.ServerMessage) -> None:
         part = self.parts.get(encoding.rdzv_id_of(message))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -42,6 +42,7 @@ from rdzv.core.events import (
 from rdzv.core.fleet import nodes, placement
 from rdzv.core.fleet.placement import Demand, Host, Plan
 from rdzv.core.fleet.quarantine import Record as QuarantineRecord
+from rdzv.core.keeping import kept_workers
 from rdzv.core.life.chosen_nodes import MAX_DECLINED
 from rdzv.core.model import (
     UNMOVED,
@@ -488,6 +489,7 @@ class Judge:
             return
         if not last.end.keep:
             self.fail(f"keeping: {workers} keeps workers after {last.end}")
+        known: dict[int, Parked] = {}
         for participant in keepers:
             for local_rank in participant.kept:
                 own = {(f.node_id, f.local_rank) for f in last.end.failures if not f.suspect}
@@ -497,6 +499,28 @@ class Judge:
                     rank = participant.rank_first + local_rank
                     if parked.workers == (*workers[:2], last.number) and self.honest:
                         self._check_step(round_, rank, parked)
+                        known[rank] = parked
+        if any(parked.shards > 1 for parked in known.values()):
+            self._check_parts(workers, last, round_, known)
+
+    def _check_parts(
+        self, workers: Workers, last: Round, round_: Round, known: Mapping[int, Parked]
+    ) -> None:
+        """Each part of a sharded state is held, at the newest step that all parts have sealed."""
+        self.world.count("rounds with kept parts")
+        if round_.world_size != last.world_size:
+            self.fail(f"keeping: {workers} keeps parts of a state of {last.world_size} workers")
+        if len(known) < kept_workers(round_) or not round_.resume_step:
+            # Some have died since they were offered; or nothing is lost, for nothing was sealed.
+            return
+        (shards,) = {parked.shards for parked in known.values()}
+        whole = [parked for parked in known.values() if not parked.torn]
+        held = {parked.shard for parked in whole if parked.holds(round_.resume_step)}
+        if held != set(range(shards)):
+            self.fail(f"keeping: {workers} lacks parts of step {round_.resume_step}, has {held}")
+        furthest = [max(p.sealed for p in whole if p.shard == n) for n in range(shards)]
+        if round_.resume_step != min(furthest):
+            self.fail(f"keeping: {workers} resumes at {round_.resume_step}, and has {furthest}")
 
     def _parked(self, node_id: str, rdzv_id: str, local_rank: int) -> Iterator[Parked]:
         """Yield the parked workers of a node; where it comes twice, those of both."""
@@ -508,7 +532,8 @@ class Judge:
 
     def _check_step(self, round_: Round, rank: int, parked: Parked) -> None:
         resume_step = round_.resume_step or 0
-        if not parked.torn and parked.sealed > resume_step:
+        behind = parked.sealed > resume_step and parked.shards == 1
+        if not parked.torn and behind:
             self.fail(f"keeping: {resume_step=} is behind {parked}, RANK {rank}")
         if rank == round_.source and (parked.torn or parked.sealed != resume_step):
             self.fail(f"keeping: the source at {resume_step=} is {parked}, RANK {rank}")
@@ -924,12 +949,18 @@ class Judge:
                 old = there.runner.workers
                 if old is None or old == workers or old[0] != workers[0]:
                     continue
-                if (other.name, old) in self.given_up or not self._knew(other.name, old, workers):
+                given_up = (other.name, old) in self.given_up and not self._must_be_fenced(there)
+                if given_up or not self._knew(other.name, old, workers):
                     continue
                 self.fail(
                     f"exclusivity: {part.node_id} starts workers of {workers} beside those of "
                     f"{old} on {other.name}"
                 )
+
+    def _must_be_fenced(self, part: Part) -> bool:
+        """Whether workers must be gone before their seat is given up, unheard as they are."""
+        runner = part.runner
+        return bool(part.job.fence_after_ms) and not (runner.stood_still or runner.stuck)
 
     def _knew(self, name: str, old: Workers, new: Workers) -> bool:
         """Whether the server knew of these workers when it completed a new round.

@@ -27,7 +27,7 @@ from rdzv.errors import (
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.driver import Driver
 from rdzv.server.engine.job import Job, News
-from rdzv.server.messages import Holdings, Hung, Refused
+from rdzv.server.messages import Heard, Holdings, Hung, Refused
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
@@ -403,7 +403,8 @@ class Server:
     def _take_in(self, door: _Door, stream: Stream, message: pb.NodeMessage) -> None:
         match message.WhichOneof("body"):
             case "heartbeat":
-                pass
+                if message.heartbeat.number:
+                    stream.send(Heard(message.heartbeat.number, 0))
             case "away":
                 self.driver.connections.plan_away(
                     stream, inbound_nodes.away_ms_of(message.away, CONFIG.limits)

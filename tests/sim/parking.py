@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rdzv.agent.core import events
 from rdzv.agent.core.machine import resume_ms
 from rdzv.agent.core.model import Assignment, KeptWorker
-from rdzv.structs import struct
+from rdzv.structs import replace, struct
 
 if TYPE_CHECKING:
     from tests.sim.agents import Runner, Workers
@@ -29,10 +29,18 @@ class Parked:
     pid: int
     step: int | None
     torn: bool
+    shard: int = 0
+    shards: int = 1
+    """Which part of a sharded state it has, of how many."""
+    oldest_step: int | None = None
 
     @property
     def sealed(self) -> int:
         return self.step or 0
+
+    def holds(self, step: int) -> bool:
+        """Whether it can go on from a step, if its state is sharded."""
+        return not self.torn and (self.oldest_step or 0) <= step <= self.sealed
 
 
 class Parking:
@@ -53,6 +61,8 @@ class Parking:
         """Process ids of those that were told to end; None: nobody was."""
         self._base = 0
         """How many steps each worker had sealed when the round began."""
+        self._rank_first = 0
+        self._world_size = 1
 
     # -------------------------------------------------------------- a round begins
 
@@ -69,6 +79,7 @@ class Parking:
         }
         self.parked, self.suspects = {}, set()
         self._base = assignment.resume_step or 0
+        self._rank_first, self._world_size = assignment.rank_first, assignment.world_size
         for rank in kept:
             if world.happens("goes on never"):
                 # It is suspect then, and may be the only one.
@@ -109,8 +120,30 @@ class Parking:
                 step = world.steps_sealed(workers) + self._base
                 step -= world.random.choice((0, 0, 1)) if step > self._base else 0
                 torn = world.happens("torn")
-                parked[local_rank] = Parked(workers, self.pids[local_rank], step or None, torn)
+                one = Parked(workers, self.pids[local_rank], step or None, torn)
+                parked[local_rank] = self._sharded(one, self._rank_first + local_rank)
         return parked
+
+    def _sharded(self, one: Parked, rank: int) -> Parked:
+        """Say which part of the state a worker has, if its model is sharded."""
+        world, swarm = self._runner.world, self._runner.world.swarm
+        if not swarm.replicas:
+            return one
+        shards = self._world_size
+        if shards % swarm.replicas == 0:
+            shards //= swarm.replicas
+        if shards == 1:
+            return one
+        # One that was touched since has what it held before; nothing, if it held nothing.
+        touched = world.random.random() < 0.3
+        older = swarm.holds_last and not touched and one.sealed > self._base
+        return replace(
+            one,
+            torn=one.torn or (touched and not swarm.holds_last),
+            shard=rank % shards,
+            shards=shards,
+            oldest_step=one.sealed - 1 if older else one.step,
+        )
 
     def claims(self) -> tuple[KeptWorker, ...]:
         """Return what is claimed of the workers that have just parked; some die of it."""
@@ -118,12 +151,16 @@ class Parking:
         world.counts["workers parked"] += len(self.parked)
         claims = []
         for local_rank, one in self.parked.items():
-            step, torn = one.step, one.torn
+            step, torn, shard, oldest_step = one.step, one.torn, one.shard, one.oldest_step
             if world.happens("wrong claims"):
                 world.judge.honest = False
                 step = world.random.choice((None, 0, one.sealed + 1, one.sealed + 7, 1 << 53))
                 torn = not torn
-            claims.append(KeptWorker(local_rank, one.pid, step, torn))
+                if one.shards > 1:
+                    shard, oldest_step = world.random.randrange(one.shards), None
+            claims.append(
+                KeptWorker(local_rank, one.pid, step, torn, shard, one.shards, oldest_step)
+            )
             if world.happens("dies parked"):
                 in_ms = world.random.choice((0, 5, 500))
                 world.agenda.after(in_ms, lambda rank=local_rank, pid=one.pid: self._die(rank, pid))

@@ -608,6 +608,12 @@ MUTANTS = (
         "keeping._resume",
         "if len(held) < shards:",
         "if not held:",
+    ),
+    Mutant(
+        "keeping: a part of a sharded state that is beyond the others' step",
+        "keeping._resume",
+        "if _oldest(offer) <= step <= _sealed(offer)}",
+        "if step <= _sealed(offer)}",
         by=KEEPING_TESTS,
     ),
     Mutant(
@@ -1084,6 +1090,12 @@ MUTANTS = (
         "            command = replace(command, owner=owner, instance=stream.instance)",
         "            command = replace(command, owner=owner)",
         by="tests/unit/server/test_driver.py",
+    ),
+    Mutant(
+        "the seat of a node is given away before its fence has come",
+        "nodes._disconnect",
+        "        until_ms = max(until_ms, now_ms + old.fence_after_ms + FENCE_MARGIN_MS)\n",
+        "        pass\n",
     ),
     Mutant(
         "the successor of a fenced agent waits for the whole grace of a take-over",

@@ -100,6 +100,14 @@ KEEPING_CHANCES = ("parks never", "dies parked", "torn", "wrong claims", "goes o
 """What may happen there whenever it can."""
 
 
+SHARDED_SHARE = 0.5
+"""In how many of these histories each worker has a part of the state."""
+
+
+FENCED_SHARE = 0.25
+"""In how many histories nodes kill their own workers once they are cut off."""
+
+
 @struct(frozen=True)
 class Trouble:
     """One thing that goes wrong, `gap_ms` after the one before."""
@@ -135,6 +143,12 @@ class Swarm:
     keep_timeout_ms: int = 0
     """How long workers may take to park; 0: no worker is kept."""
     park_timeout_ms: int = 600_000
+    fence_after_ms: int = 0
+    """When a node that is cut off kills its own workers; 0: never."""
+    replicas: int = 0
+    """How many workers have each part of a sharded state; 0: each has all of a state."""
+    holds_last: bool = True
+    """Whether workers hold the step before the last one as well, if their state is sharded."""
 
     @classmethod
     def of(cls, seed: int, random: Random, without: frozenset[str] = frozenset()) -> Swarm:
@@ -143,6 +157,8 @@ class Swarm:
         swarm = _with_budgets(swarm, Random(f"{seed}, with budgets"), without)
         swarm = cls._with_hangs(swarm, Random(f"{seed}, with hangs"), without)
         swarm = _with_keeping(swarm, Random(f"{seed}, with keeping"), without)
+        swarm = _with_fence(swarm, Random(f"{seed}, with a fence"))
+        swarm = _with_shards(swarm, Random(f"{seed}, with shards"))
         swarm = cls._with_aim(swarm, Random(f"{seed}, with aim"), without)
         return cls._with_operators(swarm, seed, without)
 
@@ -222,6 +238,7 @@ class Swarm:
                 server_timeout_ms=SERVER_TIMEOUT_MS,
                 keep_timeout_ms=self.keep_timeout_ms,
                 park_timeout_ms=self.park_timeout_ms,
+                fence_after_ms=self.fence_after_ms,
             )
         return Job(
             rdzv_id=rdzv_id,
@@ -232,6 +249,7 @@ class Swarm:
             server_timeout_ms=self.server_timeout_ms,
             keep_timeout_ms=self.keep_timeout_ms,
             park_timeout_ms=self.park_timeout_ms,
+            fence_after_ms=self.fence_after_ms,
         )
 
     def plan(self, random: Random, count: int = TROUBLES) -> tuple[Trouble, ...]:
@@ -273,6 +291,20 @@ def _with_keeping(swarm: Swarm, random: Random, without: frozenset[str]) -> Swar
         chances={**swarm.chances, **chances},
         rates={**swarm.rates, "collective_fails": random.choice((0.0, 0.3, 1.0))},
     )
+
+
+def _with_fence(swarm: Swarm, random: Random) -> Swarm:
+    """Fence all nodes in some histories; all others are what they are without."""
+    if random.random() >= FENCED_SHARE:
+        return swarm
+    return replace(swarm, fence_after_ms=random.choice((1_000, 2_500, 4_000)))
+
+
+def _with_shards(swarm: Swarm, random: Random) -> Swarm:
+    """Shard the state in some histories with kept workers; all others are what they are."""
+    if not swarm.keep_timeout_ms or random.random() >= SHARDED_SHARE:
+        return swarm
+    return replace(swarm, replicas=random.choice((1, 2, 2, 2, 3)), holds_last=random.random() < 0.7)
 
 
 def _with_budgets(swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
