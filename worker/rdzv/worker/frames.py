@@ -81,7 +81,7 @@ class Received:
         return message, fds
 
     def close(self) -> None:
-        """Close descriptors that belong to no message that was taken."""
+        """Close received descriptors whose messages were not taken."""
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()

@@ -1,4 +1,4 @@
-"""How an agent is replaced: the runner outlives it, and the next one adopts it at a socket.
+"""Replaces the agent: the runner outlives it, and the next agent adopts the runner at a socket.
 
 When the agent's end of the socket closes, everything is killed at once, unless the agent has asked
 the runner to *serve*. Then the runner listens on a socket, and a process of the same user may
