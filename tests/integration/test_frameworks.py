@@ -20,6 +20,7 @@ EXAMPLES = ROOT / "examples"
 
 pytestmark = [
     pytest.mark.frameworks,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         not (PROGRAMS / "accelerate").exists(),
         reason="the frameworks are not installed; run: make frameworks",
@@ -90,7 +91,7 @@ def workers(c: Cluster) -> dict[int, int]:
 
 def wait_for_checkpoint(c: Cluster, script: str) -> None:
     first = folder(c) / FIRST_CHECKPOINT[script]
-    c.wait_until("there is a checkpoint", first.exists)
+    c.wait_until("there is a checkpoint", first.exists, WAIT_S)
 
 
 def lowest_step(c: Cluster) -> int:
@@ -109,7 +110,7 @@ def test_a_killed_worker_and_a_drained_node_cost_a_few_steps(c: Cluster, script:
     nodes = [by_rdzvrun(c, name, script) for name in ("n1", "n2")]
     wait_for_checkpoint(c, script)
     os.kill(workers(c)[1], signal.SIGKILL)
-    c.wait_until("round 1 trains", lambda: c.status().round == 1 and lowest_step(c) > 10)
+    c.wait_until("round 1 trains", lambda: c.status().round == 1 and lowest_step(c) > 10, WAIT_S)
     told = c.run("rdzvctl", "--server", c.endpoint, "drain", "n2", "--deadline", "60s")
     assert told.returncode == 0, told.stderr
     assert nodes[1].wait(WAIT_S) == 75
@@ -137,7 +138,7 @@ def test_the_worker_that_was_not_killed_keeps_its_process(c: Cluster, script: st
     wait_for_checkpoint(c, script)
     first = workers(c)
     os.kill(first[1], signal.SIGKILL)
-    c.wait_until("round 1 trains", lambda: c.status().round == 1 and lowest_step(c) > 10)
+    c.wait_until("round 1 trains", lambda: c.status().round == 1 and lowest_step(c) > 10, WAIT_S)
     second = workers(c)
     assert second[0] == first[0] and second[1] != first[1]
     assert [node.wait(WAIT_S) for node in nodes] == [0, 0]
