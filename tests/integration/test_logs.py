@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import BIN, JOB, Cluster, Node, cluster
-from test_torchrun_plugin import torchrun
+from test_torchrun_plugin import words
 
 
 @pytest.fixture(name="c")
@@ -147,7 +147,7 @@ def test_what_goes_to_the_console_alone_is_said_to_be_there(c: Cluster) -> None:
 
 
 def test_of_torchruns_own_workers_it_says_who_has_their_logs(c: Cluster) -> None:
-    torchrun(c, "n1", nnodes="1")
+    c.start("n1", [str(BIN / "torchrun"), *words(c, "n1", nnodes="1")])
     c.wait_for_round(0, workers=1)
     for follow in ((), ("-f",)):
         code, out, err = ctl(c, "logs", JOB, *follow)
