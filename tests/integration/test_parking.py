@@ -135,6 +135,15 @@ async def test_parked_workers_go_on_as_the_same_processes_and_write_to_the_new_f
     await node.stop(1)
 
 
+async def test_a_worker_with_one_file_writes_to_the_new_one(node: Parking) -> None:
+    (pid,) = await node.begin_with(node.worker(0, 0))
+    await node.park()
+    worker = replace(node.worker(1, 0), stderr=None)
+    node.link.start_workers(1, [worker], KeepSpec((0,), None, None))
+    await node.printed(worker, f"round 1 pid {pid}")
+    await node.stop(1)
+
+
 async def test_new_files_are_opened_with_the_rights_of_the_workers_account(node: Parking) -> None:
     python = shutil.which("python3", path="/usr/bin:/bin")
     if os.geteuid() != 0 or python is None:

@@ -11,6 +11,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,14 @@ from rdzv.worker import (
     State,
     UnsupportedError,
     elastic,
+    groups,
     session,
 )
-from rdzv.worker.contents import packed, unpacked
+from rdzv.worker.contents import Contents, packed, unpacked
 from rdzv.worker.cutting import Cut, NcclCut
 from rdzv.worker.digest import digest
 from rdzv.worker.groups import Options, RoundGroups
+from rdzv.worker.recording_store import recording_store
 from rdzv.worker.rounds import round_of
 from rdzv.worker.sealing import Sealing
 from rdzv.worker.suspicion import follows_from_cut, is_suspect
@@ -345,3 +348,34 @@ def test_a_worker_parks_in_order(monkeypatch: pytest.MonkeyPatch, nccl_log: list
     made._park(session._Over(groups.round, groups, RoundOver()))
     aborted = ["start", "abort second", "abort default", "end"]
     assert nccl_log == [*aborted, "devices", "on_park", "parked"]
+
+
+def test_what_is_published_several_at_a_time_is_noted_before_it_is_sent() -> None:
+    done: list[object] = []
+    published = SimpleNamespace(note=lambda value, own: done.append((value, own)))
+    inner = SimpleNamespace(multi_set=lambda keys, values: done.append((keys, values)))
+    store = recording_store(inner, published, lambda: done.append("asked"))  # type: ignore[arg-type]
+    store.multi_set(["a", "b"], ["text", b"octets"])
+    noted = [(b"text", True), (b"octets", True)]
+    assert done == ["asked", *noted, (["a", "b"], ["text", b"octets"])]
+
+
+def test_a_parameter_that_two_modules_share_is_sent_once() -> None:
+    model, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    head.weight = model.weight
+    optimizer = torch.optim.SGD([*model.parameters(), head.bias], lr=0.1)
+    contents = Contents({"model": model, "head": head, "optimizer": optimizer})
+    names = [name for name, _ in contents.parameters()]
+    assert names == ["model.weight", "model.bias", "head.bias"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "backend"),
+    [(True, True, "cpu:gloo,cuda:nccl"), (False, True, "gloo"), (True, False, "gloo")],
+)
+def test_nccl_is_for_workers_with_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: bool, nccl: bool, backend: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    assert groups._default_backend() == backend

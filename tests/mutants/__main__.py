@@ -90,6 +90,7 @@ JUDGES = (
     "tests/integration/test_etcd.py",
     "tests/integration/test_ended_by_the_machine.py",
     "tests/integration/test_fencing.py",
+    "tests/integration/test_kept_shards_in_process.py",
     "tests/integration/test_kept_workers.py",
     "tests/integration/test_ledger_of_a_job.py",
     "tests/integration/test_logs.py",
