@@ -1,12 +1,13 @@
 """Whether the right rank is named when a training hangs, and how soon.
 
-    python bench/hangs.py [--hangs N] [--limit SECONDS] [--cold] [--seed SEED]
+    python bench/hangs.py [--hangs N] [--limit SECONDS] [--nodes N] [--ranks N] [--seed SEED]
 
-One job of four gloo ranks on this machine hangs again and again, in eight ways by turns: each round
-of it plants one hang in one rank, and `--hang-timeout` ends the round. The script reports no
-progress and imports nothing of rdzv. Printed are, for each way, how often the right rank was named,
-a wrong one, and none with certainty; and how long beyond the limit it took, from the moment when
-the rank began to hang to the line of the log that names it.
+One job of gloo ranks, on one or more nodes of this machine, hangs again and again, in eight ways by
+turns: each round of it plants one hang in one rank, and `--hang-timeout` ends the round. Workers
+are forked from a zygote, or started anew (`--cold`). The script reports no progress and imports
+nothing of rdzv. Printed are, for each way, how often the right rank was named, and a wrong one; and
+how long beyond the limit it took, from the moment when the rank began to hang to the line of the
+log that names it.
 
     python bench/hangs.py --cost
 
@@ -29,8 +30,10 @@ from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 from hangs_worker import KINDS
-from processes import BIN, guard
+from ports import free_port
+from processes import BIN, Rdzvd, guard
 
 WORKER = Path(__file__).with_name("hangs_worker.py")
 COST = Path(__file__).with_name("hangs_cost.py")
@@ -42,25 +45,33 @@ ENDED = re.compile(
 
 
 def plant(
-    hangs: int, limit_s: float, seed: str, *, cold: bool
+    hangs: int, limit_s: float, seed: str, nodes: int, ranks: int, *, cold: bool
 ) -> list[tuple[str, bool, str, float]]:
     """Return of each hang its kind, whether the right rank was named, how, and how late."""
     folder = Path(tempfile.mkdtemp(prefix="rdzv-hangs-"))
     options = [f"--hang-timeout={limit_s:g}", f"--max-restarts={hangs - 1}", "--restart-backoff=0"]
     if not cold:
         options.append("--warm")
-    command = [str(BIN / "rdzvrun"), "--standalone", "--nproc-per-node=4", *options]
-    process = subprocess.Popen(
-        [*command, str(WORKER), str(folder), seed],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=guard(),  # noqa: PLW1509  # There is one thread.
-    )
-    assert process.stderr is not None
+    address = f"127.0.0.1:{free_port()}"
+    server = Rdzvd(address, ("--store=memory",), folder / "rdzvd.log")
+    server.start()
+    options += [f"--rdzv-endpoint={address}", "--rdzv-id=bench", f"--nnodes={nodes}"]
+    options.append(f"--nproc-per-node={ranks // nodes}")
+    processes = [
+        subprocess.Popen(
+            [BIN / "rdzvrun", *options, f"--node-id=n{number}", WORKER, folder, seed],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if number == 0 else (folder / f"n{number}.log").open("w"),
+            text=True,
+            preexec_fn=guard(),  # noqa: PLW1509  # There is one thread.
+        )
+        for number in range(nodes)
+    ]
+    said = processes[0].stderr
+    assert said is not None
     found = []
     with (folder / "log").open("w") as log:
-        for line in process.stderr:
+        for line in said:
             log.write(line)
             if (match := ENDED.match(line)) is None:
                 if "ended (worker failure)" in line:
@@ -75,7 +86,9 @@ def plant(
             found.append((planted["kind"], right, match[5], late_s))
             if not right:
                 print(f"wrong: {planted} {match[4]}: {match[5][:400]}", flush=True)
-    process.wait()
+    for process in processes:
+        process.wait()
+    server.kill()
     print(f"the log is {folder / 'log'}")
     return found
 
@@ -118,6 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hangs", type=int, default=48)
     parser.add_argument("--limit", type=float, default=5.0)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--seed", default="1")
     parser.add_argument("--cost", action="store_true")
@@ -126,7 +141,7 @@ def main() -> None:
         cost()
         return
     since = time.monotonic()
-    table(plant(args.hangs, args.limit, args.seed, cold=args.cold))
+    table(plant(args.hangs, args.limit, args.seed, args.nodes, args.ranks, cold=args.cold))
     print(f"in {time.monotonic() - since:.0f} s; load {os.getloadavg()[0]:.1f}")
 
 

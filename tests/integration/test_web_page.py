@@ -128,6 +128,22 @@ def once(page: Page) -> None:
 # ------------------------------------------------------------------ what is shown
 
 
+@pytest.mark.parametrize("grafana", [None, 'https://grafana.example.org/"sub"/'])
+def test_a_job_links_to_its_dashboard_if_there_is_a_grafana(
+    grafana: str | None, open_page: Open
+) -> None:
+    with to_the_end(open_page, served(grafana=grafana)) as s:
+        s.join("night", "n1")
+        page = open_page(f"{s.url}/#/job/night")
+        expect(page.get_by_role("heading", name="night")).to_be_visible()
+        link = page.get_by_role("link", name="Grafana")
+        if grafana is None:
+            expect(link).to_have_count(0)
+        else:
+            url = 'https://grafana.example.org/"sub"/d/rdzv-job?var-rdzv_id=night'
+            expect(link).to_have_attribute("href", url)
+
+
 def test_a_server_that_is_open_to_everyone_is_warned_of(open_page: Open) -> None:
     with to_the_end(open_page, served()) as s:
         expect(open_page(s.url).locator("#insecure")).to_be_hidden()

@@ -51,7 +51,9 @@ DEADLINE_S = 100.0
 class Served:
     """The server, and what its nodes are made to say. Its methods wait until it is done."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, facade: Any = None) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, facade: Any = None, grafana: str | None = None
+    ) -> None:
         self.url = ""
         self.logs: dict[str, bytes] = {}
         """By node: what its workers have written."""
@@ -61,6 +63,7 @@ class Served:
         """Set: nodes that are asked for stacks answer."""
         self._loop = loop
         self._facade = facade
+        self._grafana = grafana
         self._streams: dict[str, Stream] = {}
         self._readers: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
@@ -128,7 +131,8 @@ class Served:
     # ---------------------------------------------------------------- in its thread
 
     async def serve(self, ready: asyncio.Future[None], timings: Timings) -> None:
-        config = Config(Listen("127.0.0.1", free_port()), Path("/nowhere"), timings=timings)
+        listen = Listen("127.0.0.1", free_port())
+        config = Config(listen, Path("/nowhere"), grafana=self._grafana, timings=timings)
         self._clock, self._config = MonotonicClock(), config
         self._replica = Replica(self._clock, "memory", "1.2.3")
         async with Driver.running(MemoryStore(), self._clock, config) as driver:
@@ -272,13 +276,13 @@ class Served:
 
 
 @contextmanager
-def served(facade: Any = None, **timings: int) -> Iterator[Served]:
+def served(facade: Any = None, grafana: str | None = None, **timings: int) -> Iterator[Served]:
     """Serve until the body ends."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        made = Served(loop, facade)
+        made = Served(loop, facade, grafana)
 
         async def begin() -> asyncio.Task[None]:
             ready = loop.create_future()

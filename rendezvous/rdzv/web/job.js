@@ -18,6 +18,14 @@ function origins(of) {
   return counts.filter(([count]) => count).map(([count, how]) => `${count} ${how}`).join(", ");
 }
 
+/** Return a link to a job's dashboard, if rdzvd has been told where Grafana is. */
+function grafanaLink(name) {
+  const url = document.querySelector('meta[name="rdzv-grafana"]')?.content;
+  if (!url) return null;
+  const href = `${url.replace(/\/+$/, "")}/d/rdzv-job?var-rdzv_id=${encodeURIComponent(name)}`;
+  return h("a", { class: "grafana", href, rel: "noreferrer" }, "Grafana");
+}
+
 const COMPACT = 64; // With more nodes than that a tile has its rank alone.
 
 export class JobView {
@@ -76,7 +84,7 @@ export class JobView {
     this.element = h(
       "article",
       { class: "job", "aria-labelledby": "title" },
-      h("div", { class: "head" }, h("h1", { id: "title" }, this.name), this.chip, h("span", { class: "dim" }, "for ", this.age)),
+      h("div", { class: "head" }, h("h1", { id: "title" }, this.name), this.chip, h("span", { class: "dim" }, "for ", this.age), grafanaLink(this.name)),
       this.reason,
       this.facts,
       this.missing,

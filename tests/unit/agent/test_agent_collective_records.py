@@ -19,9 +19,11 @@ import pytest
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers import collective_records, hang_watch
 from rdzv.agent.observers.collective_records import (
+    HANDLERS,
     HOOK,
     NOTHING,
     OFF,
+    OLDER,
     NoRecordError,
     RecordReader,
     with_hook,
@@ -130,6 +132,18 @@ async def test_an_answer_that_does_not_end_is_cut(
     async with serving(tmp_path / f"collectives.{PID}.0a1b2c3d", Torch(b" " * 5_000)):
         with pytest.raises(NoRecordError, match="is larger than"):
             await ask(tmp_path)
+
+
+async def test_a_torch_without_such_a_record_is_told_apart_from_one_that_does_not_answer(
+    tmp_path: Path,
+) -> None:
+    """Each of the names was tried; torch 2.4 answers, and knows none of them."""
+    torch = Torch(handler="ping")
+    async with serving(tmp_path / f"collectives.{PID}.0a1b2c3d", torch):
+        with pytest.raises(NoRecordError) as raised:
+            await ask(tmp_path)
+    assert str(raised.value) == OLDER
+    assert torch.asked == len(HANDLERS)
 
 
 @pytest.mark.parametrize(

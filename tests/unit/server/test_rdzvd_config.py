@@ -143,6 +143,14 @@ def test_all_that_is_wrong_in_a_file_is_said_at_once(file: Path) -> None:
     assert f"{file}: `lisen` is unknown; the nearest known key is `listen`" in said
 
 
+@pytest.mark.parametrize("url", ["grafana:3000", "ftp://g", "https://", "https://g/?orgId=1"])
+def test_what_is_no_address_of_a_grafana_is_refused(file: Path, url: str) -> None:
+    file.write_text(f'grafana = "{url}"\n')
+    code, said = run("--check-config", f"--config={file}")
+    assert code == 2
+    assert "is not the address of a Grafana; give the URL of its first page" in said
+
+
 def test_a_file_that_is_named_must_exist(tmp_path: Path) -> None:
     code, said = run("--check-config", f"--config={tmp_path / 'none.toml'}")
     assert code == 2 and "none.toml: it cannot be read: No such file or directory; write it" in said

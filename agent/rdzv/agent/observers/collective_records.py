@@ -64,6 +64,8 @@ NOTHING = (
     "(does it clear the environment, or give -E, -I or -S?)"
 )
 
+OLDER = "its torch gives no record of collectives (2.13 does; an older one may not)"
+
 
 class NoRecordError(Exception):
     """A worker's record is not available; the message says why."""
@@ -233,7 +235,8 @@ async def _post_each(path: Path, identity: Identity | None) -> bytes:
         status, body = await _post(path, f"/handler/{handler}", identity)
         if status == 200:
             return body
-    raise NoRecordError(f"its torch keeps no record of collectives (it answers {status})")
+    why = OLDER if status == 404 else f"its torch gives no record of collectives: HTTP {status}"
+    raise NoRecordError(why)
 
 
 async def _post(path: Path, target: str, identity: Identity | None) -> tuple[int, bytes]:

@@ -82,7 +82,7 @@ async def serving_http(
     answers = Shown(replica, clock, config.limits, facade)
     async with Feeds.running(answers, config.limits, config.timings) as feeds:
         app.add_routes(Api(answers, feeds, config).routes())
-        app.add_routes(page_routes())
+        app.add_routes(page_routes(config.grafana))
         # When a client is gone, its handler is cancelled; a waiting handler would not notice
         # otherwise.
         runner = web.AppRunner(

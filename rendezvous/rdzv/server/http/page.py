@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable
+from html import escape
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -30,6 +31,9 @@ TYPES = {
     ".svg": "image/svg+xml",
 }
 
+GRAFANA = b'<meta name="rdzv-grafana" content="%s">'
+"""The line of the document that says where Grafana is."""
+
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -46,13 +50,16 @@ POLICY = "; ".join(
 )
 
 
-def page_routes() -> list[web.RouteDef]:
-    """Return a route for each file of the page; `/` is its document."""
+def page_routes(grafana: str | None = None) -> list[web.RouteDef]:
+    """Return a route for each file of the page; `/` is its document, which links to `grafana`."""
     routes = []
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in TYPES:
-            where = "/" if path.name == "index.html" else f"/web/{path.name}"
-            routes.append(web.get(where, _file(path.read_bytes(), TYPES[path.suffix])))
+            where, data = f"/web/{path.name}", path.read_bytes()
+            if path.name == "index.html":
+                where = "/"
+                data = data.replace(GRAFANA % b"", GRAFANA % escape(grafana or "").encode())
+            routes.append(web.get(where, _file(data, TYPES[path.suffix])))
     return routes
 
 

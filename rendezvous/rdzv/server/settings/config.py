@@ -247,6 +247,21 @@ def check_otlp(text: str) -> None:
         )
 
 
+def check_grafana(text: str) -> None:
+    """Refuse text that is not the address of a Grafana.
+
+    Raises:
+        InvalidRequestError: it is no http or https URL, or has a query or a fragment.
+
+    """
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+        raise InvalidRequestError(
+            f"{text!r} is not the address of a Grafana; give the URL of its first page, such as "
+            "https://grafana.example.org"
+        )
+
+
 def _has_opentelemetry() -> bool:
     try:
         return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
@@ -402,6 +417,7 @@ class Config:
     """The service accounts whose tokens are accepted; None if no such tokens are."""
     init_admin_token: Path | None = None
     """The file for the first admin's token, used while there is no other admin."""
+    grafana: str | None = None
     otlp: str | None = None
     """Where rounds are sent as traces, by OTLP over HTTP, or `env`; None if they are not sent."""
     notify: Notify | None = None

@@ -63,6 +63,7 @@ def make_config(settings: RdzvdSettings) -> Config:
         init_admin_token=settings.init_admin_token,
         etcd=_etcd(settings),
         http=settings.http,
+        grafana=settings.grafana,
         otlp=settings.otlp,
         notify=_notify(settings),
         c10d=settings.c10d,

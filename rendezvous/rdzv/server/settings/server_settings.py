@@ -15,7 +15,7 @@ from rdzv.core.fleet.nodes import NodesTuning
 from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import Tuning
 from rdzv.errors import InvalidRequestError
-from rdzv.server.settings.config import Limits, Timings, check_otlp
+from rdzv.server.settings.config import Limits, Timings, check_grafana, check_otlp
 from rdzv.settings.declaration import Duration, Rule, Size, Table, setting, settings_of
 from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
@@ -499,6 +499,10 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     http: Annotated[Listen | None, setting(unit="HOST:PORT", default_words="nowhere", reason="""
         Serve the live page, /api, /metrics, /sd, /healthz and /readyz here, by TLS if `tls.cert` is
         given. Any address but loopback needs `tls.client_ca` or `insecure`.""")] = None
+    grafana: Annotated[str | None, setting(
+        unit="URL", check=check_grafana, default_words="none", reason="""
+        The Grafana that has the dashboards of `deploy/grafana`: the page of a job links to its
+        dashboard there.""")] = None
     otlp: Annotated[str | None, setting(
         unit="URL", check=check_otlp, default_words="nowhere", reason="""
         Send rounds as traces to this OpenTelemetry collector, by OTLP over HTTP; `env`: to
