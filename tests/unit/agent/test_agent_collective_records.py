@@ -9,6 +9,8 @@ import asyncio
 import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -160,6 +162,41 @@ async def test_why_there_is_no_record(tmp_path: Path, files: dict[str, str], why
     with pytest.raises(NoRecordError) as raised:
         await ask(tmp_path)
     assert str(raised.value) == why
+
+
+@pytest.mark.parametrize(
+    ("handlers", "started"),
+    [
+        pytest.param(None, False, id="torch 2.4 does not name its handlers"),
+        pytest.param(["ping", "dump_traceback"], False, id="it has no record to give"),
+        pytest.param(["ping", "fr_trace_json"], True, id="torch 2.13"),
+    ],
+)
+def test_a_torch_that_gives_no_record_is_left_alone(
+    tmp_path: Path, handlers: list[str] | None, started: bool
+) -> None:
+    """Its server would be of no use, and has crashed processes that were asked as they ended."""
+    site, folder = tmp_path / "site", tmp_path / "worker"
+    folder.mkdir()
+    names = "" if handlers is None else f"def _get_handler_names(): return {handlers}\n"
+    for module, text in {
+        "__init__": "",
+        "_C/__init__": "",
+        "_C/_distributed_c10d": f"class _WorkerServer:\n    pass\n{names}",
+        "distributed/__init__": "",
+        "distributed/distributed_c10d": "def init_process_group(): pass\n",
+    }.items():
+        path = site / "torch" / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    environ = with_hook({"PYTHONPATH": str(site), "RDZV_PROGRESS_FILE": str(folder / "progress")})
+    script = "import torch.distributed.distributed_c10d as c; c.init_process_group(); import os; "
+    command = [sys.executable, "-c", f"{script}print(os.getpid())"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    with pytest.raises(NoRecordError) as raised:
+        asyncio.run(reader().read(str(folder / "progress"), int(done.stdout), 64, 5.0))
+    # What is started here has no library of torch, and says so.
+    assert (str(raised.value) != OLDER) is started
 
 
 async def test_a_reason_that_is_a_pipe_does_not_hold_the_agent_up(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ NAME = "collectives"
 MODULE = "torch.distributed.distributed_c10d"
 MAX_PATH_BYTES = 107
 MAX_ERROR_CHARS = 500
+HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
+"""The names by which torch's server gives the record, in one version or another."""
+OLDER = "its torch gives no record of collectives (2.13 does; an older one may not)"
 OF_COLLECTIVES = ("timed out", "timeout", "connection closed", "connection reset", "socket closed")
 """The words of errors that collectives raise when another rank is missing, or is gone."""
 QUIET = 2
@@ -112,9 +115,16 @@ def _start() -> None:
     if not folder:
         return
     try:
-        from torch._C._distributed_c10d import _WorkerServer
+        from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+            _get_handler_names,
+            _WorkerServer,
+        )
     except ImportError:
-        _leave_word("this torch has no worker server (_WorkerServer)")
+        # Torch 2.4 has a server and no record to give; asked as it ends, a process may crash.
+        _leave_word(OLDER)
+        return
+    if not {*HANDLERS} & {*_get_handler_names()}:
+        _leave_word(OLDER)
         return
     import signal
 
