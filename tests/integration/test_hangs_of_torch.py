@@ -34,6 +34,8 @@ for step in range(10_000):
         elif how == "other":
             dist.broadcast(torch.ones(4), src=2)
     dist.all_reduce(torch.ones(4))
+# Without this, torch aborts some processes at their end.
+dist.destroy_process_group()
 """
 
 

@@ -18,3 +18,5 @@ while True:
     dist.all_reduce(done)
     if done:
         break
+# Without this, torch aborts some processes at their end.
+dist.destroy_process_group()
