@@ -67,7 +67,7 @@ from rdzv.core.events import (
 from rdzv.core.explain import JobView
 from rdzv.core.fleet import nodes
 from rdzv.core.fleet.nodes import NodesEvent, NodesTuning
-from rdzv.core.keeping import NotKept
+from rdzv.core.kept_ranks import NotKept
 from rdzv.core.model import (
     Failure,
     JobSpec,

@@ -19,7 +19,7 @@ from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE
 from rdzv.agent.server_link.node_drain import Event, NodeDrain
-from rdzv.core.evidence.hang_verdict import HungWorker
+from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.placement import Resources

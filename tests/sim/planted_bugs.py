@@ -7,7 +7,7 @@ from rdzv.structs import struct
 SIMULATOR = "sim"
 
 CONNECTIONS = "rendezvous/rdzv/server/sessions/connections.py"
-NODE_COMMANDS = "rendezvous/rdzv/server/sessions/node_commands.py"
+NODE_COMMANDS = "rendezvous/rdzv/server/sessions/commands_from_nodes.py"
 PRESENCE = "rendezvous/rdzv/server/sessions/presence.py"
 RECOVERY = "rendezvous/rdzv/server/sessions/recovery.py"
 REPORTS = "rendezvous/rdzv/server/sessions/reports.py"
@@ -19,7 +19,7 @@ LEDGER_TESTS = "tests/unit/view/test_ledger.py tests/unit/server/test_step_miles
 PLACER_TESTS = "tests/unit/server/test_placer.py"
 ROLE_TESTS = "tests/unit/server/test_roles.py"
 KEEPING_TESTS = (
-    "tests/unit/core/test_keeping.py "
+    "tests/unit/core/test_kept_ranks.py "
     "tests/scenarios "
     "tests/unit/core/rounds/test_recovery_reports.py "
     "tests/unit/server/test_announcements.py"
@@ -565,7 +565,7 @@ MUTANTS = (
     # ---------------------------------------------------------- keeping
     Mutant(
         "keeping: a worker whose failure ended the round",
-        "keeping.keep",
+        "kept_ranks.keep",
         "            elif worker in last.failed:",
         "            elif False and worker in last.failed:",
         by=KEEPING_TESTS,
@@ -586,26 +586,26 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: a torn state heals the others",
-        "keeping._resume",
+        "kept_ranks._resume",
         "if not offer.torn and _sealed(offer) and",
         "if _sealed(offer) and",
     ),
     Mutant(
         "keeping: the oldest state heals the others",
-        "keeping._resume",
+        "kept_ranks._resume",
         "max(_sealed(offer), furthest.get(offer.shard, 0))",
         "min(_sealed(offer), furthest.get(offer.shard, 1 << 53))",
     ),
     Mutant(
         "keeping: the highest RANK heals the others",
-        "keeping._resume",
+        "kept_ranks._resume",
         "min(rank for rank, offer in whole.items()",
         "max(rank for rank, offer in whole.items()",
         by=KEEPING_TESTS,
     ),
     Mutant(
         "keeping: a part of a sharded state without a holder",
-        "keeping._resume",
+        "kept_ranks._resume",
         "if len(held) < shards:",
         "if not held:",
     ),
@@ -625,7 +625,7 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: workers that were not in lock-step",
-        "keeping.keep",
+        "kept_ranks.keep",
         "abs(_sealed(offer) - sealed) > 1",
         "abs(_sealed(offer) - sealed) > 2",
         by=KEEPING_TESTS,
@@ -645,7 +645,7 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: although the operator wants new processes",
-        "keeping.keep",
+        "kept_ranks.keep",
         "            elif not last.keeps:",
         "            elif False and not last.keeps:",
     ),
@@ -665,7 +665,7 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: the suspect that is charged",
-        "keeping.keep",
+        "kept_ranks.keep",
         "            elif worker == last.charged:",
         "            elif False and worker == last.charged:",
         by=KEEPING_TESTS,
@@ -1349,10 +1349,10 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: rounds that break before a step is sealed are tried for ever",
-        "keeping._why_none",
+        "kept_ranks._why_none",
         "        if failed or (prior.end.broken and prior.fruitless):",
         "        if failed:",
-        by="tests/unit/core/test_keeping.py",
+        by="tests/unit/core/test_kept_ranks.py",
     ),
     Mutant(
         "a kept worker may wait for its peers for ever",
@@ -1781,7 +1781,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a node believes is held against a job as it was before the same commit",
-        "node_commands.NodeCommands.latest",
+        "commands_from_nodes.NodeCommands.latest",
         "        return self._jobs.peek(rdzv_id) or state\n",
         "        return state\n",
         by="tests/unit/server/test_driver.py",
@@ -1893,7 +1893,7 @@ MUTANTS = (
     ),
     Mutant(
         "who hangs is blamed although the stacks show for whom it waits",
-        "hang_verdict.verdict",
+        "hang_culprit.verdict",
         "    if odd is not None and odd in stacks:",
         "    if False:",
         by="tests/unit/server/test_hangs_of_jobs.py",

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ports import free_port
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
-from rdzv.core.evidence.hang_verdict import HungWorker
+from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
 from rdzv.core.model import Settings
 from rdzv.runtime.clock import MonotonicClock

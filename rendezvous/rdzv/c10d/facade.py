@@ -104,7 +104,7 @@ class Facade:
             except _EndedError as error:
                 self._lose_all(str(error))
             except Exception as error:
-                log.exception("c10d: a bug of rdzvd, please report it")
+                log.exception("c10d: a bug in rdzvd, please report it")
                 self._lose_all(f"is given up: {error!r}")
             finally:
                 await server.kill()
@@ -124,15 +124,12 @@ class Facade:
 
     def _lose_all(self, why: str) -> None:
         lost = self._watch.clear()
-        jobs = ", ".join(lost[:LISTED_JOBS]) or "none was there"
-        more = f" and {len(lost) - LISTED_JOBS} more" if len(lost) > LISTED_JOBS else ""
-        log.error(
-            "c10d: the process that served torch's store %s; its jobs have lost their store and "
-            "end, launch them again: %s%s",
-            why,
-            jobs,
-            more,
-        )
+        follows = "no job used it"
+        if lost:
+            more = f" and {len(lost) - LISTED_JOBS} more" if len(lost) > LISTED_JOBS else ""
+            jobs = ", ".join(lost[:LISTED_JOBS])
+            follows = f"its jobs end without their store, launch them again: {jobs}{more}"
+        log.error("c10d: the process that served torch's store %s; %s", why, follows)
         self._warned.clear()
 
     # ---------------------------------------------------------------- looking
@@ -150,7 +147,7 @@ class Facade:
                 closed = await self._take(answer)
             except Exception:
                 # The store is still served, and other jobs are still watched.
-                log.exception("c10d: a bug of rdzvd, please report it: one check is lost")
+                log.exception("c10d: a bug in rdzvd, please report it: one check is lost")
 
     async def _take(self, answer: _Answer) -> tuple[str, ...]:
         """Record the result of a look; return the jobs that are closed now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from rdzv.core.keeping import NotKept
+from rdzv.core.kept_ranks import NotKept
 from rdzv.core.model import Cause, Ended, Failure, Round, RoundEnd
 from rdzv.structs import struct
 

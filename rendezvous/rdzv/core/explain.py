@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from rdzv.core.fleet.drains import Drain
 from rdzv.core.fleet.placement import Wait
-from rdzv.core.keeping import kept_workers
+from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.life.absences import some_seat_away, unheard, unheard_until_ms
 from rdzv.core.life.charging import restarts_that_count
 from rdzv.core.life.chosen_nodes import awaited

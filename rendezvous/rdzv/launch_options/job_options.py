@@ -12,7 +12,7 @@ import re
 import signal
 from collections.abc import Mapping
 
-from rdzv.core.evidence.hang_verdict import HangTimeout
+from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError, short
 from rdzv.launch_options.declared_flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS

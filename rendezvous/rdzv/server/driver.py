@@ -26,7 +26,7 @@ from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.engine import Engine
 from rdzv.server.engine.forgetting import Forgetting
 from rdzv.server.engine.job import Job, News
-from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.engine.store_calls import StoreAccess
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_operations import JobOperations
 from rdzv.server.operations.job_views import JobViews
@@ -35,9 +35,9 @@ from rdzv.server.operations.node_views import NodeViews
 from rdzv.server.operations.worker_views import WorkerViews
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.security.tokens import Tokens
+from rdzv.server.sessions.commands_from_nodes import NodeCommands
 from rdzv.server.sessions.connections import Connections
 from rdzv.server.sessions.leases import Leases
-from rdzv.server.sessions.node_commands import NodeCommands
 from rdzv.server.sessions.presence import Presence
 from rdzv.server.sessions.recovery import Recovery
 from rdzv.server.sessions.reports import Reports

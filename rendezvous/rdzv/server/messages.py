@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rdzv.core.commands import Command
-from rdzv.core.evidence.hang_verdict import HungWorker
+from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.placement import FailingCheck, Resources

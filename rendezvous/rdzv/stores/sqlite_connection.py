@@ -189,7 +189,7 @@ class Connection:
             self._commit(batch)
         except BaseException as error:
             # An error in this thread would be lost, and each caller would hold its job's lock.
-            log.exception("a bug of rdzvd, please report it: %s", self.path)
+            log.exception("a bug in rdzvd, please report it: %s", self.path)
             unknown = RendezvousConnectionError(
                 f"{self.path}: what was written may have been, or not: {error!r}"
             )

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from rdzv.core import events
-from rdzv.core.keeping import kept_workers
+from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.model import Cause, Failure, Result, Round
 from rdzv.core.words import LISTED
 from rdzv.structs import struct

@@ -567,7 +567,8 @@ class Book:
 def _broke_ms(round_: _Round, ended_ms: int) -> int:
     """Return when a round stopped working: at its end, or earlier if the failure was noticed late.
 
-    A step that was made after a node fell silent shows that the others went on.
+    It is never before the last step: a step made after a node fell silent shows that the others
+    worked on.
     """
     found = [ended_ms - round_.dead_ms]
     if round_.failed_ms is not None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rdzv.core import events
-from rdzv.core.keeping import WHY_NEW
+from rdzv.core.kept_ranks import WHY_NEW
 from rdzv.core.model import Failure
 from rdzv.core.root_cause import describe_failure
 from rdzv.core.words import counted, duration, ranks_text

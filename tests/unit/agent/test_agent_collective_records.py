@@ -31,7 +31,7 @@ from rdzv.agent.observers.collective_records import (
     with_hook,
 )
 from rdzv.agent.observers.hang_watch import HangWatch, HungReport
-from rdzv.core.evidence.hang_verdict import HangTimeout
+from rdzv.core.evidence.hang_culprit import HangTimeout
 
 PID = 4711
 

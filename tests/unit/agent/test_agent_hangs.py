@@ -18,7 +18,7 @@ from rdzv.agent.core.hang_timeout import AUTO_INTERVALS, Look, Vigil, timeout_ms
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers import hang_watch
 from rdzv.agent.observers.hang_watch import HangWatch, HungReport
-from rdzv.core.evidence.hang_verdict import HangTimeout
+from rdzv.core.evidence.hang_culprit import HangTimeout
 
 AUTO, FIXED = HangTimeout(None), HangTimeout(5_000)
 

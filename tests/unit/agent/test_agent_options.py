@@ -15,7 +15,7 @@ from rdzv.agent.cli.options import parse_launch
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.launch.numa import NumaBinding
 from rdzv.client import Endpoint
-from rdzv.core.evidence.hang_verdict import HangTimeout
+from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import flags

@@ -255,7 +255,7 @@ async def test_an_answer_ends_with_its_last_word_whatever_happens(
     monkeypatch.setattr(stack_sampling, "process_state", fail)
     answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
     await _until(lambda: bool(said))
-    assert said == [(5, 0, True, "a bug of its agent: RuntimeError('boom')")]
+    assert said == [(5, 0, True, "a bug in its agent: RuntimeError('boom')")]
     await answers.close()
 
 

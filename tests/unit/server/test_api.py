@@ -20,7 +20,7 @@ import pytest
 from yarl import URL
 
 from rdzv.core.commands import Fail, FailureReport, Succeed
-from rdzv.core.evidence.hang_verdict import HungWorker
+from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Group, Report, Thread, WorkerStack
 from rdzv.core.explain import view
 from rdzv.core.life.runs import vacant
@@ -563,7 +563,7 @@ async def test_logs_that_are_followed_come_as_they_are_written() -> None:
 async def test_who_follows_logs_and_leaves_before_the_first_text_is_no_bug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What was still running was closed, and "a bug of rdzvd" was logged."""
+    """What was still running was closed, and "a bug in rdzvd" was logged."""
     async with asked() as s:
         n1, _ = await s.pair()
         url = f"{s.url}{PREFIX}/jobs/job-7/logs?rank=0&follow=true"

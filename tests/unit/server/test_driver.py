@@ -740,7 +740,7 @@ async def test_a_reload_disturbs_no_running_worker(monkeypatch: pytest.MonkeyPat
     async with server() as s:
         n1, n2 = await s.pair()
         monkeypatch.setattr(engine_module, "violations", lambda *_: ["barrier: broken"])
-        with pytest.raises(InvariantError, match=r"a bug of rdzvd.*Leave.*barrier: broken"):
+        with pytest.raises(InvariantError, match=r"a bug in rdzvd.*Leave.*barrier: broken"):
             leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
             await s.driver.engine.submit("job-7", leave)
         monkeypatch.undo()
@@ -1255,7 +1255,7 @@ async def test_a_broken_guarantee_of_one_job_is_no_matter_of_the_others(
         said = read(n1)
         assert n1.open and any(isinstance(message, Assignment) for message in said)
         [waits] = [m for m in said if isinstance(m, Waiting) and m.rdzv_id == "job-8"]
-        assert "cannot decide anything about this job: a bug of rdzvd" in waits.reason
+        assert "cannot decide anything about this job: a bug in rdzvd" in waits.reason
         assert not any(isinstance(message, Refused) for message in said)
 
 
@@ -1279,7 +1279,7 @@ async def test_a_broken_guarantee_about_who_came_back_without_a_job_ends_no_stre
         again = s.attach("n1")
         await s.driver.recovery.greet(again, [asks_for("job-8", again)])
         assert again.open and again.greeted
-        assert "job job-7 could not be updated about n1: a bug of rdzvd" in caplog.text
+        assert "job job-7 could not be updated about n1: a bug in rdzvd" in caplog.text
         assert (await s.driver.jobs.look("job-8")).present("n1")
 
 
@@ -1306,7 +1306,7 @@ async def test_what_a_node_holds_no_more_of_a_broken_job_ends_no_stream(
         broken_for(monkeypatch, "job-7", MarkLost)
         await s.driver.reports.note_holdings(n1, ())
         assert n1.open
-        assert "job job-7 could not be updated about n1: a bug of rdzvd" in caplog.text
+        assert "job job-7 could not be updated about n1: a bug in rdzvd" in caplog.text
 
 
 # ---------------------------------------------------------------- what is kept, and for how long

@@ -9,7 +9,7 @@ import pytest
 
 from rdzv.core.commands import Leave
 from rdzv.core.evidence.collectives import Collective, GroupRecord
-from rdzv.core.evidence.hang_verdict import HungWorker, verdict
+from rdzv.core.evidence.hang_culprit import HungWorker, verdict
 from rdzv.core.evidence.stacks import EXITED, Frame, Report, Thread, WorkerStack, grouped
 from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings
 from rdzv.core.root_cause import describe_failure, is_connection_error

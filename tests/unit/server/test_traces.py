@@ -203,7 +203,7 @@ async def test_a_fault_in_one_row_ends_no_server(caplog: pytest.LogCaptureFixtur
         traces.recorded(rows)
     assert "round 1" in {span.key for span in found}
     (line,) = said(caplog)
-    assert line.startswith("a bug of rdzvd, please report it: no trace of Record(")
+    assert line.startswith("a bug in rdzvd, please report it: no trace of Record(")
 
 
 async def test_spans_are_made_while_the_server_runs_and_what_is_left_at_its_end() -> None:

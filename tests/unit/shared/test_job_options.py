@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from rdzv.core.evidence.hang_verdict import HangTimeout
+from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.core.model import ScaleUp, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import declared_flags, flags

@@ -146,8 +146,8 @@ class ElasticBatchSampler:
     def _refuse_if_stale(self, round_: int) -> None:
         if round_ != self._round:
             raise WorkerError(
-                "an iterator of a former round was asked for a batch: it divides the samples among "
-                "other ranks. Make loaders and iterators inside of the function under @elastic"
+                "an iterator of an earlier round was asked for a batch; it divides the samples "
+                "among other ranks. Make loaders and iterators inside the function under @elastic"
             )
 
     def _end_epoch(self) -> None:

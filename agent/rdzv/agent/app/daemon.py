@@ -305,7 +305,7 @@ class Daemon:
             try:
                 await self._reload_once()
             except Exception:
-                log.exception("the configuration was not reloaded: a bug of rdzv-agent")
+                log.exception("the configuration was not reloaded: a bug in rdzv-agent")
 
     async def _reload_once(self) -> None:
         """Reload the configuration; an invalid one changes nothing."""

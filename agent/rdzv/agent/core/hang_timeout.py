@@ -7,7 +7,7 @@ observation counts, so a pause of the agent or of the machine does not make a wo
 
 from __future__ import annotations
 
-from rdzv.core.evidence.hang_verdict import HangTimeout
+from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.structs import replace, struct
 
 AUTO_LEAST_MS = 60_000

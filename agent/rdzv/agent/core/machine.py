@@ -645,10 +645,10 @@ def _follows_notice(work: _Step, event: WorkerExited | WorkerSuspected) -> bool:
 
 
 def _leave_with_workers(work: _Step, event: WorkerExited) -> None:
-    """Leave once all workers have exited, or one not with 0: the rest cannot continue for long.
+    """Leave once all workers have exited, or as soon as one exits with an error.
 
-    If all have exited with 0 they may have been done, like those of other nodes; the server should
-    learn of these first.
+    If all have exited with 0, they may have finished their work, as those of other nodes have; the
+    server should learn of these first.
     """
     notice, alive = work.state.notice, work.state.alive
     assert notice is not None

@@ -170,7 +170,7 @@ class Health:
             self._hung[check] = _Hung(task, loop.time() - check.timeout_s)
             return FailingCheck(check.name, f"did not come back within {check.timeout_s:g} s")
         if (error := task.exception()) is not None:
-            log.error("%s: a bug of this check", check.name, exc_info=error)
+            log.error("%s: a bug in this check", check.name, exc_info=error)
             return FailingCheck(check.name, f"could not be checked: {error!r}")
         return FailingCheck(check.name, wrong) if (wrong := task.result()) else None
 

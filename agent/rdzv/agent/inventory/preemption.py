@@ -73,7 +73,7 @@ async def _guarded(work: Coroutine[None, None, None]) -> None:
     try:
         await work
     except Exception:
-        log.exception("a bug of rdzv-agent: preemptions are no longer noticed")
+        log.exception("a bug in rdzv-agent: preemptions are no longer noticed")
 
 
 class _Watching:

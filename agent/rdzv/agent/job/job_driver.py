@@ -223,8 +223,8 @@ class JobDriver:
             except (InvalidRequestError, OSError) as error:
                 unready = str(error)
             except Exception as error:
-                log.exception("%s: a bug of rdzv-agent", self.rdzv_id)
-                unready = f"a bug of its rdzv-agent: {error!r}"
+                log.exception("%s: a bug in rdzv-agent", self.rdzv_id)
+                unready = f"a bug in its rdzv-agent: {error!r}"
         if unready:
             text = "%s: no further round can be started here; its workers run on: %s"
             log.error(text, self.rdzv_id, unready)

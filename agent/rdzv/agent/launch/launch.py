@@ -19,7 +19,7 @@ from rdzv.agent.core.model import Job
 from rdzv.agent.launch.numa import NumaBinding
 from rdzv.agent.runner_link import end_spared, start_spared
 from rdzv.agent.system.accounts import Account, Identity, acting_as, started_as
-from rdzv.core.evidence.hang_verdict import HangTimeout
+from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 from rdzv.transport.addresses import address_towards, leads_beyond_loopback

@@ -259,8 +259,8 @@ class Placements:
         except (InvalidRequestError, OSError) as error:
             why_not = str(error)
         except Exception as error:
-            log.exception("%s: a bug of rdzv-agent", placed.rdzv_id)
-            why_not = f"a bug of its rdzv-agent: {error!r}"
+            log.exception("%s: a bug in rdzv-agent", placed.rdzv_id)
+            why_not = f"a bug in its rdzv-agent: {error!r}"
         if why_not:
             launch = bare_launch(placed, around, share, job)
         return replace(launch, job=job), folder, why_not
@@ -368,8 +368,8 @@ class Placements:
             if not self._handed_over:
                 log.info("%s: not taken up: %s", held.name, held.given_back or "this agent ends")
         except Exception as error:
-            log.exception("%s: a bug of rdzv-agent ends it on this node", held.name)
-            self._decline(held, f"a bug of its rdzv-agent: {error!r}")
+            log.exception("%s: a bug in rdzv-agent ends it on this node", held.name)
+            self._decline(held, f"a bug in its rdzv-agent: {error!r}")
 
     def _let_go(self, held: _Held) -> None:
         """Forget a job of which nothing is left."""
@@ -471,18 +471,18 @@ class Placements:
         except Exception as error:
             if held.driver is None:
                 raise
-            log.exception("%s: a bug of rdzv-agent ends it on this node", held.name)
+            log.exception("%s: a bug in rdzv-agent ends it on this node", held.name)
             bug = error
         finally:
             held.driver, held.closing = None, True
             if not driver.handed_over:
                 await self._close(held, driver)
             if bug is not None:
-                driver.say_failed(f"a bug of its rdzv-agent: {bug!r}")
+                driver.say_failed(f"a bug in its rdzv-agent: {bug!r}")
             self._link.remove(driver)
             self._link.log_reading.forget(held.name)
         if bug is not None and not driver.joined:
-            self._decline(held, f"a bug of its rdzv-agent: {bug!r}")
+            self._decline(held, f"a bug in its rdzv-agent: {bug!r}")
 
     async def _close(self, held: _Held, driver: JobDriver) -> None:
         """End all processes of a job; while one survives SIGKILL, the job keeps its GPUs."""

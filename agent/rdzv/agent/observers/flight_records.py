@@ -64,7 +64,7 @@ class FlightRecord:
 
     @property
     def waiting_ms(self) -> int:
-        """How long ago it has entered the oldest collective that it waits in; 0 if in none."""
+        """How long it has waited in its oldest pending collective; 0 if it waits in none."""
         pending = (group.pending for group in self.groups)
         return max((one.age_ms for one in pending if one is not None), default=0)
 

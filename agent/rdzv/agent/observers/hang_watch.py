@@ -4,7 +4,7 @@ A worker is alive as long as it writes anything to the file named by RDZV_PROGRE
 has not written it in this round is alive as long as it completes collectives, which its torch
 counts; it is asked for that seldom. The watch also notes whether its process is in D state. Workers
 are checked at intervals, since inactivity causes no event. Hung workers are reported to the server,
-which stops them: nothing is decided here.
+which stops them. When a worker counts as hung is decided in `core/hang_timeout`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import LEAST_ENTRIES
 from rdzv.agent.observers.stack_sampling import process_state
 from rdzv.agent.system.accounts import Identity, acting_as
-from rdzv.core.evidence.hang_verdict import HangTimeout, HungWorker
+from rdzv.core.evidence.hang_culprit import HangTimeout, HungWorker
 from rdzv.core.evidence.stacks import STOPPED
 from rdzv.structs import struct
 

@@ -18,7 +18,7 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers.collective_records import RecordReader
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.core.evidence.collectives import MIN_WAIT_MS
-from rdzv.core.evidence.hang_verdict import HungWorker
+from rdzv.core.evidence.hang_culprit import HungWorker
 
 log = logging.getLogger("rdzv.agent")
 

@@ -135,7 +135,7 @@ class StackAnswers:
                     await self._say(asked.request, (stack,), False, "")
         except Exception as failure:
             log.exception("stacks of %s could not be taken", asked.rdzv_id)
-            error = f"a bug of its agent: {failure!r}"
+            error = f"a bug in its agent: {failure!r}"
         await self._say(asked.request, (), True, error)
 
     async def _with_record(

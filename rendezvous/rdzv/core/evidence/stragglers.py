@@ -1,7 +1,7 @@
-"""Stragglers, and which workers are much slower than the others of their role for a while.
+"""Finds stragglers: which workers are much slower than the others of their role for a while.
 
-Pure. Where workers do not wait for each other, their rates tell; where they do, all have the same
-rate, and `lateness` tells.
+Pure. Where workers do not wait for each other, their step rates show it; where they do, all rates
+are the same, and `lateness` shows it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rdzv.core.draft import Draft
 from rdzv.core.events import JobQueued, LastCallBegan, RoundCompleted
-from rdzv.core.keeping import keep
+from rdzv.core.kept_ranks import keep
 from rdzv.core.life.absences import some_seat_away
 from rdzv.core.life.chosen_nodes import awaited
 from rdzv.core.life.round_end import end_round, some_succeeded

@@ -3,8 +3,7 @@
 A node reports that some of its workers hang (`Hung`), and repeats the report now and then. The
 first report of a round begins an *episode*. Since one worker that hangs stalls all others, their
 nodes are about to report it too; then stacks are taken while everything is still as it is. The end
-is an ordinary worker failure, attributed to the worker that the others wait for. Nothing is
-decided twice: only what the rendezvous core makes of it remains.
+is an ordinary worker failure, attributed to the worker that the others wait for.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 
 from rdzv.core.commands import Command, Fail, FailureReport
 from rdzv.core.events import Event, HangOver, StacksTaken, WorkersHang
-from rdzv.core.evidence.hang_verdict import HungWorker, describe_hung, verdict
+from rdzv.core.evidence.hang_culprit import HungWorker, describe_hung, verdict
 from rdzv.core.evidence.stacks import Report
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError

@@ -1,7 +1,8 @@
 """Messages to nodes, computed from states and events by pure functions.
 
 `news` is for nodes that are connected when something happens; `owed` is for a node that reconnects
-and may have missed it. A node that gets the same message from both is not harmed.
+and may have missed it; `sessions/streams` sends both. A node that gets the same message from both
+is not harmed.
 """
 
 from __future__ import annotations

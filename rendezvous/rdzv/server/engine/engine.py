@@ -22,7 +22,7 @@ from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.history import History
 from rdzv.server.engine.job import Asked, Guard, Job, Judge, News, Step
 from rdzv.server.engine.jobs import Jobs
-from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.engine.store_calls import StoreAccess
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.structs import replace
@@ -301,6 +301,6 @@ def _aged(command: Command, deaf_ms: int) -> Command:
 
 def _bug(rdzv_id: str, command: Command, what: str) -> InvariantError:
     return InvariantError(
-        f"a bug of rdzvd, please report it: {type(command).__name__} in job {rdzv_id} {what}; "
+        f"a bug in rdzvd, please report it: {type(command).__name__} in job {rdzv_id} {what}; "
         "nothing was changed"
     )

@@ -379,8 +379,8 @@ async def answering_errors(request: web.Request, handler: Handler) -> web.Stream
     except Exception:
         if not request.path.startswith("/api/"):
             raise
-        log.exception("a bug of rdzvd, please report it: %s", request.path)
-        fields = _fields(RendezvousError.code, "a bug of rdzvd; its log says more")
+        log.exception("a bug in rdzvd, please report it: %s", request.path)
+        fields = _fields(RendezvousError.code, "a bug in rdzvd; its log says more")
         return _json(json.dumps(fields, indent=2), 500)
 
 

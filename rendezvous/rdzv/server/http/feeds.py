@@ -162,8 +162,8 @@ class Feed:
             self.fail(error)
         except Exception:
             # The readers connect again; other feeds continue.
-            log.exception("a bug of rdzvd, please report it: a stream of the HTTP API ends")
-            self.fail(RendezvousConnectionError("a bug of rdzvd, see its log; connect again"))
+            log.exception("a bug in rdzvd, please report it: a stream of the HTTP API ends")
+            self.fail(RendezvousConnectionError("a bug in rdzvd, see its log; connect again"))
 
     def _check(self, driver: Driver) -> None:
         if self._answers.replica.driver is not driver:

@@ -209,7 +209,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def TakeStacks(  # noqa: N802
         self, request: pb.TakeStacksRequest, context: AnyContext
     ) -> pb.StackReport:
-        """Show the stacks of a round's workers, now or when it hung."""
+        """Show the stacks of a round's workers, as they are now or as they were when it hung."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             run, number = inbound_operators.stacks_wanted_of(request, self._limits)

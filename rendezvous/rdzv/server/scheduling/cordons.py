@@ -13,7 +13,7 @@ from rdzv.core.fleet.drains import Drain
 from rdzv.errors import UnknownNodeError
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine.key_value_records import Document
-from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.engine.store_calls import StoreAccess
 
 log = logging.getLogger("rdzv.placer")
 

@@ -104,7 +104,7 @@ class Placer:
             done: list[tuple[str, Command]] = []
             while not self.stopped and await self._resolved() and (commands := self._decide()):
                 if commands == done:
-                    log.error("placing changes nothing, a bug of rdzvd: %s", commands)
+                    log.error("placing changes nothing, a bug in rdzvd: %s", commands)
                     return
                 for rdzv_id, command in commands:
                     try:

@@ -10,7 +10,7 @@ from rdzv.core.fleet.placement import FailingCheck
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.engine import Engine
-from rdzv.server.engine.store_access import StoreAccess
+from rdzv.server.engine.store_calls import StoreAccess
 from rdzv.server.messages import Announcement, Draining, Hello, Holding
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 from rdzv.server.scheduling.drains import Drains

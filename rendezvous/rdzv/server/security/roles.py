@@ -1,6 +1,6 @@
 """The table of roles: one row for every call of the two services, and for every path of HTTP.
 
-`Gate` in `access` enforces it, for gRPC and HTTP alike. A call without a row is refused.
+`Gate` in `gate` enforces it, for gRPC and HTTP alike. A call without a row is refused.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from rdzv.server.engine.job import Job
 from rdzv.server.engine.jobs import Jobs
 from rdzv.server.messages import Belief, Refused
 from rdzv.server.scheduling.scheduling import Scheduling
+from rdzv.server.sessions.commands_from_nodes import NodeCommands, log_unknown
 from rdzv.server.sessions.leases import Leases
-from rdzv.server.sessions.node_commands import NodeCommands, log_unknown
 from rdzv.server.sessions.presence import Presence
 from rdzv.server.sessions.streams import Stream, Streams
 from rdzv.structs import replace

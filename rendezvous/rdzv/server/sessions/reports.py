@@ -26,7 +26,7 @@ from rdzv.server.messages import (
     WorkersStarted,
 )
 from rdzv.server.scheduling.scheduling import Scheduling
-from rdzv.server.sessions.node_commands import NodeCommands
+from rdzv.server.sessions.commands_from_nodes import NodeCommands
 from rdzv.server.sessions.presence import Presence
 from rdzv.server.sessions.streams import Stream, Streams
 

@@ -39,7 +39,7 @@ from rdzv.core.events import (
 )
 from rdzv.core.evidence.collectives import KINDS
 from rdzv.core.explain import JobView, job_state
-from rdzv.core.keeping import kept_workers
+from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.model import Cause, JobState, Result, Round, State
 from rdzv.errors import DeniedError, LimitExceededError, UnauthenticatedError
 from rdzv.runtime.exposition import Collect, Parts, add_process, by_label, expiry

@@ -137,7 +137,7 @@ class Traces(Meter):
                 await self._take(row)
             except Exception:
                 # Traces must not bring down the server; the next row may succeed.
-                log.exception("a bug of rdzvd, please report it: no trace of %s", row)
+                log.exception("a bug in rdzvd, please report it: no trace of %s", row)
             number += 1
             if number % SLICE == 0:
                 await asyncio.sleep(0)

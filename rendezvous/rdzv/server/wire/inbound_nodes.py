@@ -18,7 +18,7 @@ from rdzv.core.commands import (
     Succeed,
 )
 from rdzv.core.evidence.collectives import Collective, GroupRecord
-from rdzv.core.evidence.hang_verdict import HungWorker
+from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.placement import FailingCheck, Gpu, Resources

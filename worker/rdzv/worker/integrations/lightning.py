@@ -63,7 +63,7 @@ class RdzvCallback(Callback):  # type: ignore[misc]
         self._notice.wait_for_sigterm()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """After an optimizer's step report it, and save if one of the ranks got a notice."""
+        """Report each optimizer step, and save a checkpoint if any rank has received a notice."""
         if trainer.global_step == self._step:
             return  # Gradients are accumulated.
         self._step = trainer.global_step

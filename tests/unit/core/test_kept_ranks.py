@@ -8,7 +8,7 @@ import pytest
 
 from rdzv.core.events import RoundCompleted, RoundEnded, RoundSettled, WorkerFailed
 from rdzv.core.invariants import violations
-from rdzv.core.keeping import WHY_NEW, Keeping, NotKept, WhyNew, keep
+from rdzv.core.kept_ranks import WHY_NEW, Keeping, NotKept, WhyNew, keep
 from rdzv.core.model import (
     Cause,
     Failure,

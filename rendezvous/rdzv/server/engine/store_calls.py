@@ -1,4 +1,7 @@
-"""One server's access to its store. Each call notes whether the store has answered."""
+"""One server's calls to its store; each notes whether the store has answered.
+
+What is written, and when, is decided in `engine.Engine`.
+"""
 
 from __future__ import annotations
 
