@@ -170,6 +170,8 @@ def main() -> None:
     random.seed(rank)
     np.random.seed(rank)
     state = kept_training.make_state(rank)
+    # After a resize the rest of an epoch may be one sample a rank, which batch norm refuses.
+    state.sampler.drop_tail = True
 
     @state.on_park
     def parked(over: Round) -> None:

@@ -611,7 +611,7 @@ MUTANTS = (
     ),
     Mutant(
         "keeping: a part of a sharded state that is beyond the others' step",
-        "keeping._resume",
+        "kept_ranks._resume",
         "if _oldest(offer) <= step <= _sealed(offer)}",
         "if step <= _sealed(offer)}",
         by=KEEPING_TESTS,
