@@ -119,7 +119,7 @@ def test_an_iterator_of_a_former_round_is_refused() -> None:
     batches = iter(sampler)
     next(batches)
     sampler.begin_round(0, 2)
-    with pytest.raises(WorkerError, match="a former round"):
+    with pytest.raises(WorkerError, match="an earlier round"):
         next(batches)
 
 
