@@ -177,8 +177,9 @@ def test_a_server_that_is_not_there_is_tried_until_the_join_times_out(no_server:
     ended = no_server.run("rdzvrun", *options, *standing, REPORT)
     assert ended.returncode == 75, ended
     *_, first, last = ended.stderr.splitlines()
-    # Once when it was noticed, and once as the reason for giving up.
+    # Once when it was noticed, and once as the reason for giving up, and nothing of gRPC's.
     assert ended.stderr.count("cannot reach") == 2
+    assert "Task" not in ended.stderr
     assert f"cannot reach rdzvd at {options[0].partition('=')[2]}: connection refused" in first
     assert "trying again" in first
     assert "no rendezvous server answered within 1 s" in last

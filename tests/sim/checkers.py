@@ -42,7 +42,7 @@ from rdzv.core.events import (
 from rdzv.core.fleet import nodes, placement
 from rdzv.core.fleet.placement import Demand, Host, Plan
 from rdzv.core.fleet.quarantine import Record as QuarantineRecord
-from rdzv.core.keeping import kept_workers
+from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.life.chosen_nodes import MAX_DECLINED
 from rdzv.core.model import (
     UNMOVED,

@@ -64,8 +64,9 @@ class Outbox:
         self._connected.set()
 
     def forget(self) -> None:
-        """Accept no more messages for this stream."""
+        """Accept no more messages for this stream, which has ended, connected or not."""
         self._waiting = None
+        self._connected.set()
 
     def finish(self) -> bool:
         """End the stream once everything was sent; return False if there is no room for that."""
@@ -102,6 +103,8 @@ class Outbox:
         Where workers are fenced, heartbeats are sent in any case, because only they are answered.
         """
         await connected.wait()
+        if self._waiting is not waiting:
+            return  # There was never a connection; gRPC does not cancel this by itself.
         loop = asyncio.get_running_loop()
         since_s = loop.time()
         while True:
