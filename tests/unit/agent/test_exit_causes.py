@@ -222,6 +222,9 @@ def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
             "InfiniBand",
         ),
         ("OSError: [Errno 24] Too many open files", "ulimit -n"),
+        ("terminate called without an active exception", "destroy_process_group"),
+        # It may follow from what is worse.
+        ("terminate called without an active exception\nCUDA out of memory", "memory is used"),
     ],
 )
 def test_known_last_words_are_explained(text: str, meaning: str) -> None:

@@ -102,6 +102,12 @@ KNOWN: tuple[LastWords, ...] = (
         "this process has too many open files: raise its limit (ulimit -n; systemd: LimitNOFILE=)",
         "Linux: EMFILE",
     ),
+    LastWords(
+        r"terminate called without an active exception",
+        "the process ended while threads of a library still ran; if that was at the script's end, "
+        "call torch.distributed.destroy_process_group() there (docs/torchrun.md)",
+        "C++ standard library: a thread that was not joined",
+    ),
 )
 """Causes stand before the messages that follow from them. Lost connections to peers are not
 listed: the server tells causes and consequences apart (`rdzv.core.root_cause`)."""
