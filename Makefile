@@ -52,12 +52,7 @@ test: check  ## the tests; STRICT=1: a skip is a failure
 	@$(BIN)/python -m pytest tests -q -n 3 --dist loadfile --no-loadscope-reorder --durations=5 \
 	  -m 'not campaign and not clusters and not frameworks and not release'
 
-.PHONY: clusters
-clusters: $(FRAMEWORKS)/.ready  ## Slurm, the manifests for Kubernetes, the Debian package on a booted machine; root
-	@timeout 30m $(BIN)/python -m pytest tests -q -n 2 --dist loadfile --durations=5 -m clusters \
-	  || { [ $$? = 124 ] && echo "clusters: not done within 30 minutes"; exit 1; }
-
-# The frameworks, with what they bring, in an environment of their own beside ours.
+# The frameworks and submitit, with what they bring, in an environment of their own beside ours.
 FRAMEWORKS := build/frameworks
 
 $(FRAMEWORKS)/.ready: $(READY)
@@ -67,6 +62,11 @@ $(FRAMEWORKS)/.ready: $(READY)
 	@$(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check install --quiet \
 	  accelerate==1.15.0 transformers==5.23.0 lightning==2.6.6 submitit==1.5.4
 	@touch $@
+
+.PHONY: clusters
+clusters: $(FRAMEWORKS)/.ready  ## Slurm, the manifests for Kubernetes, the Debian package on a booted machine; root
+	@timeout 30m $(BIN)/python -m pytest tests -q -n 2 --dist loadfile --durations=5 -m clusters \
+	  || { [ $$? = 124 ] && echo "clusters: not done within 30 minutes"; exit 1; }
 
 .PHONY: frameworks
 frameworks: $(FRAMEWORKS)/.ready  ## Accelerate, Trainer and Lightning on two nodes; 30 minutes at most
