@@ -108,7 +108,8 @@ def test_the_time_limit_lets_workers_save_and_the_job_goes_on_in_its_next_life(
     s: Slurm, tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
-    options = ("--nodes=2", "--time=1", "--signal=B:USR1@50")
+    # Slurm looks each 30 s, and signals ahead of time: with a minute it may do so at the start.
+    options = ("--nodes=2", "--time=2", "--signal=B:USR1@50")
     script = (QUICK, REPORT, f"term={saved}")
     job = s.sbatch(*script, options=options, environ={"RDZV_ID": "limit", "RDZV_NNODES": "2:2"})
     first = s.wait_for_round("limit", 0, workers=2)

@@ -27,7 +27,7 @@ PACKAGES = HERE.parents[2] / "build" / "slurm"
 DEPLOY = HERE.parents[2] / "deploy" / "slurm"
 NODES = ("n1", "n2", "n3", "n4")
 ENDPOINT = "10.9.0.1:29400"
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 class Slurm:
