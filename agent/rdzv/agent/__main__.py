@@ -30,12 +30,6 @@ from rdzv.version import VERSION
 log = logging.getLogger("rdzv.agent")
 
 
-def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        click.echo(f"rdzv-agent {VERSION}")
-        context.exit()
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96})
 @click.option(
     "--config",
@@ -52,12 +46,10 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
     is_flag=True,
     help="Print the configuration as it is in effect, with what each line means, and exit.",
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
+@click.version_option(
+    VERSION,
+    prog_name="rdzv-agent",
+    message="%(prog)s %(version)s",
     help="Print the version and exit.",
 )
 def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:

@@ -28,12 +28,6 @@ def _file(*names: str, reason: str) -> Callable[[F], F]:
     )
 
 
-def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        click.echo(f"rdzv-kube {VERSION}")
-        context.exit()
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96})
 @click.option(
     "--server",
@@ -99,14 +93,7 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
     show_default=True,
     help="Lines for people, or one JSON object a line.",
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
-    help="Show the version and exit.",
-)
+@click.version_option(VERSION, prog_name="rdzv-kube", message="%(prog)s %(version)s")
 def main(
     server: str,
     namespace: str,

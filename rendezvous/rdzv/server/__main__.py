@@ -49,12 +49,6 @@ default of 700, a server of thousands rescans all of them repeatedly while they 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        click.echo(f"rdzvd {VERSION}")
-        context.exit()
-
-
 _SETTINGS = settings_of(RdzvdSettings)
 
 
@@ -138,14 +132,7 @@ def _key(parameter: str) -> str:
     metavar="FILE",
     help="Fill an empty store from a file that `rdzvctl backup` has written, and exit.",
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
-    help="Show the version and exit.",
-)
+@click.version_option(VERSION, prog_name="rdzvd", message="%(prog)s %(version)s")
 def main(
     file: Path | None,
     check_config: bool,
