@@ -446,6 +446,17 @@ class Membership:
     """Hash of the secret that a node must know to join this run; empty if none is needed."""
 
     @property
+    def live_round(self) -> Round | None:
+        """The round that runs; None if there is none, or the run has ended."""
+        round_ = self.round
+        return round_ if self.ended is None and round_ is not None and round_.live else None
+
+    def is_live(self, run: str, number: int) -> bool:
+        """Return whether this round of this run is the live one."""
+        round_ = self.live_round
+        return round_ is not None and (self.run, round_.number) == (run, number)
+
+    @property
     def bounds(self) -> tuple[int, int]:
         """Return how many nodes a round needs now, and how many it may have."""
         return self.scaled or (self.settings.min_nodes, self.settings.max_nodes)

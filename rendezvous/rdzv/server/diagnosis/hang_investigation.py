@@ -228,10 +228,9 @@ def _taken(report: Report) -> StacksTaken:
 
 def _live_round(state: State | None, run: str, number: int) -> Round | None:
     """Return the given round, if it is live."""
-    if state is None or state.membership.ended is not None or state.membership.run != run:
+    if state is None or not state.membership.is_live(run, number):
         return None
-    round_ = state.membership.round
-    return round_ if round_ is not None and round_.live and round_.number == number else None
+    return state.membership.live_round
 
 
 def _check_own(round_: Round, node_id: str, said: Hung) -> None:

@@ -48,7 +48,7 @@ class ProgressBoard:
             InvalidRequestError: it names a worker that the node does not have.
 
         """
-        round_ = _live_round(state)
+        round_ = state.membership.live_round
         if round_ is None or (said.run, said.round) != (state.membership.run, round_.number):
             return False
         seat = state.seats.get(node_id)
@@ -69,7 +69,7 @@ class ProgressBoard:
         """Return the progress of a job's present round."""
         rdzv_id = state.membership.rdzv_id
         job = self._jobs.get(rdzv_id)
-        if job is None or not _is_of(job, state):
+        if job is None or not state.membership.is_live(job.run, job.round.number):
             job = self._jobs[rdzv_id] = _Job(state.membership.run, round_, _ranks(round_))
         elif job.round is not round_:
             # An adopted node has replaced a placeholder.
@@ -81,7 +81,7 @@ class ProgressBoard:
         rdzv_id = state.membership.rdzv_id
         if (job := self._jobs.get(rdzv_id)) is None:
             return
-        if not _is_of(job, state):
+        if not state.membership.is_live(job.run, job.round.number):
             del self._jobs[rdzv_id]
         elif len(job.said) > len(state.seats):
             job.said = {n: said for n, said in job.said.items() if n in state.seats}
@@ -89,7 +89,7 @@ class ProgressBoard:
     def shown(self, state: State, now_ms: int) -> tuple[RankProgress, ...]:
         """Return the progress of a job in its present round, by RANK."""
         job = self._jobs.get(state.membership.rdzv_id)
-        if job is None or not _is_of(job, state):
+        if job is None or not state.membership.is_live(job.run, job.round.number):
             return ()
         found = [
             replace(one, age_ms=one.age_ms + max(now_ms - heard_ms, 0))
@@ -98,19 +98,6 @@ class ProgressBoard:
             for one in said.ranks
         ]
         return tuple(sorted(found, key=lambda one: one.rank))
-
-
-def _live_round(state: State) -> Round | None:
-    membership = state.membership
-    if membership.ended is not None or membership.round is None or not membership.round.live:
-        return None
-    return membership.round
-
-
-def _is_of(job: _Job, state: State) -> bool:
-    round_ = _live_round(state)
-    present = None if round_ is None else (state.membership.run, round_.number)
-    return (job.run, job.round.number) == present
 
 
 def _ranks(round_: Round) -> dict[str, range]:

@@ -57,13 +57,9 @@ class StepMilestones:
 
     def note_state(self, state: State, now_ms: int) -> None:
         """Note the last step of a round that is over, after a job has changed."""
-        membership, round_ = state.membership, state.membership.round
+        membership = state.membership
         known = self._rounds.get(membership.rdzv_id)
-        if known is None:
-            return
-        live = membership.ended is None and round_ is not None and round_.live
-        number = round_.number if round_ is not None else None
-        if live and (membership.run, number) == (known.run, known.round):
+        if known is None or membership.is_live(known.run, known.round):
             return
         del self._rounds[membership.rdzv_id]
         if membership.run == known.run and membership.ended is None:

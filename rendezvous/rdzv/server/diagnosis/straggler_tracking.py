@@ -137,13 +137,9 @@ class Stragglers:
 
     def tidy(self, state: State) -> None:
         """Forget a round that is over."""
-        rdzv_id, round_ = state.membership.rdzv_id, state.membership.round
-        job = self._jobs.get(rdzv_id)
-        if job is not None:
-            live = state.membership.ended is None and round_ is not None and round_.live
-            key = (state.membership.run, round_.number if round_ is not None else None)
-            if not live or (job.run, job.round) != key:
-                del self._jobs[rdzv_id]
+        job = self._jobs.get(state.membership.rdzv_id)
+        if job is not None and not state.membership.is_live(job.run, job.round):
+            del self._jobs[state.membership.rdzv_id]
 
     def shown(self, rdzv_id: str) -> tuple[Straggler, ...]:
         """Return the stragglers of a job, by RANK."""

@@ -55,7 +55,7 @@ class WorkerStarts:
             InvalidRequestError: it is not about exactly the workers that the node has.
 
         """
-        round_, seat = _live_round(state), state.seats.get(node_id)
+        round_, seat = state.membership.live_round, state.seats.get(node_id)
         if round_ is None or (said.run, said.round) != (state.membership.run, round_.number):
             return False
         if seat is None or seat.incarnation != incarnation:
@@ -63,7 +63,7 @@ class WorkerStarts:
         participant = next(p for p in round_.participants if p.node_id == node_id)
         _check(said, participant)
         job = self._jobs.get(said.rdzv_id)
-        if job is None or not _is_of(job, state):
+        if job is None or not state.membership.is_live(job.run, job.round):
             job = self._jobs[said.rdzv_id] = _Job(said.run, said.round)
         if node_id in job.said:
             return False
@@ -75,13 +75,13 @@ class WorkerStarts:
     def tidy(self, state: State) -> None:
         """Forget a round that is over."""
         job = self._jobs.get(state.membership.rdzv_id)
-        if job is not None and not _is_of(job, state):
+        if job is not None and not state.membership.is_live(job.run, job.round):
             del self._jobs[state.membership.rdzv_id]
 
     def shown(self, state: State) -> Mapping[str, Starts]:
         """Return how the workers of each node came into the live round, as far as it is known."""
         job = self._jobs.get(state.membership.rdzv_id)
-        if job is None or not _is_of(job, state):
+        if job is None or not state.membership.is_live(job.run, job.round):
             return {}
         return {node_id: _counted(workers) for node_id, workers in job.said.items()}
 
@@ -111,15 +111,3 @@ def _event(round_: Round, job: _Job) -> WorkersStarted:
         if worker.why and worker.how != WorkerStart.KEPT
     ]
     return WorkersStarted(round_.number, found.kept, found.warm, found.cold, tuple(new[:LISTED]))
-
-
-def _live_round(state: State) -> Round | None:
-    membership = state.membership
-    if membership.ended is not None or membership.round is None or not membership.round.live:
-        return None
-    return membership.round
-
-
-def _is_of(job: _Job, state: State) -> bool:
-    round_ = _live_round(state)
-    return round_ is not None and (job.run, job.round) == (state.membership.run, round_.number)
