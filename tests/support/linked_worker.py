@@ -141,7 +141,10 @@ class Worker:
             sys.exit(0)
         file = option("fails")
         if file and Path(file).exists():
-            Path(file).unlink()
+            try:
+                Path(file).unlink()
+            except FileNotFoundError:
+                return  # Another worker was first, and fails.
             raise ValueError("the script's own")
         file = option("suspect")
         if file and Path(file).exists() and not self.suspected:
