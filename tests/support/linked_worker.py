@@ -13,6 +13,9 @@ It runs by path, with the standard library alone. Arguments are what it does bes
     dies             it dies as soon as it has parked
     unlinked         it does not use its link
     stays            it ignores SIGTERM
+    saves:BYTES      it asks for slots of that size, prints what is in them, writes its pid into the
+                     first, and says that it has saved a snapshot
+    floods           it says so a thousand times
 
 It prints a line for each thing that happens to it, so that its log tells where it was written.
 """
@@ -113,6 +116,8 @@ class Worker:
         self.link = None if "unlinked" in sys.argv else Link()
         if self.link is not None:
             self.link.say(type="hello", protocol=1, version="by hand")
+            if size := option("saves"):
+                self.link.say(type="reserve", bytes=int(size))
 
     def run(self) -> None:
         """Train until told otherwise."""
@@ -172,6 +177,10 @@ class Worker:
                     self.park()
             elif frame["type"] == "go":
                 self.go(frame)
+            elif frame["type"] == "slots":
+                self.save(frame)
+            elif frame["type"] in ("no_slots", "watermark"):
+                say(json.dumps(frame))
             elif frame["type"] == "release":
                 self.parked = False
                 raise ConnectionResetError("Connection reset by peer")
@@ -183,6 +192,19 @@ class Worker:
         self.link.say(type="parked", round=self.round, step=self.step, torn=False, connections=[])
         if "dies" in sys.argv:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(self, frame: dict) -> None:  # type: ignore[type-arg]
+        assert self.link is not None
+        first, _ = self.link.fds
+        found = os.pread(first, 20, 0).decode().strip(" \0")
+        say(f"slots {frame['bytes']} {os.fstat(first).st_size} {found or 'empty'}")
+        os.pwrite(first, f"{os.getpid():<20}".encode(), 0)
+        self.link.fds = []
+        size, series = frame["bytes"], "0.abc"
+        place = {"shard": 0, "shards": 1, "bytes": size, "digest": "d"}
+        with suppress(BrokenPipeError):
+            for _ in range(1000 if "floods" in sys.argv else 1):
+                self.link.say(type="saved", step=self.step, series=series, **place)
 
     def go(self, frame: dict) -> None:  # type: ignore[type-arg]
         assert self.link is not None

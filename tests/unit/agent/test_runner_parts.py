@@ -26,6 +26,7 @@ from rdzv.agent.runner.linux.process_tree import signal_relative
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.next_agent import NextAgent
 from rdzv.agent.runner.requests import ZygoteSpec
+from rdzv.agent.runner.snapshot_slots import SnapshotSlots
 from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner.store_hosts import StoreHosts
 from rdzv.agent.runner.warm_forks import WarmForks
@@ -93,7 +94,8 @@ def test_after_one_that_cannot_be_started_no_further_worker_is(
     loop: Loop, agent: AgentLink
 ) -> None:
     with closing(NoChildren(loop)) as children, closing(Fence(agent)) as fence:
-        workers = Workers(loop, children, agent, fence, WarmForks(loop, children, agent))
+        forks = WarmForks(loop, children, agent)
+        workers = Workers(loop, children, agent, fence, forks, SnapshotSlots(agent))
         both = [{"local_rank": rank, "argv": ["true"], "env": {}} for rank in (0, 1)]
         workers.start({"round": 3, "workers": both})
         assert children.begun == ["round 3: the worker of local_rank 0"]

@@ -20,11 +20,14 @@ Both directions carry the frames of channel.py; requests.py lists the requests. 
     zygote_ready      {pid, modules, threads, memory_kb, seconds}
     zygote_lost       {reason, retry_s}               null: no other is tried
     started_cold      {round, local_ranks, reason}    these were to be warm
+    snapshot_saved    {local_rank, step, series, shard, shards, bytes, digest}
+    snapshot_refused  {local_rank, reason}            its worker gets no memory for snapshots
     serve_failed      {reason}                        it ends with its agent, as without `serve`
     error             {reason}
 
 From the request `serve` on, events are numbered, and repeated to the next agent until one has sent
 `heard` {number}, which covers all events up to that number. An exit's `age_ms` grows meanwhile.
+Events about snapshots are sent only to an agent that has sent `hold_snapshots`, and never repeated.
 """
 
 from __future__ import annotations
@@ -64,6 +67,8 @@ class AgentLink:
         self._channel: Channel | None = None
         self.in_charge = False
         """Whether the connected agent gives orders and receives events."""
+        self.hears_of_snapshots = False
+        """Whether this agent has asked to be told of snapshots; an older one does not know them."""
         self.numbers_events = False
         """Whether events are remembered until an agent has confirmed them."""
         self._events = 0
@@ -88,6 +93,7 @@ class AgentLink:
         self._channel.close()
         self._channel = None
         was_in_charge, self.in_charge = self.in_charge, False
+        self.hears_of_snapshots = False
         self._on_lost(was_in_charge)
 
     def read(self) -> None:
@@ -129,6 +135,11 @@ class AgentLink:
             self._unconfirmed.append((time.monotonic(), message))
         if self.in_charge:
             self.send(message)
+
+    def tell(self, event: str, **fields: object) -> None:
+        """Send an event to the agent in charge, if there is one; it is not repeated."""
+        if self.in_charge:
+            self.send({"type": event, **fields})
 
     def send(self, message: Mapping[str, object]) -> None:
         """Send a message to the connected agent, if there is one."""

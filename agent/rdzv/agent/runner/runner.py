@@ -18,6 +18,7 @@ from .linux.process_tree import SWEEP_INTERVAL_S, become_subreaper, sweep_descen
 from .loop import Loop
 from .next_agent import NextAgent
 from .requests import PROTOCOL_VERSION, WITHOUT_PARKING, RequestError, read_field
+from .snapshot_slots import SnapshotSlots
 from .spawn import SIGNALS_FOR_WORKERS
 from .store_hosts import StoreHosts
 from .warm_forks import WarmForks
@@ -40,7 +41,10 @@ class Runner:
         self._fence = Fence(self.agent)
         self._children = Children(loop)
         self.forks = WarmForks(loop, self._children, self.agent)
-        self._workers = Workers(loop, self._children, self.agent, self._fence, self.forks)
+        self._slots = SnapshotSlots(self.agent)
+        self._workers = Workers(
+            loop, self._children, self.agent, self._fence, self.forks, self._slots
+        )
         self._store_hosts = StoreHosts(loop, self._children, self.agent, self.forks)
         self._killing = Killing(loop, self._children, self.agent, self._workers, self.forks)
         self._finished = False
@@ -54,6 +58,8 @@ class Runner:
             "stop_store_host": self._store_hosts.stop,
             "renew_fence": self._renew_fence,
             "keep_zygote": self.forks.zygote.keep,
+            "hold_snapshots": self._slots.hold,
+            "watermark": self._slots.announce,
             "serve": self.next_agent.serve,
             "keep": self.next_agent.keep,
             "heard": self.agent.forget_confirmed,
@@ -79,6 +85,7 @@ class Runner:
         self.next_agent.close()
         self.agent.disconnect()
         self.forks.restarts.close()
+        self._slots.close()
         self._loop.close()
         self._fence.close()
         self._children.close()
@@ -173,6 +180,7 @@ class Runner:
             "store_hosts": self._store_hosts.rounds(),
             "zygote": self.forks.zygote.spec is not None,
             "warms_restarts": True,
+            "snapshots": True,
         }
 
 

@@ -9,6 +9,11 @@ directions carry the frames of channel.py. From the worker, each of at most 64 K
     parked   {round, step, torn, shard, shards, oldest_step, connections}
                                                      it takes part in no round, and waits
     resumed  {round, step, source, healed, init_ms, heal_ms}     it goes on in a new round
+    reserve  {bytes}                                 it wants two slots for snapshots of that size
+                                                     (snapshot_slots.py); 0: those with something in
+    saved    {step, series, shard, shards, bytes, digest}
+                                                     this snapshot is whole in one of its slots; {}:
+                                                     what it has saved is no state by itself
 
 To the worker:
 
@@ -16,9 +21,12 @@ To the worker:
     go         {round, env, source, step}            it takes part in this round; with it stdout and
                                                      stderr, if the round has files for them
     release    {reason}                              it has to raise the exception that it reported
+    slots      {bytes, watermark}                    the answer to `reserve`, with two memfds
+    no_slots   {reason}                              the other answer
+    watermark  {step}                                all parts of this step are saved somewhere
 
 Unknown frames are ignored by both. A worker is the job's own process, so nothing that it sends is
-trusted: a frame that cannot be read, or more frames than a round needs, close the link, and then
+trusted: a frame that cannot be read, or more frames than can be of use, close the link, and then
 the worker is ended like one that has none. A parked worker exits when its link is closed.
 """
 
@@ -27,11 +35,13 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import time
 from contextlib import suppress
 
 from .channel import Channel, MalformedFrameError
 from .linux.process_tree import has_variable, session_of
 from .linux.tcp_connections import live_connection
+from .snapshot_slots import MAX_SLOT_BYTES, Snapshot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,6 +51,7 @@ if TYPE_CHECKING:
     from .children import Child
     from .loop import Loop
     from .requests import WorkerSpec
+    from .snapshot_slots import SnapshotSlots
 
 LINK_VARIABLE = "RDZV_WORKER_LINK"
 """Names the descriptor of a worker's link."""
@@ -48,12 +59,17 @@ LINK_VARIABLE = "RDZV_WORKER_LINK"
 MARK_VARIABLE = "RDZV_WORKER_MARK"
 """Tells the descendants of one worker from those of all others."""
 
+SNAPSHOTS_VARIABLE = "RDZV_SNAPSHOTS"
+"""Set if this runner answers `reserve`."""
+
 PROTOCOL = 1
 MAX_FRAME_BYTES = 64 << 10
 MAX_FRAMES = 64
-"""The most frames that a worker may send from one `go` to the next."""
+"""The most frames that a worker may send from one `go` to the next, beside `saved`."""
+MAX_SAVED_A_SECOND = 100
 MAX_CONNECTIONS = 4096
 MAX_SHARDS = 1 << 20
+MAX_NAME_CHARS = 200
 MAX_NUMBER = 1 << 53
 """No step or time is larger."""
 
@@ -82,13 +98,16 @@ class Parked:
 class WorkerLink:
     """One worker and the runner's end of its link."""
 
-    def __init__(self, loop: Loop, agent: AgentLink, spec: WorkerSpec, round_: int) -> None:
+    def __init__(
+        self, loop: Loop, agent: AgentLink, slots: SnapshotSlots, spec: WorkerSpec, round_: int
+    ) -> None:
         """Make the link of a worker that is about to be started; `OSError` if that fails.
 
         Its other end is `theirs`, to be closed once the worker has it.
         """
         self._loop = loop
         self._agent = agent
+        self._slots = slots
         self.local_rank = spec.local_rank
         self.mark = f"{os.getpid()}.{next(_marks)}"
         self.round = round_
@@ -109,6 +128,8 @@ class WorkerLink:
         self._suspected = False
         self._resumed = False
         self._frames = 0
+        self._saved: tuple[int, int] = (0, 0)
+        """In which second it has said `saved`, and how often."""
         ours, self.theirs = socket.socketpair()
         self._channel = Channel(ours, takes_fds=False, max_bytes=MAX_FRAME_BYTES)
         try:
@@ -151,7 +172,7 @@ class WorkerLink:
     def environ(self, env: Mapping[str, str], *, fd: int | None = None) -> dict[str, str]:
         """Return a worker's environment with its mark, and with the descriptor of the link."""
         link = {} if fd is None else {LINK_VARIABLE: str(fd)}
-        return {**env, MARK_VARIABLE: self.mark, **link}
+        return {**env, MARK_VARIABLE: self.mark, SNAPSHOTS_VARIABLE: "1", **link}
 
     def describe(self) -> dict[str, object]:
         """Describe the parked worker for the agent."""
@@ -204,6 +225,18 @@ class WorkerLink:
         """Tell it to raise the exception that it has reported."""
         self._send({"type": "release", "reason": reason})
 
+    def give_slots(self, size: int, watermark: int | None, fds: list[int]) -> None:
+        """Hand over its slots; the link owns `fds`."""
+        self._send({"type": "slots", "bytes": size, "watermark": watermark}, tuple(fds))
+
+    def refuse_slots(self, reason: str) -> None:
+        """Tell it why it gets no slots."""
+        self._send({"type": "no_slots", "reason": reason})
+
+    def tell_watermark(self, step: int) -> None:
+        """Tell it which step is whole."""
+        self._send({"type": "watermark", "step": step})
+
     def close(self) -> None:
         """Close the link; a parked worker exits."""
         if self.is_open:
@@ -233,18 +266,31 @@ class WorkerLink:
             self._loop.watch_channel(self._channel)
             self._channel.receive()
             while self.is_open and (frame := self._channel.next_message()) is not None:
-                self._frames += 1
-                if self._frames > MAX_FRAMES:
-                    raise FrameError("too many frames")
+                self._count(frame)
                 self._take(frame)
         except (EOFError, OSError, MalformedFrameError, FrameError) as error:
             self.hung_up = self._hello and isinstance(error, EOFError)
             self.close()
 
+    def _count(self, frame: Mapping[str, object]) -> None:
+        """Raise `FrameError` if these are more frames than a worker needs."""
+        if frame.get("type") == "saved":
+            now = int(time.monotonic())
+            self._saved = (now, self._saved[1] + 1 if self._saved[0] == now else 1)
+        else:
+            self._frames += 1
+        if self._frames > MAX_FRAMES or self._saved[1] > MAX_SAVED_A_SECOND:
+            raise FrameError("too many frames")
+
     def _take(self, frame: Mapping[str, object]) -> None:
         kind = frame.get("type")
         if kind == "hello" and frame.get("protocol") == PROTOCOL:
             self._hello = True
+        elif kind == "reserve" and self._hello:
+            size = _optional_number(frame, "bytes") or 0
+            self._slots.give(self, min(size, MAX_SLOT_BYTES))
+        elif kind == "saved" and self._hello:
+            self._slots.note(self.local_rank, _snapshot(frame) if "step" in frame else None)
         elif self.child is None or not self._hello or frame.get("round") != self.round:
             return  # It has not said hello, or this is of a round that is over.
         elif kind == "suspect" and not self._suspected and self.parked is None:
@@ -292,6 +338,20 @@ def _optional_number(frame: Mapping[str, object], name: str) -> int | None:
     if type(value) is not int or not 0 <= value <= MAX_NUMBER:
         raise FrameError(f"{name}: {value!r:.80}")
     return value
+
+
+def _snapshot(frame: Mapping[str, object]) -> Snapshot:
+    """Read which snapshot a worker says it has saved."""
+    step, shard, shards, size = (
+        _optional_number(frame, name) or 0 for name in ("step", "shard", "shards", "bytes")
+    )
+    series, digest = frame.get("series"), frame.get("digest")
+    if not shard < shards <= MAX_SHARDS:
+        raise FrameError(f"shard {shard} of {shards}")
+    for text in (series, digest):
+        if not isinstance(text, str) or len(text) > MAX_NAME_CHARS:
+            raise FrameError(f"series or digest: {text!r:.80}")
+    return Snapshot(step, str(series), shard, shards, size, str(digest))
 
 
 def _connections(said: object) -> list[tuple[str, int]]:

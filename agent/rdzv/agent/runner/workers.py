@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .fence import Fence
     from .loop import Loop
     from .requests import KeepSpec, WorkerSpec
+    from .snapshot_slots import SnapshotSlots
     from .warm_forks import Fork, WarmForks
 
 
@@ -51,13 +52,20 @@ class Workers:
     """The workers of the round that is held, if any."""
 
     def __init__(
-        self, loop: Loop, children: Children, agent: AgentLink, fence: Fence, forks: WarmForks
+        self,
+        loop: Loop,
+        children: Children,
+        agent: AgentLink,
+        fence: Fence,
+        forks: WarmForks,
+        slots: SnapshotSlots,
     ) -> None:
         self._loop = loop
         self._children = children
         self._agent = agent
         self._fence = fence
         self._forks = forks
+        self._slots = slots
         self.parked = ParkedWorkers(children, agent)
         self.round: Round | None = None
         self.last_round: int | None = None
@@ -146,7 +154,7 @@ class Workers:
         """Make the link of a worker, if it gets one; `OSError` if that fails."""
         if not started.has_links:
             return None
-        return WorkerLink(self._loop, self._agent, spec, started.number)
+        return WorkerLink(self._loop, self._agent, self._slots, spec, started.number)
 
     def end_worker(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
         """Handle the exit of a worker, or that its program never ran."""

@@ -144,6 +144,7 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
             zygote=bool(said["zygote"]),
             keeps=bool(said.get("keeps", False)),
             warms_restarts=bool(said.get("warms_restarts")),
+            snapshots=bool(said.get("snapshots")),
             kept={str(name): str(value) for name, value in said["kept"].items()},
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:

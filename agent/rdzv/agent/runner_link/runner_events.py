@@ -172,6 +172,27 @@ class StoreHostExited:
 
 
 @struct(frozen=True)
+class SnapshotSaved:
+    """A worker says that its part of a step's state is in the runner's memory."""
+
+    local_rank: int
+    step: int
+    series: str
+    shard: int
+    shards: int
+    bytes: int
+    digest: str
+
+
+@struct(frozen=True)
+class SnapshotRefused:
+    """A worker gets no memory for snapshots, and trains on without."""
+
+    local_rank: int
+    reason: str
+
+
+@struct(frozen=True)
 class ServeFailed:
     """The runner cannot outlive this process, and ends with it."""
 
@@ -213,6 +234,8 @@ RunnerEvent = (
     | ZygoteLost
     | StoreHostReady
     | StoreHostExited
+    | SnapshotSaved
+    | SnapshotRefused
     | ServeFailed
     | RunnerRefused
     | RunnerExited
@@ -243,6 +266,8 @@ EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
     "zygote_lost": ZygoteLost,
     "store_host_ready": StoreHostReady,
     "store_host_exited": StoreHostExited,
+    "snapshot_saved": SnapshotSaved,
+    "snapshot_refused": SnapshotRefused,
     "serve_failed": ServeFailed,
     "error": RunnerRefused,
 }

@@ -71,6 +71,8 @@ class Hello:
     """Whether it can keep workers: an older one cannot."""
     warms_restarts: bool = False
     """Whether it knows zygotes that are for restarts alone."""
+    snapshots: bool = False
+    """Whether it holds snapshots."""
 
 
 class StartedRunner:
@@ -147,6 +149,7 @@ class RunnerLink:
         self.keeps_workers = adopted is None or adopted.keeps
         """Whether it can keep workers: an older one is never asked to."""
         self._warms_restarts = adopted is None or adopted.warms_restarts
+        self._holds_snapshots = adopted is None or adopted.snapshots
         self._log = RunnerLog(self._pid)
         self._asked_to_end = False
         self._last_event = self._heard = 0
@@ -304,6 +307,20 @@ class RunnerLink:
         runner enforces it by itself, whatever happens to this process.
         """
         self._send({"type": "renew_fence", "fence_at_ms": at_ms})
+
+    def hold_snapshots(self, limit_bytes: int | None) -> None:
+        """Bound the memory for snapshots, and be told of them: at first of all that are held.
+
+        None: half of the memory that is free when a worker first asks for some. The bound holds for
+        what is asked for later. To be called again after an adoption. An older runner holds none.
+        """
+        if self._holds_snapshots:
+            self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes})
+
+    def announce_watermark(self, step: int) -> None:
+        """Tell the workers that all parts of this step are saved, so that older ones may go."""
+        if self._holds_snapshots:
+            self._send({"type": "watermark", "step": step})
 
     def stop_store_host(self, round: int) -> None:
         """Kill the round's store host, if there is one."""

@@ -8,6 +8,7 @@ from rdzv.agent.runner_link.runner_events import (
     RunnerEvent,
     RunnerRefused,
     ServeFailed,
+    SnapshotRefused,
     WorkerNotKept,
     WorkersStartedCold,
     ZygoteLost,
@@ -37,6 +38,11 @@ class RunnerLog:
             case WorkerNotKept():
                 text = "round %d: local_rank %d (pid %d) is killed, not kept: %s"
                 log.warning(text, event.round, event.local_rank, event.pid, event.reason)
+            case SnapshotRefused():
+                text = "local_rank %d saves no snapshots: %s"
+                log.log(
+                    self._level(event.reason, logging.WARNING), text, event.local_rank, event.reason
+                )
             case ZygoteReady():
                 log.info(
                     "workers can be warm: %s imported in %.1f s, %d MiB, pid %d",

@@ -1,0 +1,198 @@
+"""The memory for snapshots: two slots for each LOCAL_RANK, which outlive workers and agents.
+
+A slot is a memfd whose size is sealed. A worker asks for its two on its link (worker_links.py),
+writes its state into one after the other, and says so. The runner never reads them: it only notes
+what was said, for the agent. A worker that is started later, as the same LOCAL_RANK, is given the
+same slots. They are freed when the runner ends, and have no name by which anything else opens them.
+
+Their pages are allocated by the worker, in a thread, since that takes a second for each gigabyte,
+which the runner does not have. So they count as used from the moment they are handed over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import asdict, dataclass
+
+from .linux.descriptors import close_fds
+from .linux.free_memory import free_bytes
+from .requests import RequestError, read_field
+from .spawn import reason_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .agent_link import AgentLink
+    from .worker_links import WorkerLink
+
+SLOTS = 2
+MAX_SLOT_BYTES = 1 << 50
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class NoSlotsError(Exception):
+    """No slots can be given; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a worker says of the newest snapshot in its slots."""
+
+    step: int
+    series: str
+    shard: int
+    shards: int
+    bytes: int
+    digest: str
+
+
+class Slots:
+    """The two slots of one LOCAL_RANK."""
+
+    def __init__(self, size: int) -> None:
+        """Make them; `OSError` if that fails."""
+        self.size = size
+        self.fds: list[int] = []
+        self.snapshot: Snapshot | None = None
+        self.is_used = False
+        """Whether a worker has said that there is anything in them."""
+        try:
+            for number in range(SLOTS):
+                flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+                self.fds.append(os.memfd_create(f"rdzv snapshot {number}", flags))
+                os.ftruncate(self.fds[-1], size)
+                fcntl.fcntl(self.fds[-1], fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def untouched(self) -> int:
+        """How many of the bytes have no page yet."""
+        return SLOTS * self.size - sum(512 * os.fstat(fd).st_blocks for fd in self.fds)
+
+    def close(self) -> None:
+        """Free them, once no worker has them any more."""
+        close_fds(self.fds)
+        self.fds = []
+
+
+class SnapshotSlots:
+    """The slots of all workers of this runner."""
+
+    def __init__(self, agent: AgentLink, free: Callable[[], int | None] = free_bytes) -> None:
+        """Tell `agent` of them, if it asks; `free` returns how much memory is free, if known."""
+        self._agent = agent
+        self._free = free
+        self._slots: dict[int, Slots] = {}
+        self._replaced: dict[int, Slots] = {}
+        """Slots that have become too small, until something is in the larger ones."""
+        self._links: dict[int, WorkerLink] = {}
+        self._limit: int | None = None
+        self._watermark: int | None = None
+
+    # ------------------------------------------------------------------ the agent's requests
+
+    def hold(self, request: Mapping[str, object]) -> None:
+        """Obey `hold_snapshots`: set the limit, and tell this agent of snapshots from now on."""
+        if request.get("limit_bytes") is not None:
+            limit = read_field(request, "limit_bytes", int)
+            if not 0 <= limit <= MAX_SLOT_BYTES:
+                raise RequestError(f"limit_bytes: expected 0 to {MAX_SLOT_BYTES}, got {limit}")
+            self._limit = limit
+        self._agent.hears_of_snapshots = True
+        for local_rank, slots in sorted((self._slots | self._replaced).items()):
+            self._tell(local_rank, slots)
+
+    def announce(self, request: Mapping[str, object]) -> None:
+        """Obey `watermark`: tell all workers which step is whole."""
+        self._watermark = read_field(request, "step", int)
+        for link in self._links.values():
+            link.tell_watermark(self._watermark)
+
+    # ------------------------------------------------------------------ the workers' frames
+
+    def give(self, link: WorkerLink, size: int) -> None:
+        """Give a worker its slots, or say why not; with size 0 those that have something in them.
+
+        If it has smaller ones already, it gets new ones. The smaller ones are freed once there is
+        something in the new ones.
+        """
+        self._links[link.local_rank] = link
+        try:
+            slots = self._reserved(link.local_rank, size) if size else self._used(link.local_rank)
+            fds = [os.dup(fd) for fd in slots.fds]
+        except (NoSlotsError, OSError) as error:
+            reason = reason_of(error) if isinstance(error, OSError) else str(error)
+            link.refuse_slots(reason)
+            if size and self._agent.hears_of_snapshots:
+                self._agent.tell("snapshot_refused", local_rank=link.local_rank, reason=reason)
+        else:
+            link.give_slots(slots.size, self._watermark, fds)
+
+    def note(self, local_rank: int, snapshot: Snapshot | None) -> None:
+        """Note that a worker has something in its slots, and which snapshot, if it is one."""
+        slots = self._slots.get(local_rank)
+        if slots is None:
+            return
+        slots.is_used, slots.snapshot = True, snapshot
+        if (replaced := self._replaced.pop(local_rank, None)) is not None:
+            replaced.close()
+        self._tell(local_rank, slots)
+
+    def close(self) -> None:
+        """Free all."""
+        for slots in (*self._slots.values(), *self._replaced.values()):
+            slots.close()
+
+    def _used(self, local_rank: int) -> Slots:
+        slots = self._replaced.get(local_rank) or self._slots.get(local_rank)
+        if slots is None or not slots.is_used:
+            raise NoSlotsError("nothing is held")
+        return slots
+
+    def _reserved(self, local_rank: int, size: int) -> Slots:
+        held = self._slots.get(local_rank)
+        if held is not None and held.size >= size:
+            return held
+        self._refuse_too_large(SLOTS * size)
+        self._slots[local_rank] = made = Slots(size)
+        if held is not None:
+            if held.is_used:
+                self._replaced[local_rank] = held
+            else:
+                held.close()
+        return made
+
+    def _refuse_too_large(self, wanted: int) -> None:
+        free = self._free()
+        if self._limit is None and free is not None:
+            self._limit = free // 2
+        all_slots = [*self._slots.values(), *self._replaced.values()]
+        reserved = sum(SLOTS * slots.size for slots in all_slots)
+        if self._limit is not None and reserved + wanted > self._limit:
+            raise NoSlotsError(
+                f"two slots need {_amount(wanted)}, and of the {_amount(self._limit)} that "
+                f"snapshots may use on this node {_amount(max(self._limit - reserved, 0))} are left"
+            )
+        if free is not None and wanted > (left := free - sum(one.untouched for one in all_slots)):
+            raise NoSlotsError(
+                f"two slots need {_amount(wanted)}, and {_amount(max(left, 0))} of memory are free"
+            )
+
+    def _tell(self, local_rank: int, slots: Slots) -> None:
+        if slots.snapshot is not None and self._agent.hears_of_snapshots:
+            fields = asdict(slots.snapshot)
+            self._agent.tell("snapshot_saved", local_rank=local_rank, **fields)
+
+
+def _amount(count: int) -> str:
+    """Describe a number of bytes.
+
+    >>> _amount(3_210_000_000), _amount(1_500_000)
+    ('3.2 GB', '1.5 MB')
+    """
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

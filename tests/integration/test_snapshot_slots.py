@@ -1,0 +1,109 @@
+"""The runner with workers that save snapshots in its memory, and die.
+
+The worker is `tests/support/linked_worker.py`, which speaks its link by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from runners import PATIENCE_S
+from test_parking import Parking, next_agent
+
+from rdzv.agent.runner_link import (
+    KeepSpec,
+    SnapshotRefused,
+    SnapshotSaved,
+    StartedRunner,
+    WorkerExited,
+)
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Parking]:
+    async with Parking(tmp_path).running() as node:
+        yield node
+
+
+def memory_files(pid: int) -> list[int]:
+    """List the memory for snapshots that a process has open, by inode."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "rdzv snapshot" in str(link.readlink()):
+                found.append(link.stat().st_ino)
+        except OSError:
+            pass  # It was closed meanwhile.
+    return sorted(found)
+
+
+async def restart(node: Parking, round_: int, pid: int, *does: str) -> int:
+    """Kill the worker, end the round, and start it anew; return its pid."""
+    os.kill(pid, signal.SIGKILL)
+    await node.heard(WorkerExited, round=round_ - 1, pid=pid)
+    await node.stop(round_ - 1)
+    worker = node.worker(round_, 0, *does)
+    node.link.start_workers(round_, [worker], KeepSpec((), None, None))
+    line = await node.printed(worker, f"round {round_}")
+    return int(line.split()[3])
+
+
+async def test_what_a_killed_worker_has_saved_is_there_for_the_next_one(node: Parking) -> None:
+    node.link.hold_snapshots(None)
+    (pid,) = await node.begin(f"saves:{MIB}", ranks=1)
+    first = node.worker(0, 0)
+    assert await node.printed(first, "slots") == f"slots {MIB} {MIB} empty"
+    saved = await node.heard(SnapshotSaved, local_rank=0)
+    assert (saved.step, saved.series, saved.shard, saved.shards) == (10, "0.abc", 0, 1)
+    next_pid = await restart(node, 1, pid, f"saves:{MIB}", "children")
+    line = await node.printed(node.worker(1, 0), "slots")
+    assert line == f"slots {MIB} {MIB} {pid}"
+    assert await node.heard(SnapshotSaved, step=20)
+    # Nothing that a worker starts has them.
+    child = (await node.printed(node.worker(1, 0), "children")).split()[1]
+    assert len(memory_files(node.link.pid)) == 2
+    assert memory_files(next_pid) == memory_files(node.link.pid)
+    assert not memory_files(int(child))
+    await node.stop(1)
+
+
+async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Path) -> None:
+    node, started = Parking(tmp_path), StartedRunner()
+    node.link = started.link(node.hear)
+    path = tmp_path / "runner.sock"
+    node.link.serve(path, 60, 0)
+    await node.begin(f"saves:{MIB}", ranks=1)
+    await node.printed(node.worker(0, 0), "slots")
+    held = memory_files(node.link.pid)
+    await next_agent(node, path)
+    # This agent has not asked; the one before had not, either.
+    assert not [event for event in node.events if isinstance(event, SnapshotSaved)]
+    node.link.hold_snapshots(None)
+    await node.heard(SnapshotSaved, step=10)
+    assert memory_files(node.link.pid) == held and len(held) == 2
+    node.link.announce_watermark(10)
+    await node.printed(node.worker(0, 0), '{"type": "watermark", "step": 10}')
+    await node.link.close(PATIENCE_S)
+    started.process.wait()
+
+
+async def test_a_worker_that_gets_no_memory_is_told_why_and_trains_on(node: Parking) -> None:
+    node.link.hold_snapshots(3 * MIB)
+    await node.begin(f"saves:{2 * MIB}", ranks=1)
+    refused = await node.heard(SnapshotRefused, local_rank=0)
+    assert refused.reason.startswith("two slots need 4.2 MB, and of the 3.1 MB that snapshots may")
+    assert refused.reason in await node.printed(node.worker(0, 0), '{"type": "no_slots"')
+    assert len(await node.park()) == 1
+    await node.stop(0)
+
+
+async def test_a_worker_that_says_saved_without_end_is_not_listened_to(node: Parking) -> None:
+    await node.begin("saves:4096", "floods", ranks=1)
+    await node.printed(node.worker(0, 0), "the link is closed")
+    await node.stop(0)

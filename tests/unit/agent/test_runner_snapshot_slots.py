@@ -1,0 +1,183 @@
+"""The memory for snapshots: who gets how much of it, for how long, and who is told of it."""
+
+from __future__ import annotations
+
+import doctest
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rdzv.agent.runner import snapshot_slots
+from rdzv.agent.runner.agent_link import AgentLink
+from rdzv.agent.runner.loop import Loop
+from rdzv.agent.runner.requests import RequestError
+from rdzv.agent.runner.snapshot_slots import Snapshot, SnapshotSlots
+
+MIB = 1 << 20
+SAVED = Snapshot(10, "0.abc", 0, 1, MIB, "d")
+
+
+class Link:
+    """A worker's link, as far as slots go through it."""
+
+    def __init__(self, local_rank: int) -> None:
+        self.local_rank = local_rank
+        self.given: list[tuple[int, int | None, list[int]]] = []
+        self.refused: list[str] = []
+        self.watermarks: list[int] = []
+
+    def give_slots(self, size: int, watermark: int | None, fds: list[int]) -> None:
+        self.given.append((size, watermark, fds))
+
+    def refuse_slots(self, reason: str) -> None:
+        self.refused.append(reason)
+
+    def tell_watermark(self, step: int) -> None:
+        self.watermarks.append(step)
+
+    def inodes(self) -> list[int]:
+        """Which files it was given last."""
+        return [os.fstat(fd).st_ino for fd in self.given[-1][2]]
+
+
+class Agent(AgentLink):
+    """An agent in charge that hears what it is told."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop, lambda _request: None, lambda _was_in_charge: None)
+        self.in_charge = True
+        self.told: list[dict[str, Any]] = []
+
+    def send(self, message: Any) -> None:
+        self.told.append(dict(message))
+
+
+class Story:
+    def __init__(self, free: int | None = 100 * MIB) -> None:
+        self.free = free
+        self.agent = Agent(Loop())
+        self.slots = SnapshotSlots(self.agent, lambda: self.free)
+        self.links: list[Link] = []
+
+    def ask(self, local_rank: int, size: int) -> Link:
+        self.links.append(Link(local_rank))
+        self.slots.give(self.links[-1], size)  # type: ignore[arg-type]
+        return self.links[-1]
+
+
+@pytest.fixture
+def story() -> Iterator[Story]:
+    made = Story()
+    yield made
+    made.slots.close()
+    for link in made.links:
+        for _, _, fds in link.given:
+            for fd in fds:
+                os.close(fd)
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    assert not [link for link in links if "rdzv snapshot" in str(link.readlink())]
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(snapshot_slots).failed == 0
+
+
+def test_a_worker_can_write_to_its_slots_and_change_nothing_else_of_them(story: Story) -> None:
+    ((size, watermark, fds),) = story.ask(0, MIB).given
+    assert (size, watermark) == (MIB, None)
+    for fd in fds:
+        assert os.pwrite(fd, b"x", MIB - 1) == 1
+        assert not os.get_inheritable(fd)
+        for length in (MIB - 1, MIB + 1):
+            with pytest.raises(OSError, match="not permitted") as refused:
+                os.ftruncate(fd, length)
+            assert refused.value.errno == errno.EPERM
+
+
+def test_the_next_worker_of_the_same_local_rank_gets_the_same_slots(story: Story) -> None:
+    first, other = story.ask(0, MIB), story.ask(1, MIB)
+    assert story.ask(0, MIB // 2).inodes() == first.inodes() != other.inodes()
+    # To load from, they are given once there is something in them.
+    assert story.ask(0, 0).refused == ["nothing is held"]
+    story.slots.note(0, None)
+    assert story.ask(0, 0).inodes() == first.inodes()
+    assert story.ask(1, 0).refused and story.ask(2, 0).refused
+
+
+def test_slots_that_have_become_too_small_are_held_until_something_is_in_the_new_ones(
+    story: Story,
+) -> None:
+    small = story.ask(0, MIB).inodes()
+    large = story.ask(0, 2 * MIB).inodes()
+    assert not set(small) & set(large)
+    # Nothing was in them, so they are gone.
+    larger = story.ask(0, 3 * MIB).inodes()
+    story.slots.note(0, SAVED)
+    largest = story.ask(0, 4 * MIB).inodes()
+    assert story.ask(0, 0).inodes() == larger
+    story.slots.note(0, SAVED)
+    assert story.ask(0, 0).inodes() == largest
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "asked", "reason"),
+    [
+        # Half of what is free at first, for all workers together.
+        (100, None, (12, 13), ""),
+        (100, None, (12, 14), "need 29.4 MB, and of the 52.4 MB that snapshots may use on"),
+        (100, None, (12, 14), "on this node 27.3 MB are left"),
+        (None, None, (1000,), ""),
+        (None, 4, (2,), ""),
+        (None, 4, (2, 1), "of the 4.2 MB that snapshots may use on this node 0.0 MB are left"),
+        (100, 0, (1,), "of the 0.0 MB"),
+        # What was handed over counts as used, though no page of it is there yet.
+        (50, 60, (12, 12), ""),
+        (50, 60, (12, 14), "two slots need 29.4 MB, and 27.3 MB of memory are free"),
+    ],
+)
+def test_memory_is_bounded(
+    story: Story, free: int | None, limit: int | None, asked: tuple[int, ...], reason: str
+) -> None:
+    story.free = None if free is None else free * MIB
+    request = {} if limit is None else {"limit_bytes": limit * MIB}
+    story.slots.hold(request)
+    links = [story.ask(rank, size * MIB) for rank, size in enumerate(asked)]
+    assert all(link.given for link in links[:-1])
+    assert bool(links[-1].refused) == bool(reason)
+    if reason:
+        assert reason in links[-1].refused[0]
+        (told,) = story.agent.told
+        assert (told["type"], told["reason"]) == ("snapshot_refused", links[-1].refused[0])
+
+
+def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(story: Story) -> None:
+    story.ask(0, MIB)
+    story.slots.note(0, SAVED)
+    assert not story.agent.told
+    story.slots.hold({"limit_bytes": None})
+    fields = {"step": 10, "series": "0.abc", "shard": 0, "shards": 1, "bytes": MIB, "digest": "d"}
+    assert story.agent.told == [{"type": "snapshot_saved", "local_rank": 0, **fields}]
+    # What is no state by itself is held, and not told.
+    story.ask(1, MIB)
+    story.slots.note(1, None)
+    # One that has asked for no memory can have saved nothing.
+    story.slots.note(7, SAVED)
+    assert len(story.agent.told) == 1
+
+
+def test_workers_hear_which_step_is_whole(story: Story) -> None:
+    link = story.ask(0, MIB)
+    story.slots.announce({"step": 20})
+    assert link.watermarks == [20]
+    assert story.ask(0, MIB).given[0][1] == 20
+
+
+@pytest.mark.parametrize("limit", [-1, "1", 1 << 60, True])
+def test_a_limit_that_is_none_is_refused(story: Story, limit: object) -> None:
+    with pytest.raises(RequestError, match="limit_bytes"):
+        story.slots.hold({"limit_bytes": limit})
+    assert not story.agent.hears_of_snapshots
