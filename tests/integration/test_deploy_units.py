@@ -12,9 +12,9 @@ import pytest
 from cluster import BIN
 
 from rdzv.agent.app.agent_settings import AgentSettings
-from rdzv.server.settings.configuration import make_config
+from rdzv.server.settings.config_loading import make_config
 from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.settings.declaration import Table
+from rdzv.settings.setting_types import Table
 from rdzv.settings.toml_files import load
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

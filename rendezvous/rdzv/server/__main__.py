@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from rdzv.runtime import systemd
-from rdzv.server.settings.configuration import DEFAULT_FILE, Configuration
+from rdzv.server.settings.config_loading import DEFAULT_FILE, Configuration
 from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.settings.declaration import settings_of
+from rdzv.settings.setting_types import settings_of
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:

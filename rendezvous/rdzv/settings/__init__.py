@@ -1,4 +1,5 @@
-"""Configuration files in TOML: settings are declared, read, checked, shown and compared.
+"""Configuration files in TOML: reads, checks, shows and compares settings.
 
-Each daemon declares its own settings: `rdzv.server.settings` and `rdzv.agent.app`.
+Each daemon declares its settings in its own module: `server/settings/server_settings.py` and
+`agent/app/agent_settings.py`.
 """

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rdzv.settings.declaration import Setting, Table, settings_of
+from rdzv.settings.setting_types import Setting, Table, settings_of
 from rdzv.settings.toml_files import Loaded
 
 

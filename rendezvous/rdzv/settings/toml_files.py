@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from msgspec import Struct, ValidationError, convert
 
 from rdzv.errors import InvalidRequestError
-from rdzv.settings.declaration import (
+from rdzv.settings.setting_types import (
     DURATION_UNITS,
     Setting,
     Table,

@@ -42,7 +42,7 @@ from rdzv.agent.runner_link import (
 from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.core.fleet.placement import Resources
 from rdzv.errors import InvalidRequestError
-from rdzv.settings.declaration import settings_of
+from rdzv.settings.setting_types import settings_of
 from rdzv.settings.toml_files import ConfigurationError
 from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb

@@ -8,8 +8,8 @@ import pytest
 
 from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.settings.declaration import Setting, Table, settings_of
 from rdzv.settings.rendering import as_markdown
+from rdzv.settings.setting_types import Setting, Table, settings_of
 
 PATH = Path(__file__).parents[3] / "docs" / "configuration.md"
 ALL = [RdzvdSettings, AgentSettings]

@@ -1564,7 +1564,7 @@ def believes(round_: int | None, run: str = "run-1", *, has_workers: bool = True
     ],
 )
 def test_owed(state: State, node_id: str, belief: Belief, expected: list[type]) -> None:
-    assert [type(message) for message in told.owed(state, node_id, belief, 2_000)] == expected
+    assert [type(message) for message in told.missed(state, node_id, belief, 2_000)] == expected
 
 
 def test_who_joins_from_an_old_round_hears_that_its_seat_is_of_one_that_has_ended() -> None:
@@ -1580,8 +1580,8 @@ def test_who_joins_from_an_old_round_hears_that_its_seat_is_of_one_that_has_ende
 def test_who_joins_the_next_run_does_not_hear_that_the_last_was_closed() -> None:
     ended = events.RunEnded("old", Ended(Result.STOPPED, "everyone was gone", 0))
     joined = events.NodeJoined("n1", 1, "10.0.0.1", 2)
-    assert list(told.news(VACANT, JOINING, [ended, joined], 0)) == []
-    heard = list(told.news(VACANT, VACANT, [joined, ended], 0))
+    assert list(told.after_step(VACANT, JOINING, [ended, joined], 0)) == []
+    heard = list(told.after_step(VACANT, VACANT, [joined, ended], 0))
     assert [(node_id, type(message)) for node_id, message in heard] == [("n1", Closed)]
 
 

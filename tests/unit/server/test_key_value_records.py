@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousStateError
-from rdzv.server.engine.key_value_records import Document
+from rdzv.server.engine.key_value_records import KeyValueRecord
 from rdzv.server.engine.store_calls import StoreAccess
 from rdzv.stores.base import StoreRefusedError
 from rdzv.stores.memory import MemoryStore
@@ -36,14 +36,14 @@ class Store(MemoryStore):
         return written
 
 
-def document(store: Store) -> Document[dict[str, int]]:
+def document(store: Store) -> KeyValueRecord[dict[str, int]]:
     def read(data: bytes) -> dict[str, int]:
         return msgspec.json.decode(data, type=dict[str, int])
 
-    return Document(cast(StoreAccess, store), "numbers", read)
+    return KeyValueRecord(cast(StoreAccess, store), "numbers", read)
 
 
-async def swap(of: Document[dict[str, int]], **value: int) -> None:
+async def swap(of: KeyValueRecord[dict[str, int]], **value: int) -> None:
     await of.swap(value, msgspec.json.encode(value))
 
 

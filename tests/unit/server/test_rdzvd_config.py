@@ -13,12 +13,12 @@ from tls_files import Files
 
 from rdzv.errors import InvalidRequestError
 from rdzv.server.__main__ import _reaches_etcd_by_tls, main
-from rdzv.server.settings import configuration
+from rdzv.server.settings import config_loading
 from rdzv.server.settings.config import Config, Limits, Timings
-from rdzv.server.settings.configuration import Configuration, make_config
+from rdzv.server.settings.config_loading import Configuration, make_config
 from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.settings.declaration import Setting, settings_of
 from rdzv.settings.rendering import render
+from rdzv.settings.setting_types import Setting, settings_of
 from rdzv.settings.toml_files import load
 from rdzv.transport.endpoints import Listen
 
@@ -29,7 +29,7 @@ BOUND = [setting for setting in SETTINGS.values() if setting.sets]
 
 @pytest.fixture(autouse=True)
 def _no_file_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(configuration, "DEFAULT_FILE", tmp_path / "none" / "rdzvd.toml")
+    monkeypatch.setattr(config_loading, "DEFAULT_FILE", tmp_path / "none" / "rdzvd.toml")
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_file_that_is_named_must_exist(tmp_path: Path) -> None:
 
 def test_the_usual_file_is_read_if_it_is_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("--check-config") == (0, "rdzvd: the configuration is in order: defaults\n")
-    monkeypatch.setattr(configuration, "DEFAULT_FILE", file)
+    monkeypatch.setattr(config_loading, "DEFAULT_FILE", file)
     file.write_text('log_level = "error"')
     assert Configuration(None, {}).config.log_level == "error"
     assert run("--check-config")[1].endswith(f"in order: {file}\n")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from examples import SETTLED
 from rdzv.errors import InvalidRequestError
-from rdzv.settings.declaration import Duration, Rule, Size, Table, setting, settings_of
 from rdzv.settings.rendering import as_markdown, render
+from rdzv.settings.setting_types import Duration, Rule, Size, Table, setting, settings_of
 from rdzv.settings.toml_files import (
     FILE_BYTES,
     LISTED_PROBLEMS,

@@ -22,7 +22,7 @@ from rdzv.launch_options.job_options import (
     WORKERS_OWN,
     check_printable,
 )
-from rdzv.settings.declaration import Duration, Rule, Size, Table, setting
+from rdzv.settings.setting_types import Duration, Rule, Size, Table, setting
 from rdzv.transport.endpoints import Listen, parse_endpoints
 
 MINUTE = 60

@@ -251,7 +251,7 @@ class _Plan:
         if len(ready) >= job.missing:
             self._give(job, ready, job.missing)
             return
-        self.waits[job.rdzv_id] = Wait(self._reason(job, fitting, ready), len(self.waits))
+        self.waits[job.rdzv_id] = Wait(self._why_queued(job, fitting, ready), len(self.waits))
         if not self._lacking(job, fitting):
             for host in fitting:
                 self._kept_for.setdefault(host.node_id, job.rdzv_id)
@@ -316,7 +316,7 @@ class _Plan:
 
         return sorted(ready, key=key)
 
-    def _reason(self, job: Demand, fitting: Sequence[Host], ready: Sequence[Host]) -> str:
+    def _why_queued(self, job: Demand, fitting: Sequence[Host], ready: Sequence[Host]) -> str:
         """Explain the wait of a job: "needs 2 nodes with gpu=h100, 1 is free (n3); n4 is away"."""
         more = "more node" if job.here else "node"
         gone = f" once {listed(sorted(job.going))} {_has(job.going)} left" if job.going else ""

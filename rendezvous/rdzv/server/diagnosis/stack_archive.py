@@ -13,7 +13,7 @@ import logging
 import msgspec
 
 from rdzv.core.evidence.stacks import Report
-from rdzv.server.engine.key_value_records import Document
+from rdzv.server.engine.key_value_records import KeyValueRecord
 from rdzv.server.engine.store_calls import StoreAccess
 from rdzv.stores.base import DOCUMENT_BYTES
 from rdzv.structs import replace, struct
@@ -110,8 +110,8 @@ class StackArchive:
         await document.swap(_described(place.name, report), _encoded(report))
 
 
-def _document(store: StoreAccess, name: str) -> Document[_Place]:
-    return Document(store, name, lambda data: _described(name, _decoded(name, data)))
+def _document(store: StoreAccess, name: str) -> KeyValueRecord[_Place]:
+    return KeyValueRecord(store, name, lambda data: _described(name, _decoded(name, data)))
 
 
 def _described(name: str, report: Report | None) -> _Place:

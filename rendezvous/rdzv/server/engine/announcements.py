@@ -1,8 +1,7 @@
 """Messages to nodes, computed from states and events by pure functions.
 
-`news` is for nodes that are connected when something happens; `owed` is for a node that reconnects
-and may have missed it; `sessions/streams` sends both. A node that gets the same message from both
-is not harmed.
+`after_step` is for nodes that are connected when something happens, `missed` for a node that
+reconnects; `sessions/streams` sends both. A node may receive the same message from both.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSett
 messages."""
 
 
-def news(
+def after_step(
     before: State, after: State, events: Sequence[Event], now_ms: int
 ) -> Iterator[tuple[str, Announcement]]:
     """Yield the messages of one transition, each with its node, in the order of the events."""
@@ -120,11 +119,11 @@ def placed(membership: Membership) -> Placed:
     return Placed(membership.rdzv_id, membership.run, submission.spec)
 
 
-def owed_of_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Announcement]:
+def missed_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Announcement]:
     """Yield what to send a returning node about a submitted job that it holds or should hold.
 
     `held` are the runs that it holds. If the node is present in the job, its `Belief` was handled,
-    and it has been sent what it is `owed`.
+    and it has been sent what it `missed`.
     """
     membership = state.membership
     chosen = node_id in state.placed and membership.ended is None
@@ -219,7 +218,7 @@ def waiting(state: State, node_id: str, now_ms: int) -> Waiting:
     return Waiting(state.membership.rdzv_id, str(waiting_reason(state, node_id, now_ms)))
 
 
-def owed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Announcement, ...]:
+def missed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Announcement, ...]:
     """Return what to send a node about a job, given what it believes after it came back.
 
     Running workers are stopped only on a positive statement, so a node that knows of a run or a

@@ -14,7 +14,7 @@ from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 T = TypeVar("T")
 
 
-class Document(Generic[T]):
+class KeyValueRecord(Generic[T]):
     """A record: its value as last read or written, and the revision that the next write replaces.
 
     A writer holds a lock of its own from reading the value to the end of `swap`. After a failed

@@ -105,7 +105,7 @@ def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
         ("grpc.max_concurrent_streams", limits.calls_per_connection),
         ("grpc.max_allowed_incoming_connections", connections_at_once(limits)),
-        handshakes.grpc_option(timings),
+        handshakes.grpc_timeout_option(timings),
         ("grpc.max_connection_idle_ms", timings.idle_connection_ms),
         ("grpc.keepalive_time_ms", timings.ping_interval_ms),
         ("grpc.keepalive_permit_without_calls", 1),

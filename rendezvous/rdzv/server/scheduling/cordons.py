@@ -12,7 +12,7 @@ from rdzv.core.fleet import nodes
 from rdzv.core.fleet.drains import Drain
 from rdzv.errors import UnknownNodeError
 from rdzv.runtime.clock import Clock
-from rdzv.server.engine.key_value_records import Document
+from rdzv.server.engine.key_value_records import KeyValueRecord
 from rdzv.server.engine.store_calls import StoreAccess
 
 log = logging.getLogger("rdzv.placer")
@@ -63,7 +63,7 @@ class Cordons:
         self._lock = lock
         self._records = records
         self._on_change = on_change
-        self._document = Document(store, CORDONS, _read_cordons)
+        self._document = KeyValueRecord(store, CORDONS, _read_cordons)
 
     async def load(self) -> None:
         """Read the stored cordons.

@@ -30,7 +30,7 @@ from rdzv.core.model import State
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer
-from rdzv.server.engine.key_value_records import Document
+from rdzv.server.engine.key_value_records import KeyValueRecord
 from rdzv.server.engine.store_calls import StoreAccess
 from rdzv.server.telemetry.event_lines import records
 from rdzv.stores.base import Record as Row
@@ -65,7 +65,7 @@ class Quarantine:
         self._tuning = tuning
         self._daemons = daemons
         self._on_change = on_change
-        self._document = Document(store, QUARANTINE, _read)
+        self._document = KeyValueRecord(store, QUARANTINE, _read)
         self._lock = asyncio.Lock()
         self._timer = Timer(clock, self._expire)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from rdzv.server.settings.config import Timings
 
 
-def grpc_option(timings: Timings) -> tuple[str, int]:
+def grpc_timeout_option(timings: Timings) -> tuple[str, int]:
     """Return the gRPC server option that limits the time of a handshake."""
     return ("grpc.server_handshake_timeout_ms", timings.handshake_ms)
 

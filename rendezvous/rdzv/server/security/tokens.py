@@ -29,7 +29,7 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.key_value_records import Document, unreadable
+from rdzv.server.engine.key_value_records import KeyValueRecord, unreadable
 from rdzv.server.engine.store_calls import StoreAccess
 from rdzv.server.security.callers import Caller, Role, implied
 from rdzv.server.settings.config import DAY_MS, MINUTE_MS
@@ -137,7 +137,7 @@ class Tokens:
         self._most = most
         self._on_revoke = on_revoke
         self._auth = auth
-        self._document = Document(store, TOKENS, lambda data: {t.id: t for t in decode(data)})
+        self._document = KeyValueRecord(store, TOKENS, lambda data: {t.id: t for t in decode(data)})
         self._lock = asyncio.Lock()
         self._storing_use = False
 

@@ -89,7 +89,7 @@ class Recovery:
             stream.send(Refused(membership.rdzv_id, UnknownNodeError.code, text))
             return
         belief = Belief(membership.rdzv_id, membership.run, None, has_workers=False)
-        for message in announcements.owed(state, stream.node_id, belief, now_ms):
+        for message in announcements.missed(state, stream.node_id, belief, now_ms):
             stream.send(message)
 
     # ---------------------------------------------------------------- hello of a node
@@ -140,7 +140,7 @@ class Recovery:
             belief = replace(belief, run=state.membership.run)
         if announcements.unknown(state, belief):
             log_unknown(stream, belief)
-        for message in announcements.owed(state, node_id, belief, self._clock.now_ms()):
+        for message in announcements.missed(state, node_id, belief, self._clock.now_ms()):
             if announcements.concerns(state, node_id, incarnation, message):
                 stream.send(message)
         return belief
@@ -188,5 +188,5 @@ class Recovery:
             if state.incarnation(node_id) not in (None, stream.incarnation):
                 # This former instance is about to be lost, together with its placement.
                 continue
-            for message in announcements.owed_of_placement(state, node_id, held.get(rdzv_id, ())):
+            for message in announcements.missed_placement(state, node_id, held.get(rdzv_id, ())):
                 stream.send(message)

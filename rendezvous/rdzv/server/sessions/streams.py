@@ -170,7 +170,9 @@ class Streams:
         now_ms = self._clock.now_ms()
         if isinstance(news.command, Join):
             self._announce_join(news.before, news.after, news.command, now_ms)
-        for node_id, message in announcements.news(news.before, news.after, news.events, now_ms):
+        for node_id, message in announcements.after_step(
+            news.before, news.after, news.events, now_ms
+        ):
             stream = self._open.get(node_id)
             if stream is not None and announcements.concerns(
                 news.after, node_id, stream.incarnation, message

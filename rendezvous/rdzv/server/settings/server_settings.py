@@ -16,7 +16,7 @@ from rdzv.core.fleet.quarantine import QuarantineTuning
 from rdzv.core.model import Tuning
 from rdzv.errors import InvalidRequestError
 from rdzv.server.settings.config import Limits, Timings, check_grafana, check_otlp
-from rdzv.settings.declaration import Duration, Rule, Size, Table, setting, settings_of
+from rdzv.settings.setting_types import Duration, Rule, Size, Table, setting, settings_of
 from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
 MINUTE = 60

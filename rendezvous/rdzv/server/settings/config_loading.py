@@ -26,7 +26,7 @@ from rdzv.server.settings.config import (
     default_data_dir,
 )
 from rdzv.server.settings.server_settings import PARTS, RdzvdSettings
-from rdzv.settings.declaration import Setting, settings_of
+from rdzv.settings.setting_types import Setting, settings_of
 from rdzv.settings.toml_files import compare, load
 
 if TYPE_CHECKING:
