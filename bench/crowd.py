@@ -1,17 +1,22 @@
-"""The crowd of the scale benchmark: simulated nodes of one job, in a process of their own.
+"""A part of the crowd of the scale benchmark: simulated nodes of one job, in one process.
 
 Run by path as a child process. It takes one act a line on stdin, and answers each with a JSON line
 on stdout; it ends with stdin. Times are by CLOCK_MONOTONIC, which all processes here share.
 
-* `{"act": "gather", "nodes": N, "endpoint": "HOST:PORT"}`: N nodes of a job of N connect, each by a
-  connection of its own, and all but one join; answered when all of those are admitted;
-* `{"act": "form"}`: the last one joins; answered when every node was told the round;
-* `{"act": "lose"}`: the stream of one node ends without a word; answered when all others were told
-  the next round;
+* `{"act": "gather", "nodes": N, "numbers": [FIRST, END], "endpoint": "HOST:PORT", "tls": FOLDER}`:
+  these nodes of a job of N connect, each by a connection of its own, and all but number N - 1 join;
+  answered when all of those are admitted;
+* `{"act": "form"}`: the last one joins, where this part has it; answered when every node was told
+  the round;
+* `{"act": "lose"}`: the stream of node 0 ends without a word, where this part has it; answered when
+  all others were told the next round;
+* `{"act": "fail", "each": BOOL}`: a worker of node 1 fails, or one of each node; answered when
+  all were told the next round;
 * `{"act": "hold", "seconds": S}`: nothing but heartbeats;
 * `{"act": "await", "since_s": T}`: answered when every stream was welcomed again after T.
 
-Each answer has what was said and heard in the meantime: messages, and bytes of them.
+An answer says when the act began, and when the first and the last node were told. It has what was
+said and heard in the meantime, messages and bytes of them, and the CPU time that it took.
 """
 
 from __future__ import annotations
@@ -24,21 +29,24 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
+from processes import CALLER
 from simulated import SimulatedNode, until
 
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Job
 from rdzv.client import parse_endpoint
 from rdzv.core.model import Settings
+from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
 JOB = "crowd"
-AT_ONCE = 256
-"""So many nodes connect at once: one process cannot do for 10,000 machines what each does."""
+AT_ONCE = 64
+"""So many nodes of a process connect at once: it cannot do for 10,000 machines what each does."""
 TIMEOUT_S = 120.0
 FOREVER_MS = 3_600_000
 
@@ -92,35 +100,51 @@ class CountingStub:
 
 
 class Crowd:
-    """All nodes, and what is asked of them."""
+    """The nodes of this process, and what is asked of them."""
 
     def __init__(self) -> None:
         self._nodes: list[SimulatedNode] = []
-        self._links: list[asyncio.Task[None]] = []
+        self._links: dict[SimulatedNode, asyncio.Task[None]] = {}
+        self._last: SimulatedNode | None = None
+        """The node that joins last of all, if it is here."""
+        self._round = -1
+        """The last round that all nodes were told."""
 
     async def act(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Do one thing, and return what came of it."""
+        began_s = time.monotonic()
         match asked["act"]:
             case "gather":
-                return await self._gather(asked["nodes"], asked["endpoint"])
+                await self._gather(asked)
+                return {"began_s": began_s, "last_s": time.monotonic()}
             case "form":
-                return await self._form()
+                if self._last is not None:
+                    self._start(self._last)
             case "lose":
-                return await self._lose()
+                await self._lose()
+            case "fail":
+                for node in self._nodes:
+                    if asked["each"] or node.node_id == _name(1):
+                        node.kill_worker()
             case "hold":
                 await asyncio.sleep(asked["seconds"])
                 return {}
             case _:
                 return await self._await(asked["since_s"])
+        return {"began_s": began_s} | await self._told()
 
-    async def _gather(self, nodes: int, endpoint: str) -> dict[str, Any]:
-        at = [parse_endpoint(endpoint)]
+    async def _gather(self, asked: dict[str, Any]) -> None:
+        at, total = [parse_endpoint(asked["endpoint"])], asked["nodes"]
         settings = Settings(
-            max(nodes - 1, 1), nodes, max_restarts=1_000, last_call_timeout_ms=FOREVER_MS
+            max(total - 1, 1), total, max_restarts=1_000, last_call_timeout_ms=FOREVER_MS
         )
-        names = [f"node-{number:05d}" for number in range(nodes)]
-        self._nodes = [SimulatedNode(n, at, Job(JOB, n, settings, 8)) for n in names]
-        began_s = time.monotonic()
+        credentials = credentials_in(asked["tls"])
+        self._nodes = [
+            SimulatedNode(name, at, Job(JOB, name, settings, 8), credentials)
+            for name in map(_name, range(*asked["numbers"]))
+        ]
+        if self._nodes[-1].node_id == _name(total - 1):
+            self._last = self._nodes[-1]
         connecting = asyncio.Semaphore(AT_ONCE)
 
         async def connect(node: SimulatedNode) -> None:
@@ -129,47 +153,55 @@ class Crowd:
                 await node.admitted.wait()
 
         async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
-            for node in self._nodes[:-1]:
-                tasks.create_task(connect(node))
-        return {"took_s": time.monotonic() - began_s}
+            for node in self._nodes:
+                if node is not self._last:
+                    tasks.create_task(connect(node))
 
     def _start(self, node: SimulatedNode) -> None:
         node.post(events.Ticked())
-        self._links.append(asyncio.create_task(node.link.run()))
+        self._links[node] = asyncio.create_task(node.link.run())
 
-    async def _form(self) -> dict[str, Any]:
-        began_s = time.monotonic()
-        self._start(self._nodes[-1])
-        return await self._told(0, began_s)
+    async def _lose(self) -> None:
+        if self._nodes[0].node_id == _name(0):
+            lost = self._nodes.pop(0)
+            link = self._links.pop(lost)
+            link.cancel()
+            await asyncio.wait([link])
+            lost.close()
 
-    async def _lose(self) -> dict[str, Any]:
-        lost, link = self._nodes.pop(0), self._links.pop(0)
-        round_ = self._nodes[0].round
-        began_s = time.monotonic()
-        link.cancel()
-        await asyncio.wait([link])
-        lost.close()
-        return await self._told(round_ + 1, began_s)
-
-    async def _told(self, round_: int, since_s: float) -> dict[str, Any]:
-        nodes = self._nodes
+    async def _told(self) -> dict[str, Any]:
+        nodes, round_ = self._nodes, self._round + 1
         await self._all(
             f"round {round_} runs on all nodes", lambda: all(n.round >= round_ for n in nodes)
         )
+        self._round = round_
         started_s = [node.started_s[node.round] for node in nodes]
-        return {"took_s": max(started_s) - since_s, "first_s": min(started_s) - since_s}
+        return {"first_s": min(started_s), "last_s": max(started_s)}
 
     async def _await(self, since_s: float) -> dict[str, Any]:
-        nodes, rounds = self._nodes, {node.round for node in self._nodes}
+        nodes = self._nodes
         await self._all("all are back", lambda: all(n.connected_s > since_s for n in nodes))
         return {
-            "took_s": max(node.connected_s for node in nodes) - since_s,
-            "first_s": min(node.connected_s for node in nodes) - since_s,
-            "disturbed": sum(1 for node in nodes if {node.round} != rounds),
+            "began_s": since_s,
+            "first_s": min(node.connected_s for node in nodes),
+            "last_s": max(node.connected_s for node in nodes),
+            "disturbed": sum(1 for node in nodes if node.round != self._round),
         }
 
     async def _all(self, what: str, holds: Callable[[], bool]) -> None:
         await until(what, holds, TIMEOUT_S)
+
+
+def _name(number: int) -> str:
+    return f"node-{number:05d}"
+
+
+def credentials_in(folder: str) -> Credentials:
+    """Return what nodes show the server: what `rdzvctl certs` made in a folder, if one is given."""
+    if not folder:
+        return PLAIN
+    own = Path(folder)
+    return Credentials(own / "ca.crt", own / f"client-{CALLER}.crt", own / f"client-{CALLER}.key")
 
 
 async def main() -> None:
@@ -183,7 +215,7 @@ async def main() -> None:
         try:
             answer = await crowd.act(json.loads(line))
         except TimeoutError as error:
-            answer = {"failed": str(error)}
+            answer = {"failed": str(error) or f"no end of {line.strip()} in {TIMEOUT_S:g} s"}
         answer |= {"traffic": TRAFFIC.take(), "cpu_s": time.process_time() - began_cpu_s}
         print(json.dumps(answer), flush=True)
 

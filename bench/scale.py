@@ -1,15 +1,22 @@
 """How many nodes one server holds, and how long it takes to tell them all.
 
-N simulated nodes of one job, in a second process, speak the real protocol over N connections to one
-rdzvd with its default store, SQLite:
+N simulated nodes of one job, in processes of their own, speak the real protocol over N connections
+to one rdzvd with its default store, SQLite:
 
-* gather: N - 1 nodes connect and join, as fast as that process can; until all are admitted;
+* gather: N - 1 nodes connect and join, as fast as those processes can; until all are admitted;
 * form: the last node joins; until every node was told the round;
-* lose: the stream of one node ends without a word; until all others have stopped, joined again and
-  were told the next round. It has the 0.25 s that the server waits for the node to come back;
+* fail: a worker fails; until all have stopped, joined again and were told the next round;
+* fail-all: the same, but a worker of every node fails, as in a broken collective;
+* lose: the same, but the stream of one node ends without a word. It has the 0.25 s that the server
+  waits for the node to come back;
 * steady: nothing but heartbeats: CPU of the server, in % of one core, and its memory per node;
-* return: rdzvd gets SIGKILL and is started again; until every stream was welcomed again.
-  `disturbed` nodes have lost their workers over it.
+* start, return: rdzvd gets SIGKILL and is started again, until it is ready; and until every stream
+  was welcomed again. `disturbed` nodes have lost their workers over it.
+
+On a shared machine seconds say little: the CPU time of the server for each act, per node, says what
+the server costs, and is told apart from the CPU time of the crowd. `--tls` measures the same with
+mutual TLS, `--profile` shows where the time of the server goes (bench/profiling.py), and
+bench/floor.py what gRPC alone costs.
 
 `core` is 10,000 joins through the rendezvous core alone, and with the invariants that the driver
 asks before each commit.
@@ -17,8 +24,8 @@ asks before each commit.
 The peer, in the same run: torch's c10d rendezvous, at the sizes that it can do; its nodes are
 threads of two processes, which do nothing else.
 
-Each size begins with a server and a store of its own. The nodes' process competes with the server
-for the same CPUs, so everything here is an upper bound.
+Each size begins with a server and a store of its own. The nodes' processes compete with the server
+for the same CPUs, so all seconds here are an upper bound.
 """
 
 from __future__ import annotations
@@ -29,9 +36,11 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from measure import (
     Json,
@@ -44,7 +53,8 @@ from measure import (
     say_conditions,
     say_progress,
 )
-from processes import Asked, Rdzvd, cpu_s, resident_bytes
+from processes import Asked, Rdzvd, certified, cpu_s, resident_bytes
+from profiling import profiled
 
 from rdzv.core.commands import Join
 from rdzv.core.invariants import violations
@@ -58,6 +68,8 @@ PEER_NODES = (16, 100, 256)
 """At 512 it does not complete in three minutes here."""
 REPEATED_UP_TO = 1_000
 CORE_NODES = 10_000
+CROWDS = 4
+"""Processes that the nodes are in."""
 STEADY_S = 10.0
 CALM_S = 6.0
 """Longer than a lease: who would be given up is."""
@@ -65,7 +77,7 @@ TIMEOUT_S = 140.0
 PEER_TIMEOUT_S = 90.0
 PEER_PROCESSES = 2
 TRAFFIC = ("up", "down", "up_bytes", "down_bytes")
-ACTS = ("gather", "form", "lose", "return")
+ACTS = ("gather", "form", "fail", "fail-all", "lose", "start", "return")
 FILES_OF_A_PROCESS = 200
 
 HERE = Path(__file__).parent
@@ -94,44 +106,102 @@ class Samples:
         self.crowd_cpu_s.setdefault(act, []).append(crowd_s)
 
 
+During = Callable[[str, int], AbstractContextManager[None]]
+"""What is done during an act, given its name and the pid of the server."""
+
+
+def plainly(act: str, pid: int) -> AbstractContextManager[None]:
+    """Do nothing during an act."""
+    return contextlib.nullcontext()
+
+
+class Crowd:
+    """All nodes, in several processes with descriptors of their own. Made by `running`."""
+
+    def __init__(self, parts: Sequence[Asked]) -> None:
+        self._parts = parts
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls) -> Iterator[Crowd]:
+        """Start the processes, and end them with the body."""
+        with contextlib.ExitStack() as stack:
+            program = HERE / "crowd.py"
+            yield cls([stack.enter_context(Asked.running(program)) for _ in range(CROWDS)])
+
+    def gather(self, nodes: int, endpoint: str, tls: str) -> dict[str, Any]:
+        """Let all nodes but the last one join."""
+        ends = [nodes * (part + 1) // CROWDS for part in range(CROWDS)]
+        shares = zip([0, *ends], ends, strict=False)
+        for part, numbers in zip(self._parts, shares, strict=True):
+            part.tell(act="gather", nodes=nodes, numbers=numbers, endpoint=endpoint, tls=tls)
+        return self._answer()
+
+    def ask(self, act: str, **how: object) -> dict[str, Any]:
+        """Have all parts do something at once; return their answers as one."""
+        for part in self._parts:
+            part.tell(act=act, **how)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        answers = [part.answer(TIMEOUT_S) for part in self._parts]
+        together: dict[str, Any] = {
+            "cpu_s": sum(answer["cpu_s"] for answer in answers),
+            "traffic": {k: sum(answer["traffic"][k] for answer in answers) for k in TRAFFIC},
+            "disturbed": sum(answer.get("disturbed", 0) for answer in answers),
+        }
+        if "last_s" in answers[0]:
+            began_s = min(answer["began_s"] for answer in answers)
+            together["took_s"] = max(answer["last_s"] for answer in answers) - began_s
+        return together
+
+
 class Trial:
     """One server and one crowd."""
 
-    def __init__(self, nodes: int, server: Rdzvd, crowd: Asked, samples: Samples) -> None:
+    def __init__(self, nodes: int, server: Rdzvd, crowd: Crowd, samples: Samples) -> None:
         self._nodes = nodes
         self._server = server
         self._crowd = crowd
         self._samples = samples
 
-    def run(self) -> None:
-        """Do everything once.
+    def run(self, tls: str, during: During) -> None:
+        """Do everything once; each act runs within `during`.
 
         Raises:
             TimeoutError: something has taken too long.
 
         """
         empty_bytes = resident_bytes(self._server.pid)
-        self._act("gather", nodes=self._nodes, endpoint=str(self._server.endpoint))
-        self._act("form")
-        self._act("lose")
+        at, crowd = str(self._server.endpoint), self._crowd
+        self._during = during
+        self._act("gather", lambda: crowd.gather(self._nodes, at, tls))
+        self._act("form", lambda: crowd.ask("form"))
+        self._act("fail", lambda: crowd.ask("fail", each=False))
+        self._act("fail-all", lambda: crowd.ask("fail", each=True))
+        self._act("lose", lambda: crowd.ask("lose"))
         self._hold()
         held_bytes = resident_bytes(self._server.pid) - empty_bytes
         self._samples.bytes_per_node.append(held_bytes / self._nodes)
         self._return()
 
-    def _act(self, act: str, **how: object) -> None:
+    def _act(self, act: str, do: Callable[[], dict[str, Any]]) -> None:
         before_s = cpu_s(self._server.pid)
-        answer = self._crowd.ask(TIMEOUT_S, act=act, **how)
+        with self._during(act, self._server.pid):
+            answer = do()
         used_s = cpu_s(self._server.pid) - before_s
         self._samples.note(act, answer["took_s"], used_s, answer["cpu_s"])
         self._samples.traffic[act] = {k: answer["traffic"][k] / self._nodes for k in TRAFFIC}
-        say_progress(f"{self._nodes} nodes: {act} {answer['took_s']:.2f} s")
+        say_progress(
+            f"{self._nodes} nodes: {act} {answer['took_s']:.2f} s, server "
+            f"{1e3 * used_s / self._nodes:.3f} ms of CPU a node"
+        )
 
     def _hold(self) -> None:
         """Wait until whatever was begun is over, and then look at heartbeats alone."""
-        self._crowd.ask(TIMEOUT_S, act="hold", seconds=1.0)
+        self._crowd.ask("hold", seconds=1.0)
         before_s, began_s = cpu_s(self._server.pid), time.monotonic()
-        self._crowd.ask(TIMEOUT_S, act="hold", seconds=STEADY_S)
+        self._crowd.ask("hold", seconds=STEADY_S)
         passed_s = time.monotonic() - began_s
         self._samples.steady_cpu.append((cpu_s(self._server.pid) - before_s) / passed_s)
 
@@ -139,30 +209,34 @@ class Trial:
         died_s = time.monotonic()
         self._server.kill()
         self._server.start()
-        answer = self._crowd.ask(TIMEOUT_S, act="await", since_s=died_s)
-        used_s = cpu_s(self._server.pid)
-        self._samples.note("return", answer["took_s"], used_s, answer["cpu_s"])
-        self._samples.traffic["return"] = {k: answer["traffic"][k] / self._nodes for k in TRAFFIC}
-        say_progress(f"{self._nodes} nodes: return {answer['took_s']:.2f} s")
-        self._crowd.ask(TIMEOUT_S, act="hold", seconds=CALM_S)
-        answer = self._crowd.ask(TIMEOUT_S, act="await", since_s=died_s)
+        ready_s = cpu_s(self._server.pid)
+        self._samples.note("start", time.monotonic() - died_s, ready_s, 0)
+        self._act("return", lambda: self._crowd.ask("await", since_s=died_s))
+        self._crowd.ask("hold", seconds=CALM_S)
+        answer = self._crowd.ask("await", since_s=died_s)
         self._samples.disturbed += answer["disturbed"]
 
 
-def measure(nodes: int, repetitions: int, directory: Path) -> Samples:
+def measure(
+    nodes: int, repetitions: int, directory: Path, *, tls: bool, during: During = plainly
+) -> Samples:
     """Measure one number of nodes."""
     from ports import free_port
 
     samples = Samples()
     for number in range(repetitions):
-        below = directory / f"{nodes}-{number}"
+        below = directory / f"{nodes}-{'tls' if tls else 'plain'}-{number}"
         below.mkdir()
         port = free_port()
-        server = Rdzvd(f"127.0.0.1:{port}", [f"--data-dir={below / 'data'}"], below / "rdzvd.log")
+        options = [f"--data-dir={below / 'data'}"]
+        if tls:
+            options += certified(below)
+        host = "localhost" if tls else "127.0.0.1"
+        server = Rdzvd(f"{host}:{port}", options, below / "rdzvd.log")
         try:
             server.start()
-            with Asked.running(HERE / "crowd.py") as crowd:
-                Trial(nodes, server, crowd, samples).run()
+            with Crowd.running() as crowd:
+                Trial(nodes, server, crowd, samples).run(str(below) if tls else "", during)
         except (TimeoutError, RuntimeError) as error:
             samples.failed.append(str(error))
         finally:
@@ -170,20 +244,23 @@ def measure(nodes: int, repetitions: int, directory: Path) -> Samples:
     return samples
 
 
-def say(nodes: int, samples: Samples) -> None:
+def say(nodes: int, samples: Samples, *, tls: bool) -> None:
     """Print one number of nodes."""
     spreads = {act: Spread.of(s) for act, s in samples.seconds.items()}
     told = "  ".join(f"{act} {figure(spread.median)} s" for act, spread in spreads.items())
     cpu = Spread.of(samples.steady_cpu).median if samples.steady_cpu else None
     memory = Spread.of(samples.bytes_per_node).median if samples.bytes_per_node else None
+    name = "rdzvd-tls" if tls else "rdzvd"
     emit(
-        f"scale rdzvd  nodes={nodes:<6} {told}  steady "
+        f"scale {name:<6}  nodes={nodes:<6} {told}  steady "
         f"{figure(None if cpu is None else 100 * cpu)} % of a core, "
         f"{figure(None if memory is None else memory / 1e3)} kB a node  "
         f"disturbed {samples.disturbed}  load {load():.0f}"
-        + "".join(f"  FAILED: {why}" for why in samples.failed),
+        + "".join(f"  FAILED: {why}" for why in samples.failed)
+        + f"\n             CPU of the server, ms a node: {_per_node(samples.server_cpu_s, nodes)}"
+        + f"\n             CPU of the crowd, ms a node:  {_per_node(samples.crowd_cpu_s, nodes)}",
         bench="scale",
-        case="rdzvd",
+        case=name,
         nodes=nodes,
         seconds={act: spread.as_json() for act, spread in spreads.items()},
         server_cpu_s=_medians(samples.server_cpu_s),
@@ -197,8 +274,13 @@ def say(nodes: int, samples: Samples) -> None:
     )
 
 
+def _per_node(cpu_s: dict[str, list[float]], nodes: int) -> str:
+    told = ((act, 1e3 * Spread.of(each).median / nodes) for act, each in cpu_s.items())
+    return "  ".join(f"{act} {ms:.3f}" for act, ms in told)
+
+
 def _medians(samples: dict[str, list[float]]) -> dict[str, Json]:
-    return {act: round(Spread.of(each).median, 3) for act, each in samples.items()}
+    return {act: round(Spread.of(each).median, 4) for act, each in samples.items()}
 
 
 # ------------------------------------------------------------------------------------ the core
@@ -324,7 +406,7 @@ def say_peer(nodes: int, repetitions: int) -> None:
 
 
 def most_nodes() -> int:
-    """Open as many files as this process may, and return how many nodes that is good for."""
+    """Let each process open as many files as it may; return how many nodes that is good for."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard - FILES_OF_A_PROCESS
@@ -339,6 +421,8 @@ def arguments() -> argparse.Namespace:
     add("--quick", action="store_true", help="up to 1,000 nodes, once each: two minutes")
     add("--nodes", default="", help=f"sizes, with commas (default: {NODES})")
     add("--peer-nodes", default="", help=f"sizes for c10d, with commas (default: {PEER_NODES})")
+    add("--tls", action="store_true", help="with mutual TLS")
+    add("--profile", action="store_true", help="show where the server's time goes; needs perf")
     add("--no-peer", action="store_true", help="without c10d")
     add("--repetitions", type=int, default=0, help="up to 1,000 nodes (default 3; --quick 1)")
     add("--out", type=Path, help="where the JSON lines are written as well")
@@ -348,11 +432,11 @@ def arguments() -> argparse.Namespace:
     chosen.peer_nodes = _sizes(parser, chosen.peer_nodes) or PEER_NODES
     if chosen.repetitions < 0:
         parser.error(f"--repetitions {chosen.repetitions}: give at least 1")
-    chosen.repetitions = chosen.repetitions or (1 if chosen.quick else 3)
+    chosen.repetitions = chosen.repetitions or (1 if chosen.quick or chosen.profile else 3)
     if max(chosen.nodes) > (most := most_nodes()):
         parser.error(
-            f"{max(chosen.nodes)} nodes need as many open files in one process, and {most} are "
-            "allowed; raise the hard limit (ulimit -Hn), or give fewer --nodes"
+            f"{max(chosen.nodes)} nodes need as many open files in rdzvd, and {most} are allowed; "
+            "raise the hard limit (ulimit -Hn), or give fewer --nodes"
         )
     return chosen
 
@@ -378,11 +462,20 @@ def main() -> None:
         emitting_to(chosen.out),
     ):
         directory = Path(temporary)
+
+        @contextlib.contextmanager
+        def sampled(act: str, pid: int) -> Iterator[None]:
+            with profiled(pid, directory) as found:
+                yield
+            print(f"profile of rdzvd, {act}:\n{found[0]}", flush=True)
+
         say_conditions("scale", directory)
         say_core(CORE_NODES)
         for nodes in chosen.nodes:
             repetitions = chosen.repetitions if nodes <= REPEATED_UP_TO else 1
-            say(nodes, measure(nodes, repetitions, directory))
+            during = sampled if chosen.profile else plainly
+            samples = measure(nodes, repetitions, directory, tls=chosen.tls, during=during)
+            say(nodes, samples, tls=chosen.tls)
         if not chosen.no_peer:
             for nodes in chosen.peer_nodes:
                 say_peer(nodes, chosen.repetitions)

@@ -23,6 +23,7 @@ from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.model import Offer, Settings
 from rdzv.structs import replace
+from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 
 _store_ports = itertools.cycle(range(20_000, 30_000))
@@ -34,7 +35,13 @@ class SimulatedNode:
 
     fence_after_ms = 0
 
-    def __init__(self, node_id: str, endpoints: Sequence[Endpoint], job: Job) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        endpoints: Sequence[Endpoint],
+        job: Job,
+        credentials: Credentials = PLAIN,
+    ) -> None:
         self.rdzv_id = job.rdzv_id
         self.node_id = node_id
         self.connected_s = 0.0
@@ -56,7 +63,7 @@ class SimulatedNode:
             pid=os.getpid(),
             version="bench",
         )
-        self.link = ServerLink(endpoints, identity)
+        self.link = ServerLink(endpoints, identity, credentials=credentials)
         self.link.add(self)
 
     @property

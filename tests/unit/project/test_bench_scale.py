@@ -4,6 +4,7 @@ from pathlib import Path
 
 import bench_path  # noqa: F401
 import processes
+import profiling
 import pytest
 import scale
 
@@ -69,3 +70,23 @@ def test_memory_and_cpu_of_a_process_that_runs(echo: Path) -> None:
         child.ask(10, act="one")
         assert processes.resident_bytes(child.pid) > 1_000_000
         assert processes.cpu_s(child.pid) >= 0
+
+
+def test_a_profile_counts_by_part_package_and_function() -> None:
+    listed = "  7f00 (/usr/lib/libpython3.11.so)\n  ff00 ([kernel.kallsyms])\n  00 (/x/odd.so)\n"
+    stacks = (
+        "<module> (/v/bin/rdzvd:8);write (/r/rdzv/server/wire/out.py:9);g (/lib/enum.py:3) 3\n"
+        "<module> (/v/bin/rdzvd:8);_run (/lib/python3.11/asyncio/events.py:80) 1\n"
+        "main (/elsewhere.py:1) 1\n"
+    )
+    counted = profiling.functions(stacks)
+    assert counted == {
+        "rdzv/server/wire/out.py write": 3,
+        "asyncio/events.py _run": 1,
+        "other": 1,
+    }
+    shown = str(profiling.Profile(profiling.parts(listed), counted))
+    assert " 33.3 %  Python's interpreter\n" in shown
+    assert " 33.3 %  kernel\n" in shown
+    assert " 33.3 %  odd.so\n" in shown
+    assert " 60.0 %  rdzv/server/wire\n" in shown
