@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import json
 import os
 import posixpath
@@ -49,6 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for place, content in (
         ("reference/commands.md", _commands()),
         ("reference/events.md", _events()),
+        ("reference/documents.md", _documents()),
         ("reference/http-api.md", _http_api()),
         ("reference/worker.md", _worker()),
     ):
@@ -128,24 +130,83 @@ def _text(said: str) -> list[str]:
 
 def _events() -> str:
     """Return a table of the fields of every event."""
-    from rdzv.view.history import KINDS
+    from rdzv.core.events import NewWorker
+    from rdzv.view.history import KINDS, NotKept, Place, Worker
 
     lines = [
         "# Events",
         "",
         "`rdzvctl events JOB -o json` and `/api/v1/jobs/JOB/events` have them. An event has",
         "`unix_ms`, `run`, `name`, `text` (a sentence for people) and `fields`. Later versions may",
-        "add fields; none is renamed or removed.",
+        "add fields; none is renamed or removed. A `reason` may quote a user or a worker. Lists",
+        "have at most eight entries.",
         "",
     ]
-    for name, kind in sorted(KINDS.items()):
-        hints = typing.get_type_hints(kind)
-        lines += [f"## {name}", "", inspect.getdoc(kind) or "", ""]
-        if hints:
-            lines += ["| field | type |", "|---|---|"]
-            lines += [f"| `{field}` | {_type(hint)} |" for field, hint in hints.items()]
-            lines.append("")
+    for _, kind in sorted(KINDS.items()):
+        lines += _kind(kind)
+    for kind in (NewWorker, NotKept, Place, Worker):
+        lines += _kind(kind)
     return "\n".join(lines)
+
+
+def _documents() -> str:
+    """Return a table of the keys of every document that programs read."""
+    from rdzv.core.model import JobSpec, Settings
+    from rdzv.view import answers, ledger, reports
+
+    lines = [
+        "# JSON documents",
+        "",
+        "The keys of what `rdzvctl ... -o json` and [the HTTP API](http-api.md) return;",
+        "[which command has which](../rdzvctl.md#documents). `None` is `null`. The time of a key",
+        "ends with its unit; `age` is how long ago.",
+        "",
+    ]
+    roots = (
+        *(answers.JobStatus, answers.JobSummary, answers.Event, answers.Node, answers.Server),
+        *(answers.Token, answers.StackReport, ledger.Ledger, reports.Report, Settings, JobSpec),
+    )
+    found: list[type] = []
+    for root in roots:
+        _collect(root, found)
+    for kind in found:
+        lines += _kind(kind)
+    return "\n".join(lines)
+
+
+def _collect(kind: type, found: list[type]) -> None:
+    """Add a kind of document, and those that its keys have."""
+    if kind in found:
+        return
+    found.append(kind)
+    for hint in typing.get_type_hints(kind).values():
+        for inner in (hint, *typing.get_args(hint)):
+            if hasattr(inner, "__struct_fields__"):
+                _collect(inner, found)
+
+
+def _kind(kind: type) -> Iterator[str]:
+    """Document the fields of a struct by its docstring and theirs."""
+    yield from (f"## {kind.__name__}", "", inspect.getdoc(kind) or "", "")
+    if hints := typing.get_type_hints(kind):
+        told = _told(kind)
+        yield from ("| key | type | |", "|---|---|---|")
+        for name, hint in hints.items():
+            yield f"| `{name}` | {_type(hint)} | {told.get(name, '')} |"
+        yield ""
+
+
+def _told(kind: type) -> dict[str, str]:
+    """Return the docstrings of a struct's fields."""
+    source = ast.parse(inspect.getsource(kind)).body[0]
+    assert isinstance(source, ast.ClassDef)
+    found = {}
+    for one, after in itertools.pairwise(source.body):
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            text = after.value if isinstance(after, ast.Expr) else None
+            if isinstance(text, ast.Constant):
+                found[one.target.id] = " ".join(str(text.value).split())
+    return found
 
 
 def _type(hint: object) -> str:

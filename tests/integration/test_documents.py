@@ -94,7 +94,10 @@ STORIES = {
     "start/slurm.md": Story(
         left_out=tuple(
             (program, "test_slurm.py runs it, under a Slurm of its own")
-            for program in ("sbatch", "scancel", "scontrol", "rdzv-slurm-drain")
+            for program in (
+                *("sbatch", "scancel", "scontrol", "rdzv-slurm-drain"),
+                *("export RDZV_SERVER", "rdzvctl status slurm-JOB_ID"),
+            )
         )
     ),
     "frameworks.md": Story(
@@ -156,7 +159,10 @@ STORIES = {
             (r"\$SLURM_JOB_ID", "4711"),
             ("2:3 --nproc-per-node=8", "1 --nproc-per-node=2"),
         ),
-        left_out=(("pip install", WHEELS),),
+        left_out=(
+            ("pip install", WHEELS),
+            ("torchrun --rdzv-backend=rdzv", "test_torchrun_plugin.py runs it, on several nodes"),
+        ),
         shows=("4711",),
     ),
     "traces.md": Story(

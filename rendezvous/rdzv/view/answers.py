@@ -67,7 +67,7 @@ class NodeStatus:
     drain_left_ms: int | None = None
     reason_times: tuple[TimeInText, ...] = ()
     kept: int | None = None
-    """How many of its workers in the live round are kept, with `warm` and `cold`; None: unknown."""
+    """Its workers in the live round that are kept, forked `warm`, or `cold`; None: unknown."""
     warm: int | None = None
     cold: int | None = None
 
@@ -93,12 +93,19 @@ class Straggler:
 
     rank: int
     age_ms: int
+    """For how long it has been slow."""
     step_s: float | None = None
+    """Seconds that it takes for a step."""
     median_s: float | None = None
+    """The same of the median worker of its role."""
     late_ms: float | None = None
+    """How long after the others it enters collectives: the median."""
     late_p95_ms: float | None = None
+    """The 95th percentile of that."""
     clock_error_ms: float | None = None
+    """How wrong these two may be, since the nodes' clocks differ."""
     wait_share: float | None = None
+    """The share of the time that the others wait for it, at least."""
 
 
 @struct(frozen=True)
@@ -194,6 +201,7 @@ class JobStatus:
     master_port: int | None
     nodes: tuple[NodeStatus, ...]
     last_end: str | None
+    """How the last round ended."""
     last_failure: LastFailure | None
     backend: str
     progress: tuple[RankProgress, ...]
@@ -270,6 +278,7 @@ class NodeJob:
     rdzv_id: str
     gpus: int
     state: str
+    """`placed`, `holding`, or the node's state within the job."""
 
 
 @struct(frozen=True)
@@ -293,6 +302,7 @@ class Node:
     cordon_reason: str | None
     cordon_age_ms: int | None
     metrics: str | None = None
+    """Where its agent answers /metrics."""
     quarantine: str | None = None
     quarantine_age_ms: int | None = None
     quarantine_left_ms: int | None = None
@@ -397,7 +407,9 @@ class WorkerStack:
     state: str | None
     threads: tuple[ThreadStack, ...]
     kernel: tuple[str, ...]
+    """Where it sleeps in the kernel."""
     note: str | None
+    """Why something is missing."""
     collectives: tuple[GroupRecord, ...] = ()
     """Torch's record of its collectives; empty if there is none."""
     no_record: str | None = None
@@ -453,10 +465,14 @@ class StackReport:
     round: int
     age_ms: int
     reason: str
+    """Why they were taken."""
     summary: str
     groups: tuple[StackGroup, ...]
+    """The largest first."""
     stacks: tuple[WorkerStack, ...]
+    """By RANK."""
     left_out: int
+    """Workers in a group whose stacks were too many to keep."""
     silent: tuple[SilentNode, ...]
     cause: HangCause | None = None
     """The workers that the others wait for, if the records of their collectives show it."""

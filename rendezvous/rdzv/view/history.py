@@ -55,7 +55,9 @@ class WorkerFailed:
     signal: int | None
     message: str
     age_ms: int = 0
+    """How long ago it failed."""
     suspect: bool = False
+    """A collective failed in it, which may follow from another failure."""
 
 
 @struct(frozen=True)
@@ -63,6 +65,7 @@ class NotKept:
     """Workers that might have been kept, and are new; `ranks` are the first few of `workers`."""
 
     why: str
+    """A code."""
     workers: int
     ranks: tuple[int, ...]
 
@@ -82,6 +85,7 @@ class RoundCompleted:
     master_addr: str
     master_port: int
     enough_ms: int | None = None
+    """For how long enough nodes had been ready; None if unknown."""
     kept: int = 0
     source: int | None = None
     resume_step: int | None = None
@@ -104,8 +108,10 @@ class RoundEnded:
     cause: Cause
     reason: str
     broken: bool
+    """The collectives broke."""
     dead_ms: int = 0
     cause_node_id: str = ""
+    """The node that the cause is about; empty if it is about several, none, or an unknown one."""
 
 
 @struct(frozen=True)
@@ -121,8 +127,11 @@ class RoundSettled:
     restarts: int
     max_restarts: int | None
     root_cause: Worker | None
+    """None if no worker failed."""
     cause_node_id: str = ""
+    """As in `RoundEnded`."""
     step: int | None = None
+    """The furthest step of the round; None if none was reported."""
 
 
 @struct(frozen=True)
@@ -132,6 +141,7 @@ class NodesPlaced:
     nodes: int
     node_ids: tuple[str, ...]
     was_queued: bool | None = None
+    """It had no node before; None if unknown."""
 
 
 @struct(frozen=True)

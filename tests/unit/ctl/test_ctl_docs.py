@@ -1,4 +1,4 @@
-"""docs/rdzvctl.md names every command, every flag that submit adds, and every key of a document."""
+"""docs/rdzvctl.md names every command, and every flag that submit adds or refuses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.core.model import JobSpec, Settings
-from rdzv.core.timed_text import TimeInText
 from rdzv.ctl import job_request
 from rdzv.ctl.__main__ import rdzvctl
-from rdzv.structs import field_names
-from rdzv.view import answers, history, ledger, reports
 
 TEXT = (Path(__file__).parents[3] / "docs" / "rdzvctl.md").read_text()
 
@@ -32,59 +28,3 @@ def test_every_flag_of_submit_is_there(option: job_request.Option) -> None:
 @pytest.mark.parametrize("dest", sorted(job_request.REFUSED))
 def test_every_flag_that_is_refused_is_there(dest: str) -> None:
     assert f"`--{dest.replace('_', '-')}`" in TEXT
-
-
-@pytest.mark.parametrize(
-    ("title", "kinds"),
-    [
-        (
-            "A job",
-            (
-                *(
-                    answers.JobStatus,
-                    answers.NodeStatus,
-                    answers.LastFailure,
-                    answers.WorkerFailure,
-                ),
-                *(
-                    answers.RankProgress,
-                    answers.Straggler,
-                    answers.Submission,
-                    answers.DeclinedNode,
-                    answers.Budgets,
-                    TimeInText,
-                ),
-            ),
-        ),
-        ("A job's line", (answers.JobSummary,)),
-        ("An event", (answers.Event,)),
-        ("A node", (answers.Node, answers.Resources, answers.Gpu, answers.NodeJob)),
-        (
-            "Stacks",
-            (
-                *(
-                    answers.StackReport,
-                    answers.StackGroup,
-                    answers.WorkerStack,
-                    answers.ThreadStack,
-                ),
-                *(answers.StackFrame, answers.SilentNode),
-            ),
-        ),
-        ("A ledger", (ledger.Ledger, ledger.Cost, ledger.Interval)),
-        ("A report", (reports.Report, reports.JobLine, reports.Loss)),
-        ("What would be submitted", (Settings, JobSpec)),
-    ],
-)
-def test_every_key_is_there(title: str, kinds: tuple[type, ...]) -> None:
-    (part,) = re.findall(rf"^\*\*{title}\*\*.*?(?=^\*\*|\Z)", TEXT, re.MULTILINE | re.DOTALL)
-    hidden = {"env"} | ({"submitter"} if JobSpec in kinds else set())
-    names = {name for kind in kinds for name in field_names(kind)} - hidden
-    missing = {name for name in names if f"`{name}`" not in part}
-    assert not missing
-
-
-@pytest.mark.parametrize(("name", "kind"), history.KINDS.items())
-def test_every_event_is_there_with_its_fields(name: str, kind: type) -> None:
-    (row,) = re.findall(rf"^\| `{name}` \| .*$", TEXT, re.MULTILINE)
-    assert not {field for field in field_names(kind) if f"`{field}`" not in row}
