@@ -282,7 +282,7 @@ REASONS = (
     + " ago: 5 s); gives up in "
     + left(588_000),
     "\U0001f642 quoted; last call, " + left(29_000) + " left",
-    "newcomers are let in within " + left(55_000),
+    "newcomers are admitted within " + left(55_000),
     "(n1 was lost " + past(3_720_000) + " ago: gone); is queued again in " + left(7_260_000),
     "gives up in 12 s, said a worker",
 )

@@ -40,13 +40,13 @@ class FailureReport:
 class Join:
     """Ask for a place in the next round.
 
-    `left_round` confirms that no worker takes part in that round on the node any more: each is
-    gone, or parked and one of `kept`. `run` is empty for a fresh join. With `fenced` the node was
-    cut off, and has killed those workers itself, `fenced_age_ms` ago; none had failed. `moved` is
-    how far its workers had come. `recovery` reports that round to a server that may not know it.
+    `left_round` confirms that the node's workers take no part in that round any more: each has
+    exited, or is parked and listed in `kept`. `run` is empty for a fresh join. `fenced`: the node
+    was cut off and killed those workers itself, `fenced_age_ms` ago; none had failed. `moved` is
+    the progress of its workers. `recovery` reports that round to a server that may not know it.
     `new_run` is the uid of a run that begins with this join; a job without an owner then belongs to
-    `owner`. `secret` is the hash of the job secret that the node knows. `instance` is the instance
-    that the incarnation numbers.
+    `owner`. `secret` is the hash of the node's job secret. `instance` is the instance behind the
+    incarnation.
     """
 
     node_id: str
@@ -70,7 +70,7 @@ class Join:
 
 @struct(frozen=True)
 class Resume:
-    """Say after a reconnect that workers of `round` run, or are being stopped, on the node.
+    """Report after a reconnect that workers of `round` run, or are being stopped, on the node.
 
     `recovery` reports that round to a server that may not know it; `owner`, `secret` and `instance`
     are as in `Join`.
@@ -109,7 +109,7 @@ class Succeed:
 
 @struct(frozen=True)
 class Leave:
-    """Leave the job; the seat is kept until a repetition names the round in `left_round`.
+    """Leave the job; the node keeps its seat until it repeats this with the round in `left_round`.
 
     `run` is empty if the node leaves before it has learned which run it is in.
     """
@@ -168,7 +168,7 @@ class MarkBack:
 
 @struct(frozen=True)
 class MarkLost:
-    """The nodes core has given the node up. With `heard` the node says that it has no workers."""
+    """The nodes core has given the node up. `heard`: the node reported that it has no workers."""
 
     node_id: str
     incarnation: int
@@ -195,7 +195,7 @@ class Stop:
 
 @struct(frozen=True)
 class Restart:
-    """An operator has this round end and another form. No restart is spent."""
+    """An operator ends this round, so that another forms. No restart is spent."""
 
     run: str
     round: int
@@ -218,7 +218,7 @@ class Scale:
 
 @struct(frozen=True)
 class Submit:
-    """Begin a run whose nodes the server chooses. `run` is the uid that it is to have."""
+    """Begin a run whose nodes the server chooses. `run` is its uid."""
 
     run: str
     settings: Settings
@@ -228,7 +228,7 @@ class Submit:
 
 @struct(frozen=True)
 class Place:
-    """Choose these nodes for a submitted run; they are to join it."""
+    """Choose these nodes for a submitted run; each of them then joins it."""
 
     run: str
     node_ids: tuple[str, ...]
@@ -255,9 +255,9 @@ class Bar:
 
 @struct(frozen=True)
 class Decline:
-    """A node that was chosen cannot take up the job; it is not chosen again in this run.
+    """A node that was chosen cannot run the job.
 
-    If the obstacle is `passing`, it is treated as if it had not been chosen.
+    It is not chosen again in this run, unless the obstacle is `passing`.
     """
 
     node_id: str

@@ -93,7 +93,7 @@ class NodeLost:
     node_id: str
     reason: str
     may_run: bool = False
-    """Its workers may still run, until it is heard from again."""
+    """Its workers may still run, until it reports from again."""
     silent_ms: int = 0
     """How long it had been silent; 0 if it was heard until the end."""
 
@@ -127,7 +127,7 @@ class LastCallBegan:
 
 @struct(frozen=True)
 class RoundCompleted:
-    """A round is complete: participants, ranks, meeting place and kept workers are fixed."""
+    """A round is complete: participants, ranks, MASTER_ADDR and kept workers are fixed."""
 
     round: Round
     enough_ms: int | None = None
@@ -158,7 +158,7 @@ class RoundEnded:
     round: int
     end: RoundEnd
     dead_ms: int = 0
-    """For how long its workers had been dead: a node that was cut off had killed them before."""
+    """How long its workers had been dead, if a node that was cut off had killed them."""
 
 
 @struct(frozen=True)
@@ -173,7 +173,7 @@ class RoundSettled:
     root_cause: Failure | None = None
     """The worker failure taken to be the first, if any was reported."""
     cause_node_id: str = ""
-    """The node that the cause is about; empty if it is about several, none, or an unknown one."""
+    """The node that the cause refers to; empty if there is none, several, or it is unknown."""
     step: int | None = None
     """The furthest step of the round; None if no worker has reported any."""
 
@@ -293,13 +293,13 @@ class RankStraggles:
     node_id: str
     step_s: float | None = None
     median_s: float | None = None
-    """The same of the median worker of its role."""
+    """The same for the median worker of its role."""
     late_ms: float | None = None
-    """How much later than the others it enters collectives, in the middle."""
+    """The median delay with which it enters collectives after the others."""
     late_p95_ms: float | None = None
     clock_error_ms: float | None = None
     wait_share: float | None = None
-    """The share of the time that the others wait for it, at least."""
+    """A lower bound of the share of time that the others wait for it."""
 
 
 @struct(frozen=True)
@@ -315,14 +315,14 @@ class WorkerStart(StrEnum):
     """How a worker came into its round."""
 
     KEPT = "kept"
-    """It is the process that it was in the round before."""
+    """It is the same process as in the previous round."""
     WARM = "warm"
     COLD = "cold"
 
 
 @struct(frozen=True)
 class NewWorker:
-    """A worker that is a new process although others of its round are kept, or that is cold."""
+    """A worker that started cold, or as a new process although others of its round were kept."""
 
     rank: int
     node_id: str
@@ -332,14 +332,14 @@ class NewWorker:
 
 @struct(frozen=True)
 class WorkersStarted:
-    """All workers of a round take part in it; so many of them were kept, or started."""
+    """All workers of a round have started, or were kept; the number of each kind."""
 
     round: int
     kept: int
     warm: int
     cold: int
     new: tuple[NewWorker, ...] = ()
-    """The first few of the workers whose nodes know why they are new, or cold."""
+    """The first few workers whose nodes reported why they are new or cold."""
 
 
 @struct(frozen=True)

@@ -56,7 +56,7 @@ _JOB_STATE_OF_RESULT = {
 _NO_DRAINS: Mapping[str, Drain] = MappingProxyType({})
 
 _MOST_TOLD = 4
-"""The most nodes about to leave that are named with their job."""
+"""How many of the nodes about to leave are named with their job."""
 
 
 @struct(frozen=True)
@@ -104,7 +104,7 @@ class JobView:
     max_nodes: int
     world_size: int
     restarts: int | None
-    """None, like `max_restarts`, if the nodes' own agents count and do not report."""
+    """None, like `max_restarts`, if the nodes' own agents count restarts and do not report them."""
     max_restarts: int | None
     nodes: tuple[NodeView, ...]
     state_age_ms: int
@@ -120,17 +120,19 @@ class JobView:
     budgets: BudgetsView | None = None
     """None if unknown."""
     no_progress: bool = False
-    """It failed because it made no progress: the same launch would do no better."""
+    """It failed because it made no progress; the same launch would fail again."""
     backend: str = "rdzv"
-    """What forms the group; groups formed by anything but this server are only watched."""
+    """The rendezvous backend; this server only observes the groups that other backends form."""
     owner: str = ""
     """As in `Membership`."""
     has_secret: bool = False
     """Whether nodes must know a secret to join."""
     kept: int = 0
+    """The number of kept workers in the last complete round."""
     source: int | None = None
+    """As in `Round`."""
     resume_step: int | None = None
-    """How many workers of the last complete round are kept; the other two as in `Round`."""
+    """As in `Round`."""
 
 
 def job_state(state: State) -> JobState:
@@ -168,13 +170,13 @@ def _explain_running(state: State, now_ms: int) -> str:
     text = f"{counted(nodes, 'node')} and {counted(workers, 'worker')} run round {round_.number}"
     done = sum(1 for seat in state.seats.values() if seat.succeeded) + len(round_.gone)
     if done:
-        text += f"; {done} of {nodes} have succeeded, the others are waited for"
+        text += f"; {done} of {nodes} have succeeded; waiting for the others"
     away = [node_id for node_id in state.seats if node_id in state.away]
     if away:
         text += f"; away: {listed(away)}"
     due_ms = newcomers_due_ms(state, now_ms)
     if due_ms is not None:
-        text = text + "; newcomers are let in within " + left(due_ms - now_ms, "newcomers")
+        text = text + "; newcomers are admitted within " + left(due_ms - now_ms, "newcomers")
     return text + _missing(state, now_ms)
 
 
@@ -185,7 +187,7 @@ def _explain_stopping(state: State, now_ms: int) -> str:
     text = f"{why}; waiting for {listed(state.seats)} to stop"
     if not state.seats:
         names = listed(unheard(state))
-        text = f"{why}; workers may still run on {names}: not heard, waited for "
+        text = f"{why}; workers may still run on {names} (no report); waiting "
         text = text + left(unheard_until_ms(state) - now_ms) + " more"
     # Iterate over the nodes that are away: there are few of them, and maybe thousands of seats.
     away = [node_id for node_id in state.away if node_id in state.seats]
@@ -220,7 +222,7 @@ def _explain_joining(state: State, now_ms: int) -> str:
 
 
 def _had_succeeded(state: State) -> str:
-    """Note that the last round's work may be finished, if one of its nodes was given up."""
+    """Mention that the last round may have succeeded, if one of its nodes was given up."""
     round_ = state.membership.round
     if round_ is None or not round_.succeeded:
         return ""
@@ -242,17 +244,17 @@ def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
     if coming := awaited(state):
         return f"{listed(coming)} may still join", "joining"
     if state.membership.round is None and state.membership.resumed_at_ms is not None:
-        return "others may run it still, and have time to say so", "time left"
+        return "other nodes may still be running it, and have time to report", "time left"
     if state.membership.round is None:
         return "last call", LAST_CALL
     if failures:
         times = "once" if failures == 1 else f"{failures} times in a row"
-        return f"backing off, for the store host failed {times}", "backing off"
+        return f"backing off because the store host failed {times}", "backing off"
     return "gathering newcomers", "gathering"
 
 
 def _backs_off(membership: Membership, now_ms: int) -> str:
-    """Describe how long a crash loop backs off, and before which of its restarts."""
+    """Describe the backoff of a crash loop, and the restart that it delays."""
     number, most = restarts_that_count(membership, now_ms), membership.settings.max_restarts
     waits = f"backs off {duration(backoff_ms(membership))} before restart {number} of {most}"
     return f"{waits}: {membership.spent.soon} rounds in a row failed soon"
@@ -281,7 +283,7 @@ def _missing(state: State, now_ms: int) -> str:
 
 
 def _why_gone(departure: Departure) -> str:
-    may_run = "; its workers may still run until it is heard" if departure.may_run else ""
+    may_run = "; its workers may still run until it reports" if departure.may_run else ""
     return departure.reason + may_run
 
 
@@ -298,7 +300,7 @@ def _absent(state: State) -> list[Departure]:
 def waiting_reason(state: State, node_id: str, now_ms: int, job: str | None = None) -> str:
     """Explain why this node has no workers to run; empty if it has some, or is not in the job.
 
-    `job` is the result of `explain` for the state, if at hand: it is the same for all its nodes.
+    `job` is the result of `explain` for this state, if known; it is the same for all nodes.
     """
     if node_id in state.stuck:
         pids = ", ".join(str(pid) for pid in state.stuck[node_id].pids)
@@ -325,9 +327,9 @@ def _why_not_let_in(state: State) -> str:
         return "newcomers are seated at the next natural end of a round (scale-up on-restart)"
     if settings.scale_up is ScaleUp.AFTER and round_ is not None:
         after = duration(settings.scale_up_after_ms)
-        return f"newcomers are let in when the round has run for {after} (scale-up after)"
+        return f"newcomers are admitted when the round has run for {after} (scale-up after)"
     if some_seat_away(state):
-        return "newcomers are let in when those away are back"
+        return "newcomers are admitted when the nodes that are away are back"
     return "newcomers are gathered"
 
 
@@ -341,9 +343,9 @@ def view(
     wait: Wait | None = None,
     drains: Mapping[str, Drain] = _NO_DRAINS,
 ) -> JobView:
-    """Show the whole job.
+    """Return the view of the whole job.
 
-    `wait` is what the job waits for, if it was submitted and lacks nodes; `drains` has the nodes
+    `wait` tells why a submitted job lacks nodes; `drains` has the nodes
     that are about to leave.
     """
     membership, round_ = state.membership, state.membership.round
@@ -440,7 +442,7 @@ def _state_since_ms(state: State) -> int:
 
 
 def node_views(state: State, now_ms: int) -> tuple[NodeView, ...]:
-    """Show every node: participants by GROUP_RANK, then waiting nodes, then departed ones."""
+    """Return a view of each node: participants by GROUP_RANK, then waiting, then departed ones."""
     round_ = state.membership.round
     participants = round_.participants if round_ else ()
     ended = state.membership.ended
@@ -487,7 +489,7 @@ def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeSta
         away = state.away[node_id]
         reason: str = "its stream ended; its seat is kept for " + left(away.until_ms - now_ms)
         if is_placeholder(node_id):
-            reason = "not heard since this server knows of the round; waited for "
+            reason = "no report since this server learned of the round; waiting "
             reason = reason + left(away.until_ms - now_ms) + " more"
         return NodeState.AWAY, away.since_ms, reason
     if seat.succeeded:

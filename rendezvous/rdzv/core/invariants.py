@@ -29,9 +29,9 @@ from rdzv.core.rounds.recovery_reports import placeholders_replaced, same_partic
 def violations(before: State, after: State, events: Sequence[Event] | None = None) -> list[str]:
     """Name every guarantee that the step from `before` to `after` would break.
 
-    Given the `events` of a step, only the nodes that they name are checked, if the number of nodes
-    in each place shows that no others have moved, and `before` is assumed to be valid: a large job
-    takes as many steps as it has nodes. Without events every node is checked.
+    With `events`, `before` is assumed to be valid, and only the nodes that the events name are
+    checked, if the number of nodes in each place shows that no others have moved: a large job takes
+    as many steps as it has nodes. Without events every node is checked.
     """
     moved = None if events is None else _moved(before, after, events)
     return [
@@ -94,7 +94,7 @@ def _presence_of(before: State, after: State, moved: Collection[str]) -> list[st
         if sum(node_id in place for place in (after.seats, after.waiting, after.stuck)) > 1:
             found.append("presence: a node has two places at once")
         if node_id in after.away and not after.present(node_id):
-            found.append("presence: a node is away that is not present")
+            found.append("presence: a node is away but not present")
     if (not after.membership.run or after.membership.ended) and after.anybody:
         found.append("presence: a node is present in a run that is closed")
     round_, old = after.membership.round, before.membership.round
@@ -102,7 +102,7 @@ def _presence_of(before: State, after: State, moved: Collection[str]) -> list[st
         return found
     newcomers = {p.node_id for p in placeholders_replaced(old, round_) or ()}
     if any(n in after.seats and n not in before.seats and n not in newcomers for n in moved):
-        found.append("presence: a node holds a seat of a round that it is no participant of")
+        found.append("presence: a node holds a seat in a round in which it does not take part")
     return found + _counted_seats(old, after)
 
 
@@ -115,7 +115,7 @@ def _presence(before: State, after: State) -> list[str]:
     if _anybody_moved(before, after) and (
         after.away.keys() - after.seats.keys() - after.waiting.keys() - after.stuck.keys()
     ):
-        found.append("presence: a node is away that is not present")
+        found.append("presence: a node is away but not present")
     if (not after.membership.run or after.membership.ended) and after.anybody:
         found.append("presence: a node is present in a run that is closed")
     if after.seats is not before.seats:
@@ -124,7 +124,7 @@ def _presence(before: State, after: State) -> list[str]:
 
 
 def _counted_seats(old: Round, after: State) -> list[str]:
-    """Check the seats of a round whose other seats were in order before this step."""
+    """Check by their number the seats of a round that were in order before this step."""
     found = []
     round_ = after.membership.round
     assert round_ is not None
@@ -151,7 +151,7 @@ def _all_seats(state: State) -> list[str]:
     round_ = state.membership.round
     participants = {p.node_id for p in round_.participants} if round_ else set()
     if state.seats.keys() - participants:
-        found.append("presence: a node holds a seat of a round that it is no participant of")
+        found.append("presence: a node holds a seat in a round in which it does not take part")
     gone = set(round_.gone) if round_ else set()
     if state.seats.keys() & gone:
         found.append("presence: a node holds a seat that was given up")
@@ -201,7 +201,7 @@ def _durability(before: Membership, after: Membership) -> list[str]:
 
 
 def _continues(before: Round, after: Round | None) -> bool:
-    """Return whether `after` is the same announced round, or one after everyone had stopped."""
+    """Return whether `after` is the same announced round, or was formed after all had stopped."""
     if after is None or after.number < before.number:
         return False
     if after.number > before.number:
@@ -237,8 +237,8 @@ def _new_round(before: State, after: State) -> list[str]:
         rank_first += participant.offer.local_world_size
     found += _kept_workers(round_)
     if round_.adopted:
-        # It was completed by a server that knew which nodes had stopped. This server may know of it
-        # from a node that has left it, so only what was known of the round counts.
+        # The server that completed it knew which nodes had stopped. This one may have learned of it
+        # from a node that has left it, so it can check only the round's number.
         if old is not None and round_.number < old.number:
             found.append("durability: round numbers went back")
         return found
@@ -255,7 +255,7 @@ def _new_round(before: State, after: State) -> list[str]:
 
 
 def _kept_workers(round_: Round) -> list[str]:
-    """Check that kept workers are workers of their nodes, and that a source is one of them."""
+    """Check that kept workers belong to their nodes, and that the source is one of them."""
     found = []
     kept: set[int] = set()
     for participant in round_.participants:

@@ -129,7 +129,7 @@ def keep(
 
 @struct(frozen=True)
 class _LastRound:
-    """What is known of the workers of the round just ended."""
+    """The workers of the round just ended, as far as known."""
 
     number: int | None
     sizes: Mapping[str, int]
@@ -195,7 +195,7 @@ def _sealed(offer: KeptWorker) -> int:
 
 
 def _fruitless(prior: Round | None, able: Mapping[int, KeptWorker]) -> bool:
-    """Whether kept workers have sealed no step since a round that broke, the last or an earlier."""
+    """Return whether kept workers have sealed no step since the last or an earlier broken round."""
     if prior is None or prior.end is None or not kept_workers(prior):
         return False
     furthest = max(map(_sealed, able.values()), default=0)
@@ -229,7 +229,7 @@ def _workers(participants: tuple[Participant, ...]) -> int:
 def _written(
     participant: Participant, kept: Collection[int], new: Mapping[int, WhyNew]
 ) -> Participant:
-    """Write into a participant which of its workers are kept, and which is charged."""
+    """Return a participant with its kept and charged workers filled in."""
     first = participant.rank_first
     ranks = range(first, first + participant.offer.local_world_size)
     charged = tuple(rank - first for rank in ranks if new.get(rank) is WhyNew.CHARGED)

@@ -45,7 +45,7 @@ class LeaveCause(StrEnum):
     SIGNAL = "signal"
     START_FAILED = "start failed"
     TIMEOUT = "timeout"
-    """It gives up, after waiting too long or losing its runner; trying again is sensible."""
+    """It gave up after waiting too long or losing its runner; a retry may succeed."""
     FAILED = "failed"
 
 
@@ -100,8 +100,8 @@ class Settings:
     scale_up_after_ms: int = 0
     """With `ScaleUp.AFTER`: how long a round has run before newcomers may end it."""
     restart_backoff_ms: int = 1_000
-    """Wait before the second restart in a row of rounds that failed soon; doubles with each further
-    one. With 0, restarts never wait."""
+    """Delay before the second consecutive restart of rounds that failed soon; doubles with each
+    further one. With 0 there is no delay."""
     restart_backoff_max_ms: int = 60_000
     max_preemptions: int | None = None
     """Rounds that may end because a node was lost or left; None if there is no limit."""
@@ -117,15 +117,15 @@ class Tuning:
     """The server's own timings; the same for every job of one server."""
 
     gather_quiet_ms: int = 1_000
-    """Newcomers are let in when none has come for this long, ..."""
+    """Newcomers are admitted when none has come for this long, ..."""
     gather_ms: int = 10_000
     """... or this long after the first of them."""
     reconnect_grace_ms: int = 250
     """How long a seat is kept for a node whose stream ended, once the round has ended."""
     takeover_grace_ms: int = 30_000
-    """After a start of the server: how long no node is given up for being silent."""
+    """How long after its start the server gives up no node for being silent."""
     claims_quiet_ms: int = 5_000
-    """How long after the last recovery report of an adopted round the other places are given up."""
+    """Places of an adopted round are given up this long after its last recovery report."""
     stop_margin_ms: int = 20_000
     """Time a node may take to stop its workers, beyond its own shutdown_timeout."""
     flap_window_ms: int = 600_000
@@ -163,7 +163,7 @@ class Instance:
     """One start of an agent, as its hello describes it."""
 
     id: str = ""
-    """Empty in what older servers have stored."""
+    """Empty in records of older servers."""
     fence_after_ms: int = 0
     """How long after the server last heard from it the node has killed its own workers; 0 if it
     does not kill them."""
@@ -178,11 +178,13 @@ class KeptWorker:
 
     local_rank: int
     step: int | None = None
+    """The number of steps that it has sealed."""
     torn: bool = False
-    """How many steps it has sealed, and whether another has touched its parameters."""
+    """Whether a step that is not sealed has touched its parameters."""
     shard: int = 0
+    """The part of the state that it holds."""
     shards: int = 1
-    """Which part of the state it holds, of how many; all of it where there is one part."""
+    """The number of parts; with one part, it holds the whole state."""
     oldest_step: int | None = None
     """The oldest sealed step that it can go back to; None: only `step`."""
 
@@ -226,10 +228,11 @@ class Participant:
     role_rank_first: int
     role_world_size: int
     instance: Instance = UNKNOWN_INSTANCE
-    """The one that the incarnation numbers; its server may have ended before sending the number."""
+    """The instance behind the incarnation; its server may have ended before sending the number."""
     kept: tuple[int, ...] = ()
+    """LOCAL_RANKs of the kept workers."""
     charged_suspects: tuple[int, ...] = ()
-    """LOCAL_RANKs of parked workers: of the kept ones, and of those charged with the last end."""
+    """LOCAL_RANKs of the parked workers that the end of the last round was charged to."""
 
 
 @struct(frozen=True)
@@ -247,7 +250,7 @@ class Failure:
     traceback: str
     at_ms: int
     suspect: bool = False
-    """A collective raised an exception: it may follow from another failure. The worker parks."""
+    """A collective raised an exception, perhaps because another worker failed. The worker parks."""
 
 
 @struct(frozen=True)
@@ -258,7 +261,7 @@ class RoundEnd:
     reason: str
     at_ms: int
     broken: bool
-    """The collectives broke, so that no SIGTERM handler can do its work."""
+    """The collectives broke, so a SIGTERM handler that needs them cannot finish."""
     failures: tuple[Failure, ...] = ()
     settled: bool = False
     keep: bool = True
@@ -281,15 +284,16 @@ class Round:
     gone: tuple[str, ...] = ()
     """Participants whose seat was given up: lost, left, or stuck."""
     succeeded: tuple[str, ...] = ()
-    """Participants whose workers have all exited 0, whatever has become of them or the round."""
+    """Participants whose workers have all exited 0, even if they or the round were lost since."""
     end: RoundEnd | None = None
     adopted: bool = False
     """Rebuilt from its nodes' recovery reports. A node that has not reported has a placeholder."""
     excuse: str = ""
-    """A node that left as done but may not have been, and why: failures may follow from it."""
+    """A node that left as done but perhaps was not, and why: its leave may cause failures."""
     source: int | None = None
+    """RANK of the kept worker that has the newest state."""
     resume_step: int | None = None
-    """RANK of the kept worker that has the newest state, and the number of steps it has sealed."""
+    """The number of steps that the source has sealed."""
     fruitless: bool = False
     """Kept workers have sealed no step since a round that broke."""
 
@@ -300,7 +304,7 @@ class Round:
 
     @property
     def live(self) -> bool:
-        """Whether its workers may run on."""
+        """Whether it has not ended."""
         return self.end is None
 
 
@@ -318,7 +322,7 @@ class Departure:
     may_run: bool = False
     """Its workers may still run: nothing proves them gone, and the node has been silent since."""
     ends_after_ms: int = 0
-    """How long after this the runner has ended such workers if their agent is dead."""
+    """The time after which the runner has ended such workers if their agent is dead."""
 
 
 @struct(frozen=True)
@@ -348,7 +352,7 @@ class Ended:
     failures: tuple[Failure, ...] = ()
     """The root cause first, then the failures shown with it."""
     no_progress: bool = False
-    """It kept failing without progress: the same launch would do no better."""
+    """It kept failing without progress; the same launch would fail again."""
 
 
 @struct(frozen=True)
@@ -368,15 +372,15 @@ class JobSpec:
     env: tuple[tuple[str, str], ...] = ()
     chdir: str = ""
     labels: tuple[tuple[str, str], ...] = ()
-    """A node has all of these, or is not used."""
+    """Labels that a node must have."""
     priority: int = 0
     """Higher ones are placed first."""
     gpus_per_node: int | None = None
     """None for one GPU per worker on nodes that have GPUs, and none elsewhere."""
     local_world_size: int = 0
-    """Workers of each node; 0 if the node is to count its GPUs and give the job all of them."""
+    """Workers of each node; with 0, the node gives the job all its GPUs, and a worker to each."""
     needs_gpu: bool = False
-    """A node without any GPU is not used."""
+    """Nodes without a GPU are not used."""
     submitter: str = ""
     """The submitter, as proven to the server; empty if no proof is required."""
     account: str = ""
@@ -431,7 +435,7 @@ class Membership:
     earlier: tuple[EndedRun, ...] = ()
     """The latest runs before this one, oldest first; bounded."""
     resumed_at_ms: int | None = None
-    """When a node brought this run to a server that did not know it. Others may have workers."""
+    """When a node reported this run to a server that did not know it; others may still run it."""
     scaled: tuple[int, int] | None = None
     """The bounds that an operator set for this run, overriding those it was launched with."""
     stopping: str = ""
@@ -511,7 +515,7 @@ class Away:
 
 @struct(frozen=True)
 class Stuck:
-    """Workers that survive SIGKILL: the seat is given away, the node is not seated."""
+    """Workers that survive SIGKILL; their node has lost its seat, and gets no other."""
 
     incarnation: int
     round: int
@@ -521,12 +525,12 @@ class Stuck:
 
 @struct(frozen=True)
 class Superseded:
-    """Workers of a round that was followed by another elsewhere; told to stop, without a seat."""
+    """Workers of a round that a later one replaced; they were sent a stop, and hold no seat."""
 
     incarnation: int
     round: int
     until_ms: int
-    """When they are gone, or would have been given up."""
+    """When they have stopped or are given up, at the latest."""
 
 
 _PLACEHOLDER = "(GROUP_RANK "
@@ -564,17 +568,17 @@ class State:
     regained: bool = False
     """`min_nodes` were regained after a round, so newcomers are gathered."""
     newest_ms: int = 0
-    """When the latest newcomer came."""
+    """When the latest newcomer arrived."""
     back_ms: int | None = None
     """When a participant last returned from being away."""
     loopback_machine: str | None = None
     """The machine that all nodes are on, if one of them may be reachable only from there."""
     reported_ms: int = 0
-    """When the last recovery report of an adopted round came."""
+    """When the last recovery report of an adopted round arrived."""
     superseded: Mapping[str, Superseded] = field(default_factory=dict)
     """By node_id: workers that may still run of a round replaced by an adopted later one."""
     stop_deadline_ms: int | None = None
-    """When participants that have not stopped are given up."""
+    """The deadline by which participants must have stopped; then they are given up."""
     last_leave: LeaveCause | None = None
     """Why the last node to depart left of its own accord; None if it was lost."""
     moved: Moved = UNMOVED

@@ -1,10 +1,10 @@
 """One job's rendezvous: command rules, then state rules to a fixed point.
 
-`step()` is a pure function from a state, a command and the time to the next state and what has
-happened. A command rule records what was said; the state rules then draw every conclusion that
-holds (release seats, settle the charge, complete a round, ...), one at a time, until none applies.
-Time enters only through `now_ms`; `Transition.wake_at_ms` says when a rule may next apply without
-any command. The package's docstring tells the story of a job.
+`step()` is a pure function from a state, a command and the time to the next state and its events. A
+command rule records what the command reports; then the state rules (release seats, settle the
+charge, complete a round, ...) apply one at a time until none is left. Time enters only through
+`now_ms`; `Transition.wake_at_ms` is when a rule may next apply without any command. The package's
+docstring has the life of a job.
 """
 
 from __future__ import annotations
@@ -90,17 +90,17 @@ from rdzv.structs import replace, struct
 
 @struct(frozen=True)
 class Transition:
-    """The next state, what happened, and when to tick at the latest."""
+    """The next state, the events, and when the next tick is due at the latest."""
 
     state: State
     events: tuple[Event, ...] = ()
     wake_at_ms: int | None = None
     ignored: Ignored | None = None
-    """Why the command itself changed nothing; state rules may have applied nevertheless."""
+    """Why the command itself changed nothing; state rules may still have applied."""
 
 
 def step(state: State, command: Command, now_ms: int) -> Transition:
-    """Apply one command and draw every conclusion from it.
+    """Apply one command, then the state rules until none applies.
 
     Guarantees: the same state, command and time give the same transition; a command that is
     repeated at once changes nothing; a `Tick` before `wake_at_ms` changes nothing.

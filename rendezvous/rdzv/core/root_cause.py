@@ -35,7 +35,7 @@ _CONNECTION_ERRORS = (
 
 
 def is_connection_error(failure: Failure) -> bool:
-    """Whether a worker failed because another one was gone."""
+    """Return whether a worker failed because another one was gone."""
     if failure.suspect:
         return True
     text = f"{failure.message}\n{failure.traceback}".lower()
@@ -68,7 +68,7 @@ def _tier(failure: Failure) -> int:
 def charged_failures(round_: Round, window_ms: int) -> tuple[Failure, ...]:
     """Return the failures that the end of a round is charged to, the root cause first.
 
-    There are none if it is charged to something else. A suspect is not charged either if a
+    The result is empty if it is charged to something else. A suspect is not charged if a
     participant was given up before its workers were done, for instance because they survive
     SIGKILL.
     """
@@ -81,7 +81,7 @@ def charged_failures(round_: Round, window_ms: int) -> tuple[Failure, ...]:
 
 
 def only_suspects(failures: Iterable[Failure]) -> bool:
-    """Whether none of these failures is a worker's own."""
+    """Return whether all these failures are suspects."""
     return all(failure.suspect for failure in failures)
 
 

@@ -22,8 +22,7 @@ class Spent:
 
 
 MAX_RESTART_AGES = 64
-"""Number of restart ages sent to each node; older restarts count as being as old as the oldest of
-these."""
+"""Number of restart ages sent to each node; all older restarts are given the oldest of them."""
 
 
 @struct(frozen=True)

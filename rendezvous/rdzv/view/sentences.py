@@ -144,7 +144,7 @@ def _of_node(event: Kept) -> str:
         case events.NodeCameBack():
             return f"{event.node_id} is back after {_seconds(event.after_ms)}"
         case events.NodeLost():
-            unheard = "; its workers may still run until it is heard" if event.may_run else ""
+            unheard = "; its workers may still run until it reports" if event.may_run else ""
             return f"{event.node_id} was lost: {event.reason}{unheard}"
         case events.NodeStuck():
             return f"{event.node_id} is stuck in round {event.round}: {event.reason}"

@@ -740,7 +740,12 @@ async def test_each_cause_of_a_missing_stream_is_in_the_log_once(
         talk, _ = await server.greet()
         await job.hear(events.ServerConnected)
         talk.end()
-        for why in ("let in after 4 s", "let in after 3 s", "not heard, after 30 s", "after 29 s"):
+        for why in (
+            "admitted after 4 s",
+            "admitted after 3 s",
+            "not heard, after 30 s",
+            "after 29 s",
+        ):
             (await server.talk()).end(grpc.StatusCode.UNAVAILABLE, "", why)
         (await server.talk()).end(grpc.StatusCode.UNAVAILABLE, "", "not heard, after 28 s")
         await server.greet()
@@ -748,7 +753,7 @@ async def test_each_cause_of_a_missing_stream_is_in_the_log_once(
     *lost, _ = caplog.messages
     causes = [message.partition(";")[0] for message in lost]
     assert len(causes) == 3
-    assert "let in after 4 s" in causes[0]
+    assert "admitted after 4 s" in causes[0]
     assert "not heard, after 30 s" in causes[1]
 
 

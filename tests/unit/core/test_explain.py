@@ -158,9 +158,9 @@ def test_a_spare_says_that_all_seats_are_taken() -> None:
 def test_a_newcomer_says_why_it_is_not_let_in() -> None:
     job = running("n1", "n2", settings=replace(SETTINGS, max_nodes=4))
     job.join("n3")
-    assert "newcomers are let in within 1.0 s" in waiting_reason(job.state, "n3", job.now_ms)
+    assert "newcomers are admitted within 1.0 s" in waiting_reason(job.state, "n3", job.now_ms)
     job.away("n1")
-    assert "when those away are back" in waiting_reason(job.state, "n3", job.now_ms)
+    assert "when the nodes that are away are back" in waiting_reason(job.state, "n3", job.now_ms)
     job.back("n1")
     job.succeed("n1")
     assert "have begun to succeed" in waiting_reason(job.state, "n3", job.now_ms)

@@ -551,7 +551,7 @@ def test_the_invariants_see_every_broken_promise() -> None:
         "exclusivity: a round completed while others of the last had not stopped"
     ]
     stranger = replace(state, seats={**state.seats, "n9": Seat(1, 0)})
-    assert "presence: a node holds a seat of a round that it is no participant of" in violations(
+    assert "presence: a node holds a seat in a round in which it does not take part" in violations(
         state, stranger
     )
 
@@ -565,7 +565,7 @@ def test_the_invariants_see_what_is_broken_of_those_whom_a_step_names() -> None:
     assert "presence: a node has two places at once" in violations(state, twice, named)
     stranger = replace(state, seats={**state.seats, "n9": Seat(1, 0)})
     found = violations(state, stranger, [NodeJoined("n9", 1, "x", 1)])
-    assert "presence: a node holds a seat of a round that it is no participant of" in found
+    assert "presence: a node holds a seat in a round in which it does not take part" in found
     gone = replace(state.membership, round=replace(round_, gone=("n1",)))
     held = replace(state, membership=gone)
     # Nobody is named, and yet a seat is gone: then all are looked at.

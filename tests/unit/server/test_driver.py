@@ -1091,7 +1091,7 @@ async def test_another_instance_waits_where_a_seat_was_not_heard() -> None:
     async with server(store) as s:
         await s.pair()
     async with server(store) as s:
-        with pytest.raises(RendezvousConnectionError, match="let in after 30 s"):
+        with pytest.raises(RendezvousConnectionError, match="admitted after 30 s"):
             s.attach("n1", "another")
 
 
@@ -1102,7 +1102,7 @@ async def test_the_successor_of_a_fenced_agent_waits_for_the_fence_alone() -> No
         await s.join(n1)
         await s.join(n2)
     async with server(store) as s:
-        with pytest.raises(RendezvousConnectionError, match=r"fence .* let in after 5 s"):
+        with pytest.raises(RendezvousConnectionError, match=r"fence .* admitted after 5 s"):
             s.attach("n1", "another")
         await s.clock.advance(5_000)
         s.attach("n1", "another")
@@ -1110,7 +1110,7 @@ async def test_the_successor_of_a_fenced_agent_waits_for_the_fence_alone() -> No
 
 # ---------------------------------------------------------------- workers that may still run
 
-MAY_RUN = "its workers may still run until it is heard"
+MAY_RUN = "its workers may still run until it reports"
 
 
 async def given_up(s: Server, *, silent: bool = False, **more: object) -> None:

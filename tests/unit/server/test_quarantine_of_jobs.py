@@ -294,7 +294,7 @@ async def test_a_broken_job_has_one_node_quarantined_and_then_is_told_so(
         with caplog.at_level(logging.WARNING):
             await fails(s, n3, [n1], "TypeError: a bug of the user")
         assert await quarantined(s) == ["n2"]
-        assert "so it is rather the job that is wrong" in caplog.text
+        assert "so the job itself is more likely at fault" in caplog.text
         rows = await s.driver.views.history("job-7", 100)
         assert [row.name for row in rows if "Quarantined" in row.name] == [
             "NodeQuarantined",

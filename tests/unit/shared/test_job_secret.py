@@ -33,7 +33,7 @@ def test_who_joins_knows_the_secret_of_the_first() -> None:
     job.join("n1", secret="aa")
     job.join("n2", secret="aa")
     assert "n3 cannot join job-7" in refused(job, "n3")
-    assert "was begun with a job secret, and it gives none" in refused(job, "n3")
+    assert "was begun with a job secret, and it has none" in refused(job, "n3")
     assert "its job secret is not that of the job" in refused(job, "n3", secret="bb")
 
 

@@ -14,7 +14,7 @@ from rdzv.core.words import ranks_text
 from rdzv.structs import replace, struct
 
 MIN_WAIT_MS = 2_000
-"""Ranks are asked one after another; a shorter wait may be none."""
+"""Ranks are asked one after another, so a shorter wait may not be one."""
 DEFAULT_GROUP = "default_pg"
 """Torch's name of the group of all ranks."""
 MAX_DETAILS = 8
@@ -38,11 +38,11 @@ _WORDS = {
     "loader": ("waits for its data loader", "wait for their data loaders"),
     "gil_held": ("holds the interpreter's lock (GIL)", "hold their interpreters' locks (GIL)"),
 }
-"""For one rank, and for several."""
+"""The verb phrases for one rank, and for several."""
 _OWN_SIZES = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "coalesced")
-"""Operations, by a part of their names, in which ranks may rightly differ in sizes."""
+"""Parts of the names of operations in which ranks may pass different sizes."""
 _SAME_SIZES = ("all_gather", "allgather", "reduce_scatter")
-"""Exceptions: the parts above are in these, too, where ranks do not differ."""
+"""Exceptions: operations with such a part in their names, in which all sizes are equal."""
 
 
 @struct(frozen=True)
@@ -65,17 +65,17 @@ class GroupRecord:
     group: str
     description: str = ""
     entered: int = 0
-    """The sequence number of the last collective that it has entered."""
+    """The sequence number of the last collective entered."""
     latest: tuple[Collective, ...] = ()
-    """Oldest first; with the first that is not done, however long ago it was entered."""
+    """Oldest first; always includes the first one that is not done."""
 
     @property
     def pending(self) -> Collective | None:
-        """The collective that it waits in; None if it is not in any."""
+        """The collective that the rank waits in, if any."""
         return next((one for one in self.latest if not one.done), None)
 
     def at(self, sequence: int) -> Collective | None:
-        """Return its collective of that number, if it is known."""
+        """Return the collective with this number, if known."""
         return next((one for one in self.latest if one.sequence == sequence), None)
 
     @property
@@ -89,19 +89,19 @@ class GroupRecord:
 
 @struct(frozen=True)
 class Evidence:
-    """Everything known of one rank in a round that may hang."""
+    """Everything known about one rank of a round that may hang."""
 
     rank: int
     records: tuple[GroupRecord, ...] | None = None
-    """None: it has no record, or could not give it."""
+    """None if it has no record, or could not send it."""
     state: str = ""
     """The state of its process, as in /proc."""
     busy: str = ""
     """`loader` or `gil_held`, if its stack shows that."""
     where: str = ""
-    """Where it is, by its stack."""
+    """Its position, according to its stack."""
     in_collective: bool | None = None
-    """Whether it is inside torch.distributed, by its stack; None: not known."""
+    """Whether its stack shows it inside torch.distributed; None if unknown."""
 
 
 @struct(frozen=True)
@@ -111,7 +111,7 @@ class Cause:
     kind: str
     """One of `KINDS`."""
     ranks: tuple[int, ...]
-    """Those that the others wait for; none where it may be either side."""
+    """The ranks that the others wait for; empty if either side may be at fault."""
     group: str
     sequence: int
     operation: str
@@ -119,7 +119,7 @@ class Cause:
     waiting_ms: int
     sentence: str
     details: tuple[str, ...] = ()
-    """A line for each group that waits."""
+    """A line for each group with waiting ranks."""
 
 
 @struct(frozen=True)
@@ -132,9 +132,9 @@ class _Wait:
     operation: str
     waiting_ms: int
     pending: Mapping[int, Collective]
-    """The ranks that wait, and in what."""
+    """By rank: the collective in which it waits."""
     absent: frozenset[int]
-    """Ranks that have not entered what others of the group wait in."""
+    """Ranks that have not entered the collective that others of the group wait in."""
     entered: Mapping[int, Collective]
     """By rank: its record of the first collective in which a rank waits."""
     whole: bool
@@ -223,7 +223,7 @@ def _mismatch(waits: Iterable[_Wait]) -> Cause | None:
 
 
 def _sides(of: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Return ranks by what they have, the most of them first."""
+    """Group ranks by their value, the largest group first."""
     sides: dict[str, list[int]] = {}
     for rank, what in of.items():
         sides.setdefault(what, []).append(rank)
@@ -260,7 +260,7 @@ def _differing(wait: _Wait, kind: str, sides: Sequence[tuple[str, list[int]]]) -
 
 
 def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> Cause | None:
-    """Find ranks that have not entered what others wait in, and wait in nothing themselves."""
+    """Find ranks that have not entered a collective that others wait in, and wait in none."""
     absent = {rank for wait in waits for rank in wait.absent}
     somewhere = {rank for wait in waits for rank in wait.pending}
     unknown = {rank for rank, one in known.items() if one.records is None}
@@ -281,7 +281,7 @@ def _of_missing(
     waits: Sequence[_Wait], known: Mapping[int, Evidence], found: Collection[int]
 ) -> Cause:
     kinds = {rank: _HELD.get(known[rank].state, known[rank].busy or "absent") for rank in found}
-    # Of several the one that is held explains the others.
+    # Among several ranks, the one that is held explains the others.
     kind = min(kinds.values(), key=lambda one: (one == "absent", one not in _HELD.values(), one))
     ranks = sorted(rank for rank in found if kinds[rank] == kind)
     seen = [wait for wait in waits if wait.absent & set(ranks)]
@@ -364,7 +364,7 @@ def _since(wait: _Wait, waiting: Collection[int] | None = None) -> str:
 
 
 def _detail(wait: _Wait) -> str:
-    """Describe everybody in a group that waits."""
+    """Describe all ranks of a group with waiting ranks."""
     parts = []
     places: dict[tuple[int, str, str], list[int]] = {}
     for rank, one in wait.pending.items():

@@ -17,7 +17,7 @@ MAX_MESSAGE_CHARS = 1_000
 
 @struct(frozen=True)
 class HangTimeout:
-    """How long a worker may report no progress; None if that is learned from its own steps."""
+    """How long a worker may report no progress; None to derive it from the worker's own steps."""
 
     ms: int | None = None
 
@@ -60,9 +60,9 @@ def describe_hung(workers: Iterable[HungWorker]) -> str:
 def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Verdict:
     """Decide which of the hung workers, by node_id, has failed, and describe what they were doing.
 
-    It is the one that the others wait for by the records of collectives, otherwise by the stacks;
-    otherwise the one that was silent longest, the lowest RANK among several. Without a `report`,
-    `why` says why there is none.
+    It is the one that the others wait for, as the records of collectives or else the stacks show;
+    without these, the one silent longest, the lowest RANK among several. `why` explains a missing
+    `report`.
     """
     known = [(node_id, worker) for node_id, workers in hung.items() for worker in workers]
     told = describe_hung(worker for _, worker in known)

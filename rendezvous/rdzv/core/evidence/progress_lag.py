@@ -2,8 +2,8 @@
 
 Pure. Workers last reported at different moments: a worker that reported step 87 a second ago is at
 100 by now if it makes 13 steps a second. So the foremost worker's position is moved back, by its
-rate, to the moment of the earlier report: its position then is known, but not how far the other
-worker has come since. The result is the least that a worker is behind.
+rate, to the time of the earlier report; how far the other worker has come since is unknown. The
+result is a lower bound of a worker's lag.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SILENT_MS = 10_000
 SILENT_STEPS = 3
 """... and for more than this many of its steps, is not assumed to have continued."""
 ROUNDING_STEPS = 1
-"""Workers that take each step together may be seen up to this many steps apart."""
+"""Workers in lock-step may be reported up to this many steps apart."""
 UNSTEADY = 0.25
 """Rates are averages over a minute; the momentary one may be lower or higher by this share."""
 
@@ -33,7 +33,7 @@ class Word:
 
 
 def lags(words: Sequence[Word]) -> tuple[int, ...]:
-    """Return how many steps each worker is behind the foremost, at least; 0 where it may be none.
+    """Return how many steps each worker is at least behind the foremost; 0 if it may be level.
 
     >>> lags([Word(100, 0, 13.0), Word(87, 1_000, 13.0), Word(60, 500, 13.0)])
     (0, 0, 34)

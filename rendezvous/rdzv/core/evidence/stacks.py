@@ -43,7 +43,7 @@ _LOADER = re.compile(r"(^|/)torch/utils/data/")
 
 @struct(frozen=True)
 class Frame:
-    """One call. `line` is 0 if it is not known."""
+    """One call. `line` is 0 if unknown."""
 
     name: str
     file: str
@@ -80,9 +80,9 @@ class WorkerStack:
     threads: tuple[Thread, ...] = ()
     """Empty if Python's frames could not be read."""
     note: str = ""
-    """Why something is missing, and what would help."""
+    """Why something is missing, and the remedy."""
     kernel: tuple[str, ...] = ()
-    """Where it sleeps in the kernel, as far as permissions show it: innermost first."""
+    """The kernel frames in which it sleeps, as far as permissions show them; innermost first."""
     node_id: str = ""
     collectives: tuple[GroupRecord, ...] = ()
     """Its record in each process group; empty if there is none."""
@@ -117,7 +117,7 @@ class Group:
     where: str
     """`in all_reduce at train.py:41`"""
     state: str = ""
-    """The state that keeps them from running, if any."""
+    """The process state that keeps them from running, if any."""
     waits_for_others: bool = False
 
 
@@ -140,7 +140,7 @@ class Report:
     round: int
     at_ms: int
     reason: str
-    """Why they were taken: a sentence."""
+    """Why they were taken, as a sentence."""
     groups: tuple[Group, ...] = ()
     """The largest first."""
     stacks: tuple[WorkerStack, ...] = ()
@@ -189,7 +189,7 @@ def where(stack: WorkerStack) -> str:
 
 
 def evidence(stack: WorkerStack) -> Evidence:
-    """Return what a worker's stack and its record show about its part in a hang."""
+    """Return what a worker's stack and record show about its part in a hang."""
     frames, known = stack.frames, bool(stack.frames)
     busy = ""
     if any(_LOADER.search(frame.file) for frame in frames):
@@ -207,7 +207,7 @@ def evidence(stack: WorkerStack) -> Evidence:
 
 
 def groups(ranks: Mapping[Key, Sequence[int]], one_of: Mapping[Key, WorkerStack]) -> list[Group]:
-    """Return the groups, the largest first; of one size, the one with the lowest RANK.
+    """Return the groups, the largest first; equal ones are ordered by their lowest RANK.
 
     `one_of` has one worker of each group.
     """

@@ -41,12 +41,12 @@ AMPLE_MS = 10_000
 """Enough time for a late heartbeat: a longer lease needs no more than two of them."""
 
 ARRIVALS_QUIET_MS = 10_000
-"""While nodes come back after a take-over, less than this apart, the server may be the slow one."""
+"""While nodes come back less than this apart after a take-over, assume that the server is slow."""
 ARRIVALS_GRACES = 4
-"""This is assumed for at most this many times `takeover_grace_ms`."""
+"""Assume so for at most this many times `takeover_grace_ms`."""
 
 FENCE_MARGIN_MS = 1_000
-"""How long before it is given up a node's own fence must come: killing takes a moment."""
+"""A node's fence must come this long before the node is given up, as killing takes a moment."""
 
 
 class AgentKind(StrEnum):
@@ -189,7 +189,7 @@ class Disconnect:
     node_id: str
     stream: int
     unheard: bool = False
-    """The server could not receive just now: the stream was an attempt to reach it."""
+    """The server could not receive at that moment: the stream was an attempt to reach it."""
 
 
 @struct(frozen=True)
@@ -279,14 +279,14 @@ NodesEvent = NodeConnected | LeaseGrown | NodeAway | NodeLost
 
 @struct(frozen=True)
 class NodesTransition:
-    """The next state, what happened, and when to tick at the latest."""
+    """The next state, the events, and when the next tick is due at the latest."""
 
     nodes: Nodes
     events: tuple[NodesEvent, ...] = ()
 
     @property
     def wake_at_ms(self) -> int | None:
-        """The time at which the next tick is due; None if none is."""
+        """When the next tick is due; None if none is."""
         return self.nodes.wake_at_ms
 
 
@@ -296,7 +296,7 @@ def step(nodes: Nodes, command: NodesCommand, now_ms: int) -> NodesTransition:
     Raises:
         NodeSupersededError: the node_id is in use, or a newer incarnation has taken it over.
         RendezvousConnectionError: the node_id may be in use by an instance that has not been
-            heard since this server took over, or is about to fence itself; to be tried again.
+            heard since this server took over, or is about to fence itself; retry.
         InvalidRequestError: the node would fence itself too late for its lease.
 
     """
@@ -404,19 +404,19 @@ def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_
         why = f"may still have workers of {_who(old)}; {fence}"
     elif not old.instance:
         until_ms = old.until_ms
-        why = "holds a seat and was not heard since this server took over"
+        why = "holds a seat and has not reported since this server took over"
     else:
         return
     if now_ms < until_ms:
         wait_s = (until_ms - now_ms) / 1000
         raise RendezvousConnectionError(
-            f"node_id {command.node_id} {why}; another instance is let in after {wait_s:.0f} s"
+            f"node_id {command.node_id} {why}; another instance is admitted after {wait_s:.0f} s"
         )
 
 
 def _who(record: NodeRecord) -> str:
     if not record.instance:
-        return "an instance that was not heard since this server took over"
+        return "an instance that has not reported since this server took over"
     return f"{record.address} pid {record.pid}"
 
 
@@ -513,7 +513,7 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
 
 
 def _pause(nodes: Nodes, now_ms: int) -> NodesTransition:
-    """Renew every lease, and give away nodes the grace of a take-over."""
+    """Renew every lease; nodes that are away get `takeover_grace_ms`."""
     grace_until_ms = now_ms + nodes.tuning.takeover_grace_ms
     records: dict[str, NodeRecord] = {}
     events: list[NodeAway] = []
@@ -575,7 +575,7 @@ def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
 
 
 def _late(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
-    """Wait longer for expected nodes while others of them still come."""
+    """Wait longer for expected nodes while others still come back."""
     if nodes.arrived_ms is None or now_ms >= nodes.arrived_ms + ARRIVALS_QUIET_MS:
         return {}
     quiet_ms = nodes.arrived_ms + ARRIVALS_QUIET_MS

@@ -357,7 +357,7 @@ class _Plan:
             return f"taken by {listed(sorted(names))}" if names else "takes no job"
         if node_id in self._kept_for:
             return f"kept for {self._kept_for[node_id]}, which is before it"
-        return "an earlier try of this job is not gone yet"
+        return "an earlier attempt at this job is still there"
 
 
 def _has(names: Collection[str]) -> str:

@@ -27,7 +27,7 @@ from rdzv.structs import replace, struct
 MAX_STRIKES = 1_000
 """Number of strikes remembered over all nodes; the oldest are forgotten first."""
 MAX_BLAMED = 1_000
-"""Number of runs remembered for having got a node quarantined, likewise."""
+"""Number of runs remembered because they got a node quarantined; likewise."""
 REASON_CHARS = 200
 """Length to which a failure's text is cut: a line or two of a terminal."""
 
@@ -167,8 +167,8 @@ def _refusal(
     blamed = {run for run, _ in record.blamed}
     if sum(1 for one in mine if one.run not in blamed) < tuning.failures:
         return (
-            f"another was quarantined for this run of {strike.rdzv_id} already, so it is rather "
-            "the job that is wrong"
+            f"another was quarantined for this run of {strike.rdzv_id} already, so the job "
+            "itself is more likely at fault"
         )
     if len(daemons) < 2:
         return "no other node is known"

@@ -11,7 +11,7 @@ from rdzv.structs import replace
 
 
 def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
-    """Keep the place of a node whose stream has ended for the time being."""
+    """Keep for now the place of a node whose stream has ended."""
     known = work.state.away.get(command.node_id)
     since_ms = work.now_ms if known is None else known.since_ms
     away = Away(since_ms, command.until_ms, command.firm, command.may_run)
@@ -41,7 +41,7 @@ def mark_back(work: Draft, node_id: str) -> Ignored | None:
 
 
 def note_heard(work: Draft, node_id: str) -> Ignored | None:
-    """Note that a node that was given up reports that none of its workers is left."""
+    """Record that a lost node has reported that none of its workers is left."""
     departures = work.membership.departures
     if not any(d.may_run and d.node_id == node_id for d in departures):
         return Ignored.KNOWN
@@ -56,7 +56,7 @@ def unheard(state: State) -> tuple[str, ...]:
 
 
 def unheard_until_ms(state: State) -> int:
-    """Return by when runners have ended the workers of dead agents; 0 if there are none."""
+    """Return when runners have ended all workers of dead agents; 0 if there are none."""
     departures = state.membership.departures
     return max((d.at_ms + d.ends_after_ms for d in departures if d.may_run), default=0)
 
@@ -89,12 +89,12 @@ def orphans_end_after_ms(work: Draft, node_id: str) -> int:
 
 
 def some_seat_away(state: State) -> bool:
-    """Return whether a participant is away, and so cannot stop in order or report its success."""
+    """Return whether a participant is away: it can neither confirm its stop nor report success."""
     return any(node_id in state.seats for node_id in state.away)
 
 
 def longest_stop_ms(round_: Round, tuning: Tuning) -> int:
-    """Return the time within which every participant of a round has stopped its workers."""
+    """Return the longest time that a participant of a round may take to stop its workers."""
     longest_ms = max(p.offer.shutdown_timeout_ms for p in round_.participants)
     return longest_ms + tuning.stop_margin_ms
 

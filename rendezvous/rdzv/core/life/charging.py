@@ -1,4 +1,4 @@
-"""To which cause the end of a round is charged, and when that spends a restart."""
+"""Charges the end of a round to its cause, and spends a restart if a worker failed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def settle_charge(work: Draft) -> bool:
 
 
 _EXCUSES = (Cause.NODE_LEFT, Cause.STORE_HOST, Cause.NODE_LOST)
-"""Causes that a worker failure may turn out to follow from, in rising order of weight."""
+"""Causes that may explain a worker failure, the weightiest last."""
 
 
 def charge_instead(work: Draft, cause: Cause, reason: str, node_id: str = "") -> None:
@@ -79,7 +79,7 @@ def charge_instead(work: Draft, cause: Cause, reason: str, node_id: str = "") ->
 
 
 def charge_stuck(work: Draft, node_id: str, reason: str) -> None:
-    """Give workers that survive SIGKILL as the reason of an end that only suspects explain."""
+    """Name workers that survive SIGKILL as the reason if only suspects would explain the end."""
     round_ = work.membership.round
     if round_ is None or round_.end is None or round_.end.settled:
         return

@@ -1,9 +1,9 @@
-"""Why a command is ignored: the conditions under which commands take effect.
+"""The conditions under which commands take effect; otherwise they are ignored.
 
-A command that comes late, twice, or from an instance that has been replaced is no error. It is
-*ignored*: nothing changes, and `Transition.ignored` has the reason. Each condition looks at the
-state and one command, and returns the reason if it does not hold. A *refused* command raises an
-error; see `refusals`.
+A command that arrives late, twice, or from a replaced instance is not an error. It is *ignored*:
+nothing changes, and `Transition.ignored` has the reason. Each condition takes the state and one
+command, and returns the reason if it does not hold. A *refused* command raises an error; see
+`refusals`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def of_latest_round(state: State, command: OfRound) -> Ignored | None:
 
 
 def from_holder(state: State, command: FromNode) -> Ignored | None:
-    """Require that the instance that sent the command, or is its subject, has the node's place."""
+    """Require that the instance that the command comes from, or is about, has the node's place."""
     held = state.incarnation(command.node_id)
     if held is None:
         return Ignored.NOT_PRESENT

@@ -52,7 +52,7 @@ def end_by_failure(work: Draft, failures: tuple[Failure, ...]) -> None:
 def failures_from(
     work: Draft, node_id: str, round_: Round, reports: tuple[FailureReport, ...]
 ) -> tuple[Failure, ...]:
-    """Turn reports into failures at the server's time."""
+    """Convert reports into failures, with times of the server's clock."""
     if not reports:
         return ()
     address = next((p.offer.address for p in round_.participants if p.node_id == node_id), "")
@@ -75,7 +75,7 @@ def failures_from(
 
 
 def add_failures(work: Draft, failures: tuple[Failure, ...]) -> bool:
-    """Note failures of the ended round until its charge is settled; return whether any are new."""
+    """Record failures of an ended round that is not settled; return whether any are new."""
     round_ = work.membership.round
     if round_ is None or round_.end is None or round_.end.settled or not failures:
         return False

@@ -21,7 +21,7 @@ MAX_STORE_FAILURES = 3
 
 
 def count_ready(work: Draft) -> bool:
-    """Note since when there have been too few nodes for a round, or enough."""
+    """Record since when there have been too few, or enough, nodes for a round."""
     state, settings = work.state, work.membership.settings
     if not _forming(work):
         if state.enough_since_ms is None and state.short_since_ms is None:
@@ -50,7 +50,7 @@ def count_ready(work: Draft) -> bool:
 
 
 def _forming(work: Draft) -> bool:
-    """Whether the run is open, has no live round, and may have another."""
+    """Return whether the run is open, has no live round, and may have another."""
     membership, round_ = work.membership, work.membership.round
     return work.open and not membership.stopping and (round_ is None or not round_.live)
 
@@ -122,12 +122,12 @@ def completion_due_ms(state: State) -> int | None:
 
 
 def superseded_until_ms(state: State) -> int:
-    """Return when the last workers of superseded rounds are gone; 0: there are none."""
+    """Return when the last workers of superseded rounds are gone; 0 if there are none."""
     return max((former.until_ms for former in state.superseded.values()), default=0)
 
 
 def restart_due_ms(state: State) -> int:
-    """Return when a run that backs off restarts at the earliest; 0: it does not back off."""
+    """Return the earliest restart of a run that backs off; 0 if it does not back off."""
     round_, enough_ms = state.membership.round, state.enough_since_ms
     wait_ms = backoff_ms(state.membership)
     if not wait_ms or round_ is None or round_.end is None or enough_ms is None:
@@ -137,7 +137,7 @@ def restart_due_ms(state: State) -> int:
 
 
 def _awaits_survivor(state: State) -> bool:
-    """Whether to wait for a participant that has stopped and is briefly away."""
+    """Return whether to wait for a participant that has stopped and is briefly away."""
     round_ = state.membership.round
     if round_ is None or not state.away:
         return False
@@ -181,7 +181,7 @@ def _missing(state: State) -> str:
 
 
 def admit_newcomers(work: Draft) -> bool:
-    """End a running round for waiting nodes, once they fill it or no more of them come."""
+    """End a running round to admit waiting nodes, once they fill it or no more arrive."""
     due_ms = newcomers_due_ms(work.state, work.now_ms) if work.open else None
     if due_ms is None or work.now_ms < due_ms:
         return False

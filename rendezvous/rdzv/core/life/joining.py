@@ -51,10 +51,10 @@ def join(work: Draft, command: Join) -> Ignored | None:
 
 
 def _others_run_on(state: State, command: Join) -> bool:
-    """Whether present nodes run an earlier round than the one that this node has left.
+    """Return whether present nodes run an earlier round than the one that this node has left.
 
-    A server without memory began it after waiting for all others in vain. Nothing of the later
-    round is left on this node; if adopted, it would let the next begin beside those workers.
+    A server without memory began that later round after it had waited for the others in vain. The
+    node has stopped, so if the round were adopted, the next could begin beside those workers.
     """
     round_ = state.membership.round
     if round_ is None or command.run != state.membership.run or command.left_round is None:
@@ -114,7 +114,7 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
         kept=() if command.fenced else command.kept,
     )
     if known is not None and _number(command.left_round) < _number(known.left_round):
-        # It comes late: the node has offered what is parked since.
+        # A late duplicate: the node has offered its parked workers since.
         waiting = replace(waiting, left_round=known.left_round, kept=known.kept)
     if known != waiting:
         work.put(waiting={**work.state.waiting, command.node_id: waiting})

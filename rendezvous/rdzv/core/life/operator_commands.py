@@ -35,7 +35,7 @@ def restart(work: Draft, command: Restart) -> Ignored | None:
 
 
 def scale(work: Draft, command: Scale) -> Ignored | None:
-    """Change the bounds of the run; a round with more nodes than that ends."""
+    """Change the bounds of the run; a round with more nodes than allowed ends."""
     refuse_operator(work.state, command, work.now_ms)
     bounds = (command.min_nodes, command.max_nodes)
     membership = work.membership

@@ -36,7 +36,7 @@ def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> 
         DeniedError: the node does not know the secret of the job.
         NodeSupersededError: a newer instance has the node's place.
         RendezvousClosedError: the run that it names has ended.
-        RunStoppingError: the last run is being stopped; to be tried again.
+        RunStoppingError: the last run is being stopped; retry.
         SettingsMismatchError: the job was launched with other settings.
         RendezvousClosedError: the last run has ended, and this node may not begin another.
         InvalidRequestError: another node could not reach this one, or this one another.
@@ -81,7 +81,7 @@ def refuse_resume(before: State, state: State, command: Resume) -> None:
     _refuse_stranger(before, command)
     if not state.membership.run:
         raise UnknownNodeError(
-            f"{state.membership.rdzv_id} is not known here; {command.node_id} says that it runs "
+            f"{state.membership.rdzv_id} is not known here; {command.node_id} reports that it runs "
             f"round {command.round} of it"
         )
     _refuse_ended_run(state, command)
@@ -157,11 +157,11 @@ def _refuse_stranger(state: State, command: Join | Resume) -> None:
         # It learns how that run ended, but nothing about this one.
         return
     if not membership.secret:
-        difference = "it gives a job secret, and the job was begun without one"
+        difference = "it has a job secret, and the job was begun without one"
     elif command.secret:
         difference = "its job secret is not that of the job"
     else:
-        difference = "the job was begun with a job secret, and it gives none"
+        difference = "the job was begun with a job secret, and it has none"
     raise DeniedError(
         f"{command.node_id} cannot join {membership.rdzv_id}: {difference}. Launch all nodes of a "
         "job with the same RDZV_JOB_SECRET_FILE, or choose another --rdzv-id"

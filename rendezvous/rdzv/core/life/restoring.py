@@ -40,7 +40,7 @@ from rdzv.structs import replace
 
 
 def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
-    """Rebuild a job after a load: nodes that held a seat still hold it, and are waited for.
+    """Rebuild a job after a load: nodes keep their seats while the server waits for them.
 
     Nodes that waited without a seat are forgotten; they join again when they reconnect.
     """
@@ -122,7 +122,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
 def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
     """Continue a run that its nodes know. Nodes waiting for a first round wait for its next one."""
     run = command.run
-    old, reason = work.membership, "its nodes told of it; this server had no memory of it"
+    old, reason = work.membership, "its nodes reported it; this server had no memory of it"
     unstarted = work.open and old.round is None and old.settings == settings
     if work.open and not unstarted:
         close(work, Result.STOPPED, f"run {run} of the same job is alive", retry_sensible=True)
@@ -151,7 +151,7 @@ def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
             next_round=max(membership.next_round, round_.number + 1),
             restarts=restarts_known(membership, round_.restarts, tally, work.now_ms),
             spent=spent_known(membership, tally),
-            # A round outside the bounds was scaled by an operator; how far is not known.
+            # An operator has scaled a round that is outside the bounds; the new bounds are unknown.
             scaled=membership.scaled if bounds == membership.bounds else bounds,
         )
     )

@@ -116,7 +116,7 @@ def close_when_stopped(work: Draft) -> bool:
         return False
     reason = work.membership.stopping
     if names := unheard(work.state):
-        reason += f"; workers may still run on {listed(names)}: not heard since it was given up"
+        reason += f"; workers may still run on {listed(names)}: no report since it was given up"
     close(work, Result.STOPPED, reason)
     return True
 

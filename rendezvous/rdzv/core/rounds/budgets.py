@@ -40,7 +40,7 @@ class Exceeded:
 
 
 def further(moved: Moved, said: Moved) -> Moved:
-    """Add one more node's report of how far a round has come."""
+    """Merge another node's report of a round's progress."""
     steps = [step for step in (moved.step, said.step) if step is not None]
     return Moved(
         max(steps, default=None), moved.snapshot or said.snapshot, moved.sealed or said.sealed

@@ -13,12 +13,12 @@ def assign_seats(
 ) -> tuple[Participant, ...]:
     """Seat at most `max_nodes` candidates, in GROUP_RANK order, and give them their ranks.
 
-    Survivors of the round before keep their GROUP_RANK. Lost seats, in GROUP_RANK order, each
+    Survivors of the previous round keep their GROUP_RANK. Lost seats, in GROUP_RANK order, each
     take the best spare: same local world size, then same topology label, then longest waiting,
     then node id. Unfilled seats close up; remaining room goes to the nodes that waited longest.
     If there are more survivors than seats, the highest GROUP_RANKs go.
 
-    Without a round before, nodes are ordered by topology label, then node id. The result depends
+    Without a previous round, nodes are ordered by topology label, then node id. The result depends
     on nothing else: two servers given the same round agree.
 
     RANKs are prefix sums of local world sizes, so they move only where sizes differ.

@@ -1,4 +1,4 @@
-"""Which addresses reach which nodes: loopback addresses are for one machine alone."""
+"""Checks that nodes can reach each other: a loopback address is reachable from one machine only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse_unreachable(state: State, command: Join) -> None:
 
 
 def note_reach(work: Draft, offer: Offer) -> None:
-    """Note the machine that every node must be on from now on: a loopback address's, or any."""
+    """Update the machine that further nodes must be on: the one of a loopback address, or any."""
     local_to = work.state.loopback_machine
     if local_to == offer.machine:
         return

@@ -260,7 +260,7 @@ def _commands(
     for rdzv_id, reason in decided.hopeless.items():
         commands.append((rdzv_id, GiveUp(runs[rdzv_id], reason)))
     for rdzv_id, gone in lost.items():
-        reason = "not heard since this server took over"
+        reason = "no report since this server took over"
         commands.append((rdzv_id, Withdraw(runs[rdzv_id], tuple(gone), reason)))
     for rdzv_id, node_ids in decided.surplus.items():
         reason = "the job was scaled down"

@@ -370,7 +370,7 @@ def test_the_successor_of_a_fenced_instance_waits_for_no_more_than_the_fence() -
     with pytest.raises(RendezvousConnectionError) as refused:
         fleet.connect("n1", "b")
     assert "its fence kills them 4 s after it was last heard" in str(refused.value)
-    assert "let in after 0 s" in str(refused.value)
+    assert "admitted after 0 s" in str(refused.value)
     fleet.pass_until(5_000)
     assert fleet.connect("n1", "b") > 7
     assert not fleet.lost
@@ -526,7 +526,7 @@ def test_another_instance_is_let_in_only_behind_the_fence() -> None:
     first = fleet.connect("n1", "a", AgentKind.FOREGROUND, fence_after_ms=4_000)
     fleet.disconnect("n1")
     fleet.pass_until(2_000)
-    with pytest.raises(RendezvousConnectionError, match=r"n1\.net pid 4711.* let in after 3 s"):
+    with pytest.raises(RendezvousConnectionError, match=r"n1\.net pid 4711.* admitted after 3 s"):
         fleet.connect("n1", "b")
     fleet.pass_until(3_000)
     assert fleet.connect("n1", "a", incarnation=first, fence_after_ms=4_000) == first

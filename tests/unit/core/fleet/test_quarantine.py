@@ -71,13 +71,13 @@ CASES = {
         {"max_nodes": 4},
         ["n2"],
         "n3 was at fault 3 times within 20 s, and is not quarantined: another was quarantined for "
-        "this run of job-a already, so it is rather the job that is wrong",
+        "this run of job-a already, so the job itself is more likely at fault",
     ),
     "its strikes count against no other, also beside another run's": (
         f"{THRICE}; 30 n3 a; 40 n3 b; 50 n3 b",
         {"max_nodes": 4},
         ["n2"],
-        "rather the job that is wrong",
+        "the job itself is more likely at fault",
     ),
     "other runs may have another node quarantined": (
         f"{THRICE}; 30 n3 b; 40 n3 b; 50 n3 b",
@@ -167,7 +167,7 @@ def test_what_was_before_an_operator_lifted_it_does_not_count() -> None:
     assert not text
     # The run that it was quarantined for is still blamed.
     record, text = after("50 n3 a; 60 n3 a; 70 n3 a", record=record)
-    assert "rather the job that is wrong" in text
+    assert "the job itself is more likely at fault" in text
     # And what is remembered of nodes that were never quarantined goes as well.
     assert not [s for s in lift(record, "n2").strikes if s.node_id == "n2"]
 
