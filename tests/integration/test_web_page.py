@@ -19,6 +19,7 @@ from ports import free_port
 from served import Served, served
 
 from rdzv.core.explain import view
+from rdzv.core.gpu_state import GpuState
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
 from rdzv.core.timed_text import later, left, past, times_of
@@ -188,6 +189,25 @@ def test_a_failure_is_seen_without_reloading(open_page: Open) -> None:
         expect(page.locator(".progress")).to_contain_text("slowest: RANK 0, 4 steps behind")
         expect(page.locator(".lag title").first).to_have_text("RANK 0: step 1,200, 4 steps behind")
         once(page)
+
+
+def test_a_straggler_is_named_with_what_its_gpu_shows(open_page: Open) -> None:
+    with to_the_end(open_page, served(straggler_after_ms=1)) as s:
+        s.join("night", "n1", "n2", "n3", nodes=(2, 3))
+        page = open_page(f"{s.url}/#/job/night")
+        facts = page.locator(".facts")
+        expect(facts).to_contain_text("WORLD_SIZE")
+        expect(facts).not_to_contain_text("Straggling")
+        s.gpu("night", "n3", 4, GpuState("GPU-a", 600, 1_980, ("hardware slowdown",), 0, 91))
+        for step in (10, 20):
+            for rank, node, rate in ((0, "n1", 2.5), (2, "n2", 2.5), (4, "n3", 0.5)):
+                s.progress("night", node, (rank, step, rate))
+            page.wait_for_timeout(500)  # Rates are compared now and then.
+        s.progress("night", "n3", (4, 30, 0.5))
+        expect(facts).to_contain_text(
+            "RANK 4 (2.00 s a step, the median 0.400 s; its GPU runs at 600 of 1980 MHz: "
+            "hardware slowdown)"
+        )
 
 
 def test_where_the_time_went_is_told_and_drawn(open_page: Open) -> None:

@@ -20,6 +20,7 @@ from ports import free_port
 from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
+from rdzv.core.gpu_state import GpuState
 from rdzv.core.model import Settings
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
@@ -33,6 +34,7 @@ from rdzv.server.messages import (
     ReadLog,
     Stacks,
     TakeStacks,
+    WorkerGpus,
 )
 from rdzv.server.replication.replica import Replica
 from rdzv.server.sessions.streams import Stream
@@ -104,6 +106,10 @@ class Served:
     def progress(self, rdzv_id: str, node_id: str, *steps: tuple[int, int, float]) -> None:
         """Let workers say how far they are: RANK, step, rate."""
         self.do(self._progress(rdzv_id, node_id, steps))
+
+    def gpu(self, rdzv_id: str, node_id: str, rank: int, gpu: GpuState) -> None:
+        """Let a node say what NVML shows of the GPU of a worker."""
+        self.do(self._gpu(rdzv_id, node_id, rank, gpu))
 
     def hang(self, rdzv_id: str, node_id: str, *ranks: int) -> None:
         """Have workers of a node hang; what all workers do is not told before `let_look`."""
@@ -273,6 +279,12 @@ class Served:
         said = tuple(RankProgress(rank, step, 0, rate) for rank, step, rate in steps)
         progress = Progress(rdzv_id, state.run, state.round, said)
         self.driver.reports.note_progress(self._streams[node_id], progress)
+
+    async def _gpu(self, rdzv_id: str, node_id: str, rank: int, gpu: GpuState) -> None:
+        state = await self.driver.views.status(rdzv_id)
+        assert state.round is not None
+        said = WorkerGpus(rdzv_id, state.run, state.round, {rank: gpu})
+        self.driver.reports.note_gpus(self._streams[node_id], said)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from rdzv.core.gpu_state import GpuState
 from rdzv.core.kept_ranks import NotKept
 from rdzv.core.model import Cause, Ended, Failure, Round, RoundEnd
 from rdzv.structs import struct
@@ -300,6 +301,8 @@ class RankStraggles:
     clock_error_ms: float | None = None
     wait_share: float | None = None
     """A lower bound of the share of time that the others wait for it."""
+    gpu: GpuState | None = None
+    """Its GPU, if its node's NVML shows it."""
 
 
 @struct(frozen=True)

@@ -12,6 +12,7 @@ from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.placement import FailingCheck, Resources
+from rdzv.core.gpu_state import GpuState
 from rdzv.core.model import (
     Ended,
     JobSpec,
@@ -151,6 +152,16 @@ class Arrivals:
     run: str
     round: int
     groups: tuple[GroupArrivals, ...]
+
+
+@struct(frozen=True)
+class WorkerGpus:
+    """The GPUs of a node's workers in one round, by RANK, as far as NVML shows them."""
+
+    rdzv_id: str
+    run: str
+    round: int
+    by_rank: Mapping[int, GpuState]
 
 
 @struct(frozen=True)

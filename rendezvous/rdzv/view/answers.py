@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rdzv.core.evidence.progress_lag import Word, lags
+from rdzv.core.gpu_state import GpuState
 from rdzv.core.timed_text import TimeInText
 from rdzv.structs import struct
 from rdzv.view.history import fields_in
@@ -106,6 +107,8 @@ class Straggler:
     """How wrong these two may be, since the nodes' clocks differ."""
     wait_share: float | None = None
     """The share of the time that the others wait for it, at least."""
+    gpu: GpuState | None = None
+    """What NVML shows of its GPU, if anything."""
 
 
 @struct(frozen=True)

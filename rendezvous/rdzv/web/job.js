@@ -7,7 +7,7 @@ import { LogView } from "./logs.js";
 import { Progress } from "./progress.js";
 import { Rounds } from "./rounds.js";
 import { Stacks } from "./stacks.js";
-import { aged, bounds, clock, counted, moment, orNone, ranks } from "./words.js";
+import { aged, bounds, clock, counted, moment, orNone, ranks, slowness } from "./words.js";
 
 const spent = (count, most) => (most === null ? String(count) : `${count} of ${most}`);
 
@@ -173,6 +173,7 @@ export class JobView {
       ["Restarts", job.max_restarts === null ? "counted by the nodes" : `${job.restarts} of ${job.max_restarts}`],
       ...(job.budgets?.preemptions ? [["Lost or left", spent(job.budgets.preemptions, job.budgets.max_preemptions)]] : []),
       ...(job.budgets?.store_failures ? [["Store hosts failed", spent(job.budgets.store_failures, job.budgets.max_store_failures)]] : []),
+      ...(job.stragglers.length ? [["Straggling", job.stragglers.map((one) => `RANK ${one.rank} (${slowness(one)})`).join("; ")]] : []),
       ["Run", `${orNone(job.run_number)} (${orNone(job.run)})`],
       ["Run began", moment(job.at - job.run_age_ms)],
       ["MASTER", job.master_addr ? `${job.master_addr}:${job.master_port}` : "–"],

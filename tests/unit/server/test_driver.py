@@ -29,6 +29,7 @@ from rdzv.core.commands import (
 )
 from rdzv.core.fleet.nodes import AgentKind, NodesTuning
 from rdzv.core.fleet.placement import FailingCheck
+from rdzv.core.gpu_state import GpuState
 from rdzv.core.life import runs
 from rdzv.core.model import (
     Cause,
@@ -1639,6 +1640,10 @@ def every_event() -> list[events.Event]:
         events.HangOver(0),
         events.RankStraggles(0, 3, "n1", 2.1, 0.5),
         events.RankStraggles(0, 3, "n1", None, None, 19.5, 35.0, 2.0, 0.125),
+        events.RankStraggles(
+            *(0, 3, "n1", 2.1, 0.5),
+            gpu=GpuState("GPU-a", 600, 1_980, ("hardware slowdown",), 3, 91),
+        ),
         events.RankCaughtUp(0, 3, "n1"),
         events.WorkersStarted(1, 5, 1, 0, (events.NewWorker(3, "n2", "warm", "it was late"),)),
         events.FirstStepMade(1, "n1", 3, 101, 300),

@@ -71,6 +71,8 @@ def meaning(message: Message) -> Any:
             return _plain(as_dict(inbound_reports.started_of(message.workers_started, LIMITS)))
         case "arrivals":
             return _plain(as_dict(inbound_reports.arrivals_of(message.arrivals, LIMITS)))
+        case "worker_gpus":
+            return _plain(as_dict(inbound_reports.gpus_of(message.worker_gpus, LIMITS)))
         case "hung":
             return _plain(as_dict(inbound_nodes.hung_of(message.hung, LIMITS)))
         case "stacks":
@@ -367,6 +369,19 @@ def _samples_of_stacks() -> Iterator[tuple[str, pb.NodeMessage]]:
     ]
     sent = pb.WorkersStarted(**job, round=2, workers=started)
     yield "workers_started", pb.NodeMessage(workers_started=sent)
+    states = [
+        pb.GpuState(
+            uuid="GPU-a",
+            clock_mhz=600,
+            max_clock_mhz=1_980,
+            clock_reasons=["hardware slowdown"],
+            uncorrected_errors=3,
+            temperature_c=91,
+        ),
+        pb.GpuState(uuid="GPU-b"),
+    ]
+    gpus = [pb.RankGpu(rank=8 + n, gpu=state) for n, state in enumerate(states)]
+    yield "worker_gpus", pb.NodeMessage(worker_gpus=pb.WorkerGpus(**job, round=2, ranks=gpus))
     yield "hung", pb.NodeMessage(hung=pb.Hung(**job, round=2, workers=[hung]))
     yield "hung:none", pb.NodeMessage(hung=pb.Hung(**job, round=2))
     yield "stacks", pb.NodeMessage(stacks=pb.Stacks(request=5, workers=[stack]))

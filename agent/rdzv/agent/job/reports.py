@@ -11,6 +11,7 @@ from rdzv.agent.core.model import AgentState, Leaving, StartReport
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.collective_records import RecordReader
+from rdzv.agent.observers.gpu_watch import GpuReport
 from rdzv.agent.observers.hang_watch import HungReport
 from rdzv.agent.observers.progress_files import Report
 from rdzv.agent.observers.server_clock import Reading
@@ -78,6 +79,10 @@ class Reports:
     def arrivals(self, report: ArrivalReport) -> None:
         """Report when the workers entered collectives."""
         self._link.say(encoding.arrivals(report, self._rdzv_id))
+
+    def gpus(self, report: GpuReport) -> None:
+        """Report the GPUs of the workers."""
+        self._link.say(encoding.gpus(report, self._rdzv_id))
 
     def read_clock(self) -> Reading | None:
         """Return what is known of the server's clock, and ask for it once more."""

@@ -9,6 +9,7 @@ from rdzv.agent.core.model import Assignment
 from rdzv.agent.job.reports import Reports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalWatch
+from rdzv.agent.observers.gpu_watch import GpuWatch
 from rdzv.agent.observers.hang_watch import HangWatch
 from rdzv.agent.observers.held_exits import HeldExits
 from rdzv.agent.observers.notice import NoticeFile
@@ -40,6 +41,12 @@ class WorkerObservers:
         self._arrivals = ArrivalWatch(
             launch.job.rdzv_id, reports.records, reports.arrivals, reports.read_clock
         )
+        self._gpus = GpuWatch(
+            launch.job.rdzv_id,
+            launch.environ.get("CUDA_VISIBLE_DEVICES"),
+            self._local_world_size,
+            reports.gpus,
+        )
 
     def open_round(self, assignment: Assignment) -> None:
         """Prepare the files by which the workers and the agent communicate in a round."""
@@ -62,6 +69,7 @@ class WorkerObservers:
         """Watch a round's workers as they start, and those already `running`, by their pids."""
         self._hangs.open_round(assignment)
         self._arrivals.open_round(assignment)
+        self._gpus.open_round(assignment)
         self.held_exits.open_round(assignment)
         for local_rank, pid in (running or {}).items():
             self.worker_started(local_rank, pid)
@@ -71,16 +79,19 @@ class WorkerObservers:
         file = self.progress.file(local_rank)
         self._hangs.worker_started(local_rank, pid, file)
         self._arrivals.worker_started(local_rank, pid, file)
+        self._gpus.worker_started(local_rank, pid)
 
     def worker_exited(self, local_rank: int) -> None:
         """Stop watching a worker."""
         self._hangs.worker_exited(local_rank)
         self._arrivals.worker_exited(local_rank)
+        self._gpus.worker_exited(local_rank)
 
     def stop_watching(self) -> None:
         """Stop watching all workers, because they are told to end."""
         self._hangs.close_round()
         self._arrivals.close_round()
+        self._gpus.close_round()
         self.held_exits.close_round()
 
     def close_round(self) -> int | None:

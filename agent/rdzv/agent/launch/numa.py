@@ -45,7 +45,7 @@ CUDA_TIMEOUT_S = 60.0
 """How long the CUDA driver may take to list GPUs; without persistence mode it wakes each one."""
 
 
-_HIDES_ALL = ("", "-1", "NoDevFiles")
+HIDES_ALL = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES with which users, frameworks and Slurm hide all GPUs."""
 
 _NO_GPUS = "set CUDA_VISIBLE_DEVICES to nothing to bind without GPUs, or leave --numa-binding out"
@@ -354,7 +354,7 @@ async def visible_gpu_pci_addresses(
         InvalidRequestError: the driver fails or hangs, or shows none of the existing GPUs.
 
     """
-    if environ.get("CUDA_VISIBLE_DEVICES") in _HIDES_ALL:
+    if environ.get("CUDA_VISIBLE_DEVICES") in HIDES_ALL:
         return ()
     shown, why = await _ask_cuda(environ, account, library, timeout_s)
     unseen = () if shown else _gpus_on_pci(sysfs)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field
 from statistics import median_low
 
+from rdzv.core.gpu_state import GpuState
 from rdzv.structs import struct
 
 SLOW = 2.0
@@ -48,6 +49,8 @@ class Straggler:
     """How wrong these may be, because the clocks of nodes differ."""
     wait_share: float | None = None
     """The share of the time that the others wait for it, at least."""
+    gpu: GpuState | None = None
+    """Its GPU, if its node's NVML shows it."""
 
 
 @struct(frozen=True)

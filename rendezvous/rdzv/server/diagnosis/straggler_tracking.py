@@ -1,23 +1,27 @@
 """Finds stragglers, from what nodes report of their workers: entries into collectives, progress.
 
+Beside each straggler stands what NVML shows of its GPU, if its node reports that.
+
 In memory, for the present round only, and for people: nothing is decided by it. Where workers wait
 for each other in collectives, all have the same rate, so rates count only where there is no record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rdzv.core.events import Event, RankCaughtUp, RankStraggles
 from rdzv.core.evidence.lateness import LOOKS, Arrivals, arrivals, follow
 from rdzv.core.evidence.stragglers import Pace, Sample, Straggler
 from rdzv.core.evidence.stragglers import follow as follow_rates
+from rdzv.core.gpu_state import GpuState
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError
 from rdzv.server import messages
 from rdzv.server.diagnosis.arrival_board import ArrivalBoard
 from rdzv.server.messages import RankProgress
+from rdzv.structs import replace
 from rdzv.transport.same_fields import from_value
 
 LOOKS_AT_RATES = 10
@@ -44,11 +48,17 @@ class _Job:
     pace: Pace = field(default_factory=Pace)
     board: ArrivalBoard = field(default_factory=ArrivalBoard)
     arrivals: Arrivals = field(default_factory=Arrivals)
+    gpus: dict[str, Mapping[int, GpuState]] = field(default_factory=dict)
+    """What NVML shows of the workers' GPUs, by node_id, then by RANK."""
 
     @property
     def stragglers(self) -> dict[int, Straggler]:
         """Return the stragglers by RANK."""
-        return {**self.pace.stragglers, **self.arrivals.stragglers}
+        found = {**self.pace.stragglers, **self.arrivals.stragglers}
+        return {rank: replace(one, gpu=self._gpu(rank)) for rank, one in found.items()}
+
+    def _gpu(self, rank: int) -> GpuState | None:
+        return self.gpus.get(self.nodes[rank], {}).get(rank)
 
 
 class Stragglers:
@@ -97,16 +107,11 @@ class Stragglers:
             InvalidRequestError: it names a worker that the node does not have.
 
         """
-        found, seat = self._job(state, now_ms), state.seats.get(node_id)
-        if found is None or seat is None or seat.incarnation != incarnation:
-            return False
-        job, _ = found
-        if (said.run, said.round) != (job.run, job.round):
+        if (job := self._job_of(state, node_id, incarnation, said, now_ms)) is None:
             return False
         for group in said.groups:
-            for rank in {rank for entered in group.entered_us.values() for rank in entered}:
-                if job.nodes.get(rank) != node_id:
-                    raise InvalidRequestError(f"arrivals of RANK {rank}: {node_id} has no such")
+            told = {rank for entered in group.entered_us.values() for rank in entered}
+            _refuse_others("arrivals", told, node_id, job)
         job.board.note(node_id, said)
         every_ms = self._look_every_ms(LOOKS)
         if now_ms - job.compared_ms < every_ms or not (groups := job.board.take()):
@@ -114,6 +119,38 @@ class Stragglers:
         before, job.compared_ms, job.pace = job.stragglers, now_ms, Pace()
         job.arrivals = follow(job.arrivals, arrivals(groups, job.nodes), now_ms)
         return self._tell_changes(state, job, before)
+
+    def note_gpus(
+        self, state: State, node_id: str, incarnation: int, said: messages.WorkerGpus, now_ms: int
+    ) -> bool:
+        """Note the GPUs of a node's workers; return whether one of these straggles.
+
+        A report about another round is ignored.
+
+        Raises:
+            InvalidRequestError: it names a worker that the node does not have.
+
+        """
+        if (job := self._job_of(state, node_id, incarnation, said, now_ms)) is None:
+            return False
+        _refuse_others("a GPU", said.by_rank, node_id, job)
+        job.gpus[node_id] = said.by_rank
+        return not said.by_rank.keys().isdisjoint(job.stragglers)
+
+    def _job_of(
+        self,
+        state: State,
+        node_id: str,
+        incarnation: int,
+        said: messages.Arrivals | messages.WorkerGpus,
+        now_ms: int,
+    ) -> _Job | None:
+        """Return the job that a node's report is about; None if it is not about the live round."""
+        found, seat = self._job(state, now_ms), state.seats.get(node_id)
+        if found is None or seat is None or seat.incarnation != incarnation:
+            return None
+        job, _ = found
+        return job if (said.run, said.round) == (job.run, job.round) else None
 
     def _job(self, state: State, now_ms: int) -> tuple[_Job, Round] | None:
         """Return the live round of a job, and what is known of it."""
@@ -145,6 +182,12 @@ class Stragglers:
         """Return the stragglers of a job, by RANK."""
         job = self._jobs.get(rdzv_id)
         return tuple(s for _, s in sorted(job.stragglers.items())) if job is not None else ()
+
+
+def _refuse_others(what: str, ranks: Iterable[int], node_id: str, job: _Job) -> None:
+    for rank in ranks:
+        if job.nodes.get(rank) != node_id:
+            raise InvalidRequestError(f"{what} of RANK {rank}: {node_id} has no such")
 
 
 def _samples(round_: Round, progress: Sequence[RankProgress]) -> list[Sample]:

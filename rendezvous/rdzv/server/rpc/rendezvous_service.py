@@ -172,7 +172,7 @@ class Conversation:
                     self._driver.reports.take_log(
                         stream, inbound_nodes.log_piece_of(message.log_piece, self._limits)
                     )
-                case "progress" | "workers_started" | "arrivals":
+                case "progress" | "workers_started" | "arrivals" | "worker_gpus":
                     self._take_shown(message, stream)
                 case "hung":
                     self._take_hung(inbound_nodes.hung_of(message.hung, self._limits), stream)
@@ -208,6 +208,10 @@ class Conversation:
                 case "workers_started":
                     started = inbound_reports.started_of(message.workers_started, limits)
                     self._show(started, reports.note_started, stream)
+                case "worker_gpus":
+                    gpus = inbound_reports.gpus_of(message.worker_gpus, limits)
+                    if stream.greeted:  # They come again.
+                        reports.note_gpus(stream, gpus)
                 case _:
                     arrivals = inbound_reports.arrivals_of(message.arrivals, limits)
                     if stream.greeted:  # Others come in a few seconds.

@@ -23,6 +23,7 @@ from rdzv.server.messages import (
     LogPiece,
     Progress,
     Stacks,
+    WorkerGpus,
     WorkersStarted,
 )
 from rdzv.server.scheduling.scheduling import Scheduling
@@ -100,6 +101,20 @@ class Reports:
             return
         speaker = stream.node_id, stream.incarnation
         if self._diagnosis.stragglers.note_arrivals(state, *speaker, said, self._clock.now_ms()):
+            self._watchers.job_progressed(said.rdzv_id)
+
+    def note_gpus(self, stream: Stream, said: WorkerGpus) -> None:
+        """Note the GPUs of a node's workers, if it is about the present round.
+
+        Raises:
+            InvalidRequestError: it names a worker that the node does not have.
+
+        """
+        state = self._jobs.peek(said.rdzv_id)
+        if state is None or not self._streams.is_current(stream):
+            return
+        speaker = stream.node_id, stream.incarnation
+        if self._diagnosis.stragglers.note_gpus(state, *speaker, said, self._clock.now_ms()):
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:

@@ -146,9 +146,11 @@ class Limits:
     """Frames of one thread that are kept; others are cut."""
     stack_workers: int = 256
     """Workers in one message of a node: it sends them one by one."""
-    record_groups: int = 64
     arrivals: int = 1 << 17
     """Times in one report of a node on when its workers entered collectives."""
+    clock_reasons: int = 16
+    """Reasons for the clock of one GPU; NVML knows eleven."""
+    record_groups: int = 64
     """Process groups of one worker whose collectives are kept; others are cut."""
     record_entries: int = 64
     """Collectives of one of them, likewise."""

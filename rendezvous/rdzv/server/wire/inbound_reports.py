@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 
+from rdzv.core.gpu_state import GpuState
 from rdzv.server.messages import (
     Arrivals,
     GroupArrivals,
     Progress,
     RankProgress,
     StartedWorker,
+    WorkerGpus,
     WorkersStarted,
 )
 from rdzv.server.settings import bounds
 from rdzv.server.settings.config import Limits
+from rdzv.transport.same_fields import from_message
 from rdzv.v1 import rdzv_pb2 as pb
 
 
@@ -58,6 +61,33 @@ def started_of(message: pb.WorkersStarted, limits: Limits) -> WorkersStarted:
             )
             for one in message.workers
         ),
+    )
+
+
+def gpus_of(message: pb.WorkerGpus, limits: Limits) -> WorkerGpus:
+    """Read the GPUs of a node's workers. The job knows which workers the node has."""
+    if len(message.ranks) > limits.local_world_size:
+        most = f"at most {limits.local_world_size}"
+        given = len(message.ranks)
+        raise bounds.refusal("ranks", given, "are too many workers of one node", most)
+    return WorkerGpus(
+        rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
+        run=bounds.uid("run", message.run, limits),
+        round=message.round,
+        by_rank={one.rank: _gpu(one.gpu, limits) for one in message.ranks},
+    )
+
+
+def _gpu(message: pb.GpuState, limits: Limits) -> GpuState:
+    reasons = message.clock_reasons[: limits.clock_reasons]
+    return from_message(
+        GpuState,
+        message,
+        uuid=bounds.label("uuid", message.uuid, limits),
+        clock_reasons=tuple(bounds.label("clock_reasons", one, limits) for one in reasons),
+        uncorrected_errors=min(message.uncorrected_errors, limits.steps)
+        if message.HasField("uncorrected_errors")
+        else None,
     )
 
 

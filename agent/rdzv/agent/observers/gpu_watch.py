@@ -1,0 +1,159 @@
+"""Reports the state of the GPUs that the workers of one job use, where NVML shows it.
+
+The server shows it beside a worker that is slower than the others. NVML is asked every half minute
+in a thread of its own, the more seldom the longer it takes; a driver that hangs costs one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rdzv.agent.core.model import Assignment
+from rdzv.agent.inventory.gpu_states import UsedGpu, look_at_gpus
+from rdzv.agent.launch.numa import HIDES_ALL
+from rdzv.agent.runner.linux.process_tree import session_of
+from rdzv.agent.system.side_thread import Aside
+from rdzv.core.gpu_state import GpuState
+from rdzv.structs import struct
+
+log = logging.getLogger("rdzv.agent")
+
+FIRST_S, LEAST_S = 10.0, 30.0
+"""The wait before the first look, and the shortest pause between two, ..."""
+PAUSE_PER_LOOK = 250
+"""... which is this many times what the last one took."""
+PER_NODE_S = 0.01
+"""The shortest pause per node of a round, so that one job sends at most 100 reports a second."""
+WITHIN_S = 20.0
+"""How long one look may take."""
+
+
+@struct(frozen=True)
+class RankGpu:
+    """The GPU of one worker."""
+
+    rank: int
+    gpu: GpuState
+
+
+@struct(frozen=True)
+class GpuReport:
+    """The GPUs of one round's workers on this node."""
+
+    run: str
+    round: int
+    ranks: tuple[RankGpu, ...]
+
+
+class GpuWatch:
+    """Watches the GPUs of one job. Call `open_round`, then `close_round`, for each round."""
+
+    def __init__(
+        self,
+        rdzv_id: str,
+        visible: str | None,
+        local_world_size: int,
+        say: Callable[[GpuReport], None],
+        look_at: Callable[[], Sequence[UsedGpu]] = look_at_gpus,
+    ) -> None:
+        """Report with `say`; `visible` is the workers' CUDA_VISIBLE_DEVICES."""
+        self._rdzv_id = rdzv_id
+        self._visible = visible
+        self._local_world_size = local_world_size
+        self._say = say
+        self._look_at = look_at
+        self._aside = Aside(WITHIN_S)
+        self._pids: dict[int, int] = {}
+        self._watching: asyncio.Task[None] | None = None
+
+    def open_round(self, assignment: Assignment) -> None:
+        """Begin to watch the workers of a round, as they are started."""
+        self.close_round()
+        if self._visible not in HIDES_ALL and assignment.world_size > 1:
+            self._watching = asyncio.get_running_loop().create_task(self._watch(assignment))
+
+    def worker_started(self, local_rank: int, pid: int) -> None:
+        """Watch the GPU of a worker."""
+        if self._watching is not None:
+            self._pids[local_rank] = pid
+
+    def worker_exited(self, local_rank: int) -> None:
+        """Stop watching the GPU of a worker."""
+        self._pids.pop(local_rank, None)
+
+    def close_round(self) -> None:
+        """Stop watching."""
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+        self._pids = {}
+
+    async def _watch(self, assignment: Assignment) -> None:
+        wait_s, told = FIRST_S, False
+        while True:
+            await asyncio.sleep(max(wait_s, PER_NODE_S * assignment.group_world_size))
+            begun_s = time.monotonic()
+            try:
+                there = await self._aside.answer(self._look_at)
+                found = by_worker(self._pids, there, self._visible, self._local_world_size)
+            except TimeoutError:
+                found = {}  # What was known is old.
+            except Exception:
+                log.exception("%s: the state of its GPUs is not reported", self._rdzv_id)
+                return
+            else:
+                if not there:
+                    return
+            if found or told:
+                told = bool(found)
+                self._say(_report(assignment, found))
+            wait_s = max(PAUSE_PER_LOOK * (time.monotonic() - begun_s), LEAST_S)
+
+
+def _report(assignment: Assignment, found: Mapping[int, GpuState]) -> GpuReport:
+    ranks = tuple(RankGpu(assignment.rank_first + n, gpu) for n, gpu in sorted(found.items()))
+    return GpuReport(assignment.run, assignment.round, ranks)
+
+
+def by_worker(
+    pids: Mapping[int, int], gpus: Sequence[UsedGpu], visible: str | None, local_world_size: int
+) -> dict[int, GpuState]:
+    """Return the GPU of each worker by LOCAL_RANK: of several the one that is slowed down most.
+
+    A worker, of which `pids` has the process, uses the GPUs on which processes of its session
+    compute. In a container NVML may number processes as its host does; where none of them is to be
+    seen here, worker n is taken to use the n-th `visible` GPU, if there are as many as workers.
+    """
+    local_ranks = {pid: local_rank for local_rank, pid in pids.items()}
+    found: dict[int, GpuState] = {}
+    seen = False
+    for gpu in gpus:
+        leaders = [leader for pid in gpu.pids or () if (leader := session_of(pid)) is not None]
+        seen = seen or bool(leaders) or gpu.pids == ()
+        for local_rank in {local_ranks[leader] for leader in leaders if leader in local_ranks}:
+            known = found.get(local_rank, gpu.state)
+            found[local_rank] = min(known, gpu.state, key=lambda state: state.pace)
+    if seen:
+        return found
+    in_order = _visible(visible, gpus)
+    if len(in_order) != local_world_size:
+        return {}
+    return {local_rank: in_order[local_rank] for local_rank in pids}
+
+
+def _visible(visible: str | None, gpus: Sequence[UsedGpu]) -> list[GpuState]:
+    """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees, in its order."""
+    if visible is None:
+        return [gpu.state for gpu in gpus]
+    found = []
+    for token in visible.split(","):
+        number = int(token) if token.isdecimal() else None
+        found += [
+            gpu.state
+            for index, gpu in enumerate(gpus)
+            if (index == number if number is not None else gpu.state.uuid.startswith(token))
+        ]
+    return found

@@ -1,0 +1,51 @@
+"""What NVML shows of a worker's GPU: what may make the worker slow."""
+
+from __future__ import annotations
+
+from rdzv.core.words import counted
+from rdzv.structs import struct
+
+
+@struct(frozen=True)
+class GpuState:
+    """What NVML shows of a GPU at one moment; None is what it does not show."""
+
+    uuid: str
+    """As `nvidia-smi -L` shows it."""
+    clock_mhz: int | None = None
+    """The clock of its processors."""
+    max_clock_mhz: int | None = None
+    """The highest clock that they can have."""
+    clock_reasons: tuple[str, ...] = ()
+    """Why the clock is not higher, such as `hardware thermal slowdown`, or `idle`."""
+    uncorrected_errors: int | None = None
+    """Uncorrected errors of its memory since its driver was loaded, or it was reset."""
+    temperature_c: int | None = None
+    """Its temperature in degrees Celsius."""
+
+    @property
+    def pace(self) -> float:
+        """The clock as a share of the highest; 1 if it is unknown."""
+        if self.clock_mhz is None or not self.max_clock_mhz:
+            return 1.0
+        return self.clock_mhz / self.max_clock_mhz
+
+
+def described(gpu: GpuState) -> str:
+    """Describe what may make a GPU's worker slow; empty if NVML shows nothing of it.
+
+    >>> described(GpuState("GPU-1", 600, 1980, ("hardware slowdown",), 3, 91))
+    'runs at 600 of 1980 MHz (hardware slowdown), 91 °C, has 3 uncorrected errors of its memory'
+    >>> described(GpuState("GPU-1", 1980, 1980, (), 0))
+    'runs at 1980 of 1980 MHz'
+    """
+    parts = []
+    if gpu.clock_mhz is not None:
+        most = f" of {gpu.max_clock_mhz}" if gpu.max_clock_mhz else ""
+        why = f" ({', '.join(gpu.clock_reasons)})" if gpu.clock_reasons else ""
+        parts.append(f"runs at {gpu.clock_mhz}{most} MHz{why}")
+    if gpu.temperature_c is not None:
+        parts.append(f"{'' if parts else 'is at '}{gpu.temperature_c} °C")
+    if gpu.uncorrected_errors:
+        parts.append(f"has {counted(gpu.uncorrected_errors, 'uncorrected error')} of its memory")
+    return ", ".join(parts)
