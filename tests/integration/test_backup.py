@@ -267,7 +267,10 @@ async def test_a_check_says_what_is_there_also_beside_a_server(tmp_path: Path) -
         await with_two_jobs(server)
         code, said, _ = await offline("--check", "--data-dir", data)
         assert code == 0
-        assert f"in use by: rdzvd pid {server.process.pid}; it was looked at beside that" in said
+        assert (
+            f"in use by: rdzvd pid {server.process.pid}; the check has read it at the same time"
+            in said
+        )
         assert "jobs: 2, of them 2 with an open run" in said
         assert (await status(server.address, "job-7")).rdzv_id == "job-7"
         server.process.kill()
@@ -293,7 +296,10 @@ async def test_a_check_finds_what_is_wrong_and_changes_nothing(tmp_path: Path) -
         good: bytes = db.execute(query).fetchone()[0]
     for bad, says in (
         (b"{", "job job-8 in .* cannot be read"),
-        (good.replace(b'"rdzv_id":"job-8"', b'"rdzv_id":"job-9"'), "job job-8: calls itself job-9"),
+        (
+            good.replace(b'"rdzv_id":"job-8"', b'"rdzv_id":"job-9"'),
+            "job job-8: it is stored under this name, but is named job-9",
+        ),
         (good.replace(b'"next_round":1', b'"next_round":0'), "round 0 is not below the next one"),
         (good.replace(b'"min_nodes":1,"max_nodes":1', b'"min_nodes":2,"max_nodes":2'), "barrier"),
     ):

@@ -125,7 +125,9 @@ async def test_a_node_that_floods_with_joins_is_refused_and_fills_no_server(tmp_
             async with asyncio.timeout(PATIENCE_S):
                 await too_often.wait()
             listening.cancel()
-            assert any("flood is in 20 jobs, and may be in 20" in one for one in refusals)
+            assert any(
+                "flood is already in 20 jobs, and the limit is 20" in one for one in refusals
+            )
             assert len((await others.is_served()).jobs) == 20
 
 

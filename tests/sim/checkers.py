@@ -92,7 +92,7 @@ class LivenessError(BrokenPromiseError):
 
 A_MOMENT_MS = 20_000
 """Other jobs hear of a quarantine a moment later, and a pause of the server may come between."""
-UNHEARD = "while it was not heard"
+UNHEARD = "while it was silent"
 """Said to who comes back to a job that goes on without it; of its seat it has heard before that."""
 CALM_SHARE = 0.03
 """How many steps are also repeated, ticked early and crashed after; it costs ten steps."""

@@ -450,7 +450,7 @@ async def test_jobs_are_bounded() -> None:
     async with server(limits=Limits(jobs=1)) as s:
         n1 = await s.connect("n1")
         await s.join(n1)
-        with pytest.raises(LimitExceededError, match="job-8 would be one too many"):
+        with pytest.raises(LimitExceededError, match="job-8 is over the limit"):
             await s.driver.engine.submit("job-8", join(n1))
 
 
@@ -465,13 +465,13 @@ async def test_the_jobs_of_a_node_are_bounded() -> None:
         await s.driver.commands.hear(n1, "job-8", join(n1))
         (refused,) = read(n1)
         assert isinstance(refused, Refused)
-        assert refused.message.startswith("n1 is in 1 jobs, and may be in 1; leave one")
+        assert refused.message.startswith("n1 is already in 1 jobs, and the limit is 1; leave one")
 
 
 async def test_nodes_are_bounded() -> None:
     async with server(limits=Limits(nodes=1)) as s:
         await s.connect("n1")
-        with pytest.raises(LimitExceededError, match="n2 would be one too many"):
+        with pytest.raises(LimitExceededError, match="n2 is over the limit"):
             s.attach("n2")
 
 
@@ -566,12 +566,14 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         assert "workers of n2 have failed" in (await anext(views)).reason
         waiting = "not stored yet: workers of n2 have failed (job-7), n9 joins (job-9)"
         assert s.driver.trouble == away + waiting
-        with pytest.raises(RendezvousConnectionError, match=r"stored of job job-9: .* n9 joins$"):
+        with pytest.raises(
+            RendezvousConnectionError, match=r"job job-9 is not stored yet: .* n9 joins$"
+        ):
             await s.driver.views.status("job-9")
         # The node that failed hears it, and once.
         (told,) = read(n2)
         assert isinstance(told, Waiting)
-        assert "cannot store what this node says, and tries again: disk full" in told.reason
+        assert "cannot store this node's report, and retries: disk full" in told.reason
 
         store.away = None
         await s.clock.advance(2_000)
@@ -734,7 +736,7 @@ async def test_after_a_conflict_the_job_is_read_anew_and_who_is_not_in_it_says_h
         (refused,) = read(n1)
         assert isinstance(refused, Refused)
         assert refused.code == "UnknownNodeError"
-        assert "say hello again" in refused.message
+        assert "send Hello again" in refused.message
 
 
 async def test_a_reload_disturbs_no_running_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -848,7 +850,7 @@ async def test_a_node_that_comes_back_without_a_job_has_left_it() -> None:
         await s.connect("n2")
         over = read(n1)[-1]
         assert isinstance(over, RoundOver)
-        assert over.end.reason == "n2: it came back, and takes no part any more"
+        assert over.end.reason == "n2: it has returned, and no longer takes part"
         assert (await s.states())["n2"] is NodeState.LOST
 
 

@@ -102,5 +102,5 @@ async def test_what_can_not_be_read_anew_is_read_before_it_is_used() -> None:
 async def test_what_can_not_be_read_is_told_and_left() -> None:
     store = Store()
     await store.swap_document("numbers", b"nonsense", 0)
-    with pytest.raises(RendezvousStateError, match="document numbers cannot be read"):
+    with pytest.raises(RendezvousStateError, match="record numbers cannot be read"):
         await document(store).known()

@@ -254,7 +254,7 @@ async def test_who_follows_a_rank_that_is_not_there_hears_so_once_a_round() -> N
     async with server() as s:
         n1, n2 = await pair(s)
         reading = await begin(s, follow=True, rank=4)
-        when = "; what is written is shown when there is one"
+        when = "; its output is shown once it exists"
         absent = "job-7 has no RANK 4 in round {}; its RANKs are 0 to 3" + when
         assert reading.notes == [("", absent.format(0))]
         await end_round(s, n1, n2)
@@ -471,7 +471,7 @@ async def test_a_node_that_sends_more_than_it_may_is_not_listened_to() -> None:
         await settle()
         # What it was allowed to send has come.
         assert len(reading.text) == 6_000
-        assert "more than it was asked for" in reading.notes[0][1]
+        assert "more than was requested" in reading.notes[0][1]
         assert reading.ended
 
 

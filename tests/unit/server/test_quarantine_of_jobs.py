@@ -415,7 +415,7 @@ async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() 
 async def test_a_document_that_can_not_be_read_is_left_untouched() -> None:
     store = MemoryStore()
     await store.swap_document("quarantine", b"not json", 0)
-    with pytest.raises(RendezvousStateError, match="the document quarantine cannot be read"):
+    with pytest.raises(RendezvousStateError, match="the record quarantine cannot be read"):
         async with server(store):
             pass
     assert await store.load_document("quarantine") == (b"not json", 1)

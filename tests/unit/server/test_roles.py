@@ -467,7 +467,7 @@ async def test_who_may_bring_nodes_into_a_job(monkeypatch: pytest.MonkeyPatch) -
         assert (await daemon.hear_of_job()).HasField("joined")
         assert (await server.driver.jobs.look("nightly")).membership.owner == ""
         await bob.say(join=join_of("nightly"))
-        assert "it belongs to nobody" in (await bob.hear_of_job()).refused.message
+        assert "it has no owner" in (await bob.hear_of_job()).refused.message
 
 
 async def test_a_revoked_token_ends_the_streams_that_it_opened(
@@ -556,8 +556,8 @@ async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
         rows = await audited(server)
         id_ = server.tokens["ada"].split("_")[1]
         assert rows[1:] == [
-            f"stop job job-7: enough [ada (token {id_})], from address 127.0.0.1; whether it was "
-            "done is not known"
+            f"stop job job-7: enough [ada (token {id_})], from address 127.0.0.1; "
+            "the outcome is unknown"
         ]
         # It was, for a change is not cut in two.
         gate.set()

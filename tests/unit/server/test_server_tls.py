@@ -142,7 +142,7 @@ async def test_a_broken_pair_is_not_taken_and_said_once(
             assert await asyncio.to_thread(fingerprint, port, client) == good
         said = [r for r in caplog.records if "does not belong to the certificate" in r.message]
         assert len(said) == 1
-        assert "go on with those from before" in said[0].message
+        assert "keep using the old ones" in said[0].message
         # The other half of it comes a moment later.
         put(tmp_path / "others" / "server.key", files.folder / "server.key")
         put(tmp_path / "others" / "ca.crt", files.folder / "ca.crt")

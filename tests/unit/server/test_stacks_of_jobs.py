@@ -176,7 +176,7 @@ async def test_a_server_that_stops_says_so() -> None:
         await s.pair()
         asking = await ask(s)
         s.driver.close_streams(RendezvousConnectionError("stopping"))
-        with pytest.raises(RendezvousConnectionError, match="does not serve any more"):
+        with pytest.raises(RendezvousConnectionError, match="no longer serves"):
             await asking.report()
 
 

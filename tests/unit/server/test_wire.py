@@ -437,7 +437,7 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (lambda: inbound_nodes.command_of(pb.NodeMessage(), N1, LIMITS), "has no place here"),
         (
             lambda: inbound_nodes.command_of(pb.NodeMessage(hello=hello()), N1, LIMITS),
-            "say hello once",
+            "send Hello only once",
         ),
         (lambda: inbound_nodes.away_ms_of(pb.Away(), LIMITS), "deadline '0 s' is out of bounds"),
         (lambda: inbound_nodes.away_ms_of(pb.Away(deadline_ms=2**40), LIMITS), "deadline '"),

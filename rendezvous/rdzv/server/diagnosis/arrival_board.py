@@ -1,4 +1,4 @@
-"""When the workers of one round entered collectives, put together from the reports of its nodes."""
+"""Collects from nodes' reports when the workers of one round entered collectives."""
 
 from __future__ import annotations
 

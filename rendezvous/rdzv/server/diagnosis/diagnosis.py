@@ -59,7 +59,7 @@ class Diagnosis:
         )
 
     def note_state(self, state: State) -> None:
-        """Drop what was observed of a round that is over, after a job has changed."""
+        """Drop the observations of a round that is over, after a job has changed."""
         self.progress.tidy(state)
         self.starts.tidy(state)
         self.milestones.note_state(state, self._clock.now_ms())
@@ -67,7 +67,7 @@ class Diagnosis:
         self.stragglers.tidy(state)
 
     def note_gone(self, node_id: str) -> None:
-        """Stop waiting for answers on a node's stream, which has ended."""
+        """Stop waiting for answers of a node whose stream has ended."""
         self.logs.note_gone(node_id)
         self.stacks.note_gone(node_id)
 

@@ -46,7 +46,7 @@ class _Episode:
     timed_out: bool = False
     """Whether any has ended because its collective timed out."""
     all_told: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no other node is waited for."""
+    """Set when no further reports are expected."""
 
 
 class Hangs:
@@ -146,7 +146,7 @@ class Hangs:
                 hang = WorkersHang(episode.round, node_id, told, silent_ms)
                 self._tell(episode.rdzv_id, (hang,))
         episode.timed_out |= any(worker.timed_out for worker in said.workers)
-        # Their peers lose their connections to those that have ended, and end soon.
+        # Their peers lose the connections to workers that have ended, and end soon.
         if episode.timed_out or len(episode.hung) >= nodes:
             episode.all_told.set()
 

@@ -2,8 +2,8 @@
 
 A *reader* asks each node that may have output (`ReadLog`), on the stream that the node has opened,
 and passes on the pieces that come back. Only pieces in transit are held, and they are bounded: a
-node sends no more than it has *credit* for, and gets new credit as the reader consumes what has
-come. So a slow reader holds up only itself.
+node sends no more than it has *credit* for, and gets new credit as the reader consumes the pieces.
+So a slow reader delays only itself.
 
 With `follow`, a node whose stream is replaced is asked again from where it was, and nodes are asked
 as they join a round.
@@ -49,13 +49,13 @@ class _Ask:
 
     node_id: str
     request: int | None = None
-    """None while the node is waited for, or when nothing more comes."""
+    """None while the reader waits for the node to connect, or after its last piece."""
     done: bool = False
     failed: bool = False
-    """The request has failed, and asking again is of no use."""
+    """The request has failed, and must not be repeated."""
     credit: int = 0
     taken: int = 0
-    """Credit that was used and has not been granted again."""
+    """Credit that was used and not yet renewed."""
     deadline_ms: int | None = None
     """When the node has taken too long."""
     round: int | None = None
@@ -68,7 +68,7 @@ class LogRelay:
     """The readers of one server, and their requests."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
-        """`answer_ms`: the time a node has to answer, or to come back if it is away."""
+        """`answer_ms`: the time a node has to answer, or to return if it is away."""
         self.clock = clock
         self.limits = limits
         self.answer_ms = answer_ms
@@ -96,8 +96,8 @@ class LogRelay:
         _check(state.membership, wanted)
         if len(self._readers) >= self.limits.log_readers:
             raise LimitExceededError(
-                f"{len(self._readers)} callers read logs here, and no more may; try again later, "
-                "or raise the limit `log_readers`"
+                f"{len(self._readers)} callers read logs here, which is the limit; try again "
+                "later, or raise the limit `log_readers`"
             )
         reader = LogReader(self, state, wanted)
         self._readers[reader] = None
@@ -175,8 +175,7 @@ def _check(membership: Membership, wanted: LogsWanted) -> None:
         return
     if last is None:
         raise InvalidRequestError(
-            f"{name} has had no round yet, so nothing was written; with --follow, what will be is "
-            "shown"
+            f"{name} has had no round yet, so nothing was written; use --follow to wait for output"
         )
     if wanted.round is not None and wanted.round > last.number:
         raise InvalidRequestError(
@@ -236,7 +235,7 @@ class LogReader:
     # ---------------------------------------------------------------- the caller's side
 
     async def next(self) -> LogLines | None:
-        """Return what comes next; None after the end.
+        """Return the next lines or note; None after the end.
 
         Raises:
             InvalidRequestError: no node has the wanted output.
@@ -260,7 +259,7 @@ class LogReader:
             await self._news.wait()
 
     def _no_more(self) -> bool:
-        """Whether no node that may still come could contribute."""
+        """Return whether no node could still join and contribute."""
         useless = bool(self._asks) and all(ask.failed for ask in self._asks.values())
         return self._over or not self._wanted.follow or useless
 
@@ -294,7 +293,7 @@ class LogReader:
         """Take a piece from a node."""
         cost = len(piece.data) + PIECE_COST
         if cost > ask.credit:
-            self._end(ask, "it sends more than it was asked for, and is not listened to")
+            self._end(ask, "it sends more than was requested; the rest is dropped")
             return
         ask.credit -= cost
         self._expect(ask)
@@ -361,7 +360,7 @@ class LogReader:
         else:
             self._notes.pop("", None)
             return
-        self._notes[""] = f"{text}; what is written is shown when there is one"
+        self._notes[""] = f"{text}; its output is shown once it exists"
         self._news.set()
 
     def _ask_in_round(self, node_id: str, number: int) -> None:
@@ -373,7 +372,7 @@ class LogReader:
             self._ask(node_id, number, {}, expected=True)
 
     def note_connected(self, node_id: str) -> None:
-        """Ask again a node that was waited for."""
+        """Repeat the request to a node that has returned."""
         ask = self._asks.get(node_id)
         if ask is not None and not ask.done and ask.request is None:
             self._open -= 1
@@ -434,7 +433,7 @@ class LogReader:
             self._end(ask, self._absent(ask))
 
     def _may_come_back(self) -> bool:
-        """Whether to wait for a node that is not connected."""
+        """Return whether to wait for a node that is not connected."""
         return not self._over or self._relay.clock.now_ms() < self._relay.expects_until_ms
 
     def _expect(self, ask: _Ask) -> None:
@@ -488,7 +487,7 @@ class LogReader:
     def _where(self, ask: _Ask) -> str:
         number = self._first if ask.round is None else ask.round
         folder = f"{self.rdzv_id}-{self._run}/{ask.node_id}/round_{number}"
-        return f"what its workers have written is on that node, in {folder} in its --log-dir"
+        return f"the output of its workers is on that node, in {folder} in its --log-dir"
 
 
 def _candidates(state: State, number: int, rank: int | None) -> list[str]:

@@ -1,7 +1,7 @@
-"""Progress of each job's workers, as their nodes report it: in memory, for the present round only.
+"""Keeps the progress that nodes report of their workers: in memory, for the present round only.
 
-Nothing is decided by it, so neither the rendezvous core nor the store knows of it; nodes report it
-again to a server that has restarted. At most one entry per worker of a live round is kept.
+No decision depends on it, so it is in neither the rendezvous core nor the store; nodes report it
+again to a restarted server. At most one entry per worker of a live round is kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keeps the stacks of the latest hangs, across restarts of the server.
 
 Each is a key-value record of its own in the store, in one of a fixed number of slots, so that the
-total is bounded whatever jobs do. A new one replaces the oldest: that of the same job, if the job
-has its share already. Nothing depends on them: one that cannot be read is logged, and overwritten.
+total is bounded. A new one replaces the oldest: of the same job, if the job has its share already,
+else of all. Nothing depends on them: one that cannot be read is logged, and overwritten.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLACES_OF_JOB = 4
 
 
 class _Document(msgspec.Struct, frozen=True):
-    """The stored stacks of a slot; None: empty."""
+    """The stored stacks of a slot; None if it is empty."""
 
     report: Report | None = None
 
@@ -38,7 +38,7 @@ class _Place:
 
     name: str
     rdzv_id: str = ""
-    """Empty: the slot is free."""
+    """Empty if the slot is free."""
     run: str = ""
     round: int = 0
     at_ms: int = 0
@@ -142,8 +142,8 @@ def _decoded(name: str, data: bytes) -> Report | None:
 def _place_for(report: Report, places: dict[str, _Place]) -> _Place:
     """Choose a slot for stacks.
 
-    That of the same round; else the job's oldest, if it has its share; else a free one; else the
-    oldest of all.
+    The first that applies: the slot of the same round; the oldest of the job, if the job has its
+    share; a free one; the oldest of all.
     """
     own = [place for place in places.values() if place.rdzv_id == report.rdzv_id]
     same = [p for p in own if (p.run, p.round) == (report.run, report.round)]

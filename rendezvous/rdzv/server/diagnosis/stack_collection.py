@@ -1,8 +1,8 @@
 """Collects the stacks of all workers of a round from their nodes, and combines them.
 
 Each node is asked on the stream that it has opened (`TakeStacks`) and answers in pieces. A job may
-have 100,000 workers: they are grouped as they come. One stack of each group is always kept; of the
-others, as many as there is room for.
+have 100,000 workers: their stacks are grouped as they arrive. One stack of each group is always
+kept, and as many of the others as fit.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class StackRelay:
     """The stack collections of one server."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
-        """`answer_ms`: the time nodes have to answer."""
+        """`answer_ms` is the time that nodes have to answer."""
         self._clock = clock
         self._limits = limits
         self._answer_ms = answer_ms
@@ -129,7 +129,7 @@ class StackRelay:
             raise InvalidRequestError(f"{membership.rdzv_id} has no workers now: no round is live")
         if len(self._takings) >= self._limits.stack_takings:
             raise LimitExceededError(
-                f"stacks of {len(self._takings)} rounds are being taken here, and no more may be; "
+                f"stacks of {len(self._takings)} rounds are being taken here, which is the limit; "
                 "try again in some seconds"
             )
         nodes = {p.node_id: p for p in round_.participants}
@@ -150,7 +150,7 @@ class StackRelay:
             timer.cancel()
             del self._takings[number]
         if self._closed:
-            raise RendezvousConnectionError("this server does not serve any more; ask again")
+            raise RendezvousConnectionError("this server no longer serves; ask again")
         seconds = answer_ms / 1000
         for node_id in tuple(taking.waits_for):
             why = f"no answer within {seconds:g} s: its agent is held up, or too old to take stacks"
@@ -158,7 +158,7 @@ class StackRelay:
         return _report(taking, membership.rdzv_id, membership.run, round_.number, at_ms, reason)
 
     def take_in(self, node_id: str, said: Stacks) -> None:
-        """Add stacks that a node has sent; drop those that no collection awaits."""
+        """Add stacks from a node; drop those that no collection awaits."""
         taking = self._takings.get(said.request)
         node = taking.waits_for.get(node_id) if taking is not None else None
         if taking is None or node is None:

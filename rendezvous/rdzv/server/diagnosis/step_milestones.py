@@ -23,14 +23,14 @@ class _Round:
     step: int
     at_ms: int
     redone: bool
-    """Whether all lost steps were made again."""
+    """Whether all lost steps were redone."""
 
 
 class StepMilestones:
     """The milestones of one server's jobs."""
 
     def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
-        """`tell` records events that no command has caused."""
+        """`tell` records events without a command that caused them."""
         self._tell = tell
         self._rounds: dict[str, _Round] = {}
 

@@ -1,7 +1,7 @@
-"""How the workers of each job's present round came into it, as their nodes report it.
+"""Keeps how the workers of each job's present round were started, as their nodes report it.
 
-In memory, for the present round only, and for people: nothing is decided by it. A node repeats its
-report after a reconnect; one of an older version never sends any, so its workers are not known.
+In memory, for the present round only; no decision depends on it. A node repeats its report after a
+reconnect; nodes of an older version send none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WorkerStarts:
     def note(
         self, state: State, node_id: str, incarnation: int, said: messages.WorkersStarted
     ) -> bool:
-        """Note how a node's workers were started; return whether that was not known.
+        """Note how a node's workers were started; return whether that is new.
 
         A report about another round is too late, or too early, and is ignored.
 
@@ -79,7 +79,7 @@ class WorkerStarts:
             del self._jobs[state.membership.rdzv_id]
 
     def shown(self, state: State) -> Mapping[str, Starts]:
-        """Return how the workers of each node came into the live round, as far as it is known."""
+        """Return how the workers of each node were started for the live round, as far as known."""
         job = self._jobs.get(state.membership.rdzv_id)
         if job is None or not state.membership.is_live(job.run, job.round):
             return {}

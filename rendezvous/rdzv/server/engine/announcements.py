@@ -138,7 +138,7 @@ def missed_placement(state: State, node_id: str, held: Collection[str]) -> Itera
             reason = (
                 f"the job has {ended.result}"
                 if ended
-                else "its place was given away while it was not heard"
+                else "its place was given away while it was silent"
             )
             yield Withdrawn(membership.rdzv_id, run, reason)
 
@@ -249,7 +249,7 @@ def _reported_rank(belief: Belief) -> int | None:
 
 
 def may_be_adopted(state: State, belief: Belief) -> bool:
-    """Return whether the node's report about its round may be new to this server."""
+    """Return whether this server may not know the round that the node reports."""
     return belief.round is not None and adoptable(state, belief.run, belief.round)
 
 

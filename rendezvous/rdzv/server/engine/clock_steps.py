@@ -32,7 +32,7 @@ class TimeSeen:
     gaps: tuple[tuple[int, int], ...] = ()
 
     def noted(self, now_ms: int, *, at_start: bool = True) -> TimeSeen:
-        """Note the present time; a gap before a start is kept, and logged.
+        """Return the value with the present time; a gap before a start is recorded and logged.
 
         While a server runs, its clock is never stepped: it is monotonic.
 
@@ -44,14 +44,14 @@ class TimeSeen:
             return TimeSeen(now_ms, self.gaps)
         if ahead_ms < 0:
             log.warning(
-                "the clock is %s behind what a server of this store had last: it was stepped; "
+                "the clock is %s behind the last time recorded in this store: it was stepped back; "
                 "times that lie ahead count as now",
                 duration(-ahead_ms),
             )
             return TimeSeen(now_ms, self.gaps)
         log.warning(
-            "the clock is %s ahead of what a server of this store had last: none has run since, or "
-            "the clock was stepped; no ended job is forgotten for that time",
+            "the clock is %s ahead of the last time recorded in this store: no server ran since, "
+            "or the clock was stepped; that time does not count for forgetting ended jobs",
             duration(ahead_ms),
         )
         return TimeSeen(now_ms, (*self.gaps, (self.seen_ms, now_ms))[-MOST_GAPS:])

@@ -36,7 +36,7 @@ AT_ONCE_MS = 100
 
 
 class Engine:
-    """Runs the commands to one server's jobs."""
+    """Runs the commands for one server's jobs."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Engine:
                 asked.outcome.cancel()
 
     async def _add_step_if_sound(self, job: Job, asked: Asked, steps: list[Step]) -> None:
-        """Decide one more command; if it would break a guarantee, refuse it and no other."""
+        """Decide one more command; if it would break a guarantee, refuse it alone."""
         try:
             await self._add_step(job, asked, steps)
         except InvariantError as error:
@@ -202,7 +202,7 @@ class Engine:
         return [outcome for outcome in outcomes if isinstance(outcome, RendezvousError)]
 
     async def _check(self, job: Job, before: State, step: Step, decided: list[Step]) -> None:
-        """Before a step that breaks a guarantee, store the earlier steps; then refuse that one."""
+        """Refuse a step that breaks a guarantee, after storing the steps before it."""
         broken = violations(before, step.transition.state, step.transition.events)
         if broken:
             earlier, decided[:] = tuple(decided), ()
@@ -251,7 +251,7 @@ class Engine:
             if not error.definite:
                 job.doubt = tuple(steps)
             for step in steps:
-                # A command without events, such as most ticks, is not worth reporting as waiting.
+                # Commands without events, such as most ticks, are not reported as waiting.
                 if step.transition.events:
                     self._store.state.waits(job.rdzv_id, step.command)
             raise
@@ -260,9 +260,7 @@ class Engine:
     def _publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
         """Make these steps the job's present state, one after another, and announce them.
 
-        Does not wait.
-
-        If they are `stored`, so is their history, and it does not wait for another commit.
+        Does not wait. If the steps are `stored`, so is their history.
         """
         for step in steps:
             before, transition = job.state, step.transition

@@ -15,7 +15,6 @@ from rdzv.errors import (
     LimitExceededError,
     RendezvousConnectionError,
     RendezvousError,
-    RendezvousStateError,
     UnknownJobError,
 )
 from rdzv.runtime.clock import Clock, Timer
@@ -23,6 +22,7 @@ from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.clock_steps import TimeSeen
 from rdzv.server.engine.job import Job
 from rdzv.server.engine.jobs import Jobs
+from rdzv.server.engine.key_value_records import KeyValueRecord
 from rdzv.server.engine.store_calls import StoreAccess
 from rdzv.server.settings.config import DAY_MS, Config
 
@@ -30,8 +30,6 @@ log = logging.getLogger("rdzv.jobs")
 
 TIME_SEEN = "time-seen"
 """The key-value record of the times at which servers of this store were seen."""
-
-_time_seen_decoder = msgspec.json.Decoder(TimeSeen)
 
 
 class Forgetting:
@@ -42,6 +40,7 @@ class Forgetting:
     ) -> None:
         self._jobs = jobs
         self._store = store
+        self._seen = KeyValueRecord(store, TIME_SEEN, msgspec.json.Decoder(TimeSeen).decode)
         self._clock = clock
         self._tasks = tasks
         self._config = config
@@ -73,7 +72,7 @@ class Forgetting:
         try:
             async with self._jobs.claim(rdzv_id) as job:
                 refuse_to_forget(job.state)
-                await self._delete(job, "an operator said so")
+                await self._delete(job, "an operator requested it")
         except RendezvousError as error:
             return error
         return None
@@ -87,7 +86,7 @@ class Forgetting:
                 # The next claim finds out whether it was deleted.
                 job.loaded = None
             raise
-        log.info("job %s is forgotten: %s", job.rdzv_id, why)
+        log.info("job %s was forgotten: %s", job.rdzv_id, why)
         self._jobs.vacate(job)
 
     # ---------------------------------------------------------------- pruning
@@ -106,7 +105,7 @@ class Forgetting:
         try:
             seen = await self._note_time(now_ms)
         except RendezvousError as error:
-            log.warning("ended jobs are forgotten later: %s", error)
+            log.warning("ended jobs could not be forgotten: %s; will retry", error)
             return
         counted = {
             rdzv_id: now_ms - seen.counted_since(at_ms, now_ms)
@@ -121,23 +120,16 @@ class Forgetting:
                     if same and not job.state.anybody:
                         await self._delete(job, why)
             except (RendezvousConnectionError, LimitExceededError) as error:
-                log.warning("ended jobs are forgotten later: %s", error)
+                log.warning("ended jobs could not be forgotten: %s; will retry", error)
                 return
             except RendezvousError as error:
                 log.error("job %s cannot be forgotten: %s", rdzv_id, error)
 
     async def _note_time(self, now_ms: int) -> TimeSeen:
         """Store that a server runs now; return the result, which includes the earlier times."""
-        data, revision = await self._store.load_document(TIME_SEEN) or (b"{}", 0)
-        try:
-            past = _time_seen_decoder.decode(data)
-        except msgspec.DecodeError as error:
-            raise RendezvousStateError(
-                f"the document {TIME_SEEN} cannot be read: {error}; it was left untouched. "
-                "Restore it from a backup"
-            ) from error
-        seen = past.noted(now_ms, at_start=not self._time_noted)
-        await self._store.swap_document(TIME_SEEN, msgspec.json.encode(seen), revision)
+        await self._seen.load()
+        seen = self._seen.value.noted(now_ms, at_start=not self._time_noted)
+        await self._seen.swap(seen, msgspec.json.encode(seen))
         self._time_noted = True
         return seen
 

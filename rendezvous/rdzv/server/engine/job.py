@@ -19,7 +19,7 @@ Guard = Callable[[State], None]
 """Refuses a command that the job's state does not allow, by raising the caller's error."""
 
 Judge = Callable[[State, Transition], Awaitable[tuple[Command | None, tuple[Record, ...]]]]
-"""Sees a step before it is stored. It may require a command first, and adds to the history.
+"""Checks a step before it is stored. It may require another command first, and adds history.
 
 If it raises, the step raises the same error, and is then retried.
 """
@@ -77,19 +77,19 @@ class Job:
     pending: tuple[Record, ...] = ()
     """History that waits for the next commit."""
     noted: int = 0
-    """The number of events that were noted and that no step has caused."""
+    """The number of events that were noted without a step that caused them."""
     node_ids: set[str] = field(default_factory=set)
     """A superset of the nodes that are present."""
 
     @property
     def state(self) -> State:
         """The state of a claimed job, which is therefore loaded."""
-        assert self.loaded is not None, "only a claimed job is asked for its state"
+        assert self.loaded is not None, "the state of a job is read only under a claim"
         return self.loaded
 
     @property
     def idle(self) -> bool:
-        """Whether it can be dropped from memory: no node is in it, and the store has all of it."""
+        """Whether it can be dropped from memory: it has no node, and is stored completely."""
         if self.claims or self.doubt or self.pending:
             return False
         if self.loaded is None:

@@ -1,4 +1,4 @@
-"""All jobs of one server. All of them are in the store; live ones are in memory as well.
+"""All jobs of one server. All are in the store; live ones are also in memory.
 
 Only the holder of a claim changes a job. A commit whose outcome is unknown leaves its job in doubt:
 the next claim resolves it, and nothing is announced before that. The job in memory is therefore
@@ -99,7 +99,7 @@ class Jobs:
     def _new_job(self, rdzv_id: str) -> Job:
         if len(self._jobs) >= self._limits.jobs:
             raise LimitExceededError(
-                f"job {rdzv_id} would be one too many: this server holds {self._limits.jobs}; try "
+                f"job {rdzv_id} is over the limit: this server holds {self._limits.jobs} jobs; try "
                 "again when others have ended, or raise the limit `jobs`"
             )
         timer = Timer(self._clock, lambda due_ms: self._on_due(job, due_ms))

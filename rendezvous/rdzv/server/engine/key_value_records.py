@@ -84,6 +84,6 @@ class KeyValueRecord(Generic[T]):
 def unreadable(name: str, error: Exception) -> RendezvousStateError:
     """Return the error for a record that cannot be read, with the remedy."""
     return RendezvousStateError(
-        f"the document {name} cannot be read: {error}; it was left untouched. Restore it from a "
+        f"the record {name} cannot be read: {error}; it was left untouched. Restore it from a "
         "backup"
     )

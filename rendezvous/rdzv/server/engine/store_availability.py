@@ -29,7 +29,7 @@ from rdzv.runtime.clock import Clock, Timer
 log = logging.getLogger("rdzv.jobs")
 
 MOST_NAMED = 4
-"""The most waiting commands that are named in one sentence."""
+"""How many waiting commands one sentence names at most."""
 FRESH_RETRIES = 3
 """A command that is not repeated within this many retries no longer waits: its node has gone."""
 
@@ -63,7 +63,7 @@ class StoreState:
         """By rdzv_id: the commands that wait, in words, and when each was last tried."""
 
     def failed(self, error: RendezvousError, began_ms: int, *, writes: bool) -> None:
-        """Note that a call that began at `began_ms` has failed; log only the first failure."""
+        """Record the failure of a call that began at `began_ms`; log only the first one."""
         self.unwritable |= writes
         known, self._why = self._why, str(error)
         if self._since_ms is None:
@@ -74,7 +74,7 @@ class StoreState:
             self._on_change(None)
 
     def answered(self, *, writes: bool) -> None:
-        """Note that a call has succeeded; after a refused write, only a write counts."""
+        """Record the success of a call; after a refused write, only a write counts."""
         self.unwritable &= not writes
         if self._since_ms is None or self.unwritable:
             return
@@ -101,7 +101,7 @@ class StoreState:
                 del self._waiting[rdzv_id]
 
     def waiting(self, rdzv_id: str) -> tuple[str, ...]:
-        """Describe what waits for the store in one job."""
+        """Describe the commands of one job that wait for the store."""
         since_ms = self._clock.now_ms() - self._fresh_ms
         return tuple(
             words for words, at_ms in self._waiting.get(rdzv_id, {}).items() if at_ms >= since_ms
@@ -163,7 +163,7 @@ def _words(command: Command) -> str:
         case Join():
             return f"{command.node_id} joins"
         case Resume():
-            return f"{command.node_id} comes back with its workers"
+            return f"{command.node_id} returns with its workers"
         case Fail():
             return f"workers of {command.node_id} have failed"
         case Succeed():
@@ -185,6 +185,6 @@ def _words(command: Command) -> str:
         case Place() | Withdraw():
             return "the nodes that it is placed on"
         case Tick():
-            return "what is due by time"
+            return "timers"
         case _:
             return ""

@@ -43,7 +43,7 @@ class StoreAccess:
         self.state = StoreState(clock, retry_ms, on_change, lambda: tasks.start(self._probe()))
 
     async def _ask(self, answer: Awaitable[T], *, writes: bool = False) -> T:
-        """Await the store, and note whether it has answered."""
+        """Await the store, and record whether it has answered."""
         began_ms = self._clock.now_ms()
         try:
             result = await answer

@@ -18,7 +18,7 @@ class Watchers:
     """Wakes watchers, which then read for themselves what has changed."""
 
     def __init__(self, clock: Clock, show_progress_every_ms: int) -> None:
-        """Changes of progress alone are reported together, every `show_progress_every_ms`."""
+        """Changes of progress alone are reported together, once per `show_progress_every_ms`."""
         self._clock = clock
         self._show_progress_every_ms = show_progress_every_ms
         self._changes = weakref.WeakValueDictionary[str, asyncio.Event]()

@@ -42,7 +42,7 @@ class JobOperations:
         self._watchers = watchers
 
     async def submit_job(self, rdzv_id: str, command: Submit, caller: Caller = ANYBODY) -> JobView:
-        """Begin a run whose nodes the server selects, and show the job as it then is.
+        """Begin a run whose nodes the server selects, and return the job's view after that.
 
         Raises:
             DeniedError: the job has another owner.
@@ -63,7 +63,7 @@ class JobOperations:
         return await self._views.status(rdzv_id)
 
     async def obey(self, rdzv_id: str, command: Command) -> JobView:
-        """Stop, restart or scale a job as an operator asks, and show it as it then is.
+        """Stop, restart or scale a job as an operator asks, and return its view after that.
 
         Raises:
             UnknownJobError: no node has ever joined it.

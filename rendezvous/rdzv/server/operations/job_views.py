@@ -62,7 +62,7 @@ class JobViews:
         if not state.membership.run:
             if self._store_state.waiting(rdzv_id):
                 trouble = self._store_state.trouble_of(rdzv_id)
-                raise RendezvousConnectionError(f"nothing is stored of job {rdzv_id}: {trouble}")
+                raise RendezvousConnectionError(f"job {rdzv_id} is not stored yet: {trouble}")
             raise UnknownJobError(
                 f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
             )
@@ -80,7 +80,7 @@ class JobViews:
         return shown
 
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
-        """Show one job, at once and then after each change. A slow reader misses some.
+        """Yield the view of a job, at once and after each change. A slow reader misses some.
 
         Raises:
             UnknownJobError: no node has ever joined it.
@@ -127,7 +127,7 @@ class JobViews:
         return self._diagnosis.stragglers.shown(rdzv_id)
 
     def starts(self, rdzv_id: str) -> Mapping[str, Starts]:
-        """Return by node how the workers of a job's present round came into it."""
+        """Return by node how the workers of a job's present round were started."""
         state = self._jobs.peek(rdzv_id)
         return self._diagnosis.starts.shown(state) if state is not None else {}
 
@@ -136,7 +136,7 @@ class JobViews:
         return self._diagnosis.hangs.shown(rdzv_id)
 
     def noted(self, rdzv_id: str) -> int:
-        """Return how many events of a job were noted that no step has caused."""
+        """Return how many events of a job were noted without a step that caused them."""
         return self._history.noted(rdzv_id)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:

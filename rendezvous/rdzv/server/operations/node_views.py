@@ -143,7 +143,7 @@ class NodeViews:
 
 @lru_cache(maxsize=16_384)
 def _resources(has: Resources) -> answers.Resources:
-    """Show a node's resources; cached, because they seldom change and are asked for often."""
+    """Return the answer for a node's resources; cached, because they seldom change."""
     return from_value(answers.Resources, has)
 
 

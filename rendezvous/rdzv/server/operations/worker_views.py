@@ -71,7 +71,7 @@ class WorkerViews:
         return found
 
     async def kept_stacks(self, rdzv_id: str, number: int | None) -> Report:
-        """Show the stacks that were kept of a round that hung, without asking any node.
+        """Return the archived stacks of a round that hung, without asking any node.
 
         Raises:
             UnknownJobError: no node has ever joined it.

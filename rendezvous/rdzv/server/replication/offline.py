@@ -1,4 +1,4 @@
-"""Work on rdzvd's store without serving: `--check` and `--restore`."""
+"""Checks and restores rdzvd's store without serving: `--check` and `--restore`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _described(survey: Survey) -> Iterator[str]:
             "a copy"
         )
     if survey.used_by:
-        yield f"in use by: {survey.used_by}; it was looked at beside that"
+        yield f"in use by: {survey.used_by}; the check has read it at the same time"
     yield f"leadership: {survey.leadership}"
     yield f"events: {survey.events}"
 
@@ -134,7 +134,7 @@ async def _check_jobs(store: Store, config: Config, lines: list[str], problems: 
 def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str]:
     """Yield the guarantees that a stored job breaks."""
     if membership.rdzv_id != rdzv_id:
-        yield f"calls itself {membership.rdzv_id}"
+        yield f"it is stored under this name, but is named {membership.rdzv_id}"
     now_ms = round(time.time() * 1000)
     restored = restoring.restore(membership, config.tuning, now_ms)
     yield from violations(runs.vacant(rdzv_id, config.tuning), restored)
@@ -195,7 +195,7 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
         store: Store
         if config.etcd is not None:
             client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
-            # It has no address, because no client is to connect to this short-lived leader.
+            # It has no address, so that no client connects to this short-lived leader.
             name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
             election = await stack.enter_async_context(Election.running(client, name))
             fence = await _elected(election, config.etcd)
@@ -207,7 +207,7 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
 
 
 async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
-    """Wait until elected: for the lease of a dead leader to end, but not for a live leader."""
+    """Wait until elected: as long as the lease of a dead leader lasts; never for a live leader."""
     try:
         async with asyncio.timeout(ELECTION_TIMEOUT_S):
             return await election.campaign()

@@ -1,7 +1,7 @@
-"""Tracks whether this rdzvd leads among those that share a store, and has its driver while it does.
+"""Tracks whether this rdzvd leads among those that share a store; owns its driver while it does.
 
-A server that is alone on a store always leads. Of several on one etcd, one leads; the others *stand
-by*: they refuse every call, and name the leader. A leader that can no longer prove its leadership
+A server alone on its store always leads. Of several on one etcd, one leads; the others *stand by*:
+they refuse every call, and name the leader. A leader that can no longer prove its leadership
 closes its streams at once, before another can lead, and stands by again.
 """
 
@@ -59,7 +59,7 @@ class Replica:
     async def settled_driver(self, timeout_s: float) -> Driver:
         """Return the driver; while no server leads, wait up to `timeout_s` for one.
 
-        So nodes that have lost a leader learn of the next at once, and need not ask repeatedly.
+        So nodes that have lost a leader reach the next at once, without polling.
 
         Raises:
             NotLeaderError: this server does not lead.
@@ -109,7 +109,7 @@ class Replica:
         """
         age_ms = self._clock.now_ms() - self._since_ms
         store_away = (self._driver.trouble if self._driver is not None else "") or None
-        # Not the driver's clock, which does not follow one that is stepped.
+        # Not the driver's clock, which ignores steps of the system's clock.
         now_unix_ms = round(time.time() * 1000)
         if self._election is None:
             leadership = (self._driver.leadership if self._driver else 0) or None

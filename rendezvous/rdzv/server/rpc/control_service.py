@@ -44,7 +44,7 @@ CHUNK_BYTES = 256 * 1024
 class ControlService(pb_grpc.ControlServicer):
     """Answers operators.
 
-    A job that is only watched gives way to one of the same name, except in lists.
+    Except in lists, a job hides an observed c10d job of the same name.
 
     A call that raises an error of `rdzv.errors` ends with that error's status; the interceptor
     does that.

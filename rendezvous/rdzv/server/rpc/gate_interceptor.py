@@ -1,4 +1,4 @@
-"""The gate in front of gRPC's calls, and the mapping of errors to statuses."""
+"""The gate in front of gRPC calls, and the mapping of errors to statuses."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 code = context.code()
                 if code in _REFUSED:
                     self._gate.note_refusal(str(caller), _REFUSED[code], context.details())
-                end = "; whether it was done is not known" if code in _IN_DOUBT else "refused"
+                end = "; the outcome is unknown" if code in _IN_DOUBT else "refused"
                 raise
             finally:
                 if row is not None and row.changes and end != "refused":

@@ -1,7 +1,6 @@
 """Queries about jobs, over gRPC and HTTP alike.
 
-A job that is only watched (torchrun's own, at `--c10d`) gives way to one of the same name, except
-in lists.
+Except in lists, a job hides an observed job of the same name (torchrun's own, at `--c10d`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
 
 SLICE = 50
-"""The number of jobs or nodes shown before other tasks run; it takes a few milliseconds."""
+"""The number of jobs or nodes to convert before other tasks run, which takes a few milliseconds."""
 
 
 class Queries:
@@ -61,16 +60,16 @@ class Queries:
             return watched
 
     def watched(self, asked: str) -> JobView | None:
-        """Show a job that is only watched; None if there is none of this name."""
+        """Return the view of an observed job; None if there is none of this name."""
         return self._facade.view(asked) if self._facade is not None else None
 
     @property
     def watches(self) -> bool:
-        """Return whether there may be jobs that are only watched."""
+        """Return whether there may be observed jobs."""
         return self._facade is not None
 
     def all_watched(self) -> tuple[JobView, ...]:
-        """Show every job that is only watched."""
+        """Return the views of all observed jobs."""
         return self._facade.views() if self._facade is not None else ()
 
     async def check_known(self, asked: str) -> None:
@@ -105,7 +104,7 @@ class Queries:
             yield watched
 
     async def history(self, asked: str, limit: int) -> tuple[Record, ...]:
-        """Return a job's newest events, oldest first; none for a job that is only watched."""
+        """Return a job's newest events, oldest first; none for an observed job."""
         try:
             return await self.replica.driver.views.history(
                 bounds.rdzv_id_of(asked, self.limits), limit
@@ -116,7 +115,7 @@ class Queries:
             return ()
 
     def why_no_logs(self, asked: str, error: RendezvousError) -> RendezvousError:
-        """Return the error for the logs of a job that is unknown, or only watched."""
+        """Return the error for the logs of a job that is unknown, or only observed."""
         if self.watched(asked) is None:
             return error
         return InvalidRequestError(

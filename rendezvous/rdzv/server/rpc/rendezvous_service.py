@@ -50,7 +50,7 @@ Said = tuple[str, Command] | Holdings
 Inbox = asyncio.Queue[Said | None]
 
 _SHOWN = 2
-"""The kinds of reports of a job that a conversation keeps until it can note them."""
+"""How many kinds of reports about a job a conversation keeps until it can process them."""
 
 log = logging.getLogger("rdzv.service")
 
@@ -198,7 +198,7 @@ class Conversation:
             stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     def _take_shown(self, message: pb.NodeMessage, stream: Stream) -> None:
-        """Take a report that is only shown to people: an invalid one is a warning, no refusal."""
+        """Take a report that is only shown to people: an invalid one is logged, not refused."""
         reports, limits = self._driver.reports, self._limits
         try:
             match message.WhichOneof("body"):
@@ -227,7 +227,7 @@ class Conversation:
     ) -> None:
         """Note a report at once, so that it does not wait in the inbox while the store is away.
 
-        One that comes before the node's beliefs are handled is noted after them.
+        One that arrives before the node's beliefs are handled is noted after them.
         """
         key = type(said), said.rdzv_id
         if stream.greeted:
@@ -275,7 +275,7 @@ class Conversation:
             stream.close(
                 LimitExceededError(
                     f"{inbox.maxsize} messages of {stream.node_id} wait to be decided; the stream "
-                    "is closed: say hello again with what you believe"
+                    "is closed: send Hello again with the node's beliefs"
                 )
             )
 

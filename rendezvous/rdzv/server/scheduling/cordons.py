@@ -27,7 +27,7 @@ class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str
     at_ms: int
     due_ms: int | None = None
-    """When the node's remaining workers are ended; None if they may run on."""
+    """When the node's remaining workers are killed; None if they may continue."""
 
     @property
     def drain(self) -> Drain | None:
@@ -109,7 +109,7 @@ class Cordons:
 
         def cordoned(cordons: dict[str, Cordon]) -> dict[str, Cordon]:
             if node_id in cordons and cordons[node_id].due_ms is not None:
-                # The node is drained, and that includes a cordon.
+                # A drain includes a cordon.
                 return cordons
             return {**cordons, node_id: Cordon(reason, now_ms)}
 
@@ -140,5 +140,5 @@ class Cordons:
             try:
                 await self._document.swap(changed, msgspec.json.encode(changed))
             finally:
-                # After a failure, these are the cordons as read again.
+                # After a failure, these cordons were read again.
                 self._on_change(before)

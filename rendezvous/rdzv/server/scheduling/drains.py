@@ -1,4 +1,4 @@
-"""Drains of nodes, which leave all their jobs by a deadline, as ordered or on their own initiative.
+"""Drains nodes: they leave all their jobs by a deadline, ordered by an operator or by themselves.
 
 An operator's drain is stored with the cordons and announced to its node (`Drains.tell_changes`),
 which does the rest. A node's own drain (it is preempted, or its agent ends) is only in memory: the
@@ -34,7 +34,7 @@ class Drains:
         cordons: Cordons,
         send: Callable[[str, Announcement], object],
     ) -> None:
-        """`send` tells a node that it is being drained, or no longer is."""
+        """`send` sends a message to a node."""
         self._engine = engine
         self._clock = clock
         self._cordons = cordons
@@ -140,7 +140,7 @@ class Drains:
         self._wishes[node_id] = Drain(draining.reason, self._clock.now_ms() + draining.left_ms)
 
     def note_lost(self, node_id: str) -> None:
-        """Forget the own drain of a node that was given up."""
+        """Forget the drain that a lost node had begun by itself."""
         self._wishes.pop(node_id, None)
 
     def _record(self, event: NodeDrained | NodeUndrained) -> None:

@@ -1,4 +1,4 @@
-"""Nodes as placement sees them: their resources, what is taken, and why a node is unusable."""
+"""Nodes as placement sees them: their resources, those taken, and why a node is unusable."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class Hosts:
                 continue
             held = {(h.rdzv_id, h.run): h.gpus for h in known.holdings}
             has = taken.get(node_id, {}) | held
-            # Such a state may last for hours, and must not keep other nodes from jobs that need
-            # them.
+            # Such a state may last for hours, and must not keep other nodes from jobs that wait.
             unfit = node_id in quarantined or bool(known.failing)
             cordoned = node_id in self._cordons.by_node or self._drains.wishes(node_id) or unfit
             hosts.append(Host(node_id, known.resources, has, self._unusable(record), cordoned))

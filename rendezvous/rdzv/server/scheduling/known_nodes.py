@@ -21,7 +21,7 @@ class KnownNode:
     resources: Resources | None
     holdings: tuple[Holding, ...] = ()
     metrics: str = ""
-    """Where its agent serves /metrics; empty if it does not."""
+    """The address at which its agent serves /metrics; empty if it does not."""
     failing: tuple[FailingCheck, ...] = ()
     failing_since_ms: int = 0
 

@@ -98,7 +98,7 @@ class Placer:
         self._tasks.start(self.place())
 
     async def place(self) -> None:
-        """Decide which jobs get which nodes now, and have that stored and announced."""
+        """Decide which jobs get which nodes now; store and announce that."""
         async with self._lock:
             await self._bar()
             done: list[tuple[str, Command]] = []
@@ -110,13 +110,13 @@ class Placer:
                     try:
                         await self._engine.submit(rdzv_id, command)
                     except RendezvousError as error:
-                        log.warning("job %s is placed later: %s", rdzv_id, error)
+                        log.warning("job %s cannot be placed now, will retry: %s", rdzv_id, error)
                         self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
                         return
                 done = commands
 
     async def _bar(self) -> None:
-        """Tell every job which nodes it may not keep, before any job gets others."""
+        """Bar nodes from all jobs, before any job gets others."""
         bar = self._quarantine.bar
         barred = dict(bar.barred)
         for state in self._jobs.states:
@@ -126,7 +126,9 @@ class Placer:
             try:
                 await self._engine.submit(membership.rdzv_id, bar)
             except RendezvousError as error:
-                log.warning("job %s releases nodes later: %s", membership.rdzv_id, error)
+                log.warning(
+                    "job %s cannot release nodes now, will retry: %s", membership.rdzv_id, error
+                )
                 self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
 
     async def _resolved(self) -> bool:
@@ -195,7 +197,7 @@ class Placer:
         hosts = self._hosts.all(self._jobs.states)
         if (miss := nearest_miss(spec, hosts)) is not None:
             raise InvalidRequestError(
-                f"none of the nodes that are known here could ever take this job; of the nearest, "
+                f"none of the nodes known here could ever take this job; of the nearest, "
                 f"{miss}. Ask for less, or start rdzv-agent on a node that has it first"
             )
 
@@ -210,7 +212,7 @@ class Placer:
         return "; ".join(why for state in states if (why := self._short(state, going)))
 
     def _short(self, state: State, going: set[str]) -> str:
-        """Describe that a job would have too few nodes without these; empty if it would not."""
+        """Describe the shortage of a job without these nodes; empty if it would have enough."""
         membership = state.membership
         here = {*state.seats, *state.waiting} - going - state.away.keys()
         lacks = membership.min_nodes - len(here)

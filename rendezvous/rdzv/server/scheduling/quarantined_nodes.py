@@ -1,7 +1,7 @@
 """The quarantined nodes: `core/fleet/quarantine` decides, and the decision is stored here.
 
 A strike is judged after a step is decided and before it is stored, under the lock of its job. So
-the job releases a node in the very step in which its round is settled, and no round forms with a
+the job releases a node in the same step that settles its round, and no round forms with a
 node that has just been quarantined. The verdict is stored first: if the step then fails, it is
 retried, and by then the strike is known.
 """
@@ -95,7 +95,7 @@ class Quarantine:
 
     @property
     def bar(self) -> Bar:
-        """The command that tells a submitted job which nodes it may not keep."""
+        """The command that bars nodes from a submitted job."""
         return Bar(
             tuple((name, f"quarantined: {held.reason}") for name, held in self.nodes.items())
         )

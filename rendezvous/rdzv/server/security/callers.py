@@ -1,9 +1,9 @@
 """The caller of a request: proven by the client's certificate, or by a token.
 
-The name of a caller is its certificate's common name (CN), and its roles are those of the
-organizations (O) that are names of roles. Or both come from its token, which takes precedence,
-since the certificate that comes with it may be the machine's; a service account's token has the
-name, and the configuration the roles. If callers need no proof, each is `ANYBODY`.
+A certificate gives the caller's name by its common name (CN), and the roles by those organizations
+(O) that are names of roles. A token takes precedence, since the certificate beside it may be the
+machine's. A service account's token has the name only; the configuration has its roles. If callers
+need no proof, each is `ANYBODY`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Caller:
     """The proof of its name: `certificate`, `token` with its id, or `service account` with its
     name."""
     token: str = ""
-    """The id of the token that the caller has shown."""
+    """The id of the token that the caller has sent."""
 
     def has(self, roles: Iterable[Role]) -> bool:
         """Return whether it has one of these roles."""

@@ -74,7 +74,7 @@ def verb_of(method: str) -> str:
 
 
 class Leader(Protocol):
-    """The part of a leading server that access depends on."""
+    """The part of a leading server that the gate depends on."""
 
     tokens: Tokens
     jobs: Jobs
@@ -82,7 +82,7 @@ class Leader(Protocol):
 
 
 class Leadership(Protocol):
-    """Whether this server leads. Its members raise `NotLeaderError` while it does not."""
+    """Gives access to the leading server; raises `NotLeaderError` while this one does not lead."""
 
     @property
     def driver(self) -> Leader:
@@ -110,7 +110,7 @@ class Gate:
         meter: Meter | None = None,
         accounts: Accounts | None = None,
     ) -> None:
-        """`accounts` are the service accounts that callers may be, if any."""
+        """`accounts` are the service accounts that are accepted, if any."""
         self._leadership = leadership
         self._clock = clock
         self._config = config
@@ -123,10 +123,10 @@ class Gate:
         """Return the caller, identified by its `authorization` header or else by its certificate.
 
         Raises:
-            UnauthenticatedError: it has shown neither, or nothing that is valid here.
-            NotLeaderError: it has shown a token, and this server stands by and knows no tokens.
-            RendezvousConnectionError: it has shown a service account's token, whose key is not
-                known, and cannot be fetched now.
+            UnauthenticatedError: it sent neither, or nothing that is valid here.
+            NotLeaderError: it sent a token, and this server stands by and knows no tokens.
+            RendezvousConnectionError: it sent a service account's token, whose key is unknown and
+                cannot be fetched now.
 
         """
         if not self._config.auth:
@@ -165,7 +165,7 @@ class Gate:
         try:
             named = bounds.rdzv_id_of(rdzv_id, self._config.limits)
         except InvalidRequestError:
-            # No job can have this name, and the call itself says so.
+            # No job can have this name; the call itself refuses it.
             return
         roles.refuse_others_job(caller, await self._leadership.driver.jobs.look(named), what)
 

@@ -1,7 +1,7 @@
-"""The public keys of an issuer of tokens: fetched from it, and kept while it cannot be reached.
+"""Fetches the public keys of an issuer of tokens, and keeps them while it cannot be reached.
 
-One task fetches them, so no call does and no flood of calls makes more than one request every
-`RETRY_S`. A call whose key is not known waits for the next fetch, and at most `HOLD_S`.
+One task fetches them, at most once every `RETRY_S`, however many calls arrive. A call whose key is
+unknown waits for the next fetch, at most `HOLD_S`.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ FETCH_WITHIN_S = 5.0
 """How long a fetch may take: two requests."""
 
 HOLD_S = 8.0
-"""How long a call waits for a key that is not known; nodes wait 10 s for an answer."""
+"""How long a call waits for an unknown key; nodes wait 10 s for an answer."""
 
 MOST_WAITING = 256
 """Calls that may wait for a fetch at once."""
 
 MOST_BYTES = 256 * 1024
-"""The longest answer of the issuer."""
+"""The largest response that is read from the issuer."""
 
 MOST_KEYS = 64
 
 ALGORITHMS = frozenset(
     f"{kind}{bits}" for kind in ("RS", "PS", "ES") for bits in ("256", "384", "512")
 ) | {"EdDSA"}
-"""The signatures that are accepted. All are asymmetric: who can check one cannot make one."""
+"""The accepted signature algorithms, all asymmetric: the key that verifies cannot sign."""
 
 Keys = Mapping[str, jwt.PyJWK]
 Fetch = Callable[[], Awaitable[Keys]]
@@ -88,7 +88,7 @@ class IssuerKeys:
 
         Raises:
             UnauthenticatedError: the issuer has no such key.
-            RendezvousConnectionError: whether it has is not known; the caller asks again.
+            RendezvousConnectionError: the keys cannot be fetched; retry.
             LimitExceededError: too many calls wait for unknown keys.
 
         """
@@ -152,7 +152,7 @@ class IssuerKeys:
                 also = (
                     f"those that are known stay good for {duration(round(left_s * 1000))}"
                     if self._keys
-                    else "callers with a token of it are asked to come again"
+                    else "callers with a token of it are asked to retry"
                 )
                 log.warning("the keys of %s cannot be fetched: %s; %s", self._issuer, error, also)
             return
@@ -174,7 +174,7 @@ async def following(oidc: Oidc) -> AsyncIterator[IssuerKeys]:
 
 
 async def fetch_keys(oidc: Oidc) -> Keys:
-    """Fetch an issuer's keys, as OpenID discovery says.
+    """Fetch an issuer's keys by OpenID discovery.
 
     Raises:
         FetchError: they cannot be fetched.
@@ -244,7 +244,7 @@ def read_keys(document: Mapping[str, object]) -> Keys:
         if not isinstance(one, dict) or one.get("use", "sig") != "sig":
             continue
         kid = one.get("kid")
-        # A key of a kind that we do not know is no reason to refuse the others.
+        # An unknown kind of key is no reason to refuse the others.
         with suppress(jwt.PyJWTError):
             key = jwt.PyJWK.from_dict(one)
             if isinstance(kid, str) and kid and key.algorithm_name in ALGORITHMS:

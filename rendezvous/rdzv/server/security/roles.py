@@ -1,6 +1,6 @@
-"""The table of roles: one row for every call of the two services, and for every path of HTTP.
+"""The table of roles: one row for every gRPC method, and for every HTTP path.
 
-`Gate` in `gate` enforces it, for gRPC and HTTP alike. A call without a row is refused.
+`gate.Gate` enforces it, for gRPC and HTTP alike. A call without a row is refused.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def refuse_others_job(caller: Caller, state: State, what: str) -> None:
     free = not membership.run or (not owner and membership.ended is not None)
     if caller.admin or free or (owner and owner == caller.name):
         return
-    whose = f"it belongs to {owner}" if owner else "it belongs to nobody, and so to the admins"
+    whose = f"it belongs to {owner}" if owner else "it has no owner, so only an admin may"
     raise DeniedError(
         f"{caller} may not {what} {membership.rdzv_id}: {whose}; choose another name, or ask "
         f"{owner or 'an admin'} to do it"

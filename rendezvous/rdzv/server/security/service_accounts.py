@@ -1,8 +1,8 @@
-"""Callers that Kubernetes proves: pods with a projected token of their service account.
+"""Authenticates pods by the projected tokens of their Kubernetes service accounts.
 
 Such a token is a JWT that names account, namespace, pod and, since Kubernetes 1.30, the pod's node.
-It is checked here, and never sent on. Its table `[[oidc.account]]` gives the caller its roles, and
-says which of these names is its own.
+It is never sent on. The table `[[oidc.account]]` gives the caller its roles, and selects which of
+these names is the caller's.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _CLAIMS = ["iss", "sub", "aud", "exp"]
 
 
 _UNREADABLE = (jwt.PyJWTError, ValueError, TypeError, RecursionError, OverflowError)
-"""What the library raises for bytes that are no token: not all of it is its own."""
+"""Errors that the library raises for invalid tokens; some are not its own."""
 
 
 class KeySource(Protocol):
-    """Where the issuer's keys come from."""
+    """A source of the issuer's keys."""
 
     async def key(self, kid: str) -> jwt.PyJWK:
         """Return a key; `IssuerKeys.key` has the errors."""
 
 
 class ServiceAccounts:
-    """The service accounts that one server knows."""
+    """The service accounts that one server accepts."""
 
     def __init__(self, oidc: Oidc, keys: KeySource) -> None:
         self._oidc = oidc
@@ -67,7 +67,7 @@ class ServiceAccounts:
                 f"the token is signed by {short(str(algorithm))!r}, which proves nothing here; "
                 f"accepted are {', '.join(sorted(ALGORITHMS))}"
             )
-        # Before its key is looked for, which another issuer's never is.
+        # Checked before the key is looked up: another issuer's keys are unknown here.
         if claimed.get("iss") != self._oidc.issuer:
             raise UnauthenticatedError(
                 f"the token is of issuer {short(str(claimed.get('iss')))!r}, and this server "
@@ -98,7 +98,7 @@ class ServiceAccounts:
             raise UnauthenticatedError(trouble) from error
 
     def _known(self, claims: Mapping[str, Any]) -> Caller:
-        """Return the caller that authentic claims are about."""
+        """Return the caller that authentic claims identify."""
         found = _SUBJECT.fullmatch(str(claims["sub"]))
         if found is None:
             raise UnauthenticatedError(
@@ -120,7 +120,7 @@ class ServiceAccounts:
 
 
 def _name(account: OidcAccount, namespace: str, name: str, claims: Mapping[str, Any]) -> str:
-    """Return the name that the account's callers have."""
+    """Return the name of the account's caller."""
     if account.known_as != "node":
         return namespace if account.known_as == "namespace" else f"{name}@{namespace}"
     of_kubernetes = claims.get("kubernetes.io")
@@ -135,11 +135,11 @@ def _name(account: OidcAccount, namespace: str, name: str, claims: Mapping[str, 
 
 
 def _in_words(error: Exception, claims: Mapping[str, Any], oidc: Oidc) -> str:
-    """Say why a token is not accepted, with both values."""
+    """Explain why a token is refused, with the expected and the actual value."""
     renewed = "kubelet renews a projected one by itself, and its file is read at each call"
     match error:
         case jwt.ExpiredSignatureError():
-            return f"the token has expired at {_time(claims['exp'])}; {renewed}"
+            return f"the token expired at {_time(claims['exp'])}; {renewed}"
         case jwt.ImmatureSignatureError():
             begins = claims.get("nbf", claims.get("iat"))
             return (
@@ -178,6 +178,6 @@ def _time(stamp: object) -> str:
 
 @asynccontextmanager
 async def proving(oidc: Oidc) -> AsyncIterator[ServiceAccounts]:
-    """Yield the service accounts that callers may be; their issuer's keys are kept current."""
+    """Yield the accepted service accounts; their issuer's keys are kept current."""
     async with following(oidc) as keys:
         yield ServiceAccounts(oidc, keys)

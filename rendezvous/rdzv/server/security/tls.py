@@ -1,9 +1,8 @@
-"""The server's certificate and key, and the CA of its clients, which are reloaded when they change.
+"""The server's certificate and key, and the CA of its clients; reloads them when they change.
 
-The files are checked at each new connection and at SIGHUP. The next client gets the new ones, and
-open connections stay as they are. If the new files are unusable, the former ones stay in use, and
-the reason is logged. Only TLS 1.3 is allowed: for HTTP by the context, for gRPC by
-`rdzv.server.__main__`.
+The files are checked at each new connection and at SIGHUP. Open connections keep the old ones. If
+new files are unusable, the old ones stay in use, and the reason is logged. Only TLS 1.3 is allowed:
+for HTTP by the context, for gRPC by `rdzv.server.__main__`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ log = logging.getLogger("rdzv.server")
 
 @struct(frozen=True)
 class _Loaded:
-    """One state of the files, as clients see it."""
+    """One version of the files, as clients see it."""
 
     stamp: Stamp
     shown: Certificate
@@ -69,11 +68,11 @@ class Tls:
 
     @property
     def shown(self) -> Certificate:
-        """The certificate that is shown now."""
+        """The certificate in use."""
         return self._now.shown
 
     def expires(self) -> datetime:
-        """Return the expiry of the certificate that a new connection would be shown."""
+        """Return when the certificate of a new connection expires."""
         self.refresh()
         return self.shown.not_after
 
@@ -108,7 +107,7 @@ class Tls:
             self._now = self._load()
         except InvalidRequestError as error:
             log.error(
-                "%s; the TLS files have changed, and new connections go on with those from before",
+                "%s; the TLS files have changed, and new connections keep using the old ones",
                 error,
             )
             return
@@ -139,7 +138,7 @@ class Tls:
             if stamp_of(self._files.paths) == stamp:
                 return loaded
         raise InvalidRequestError(
-            f"certificate {self._files.cert}: it and what belongs to it change all the time"
+            f"certificate {self._files.cert}: the TLS files keep changing while they are read"
         )
 
     def _read(self, stamp: Stamp) -> _Loaded:

@@ -287,7 +287,7 @@ def decode(data: bytes) -> tuple[Token, ...]:
         raise unreadable(TOKENS, error) from error
     if document.format != 1:
         raise RendezvousStateError(
-            f"the document {TOKENS} has format {document.format}, and this rdzvd reads format 1; "
+            f"the record {TOKENS} has format {document.format}, and this rdzvd reads format 1; "
             "start the rdzvd version that wrote it"
         )
     return document.tokens

@@ -1,4 +1,4 @@
-"""Carries out or refuses the commands of nodes to their jobs: joins, failures, leaves.
+"""Handles the commands that nodes send to their jobs: joins, failures, leaves.
 
 While the store is away, a node's commands wait here, in order: streams stay open, nothing new is
 decided, and workers run on.
@@ -34,7 +34,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class NodeCommands:
-    """Submits the commands of nodes, and sends them refusals."""
+    """Submits the commands of nodes, and sends refusals back."""
 
     def __init__(
         self, engine: Engine, presence: Presence, clock: Clock, limits: Limits, timings: Timings
@@ -56,16 +56,16 @@ class NodeCommands:
             await self.refuse(stream, belief, error)
 
     def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
-        """Refuse a node that is in as many jobs as allowed: one hello has to hold them all."""
+        """Refuse a node that is in too many jobs: one hello has to hold them all."""
         held, most = self._presence.jobs_of(node_id), self._limits.beliefs
         if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
             raise LimitExceededError(
-                f"{node_id} is in {len(held)} jobs, and may be in {most}; leave one, or raise the "
-                "limit `jobs_per_node`"
+                f"{node_id} is already in {len(held)} jobs, and the limit is {most}; leave one, or "
+                "raise the limit `jobs_per_node`"
             )
 
     async def latest(self, stream: Stream, rdzv_id: str) -> State:
-        """Return the present state of a job: later steps may have been stored with ours."""
+        """Return the present state of a job, which may include later steps than the node's own."""
         state = await self.insist(stream, rdzv_id, Tick())
         return self._jobs.peek(rdzv_id) or state
 
@@ -91,7 +91,7 @@ class NodeCommands:
             except RunStoppingError as error:
                 reason = str(error)
             except RendezvousConnectionError as error:
-                reason = f"the server cannot store what this node says, and tries again: {error}"
+                reason = f"the server cannot store this node's report, and retries: {error}"
             if reason != said:
                 stream.send(Waiting(rdzv_id, reason))
                 said = reason
@@ -134,13 +134,15 @@ class NodeCommands:
                 stream.send(Closed(belief.rdzv_id, belief.run, ended))
                 return
             # The run was adopted since, or its end was not stored.
-            text = f"run {belief.run} is not over after all; say hello again with what you believe"
+            text = (
+                f"run {belief.run} is not over after all; send Hello again with the node's beliefs"
+            )
             error = UnknownNodeError(text)
         stream.send(Refused(belief.rdzv_id, error.code, str(error)))
 
 
 def log_unknown(stream: Stream, belief: Belief) -> None:
-    """Log that a node runs a job that is unknown here, and is left alone."""
+    """Log that a node runs a job that is unknown here; it is not told to stop."""
     log.warning(
         "%s runs round %s of run %s of %s, which this server does not know; it is left alone",
         stream.node_id,

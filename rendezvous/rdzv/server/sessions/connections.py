@@ -120,8 +120,8 @@ class Connections:
         known = self._leases.records
         if hello.node_id not in known and len(known) >= self._limits.nodes:
             raise LimitExceededError(
-                f"node {hello.node_id} would be one too many: this server holds "
-                f"{self._limits.nodes}; raise the limit `nodes`"
+                f"node {hello.node_id} is over the limit: this server holds "
+                f"{self._limits.nodes} nodes; raise the limit `nodes`"
             )
 
     def detach(self, stream: Stream) -> None:

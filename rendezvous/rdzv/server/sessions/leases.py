@@ -2,7 +2,7 @@
 
 The core works in memory and never waits, so it needs no lock. An expired lease is noticed here
 (`Leases.expire`), and the core decides that the node is lost. A *pause* of the server itself renews
-every lease, and no deadline counts until the messages that came in meanwhile are read
+every lease, and no deadline counts until the messages that arrived meanwhile are read
 (`LoopWatch`).
 """
 

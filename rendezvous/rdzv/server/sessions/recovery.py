@@ -1,8 +1,8 @@
 """Reconciles the stored state with what nodes believe, after a start and after a reconnect.
 
 A job that is loaded waits for the nodes that hold its seats (`on_load`). In its hello, a node sends
-what it believes about each of its jobs. The job takes from it what it does not know, and the node
-is sent what it has missed (`greet`).
+what it believes about each of its jobs. The job learns what it did not know, and the node receives
+what it has missed (`greet`).
 """
 
 from __future__ import annotations
@@ -82,10 +82,9 @@ class Recovery:
         """Send a connected node the state of a job that was loaded again."""
         membership = state.membership
         if membership.ended is None and state.incarnation(stream.node_id) != stream.incarnation:
-            # Neither waiting nodes nor takeovers of seats are stored, because the nodes themselves
-            # know.
+            # Waiting nodes and takeovers of seats are not stored: the nodes report them.
             stream.greeted = False
-            text = "the server has read this job anew; say hello again with what you believe"
+            text = "the server has loaded this job again; send Hello again with the node's beliefs"
             stream.send(Refused(membership.rdzv_id, UnknownNodeError.code, text))
             return
         belief = Belief(membership.rdzv_id, membership.run, None, has_workers=False)
@@ -135,8 +134,7 @@ class Recovery:
         # Another caller's step may have been published after ours.
         state = self._jobs.peek(belief.rdzv_id) or state
         if joined and state.incarnation(node_id) == incarnation:
-            # Another run may have been adopted instead of the node's own, and the node has been
-            # told so.
+            # Another run may have been adopted in place of the node's own, and announced to it.
             belief = replace(belief, run=state.membership.run)
         if announcements.unknown(state, belief):
             log_unknown(stream, belief)
@@ -155,9 +153,9 @@ class Recovery:
         return bool(present and belief.run) and belief.run != present
 
     async def _note_left(self, stream: Stream, believed: Collection[str]) -> None:
-        """Remove a node from the jobs that it has returned without.
+        """Remove a node from the jobs that its hello no longer names.
 
-        They ended for it while no stream was open, so it could not report that.
+        It left them while it had no stream, and so could not report that.
         """
         node_id = stream.node_id
         for rdzv_id in sorted(self._presence.jobs_of(node_id) - set(believed)):
@@ -165,12 +163,12 @@ class Recovery:
             if state is None or may_run_on(state, node_id):
                 await self._commands.insist_or_log(stream, rdzv_id, MarkHeard(node_id))
             elif state.incarnation(node_id) == stream.incarnation:
-                reason = "it came back, and takes no part any more"
+                reason = "it has returned, and no longer takes part"
                 lost = MarkLost(node_id, stream.incarnation, reason, heard=True)
                 await self._commands.insist_or_log(stream, rdzv_id, lost)
 
     async def _tell_placements(self, stream: Stream) -> None:
-        """Announce to a returning node which submitted jobs it must take up or let go of."""
+        """Announce to a returning node which submitted jobs it must run or release."""
         node_id, held = stream.node_id, self._scheduling.known_nodes.held(stream.node_id)
         # Only jobs with placements are visited: beliefs cover the others, and thousands of nodes
         # may return.
@@ -183,7 +181,9 @@ class Recovery:
             try:
                 state = await self._commands.latest(stream, rdzv_id)
             except RendezvousError as error:
-                log.warning("%s cannot be told its placement in %s: %s", node_id, rdzv_id, error)
+                log.warning(
+                    "the placement of %s in %s cannot be announced: %s", node_id, rdzv_id, error
+                )
                 continue
             if state.incarnation(node_id) not in (None, stream.incarnation):
                 # This former instance is about to be lost, together with its placement.

@@ -77,7 +77,7 @@ class Reports:
         self._watchers.job_progressed(said.rdzv_id)
 
     def note_started(self, stream: Stream, said: WorkersStarted) -> None:
-        """Note how a node's workers came into their round, if it is the present one.
+        """Note how a node's workers were started for their round, if it is the present one.
 
         Raises:
             InvalidRequestError: it is not about exactly the workers that the node has.
@@ -135,9 +135,9 @@ class Reports:
                 self._watchers.job_changed(rdzv_id)
 
     async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
-        """Note which submitted jobs may have left something on a node, in the order of its reports.
+        """Note which submitted jobs may have processes left on a node, in the order of its reports.
 
-        A job that the node has let go of continues without it: its last report on it may be lost.
+        A job that the node has released continues without it: its last report may be lost.
         """
         if not self._streams.is_current(stream):
             return
@@ -150,7 +150,7 @@ class Reports:
             self._watchers.nodes_changed()
 
     async def _note_let_go(self, stream: Stream, rdzv_id: str, run: str) -> None:
-        """Remove a node from a job that has left nothing on it."""
+        """Remove a node from a job of which nothing is left on it."""
         node_id, reason = stream.node_id, "nothing of the job is left on it"
         state = self._jobs.peek(rdzv_id)
         if state is None or state.membership.run != run or state.membership.ended is not None:

@@ -195,7 +195,7 @@ def _resources(message: pb.Resources, limits: Limits) -> Resources:
 
 
 def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
-    """Read the submitted jobs that may have left something on a node."""
+    """Read the submitted jobs that a node holds."""
     if len(message.holdings) > limits.beliefs:
         most = f"at most {limits.beliefs}"
         raise bounds.refusal(
@@ -359,7 +359,9 @@ def command_of(message: pb.NodeMessage, speaker: Speaker, limits: Limits) -> tup
             return _job(failed, limits), _store_host(failed, speaker, limits)
         case "declined":
             return _job(message.declined, limits), _decline(message.declined, speaker, limits)
-    raise bounds.refusal("message", body, "has no place here", "say hello once; upgrade the server")
+    raise bounds.refusal(
+        "message", body, "has no place here", "send Hello only once; upgrade the server"
+    )
 
 
 _AboutJob = (

@@ -1,4 +1,4 @@
-"""Converts reports that are only shown to people to values, bounded and validated."""
+"""Converts reports for people, on which no decision depends, to values; bounded and validated."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def job_status(status: answers.JobStatus) -> pb.JobStatus:
 
 
 _OF_NODE = frozenset({"node_id", "address"})
-"""The fields of a failure that tell the node; the others tell the worker."""
+"""The fields of a failure that identify the node; the others identify the worker."""
 
 
 def _failure(failure: answers.WorkerFailure, age_ms: int | None) -> pb.NodeFailure:
