@@ -36,6 +36,7 @@ from rdzv.core.model import (
     Offer,
     Round,
     Settings,
+    Snapshot,
     State,
     Tuning,
 )
@@ -73,6 +74,7 @@ def join(
     new_run: str = RUN,
     secret: str = "",
     kept: Iterable[KeptWorker] = (),
+    snapshots: Iterable[Snapshot] = (),
     **offered: Any,
 ) -> Join:
     """Build a join; what is not a field of `Join` is what the node offers."""
@@ -89,6 +91,7 @@ def join(
         new_run=new_run,
         secret=secret,
         kept=tuple(kept),
+        snapshots=tuple(snapshots),
     )
 
 

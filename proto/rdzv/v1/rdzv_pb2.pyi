@@ -153,6 +153,7 @@ class NodeMessage(google.protobuf.message.Message):
     ARRIVALS_FIELD_NUMBER: builtins.int
     WORKERS_STARTED_FIELD_NUMBER: builtins.int
     WORKER_GPUS_FIELD_NUMBER: builtins.int
+    SNAPSHOTS_HELD_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
@@ -193,6 +194,8 @@ class NodeMessage(google.protobuf.message.Message):
     @property
     def worker_gpus(self) -> global___WorkerGpus: ...
     @property
+    def snapshots_held(self) -> global___SnapshotsHeld: ...
+    @property
     def draining(self) -> global___Draining: ...
     def __init__(
         self,
@@ -216,11 +219,12 @@ class NodeMessage(google.protobuf.message.Message):
         arrivals: global___Arrivals | None = ...,
         workers_started: global___WorkersStarted | None = ...,
         worker_gpus: global___WorkerGpus | None = ...,
+        snapshots_held: global___SnapshotsHeld | None = ...,
         draining: global___Draining | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "worker_gpus", b"worker_gpus", "workers_started", b"workers_started"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "worker_gpus", b"worker_gpus", "workers_started", b"workers_started"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "arrivals", "workers_started", "worker_gpus", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "snapshots_held", b"snapshots_held", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "worker_gpus", b"worker_gpus", "workers_started", b"workers_started"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "snapshots_held", b"snapshots_held", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "worker_gpus", b"worker_gpus", "workers_started", b"workers_started"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "arrivals", "workers_started", "worker_gpus", "snapshots_held", "draining"] | None: ...
 
 global___NodeMessage = NodeMessage
 
@@ -657,6 +661,7 @@ class Join(google.protobuf.message.Message):
     SECRET_FIELD_NUMBER: builtins.int
     FENCED_AGE_MS_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
+    SNAPSHOTS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     """The run that the node takes part in; empty for a fresh join."""
@@ -690,6 +695,10 @@ class Join(google.protobuf.message.Message):
         join replaces them. They count only if `left_round` is the last round.
         """
 
+    @property
+    def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Snapshot]:
+        """What the node holds of the run's state; a later join replaces it."""
+
     def __init__(
         self,
         *,
@@ -706,9 +715,10 @@ class Join(google.protobuf.message.Message):
         secret: builtins.str = ...,
         fenced_age_ms: builtins.int = ...,
         kept: collections.abc.Iterable[global___KeptWorker] | None = ...,
+        snapshots: collections.abc.Iterable[global___Snapshot] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "fenced_age_ms", b"fenced_age_ms", "furthest_step", b"furthest_step", "kept", b"kept", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "fenced_age_ms", b"fenced_age_ms", "furthest_step", b"furthest_step", "kept", b"kept", "left_round", b"left_round", "offer", b"offer", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed", "snapshots", b"snapshots"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
     @typing.overload
@@ -756,6 +766,99 @@ class KeptWorker(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 global___KeptWorker = KeptWorker
+
+@typing.final
+class Snapshot(google.protobuf.message.Message):
+    """One shard of a job's state at one sealed step, in memory that outlives its worker."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOCAL_RANK_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    local_rank: builtins.int
+    shard: builtins.int
+    """Which part of the state it is, from 0."""
+    bytes: builtins.int
+    digest: builtins.str
+    """Digest of its content."""
+    @property
+    def mark(self) -> global___SnapshotMark: ...
+    def __init__(
+        self,
+        *,
+        local_rank: builtins.int = ...,
+        mark: global___SnapshotMark | None = ...,
+        shard: builtins.int = ...,
+        bytes: builtins.int = ...,
+        digest: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["mark", b"mark"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "digest", b"digest", "local_rank", b"local_rank", "mark", b"mark", "shard", b"shard"]) -> None: ...
+
+global___Snapshot = Snapshot
+
+@typing.final
+class SnapshotMark(google.protobuf.message.Message):
+    """Snapshots belong together only if they have the same mark."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINEAGE_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    SERIES_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    lineage: builtins.int
+    """The round in which this training began, or went on with new workers alone: after another such
+    round the same step is another state.
+    """
+    step: builtins.int
+    series: builtins.str
+    """Digest of what the state consists of and how it is divided."""
+    shards: builtins.int
+    """The number of its parts, and of the workers that shared them."""
+    world_size: builtins.int
+    def __init__(
+        self,
+        *,
+        lineage: builtins.int = ...,
+        step: builtins.int = ...,
+        series: builtins.str = ...,
+        shards: builtins.int = ...,
+        world_size: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lineage", b"lineage", "series", b"series", "shards", b"shards", "step", b"step", "world_size", b"world_size"]) -> None: ...
+
+global___SnapshotMark = SnapshotMark
+
+@typing.final
+class SnapshotsHeld(google.protobuf.message.Message):
+    """All snapshots of this run that the node holds; sent when that has changed, and again after a
+    reconnect. Older agents do not send it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    SNAPSHOTS_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    @property
+    def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Snapshot]: ...
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        snapshots: collections.abc.Iterable[global___Snapshot] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "run", b"run", "snapshots", b"snapshots"]) -> None: ...
+
+global___SnapshotsHeld = SnapshotsHeld
 
 @typing.final
 class Settings(google.protobuf.message.Message):
@@ -1748,6 +1851,7 @@ class ServerMessage(google.protobuf.message.Message):
     LOOK_AGAIN_FIELD_NUMBER: builtins.int
     TAKE_STACKS_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
+    SNAPSHOT_WATERMARK_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
     UNDRAIN_FIELD_NUMBER: builtins.int
     leadership: builtins.int
@@ -1783,6 +1887,8 @@ class ServerMessage(google.protobuf.message.Message):
     @property
     def lease(self) -> global___Lease: ...
     @property
+    def snapshot_watermark(self) -> global___SnapshotWatermark: ...
+    @property
     def drain(self) -> global___Drain: ...
     @property
     def undrain(self) -> global___Undrain: ...
@@ -1805,12 +1911,13 @@ class ServerMessage(google.protobuf.message.Message):
         look_again: global___LookAgain | None = ...,
         take_stacks: global___TakeStacks | None = ...,
         lease: global___Lease | None = ...,
+        snapshot_watermark: global___SnapshotWatermark | None = ...,
         drain: global___Drain | None = ...,
         undrain: global___Undrain | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "leadership", b"leadership", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "log_credit", "placed", "withdrawn", "look_again", "take_stacks", "lease", "drain", "undrain"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "leadership", b"leadership", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "log_credit", "placed", "withdrawn", "look_again", "take_stacks", "lease", "snapshot_watermark", "drain", "undrain"] | None: ...
 
 global___ServerMessage = ServerMessage
 
@@ -1881,6 +1988,33 @@ class Heard(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["clock_us", b"clock_us", "number", b"number"]) -> None: ...
 
 global___Heard = Heard
+
+@typing.final
+class SnapshotWatermark(google.protobuf.message.Message):
+    """The snapshots of this mark are whole: participants of the live round hold each part. Nodes keep
+    theirs until a newer mark is whole. It never goes back within a run.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    @property
+    def mark(self) -> global___SnapshotMark: ...
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        mark: global___SnapshotMark | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["mark", b"mark"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["mark", b"mark", "rdzv_id", b"rdzv_id", "run", b"run"]) -> None: ...
+
+global___SnapshotWatermark = SnapshotWatermark
 
 @typing.final
 class ReadLog(google.protobuf.message.Message):
@@ -2254,6 +2388,10 @@ class RoundCompleted(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     RESUME_STEP_FIELD_NUMBER: builtins.int
     CHARGED_SUSPECTS_FIELD_NUMBER: builtins.int
+    SNAPSHOT_FIELD_NUMBER: builtins.int
+    SNAPSHOT_LOADS_FIELD_NUMBER: builtins.int
+    ORIGIN_FIELD_NUMBER: builtins.int
+    LINEAGE_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
@@ -2278,6 +2416,14 @@ class RoundCompleted(google.protobuf.message.Message):
     """
     resume_step: builtins.int
     """How many steps the source has sealed; set if `source` is."""
+    snapshot_loads: builtins.int
+    """How many rounds in a row have loaded them, with this one; 0: this round does not load them."""
+    origin: builtins.int
+    """The last round that began from the script's own checkpoint, or from nothing. Snapshots of
+    earlier lineages are never loaded.
+    """
+    lineage: builtins.int
+    """The last round of new workers alone, which kept workers carry on; see `SnapshotMark`."""
     @property
     def tally(self) -> global___Tally:
         """What else the run has spent. A node keeps it for a server that has forgotten; unset: nothing."""
@@ -2293,6 +2439,10 @@ class RoundCompleted(google.protobuf.message.Message):
         """LOCAL_RANKs of parked workers of this node whose suspect failure was the root cause: they are
         released to raise it, and end.
         """
+
+    @property
+    def snapshot(self) -> global___SnapshotMark:
+        """The newest snapshots that were whole when the round was formed; unset: there were none."""
 
     def __init__(
         self,
@@ -2316,9 +2466,13 @@ class RoundCompleted(google.protobuf.message.Message):
         source: builtins.int | None = ...,
         resume_step: builtins.int | None = ...,
         charged_suspects: collections.abc.Iterable[builtins.int] | None = ...,
+        snapshot: global___SnapshotMark | None = ...,
+        snapshot_loads: builtins.int = ...,
+        origin: builtins.int = ...,
+        lineage: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "_source", b"_source", "resume_step", b"resume_step", "source", b"source", "tally", b"tally"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "_source", b"_source", "charged_suspects", b"charged_suspects", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "kept", b"kept", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "resume_step", b"resume_step", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "source", b"source", "tally", b"tally", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "_source", b"_source", "resume_step", b"resume_step", "snapshot", b"snapshot", "source", b"source", "tally", b"tally"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "_source", b"_source", "charged_suspects", b"charged_suspects", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "kept", b"kept", "lineage", b"lineage", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "origin", b"origin", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "resume_step", b"resume_step", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "snapshot", b"snapshot", "snapshot_loads", b"snapshot_loads", "source", b"source", "tally", b"tally", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_resume_step", b"_resume_step"]) -> typing.Literal["resume_step"] | None: ...
     @typing.overload

@@ -17,6 +17,7 @@ from rdzv.core.model import (
     Offer,
     RecoveryReport,
     Settings,
+    Snapshot,
 )
 from rdzv.structs import struct
 
@@ -46,7 +47,7 @@ class Join:
     the progress of its workers. `recovery` reports that round to a server that may not know it.
     `new_run` is the uid of a run that begins with this join; a job without an owner then belongs to
     `owner`. `secret` is the hash of the node's job secret. `instance` is the instance behind the
-    incarnation.
+    incarnation. `snapshots` are all that the node holds of the run's state.
     """
 
     node_id: str
@@ -66,6 +67,7 @@ class Join:
     secret: str = ""
     instance: Instance = UNKNOWN_INSTANCE
     kept: tuple[KeptWorker, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
 
 
 @struct(frozen=True)

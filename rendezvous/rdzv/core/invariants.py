@@ -236,6 +236,7 @@ def _new_round(before: State, after: State) -> list[str]:
             found.append(f"consistency: ranks of {participant.node_id} do not tile")
         rank_first += participant.offer.local_world_size
     found += _kept_workers(round_)
+    found += _snapshot(round_)
     if round_.adopted:
         # The server that completed it knew which nodes had stopped. This one may have learned of it
         # from a node that has left it, so it can check only the round's number.
@@ -269,6 +270,20 @@ def _kept_workers(round_: Round) -> list[str]:
         found.append("keeping: a source without a step, or a step without a source")
     if round_.source is not None and round_.source not in kept and not round_.adopted:
         found.append("keeping: the source is not kept")
+    return found
+
+
+def _snapshot(round_: Round) -> list[str]:
+    """Check that a round loads snapshots only of its own course, and of as many workers."""
+    mark, found = round_.snapshot, []
+    if mark is None:
+        return ["snapshots: loaded, and there are none"] if round_.snapshot_loads else []
+    if not round_.origin <= mark.lineage < round_.number and not round_.adopted:
+        found.append("snapshots: outdated, or of a round to come")
+    if mark.shards > 1 and mark.world_size != round_.world_size and not round_.adopted:
+        found.append("snapshots: parts of a state that other workers shared")
+    if round_.snapshot_loads and round_.source is not None:
+        found.append("snapshots: loaded beside a kept worker that has the state")
     return found
 
 

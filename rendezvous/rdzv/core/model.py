@@ -189,6 +189,35 @@ class KeptWorker:
     """The oldest sealed step that it can go back to; None: only `step`."""
 
 
+@struct(frozen=True, order=True)
+class SnapshotMark:
+    """Which state a snapshot belongs to: snapshots with the same mark fit together.
+
+    Of two marks of a run the larger one is the newer one.
+    """
+
+    lineage: int
+    """The round in which this training began, or went on with new workers alone: after another such
+    round, the same step is another state."""
+    step: int
+    series: str
+    """Digest of what the state consists of and how it is divided."""
+    shards: int = 1
+    world_size: int = 0
+    """The number of its parts, and of the workers that shared them."""
+
+
+@struct(frozen=True)
+class Snapshot:
+    """One shard of the state at one sealed step, in memory of a node that outlives its worker."""
+
+    local_rank: int
+    mark: SnapshotMark
+    shard: int = 0
+    bytes: int = 0
+    digest: str = ""
+
+
 @struct(frozen=True)
 class RecoveryReport:
     """A node's report of the last round that was announced to it.
@@ -215,6 +244,10 @@ class RecoveryReport:
     kept: tuple[int, ...] = ()
     source: int | None = None
     resume_step: int | None = None
+    snapshot: SnapshotMark | None = None
+    snapshot_loads: int = 0
+    origin: int = 0
+    lineage: int = 0
 
 
 @struct(frozen=True)
@@ -296,6 +329,15 @@ class Round:
     """The number of steps that the source has sealed."""
     fruitless: bool = False
     """Kept workers have sealed no step since a round that broke."""
+    snapshot: SnapshotMark | None = None
+    """The newest snapshots that were whole when it was formed."""
+    snapshot_loads: int = 0
+    """How many rounds in a row have loaded them, with this one; 0: this one does not."""
+    origin: int = 0
+    """The last round that began from the script's own checkpoint, or from nothing. Snapshots of
+    earlier lineages are never loaded."""
+    lineage: int = 0
+    """The last round of new workers alone; kept workers carry it on."""
 
     @property
     def world_size(self) -> int:
@@ -334,7 +376,7 @@ class Moved:
     snapshot: bool = False
     """Whether the snapshot that was named has changed since the round began."""
     sealed: bool = False
-    """Whether a round with kept workers has sealed a step: it is not lost while they live."""
+    """Whether the round has sealed a step that is not lost: kept workers have it, or snapshots."""
 
 
 UNMOVED = Moved()
@@ -498,6 +540,8 @@ class Waiting:
     left_round: int | None = None
     kept: tuple[KeptWorker, ...] = ()
     """Workers of `left_round` that are parked on it."""
+    snapshots: tuple[Snapshot, ...] = ()
+    """What it holds of this run's state."""
 
 
 @struct(frozen=True)

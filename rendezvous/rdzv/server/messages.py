@@ -17,6 +17,8 @@ from rdzv.core.model import (
     Ended,
     JobSpec,
     RoundEnd,
+    Snapshot,
+    SnapshotMark,
 )
 from rdzv.core.spent import Tally
 from rdzv.structs import struct
@@ -130,6 +132,15 @@ class WorkersStarted:
     run: str
     round: int
     workers: tuple[StartedWorker, ...]
+
+
+@struct(frozen=True)
+class SnapshotsHeld:
+    """All that a node holds of a run's state."""
+
+    rdzv_id: str
+    run: str
+    snapshots: tuple[Snapshot, ...]
 
 
 @struct(frozen=True)
@@ -264,6 +275,19 @@ class Assignment:
     source: int | None = None
     resume_step: int | None = None
     charged_suspects: tuple[int, ...] = ()
+    snapshot: SnapshotMark | None = None
+    snapshot_loads: int = 0
+    origin: int = 0
+    lineage: int = 0
+
+
+@struct(frozen=True)
+class SnapshotWatermark:
+    """The newest mark that is whole among the participants of the live round."""
+
+    rdzv_id: str
+    run: str
+    mark: SnapshotMark
 
 
 @struct(frozen=True)
@@ -395,6 +419,7 @@ Announcement = (
     | Heard
     | Joined
     | Assignment
+    | SnapshotWatermark
     | RoundOver
     | Closed
     | Refused

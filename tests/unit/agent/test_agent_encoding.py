@@ -26,6 +26,7 @@ from rdzv.core.model import (
     Result,
     ScaleUp,
     Settings,
+    SnapshotMark,
 )
 from rdzv.core.root_cause import MAX_FAILURES
 from rdzv.core.spent import Spent, Tally
@@ -365,6 +366,16 @@ TOLD = {
             )
         ),
         events.RoundCompleted(LINE),
+    ),
+    "snapshot_watermark": (
+        pb.ServerMessage(
+            snapshot_watermark=pb.SnapshotWatermark(
+                rdzv_id="job-7",
+                run="r1",
+                mark=pb.SnapshotMark(lineage=3, step=40, series="3.a", shards=2, world_size=4),
+            )
+        ),
+        events.SnapshotWatermark("r1", SnapshotMark(3, 40, "3.a", 2, 4)),
     ),
     "round_ended": (
         pb.ServerMessage(

@@ -25,6 +25,8 @@ from rdzv.core.model import (
     RoundEnd,
     ScaleUp,
     Settings,
+    Snapshot,
+    SnapshotMark,
 )
 from rdzv.core.spent import Spent, Tally
 from rdzv.errors import InvalidRequestError
@@ -39,12 +41,13 @@ from rdzv.server.messages import (
     RankProgress,
     Refused,
     RoundOver,
+    SnapshotWatermark,
     Waiting,
     Welcome,
 )
 from rdzv.server.operations import answer_values
 from rdzv.server.settings.config import Limits
-from rdzv.server.wire import inbound_nodes, inbound_operators, outbound
+from rdzv.server.wire import inbound_nodes, inbound_operators, inbound_snapshots, outbound
 from rdzv.server.wire.inbound_settings import settings_of
 from rdzv.stores.base import Record
 from rdzv.structs import field_names, replace
@@ -112,6 +115,16 @@ def parked(local_rank: int, **changes: object) -> pb.KeptWorker:
     return pb.KeptWorker(local_rank=local_rank, **changes)  # type: ignore[arg-type]
 
 
+def mark(**changes: object) -> pb.SnapshotMark:
+    good = {"lineage": 2, "step": 40, "series": "2.a1b2", "shards": 2, "world_size": 6}
+    return pb.SnapshotMark(**(good | changes))  # type: ignore[arg-type]
+
+
+def snapshot(mark: pb.SnapshotMark = mark(), **changes: object) -> pb.Snapshot:  # noqa: B008
+    good = {"local_rank": 3, "mark": mark, "shard": 1, "bytes": 1 << 30, "digest": "f00"}
+    return pb.Snapshot(**(good | changes))  # type: ignore[arg-type]
+
+
 # ---------------------------------------------------------------- what nodes say
 
 
@@ -137,6 +150,8 @@ CORE_OFFER = Offer(
     shutdown_timeout_ms=30_000,
 )
 CORE_FAILURE = commands.FailureReport(3, 11, 99, None, 9, "killed", "", 5)
+CORE_MARK = SnapshotMark(2, 40, "2.a1b2", 2, 6)
+CORE_SNAPSHOT = Snapshot(3, CORE_MARK, 1, 1 << 30, "f00")
 CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
 
 
@@ -172,6 +187,12 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
                 ),
             ),
         ),
+        (
+            pb.NodeMessage(join=join(snapshots=[snapshot()])),
+            replace(CORE_JOIN, snapshots=(CORE_SNAPSHOT,)),
+        ),
+        # A join needs no snapshots: where they cannot be read, the node joins without any.
+        (pb.NodeMessage(join=join(snapshots=[snapshot(), snapshot(shard=2)])), CORE_JOIN),
         (pb.NodeMessage(join=join(refuse_reuse=True)), replace(CORE_JOIN, refuse_reuse=True)),
         (
             pb.NodeMessage(
@@ -251,6 +272,8 @@ PB_TALLY = pb.Tally(
     restart_ages_ms=[70_000, 1_000],
 )
 WITH_KEPT = pb.RoundCompleted(kept=[3, 0, 3], source=5, resume_step=7)
+WITH_SNAPSHOT = pb.RoundCompleted(snapshot=mark(lineage=1), snapshot_loads=2, origin=1, lineage=2)
+WITH_SNAPSHOT.MergeFrom(LINE)
 WITH_TALLY = pb.RoundCompleted(tally=PB_TALLY)
 WITH_KEPT.MergeFrom(LINE)
 WITH_TALLY.MergeFrom(LINE)
@@ -281,6 +304,22 @@ WITH_TALLY.MergeFrom(LINE)
                 replace(
                     RESUME,
                     recovery=replace(REPORT_OF_ROUND, kept=(0, 3), source=5, resume_step=7),
+                )
+            ],
+        ),
+        (
+            pb.Belief(phase=pb.Belief.RUNNING, join=join(), round=WITH_SNAPSHOT),
+            True,
+            [
+                replace(
+                    RESUME,
+                    recovery=replace(
+                        REPORT_OF_ROUND,
+                        snapshot=replace(CORE_MARK, lineage=1),
+                        snapshot_loads=2,
+                        origin=1,
+                        lineage=2,
+                    ),
                 )
             ],
         ),
@@ -362,6 +401,11 @@ def read_join(**changes: object) -> Callable[[], object]:
     return lambda: inbound_nodes.command_of(pb.NodeMessage(join=join(**changes)), N1, LIMITS)
 
 
+def read_held(*snapshots: pb.Snapshot) -> Callable[[], object]:
+    message = pb.SnapshotsHeld(rdzv_id="job-7", run="feed", snapshots=snapshots)
+    return lambda: inbound_snapshots.snapshots_held_of(message, LIMITS)
+
+
 def read_hello(**changes: object) -> Callable[[], object]:
     return lambda: inbound_nodes.hello_of(hello(**changes), LIMITS)
 
@@ -419,6 +463,17 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_join(offer=offer(topology="x" * 300)), "topology"),
         (read_join(offer=offer(shutdown_timeout_ms=2**63)), "shutdown_timeout '"),
         (read_join(failures=[failure(local_rank=4_096)]), "local_rank 4096"),
+        (read_held(snapshot(shard=2)), "snapshot: shard 2 is out of bounds; give 0 to 1"),
+        (read_held(snapshot(mark(shards=0))), "snapshot: shards 0 is out of bounds"),
+        (read_held(snapshot(mark(shards=2**31))), "snapshot: shards 2147483648 is out of bounds"),
+        (read_held(snapshot(mark(step=2**60))), "snapshot: step 1152921504606846976 is out of"),
+        (read_held(snapshot(mark(world_size=0))), "snapshot: world_size 0 is out of bounds"),
+        (read_held(snapshot(mark(series=""))), "snapshot: series '' is empty"),
+        (read_held(snapshot(mark(series="a" * 256))), "has 256 characters; give at most 255"),
+        (read_held(snapshot(local_rank=4096)), "snapshot: local_rank 4096 is out of bounds"),
+        (read_held(snapshot(bytes=2**63)), "snapshot: bytes 9223372036854775808 is out of"),
+        (read_held(snapshot(digest="a\n")), "snapshot: digest 'a\\n' has characters"),
+        (read_held(*[snapshot()] * (4 * 4096 + 1)), "snapshots 16385 are too many; hold at most"),
         (read_join(kept=[parked(8)]), "kept: local_rank 8 is out of bounds; give 0 to 7"),
         (read_join(kept=[parked(2**32 - 1)]), "kept: local_rank 4294967295 is out of bounds"),
         (read_join(kept=[parked(0), parked(3), parked(0)]), "kept 3 workers have 2 local_ranks"),
@@ -612,6 +667,20 @@ def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
                     resume_step=70,
                     charged_suspects=[2],
                 )
+            ),
+        ),
+        (
+            replace(A_LINE, snapshot=CORE_MARK, snapshot_loads=1, origin=1, lineage=2),
+            pb.ServerMessage(
+                round_completed=with_fields(
+                    PB_A_LINE, snapshot=mark(), snapshot_loads=1, origin=1, lineage=2
+                )
+            ),
+        ),
+        (
+            SnapshotWatermark("job-7", "feed", CORE_MARK),
+            pb.ServerMessage(
+                snapshot_watermark=pb.SnapshotWatermark(rdzv_id="job-7", run="feed", mark=mark())
             ),
         ),
         (

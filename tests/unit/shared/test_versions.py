@@ -25,7 +25,7 @@ from rdzv.client import LOG_POSITIONS
 from rdzv.errors import InvalidRequestError
 from rdzv.server.diagnosis import log_relay
 from rdzv.server.settings import config
-from rdzv.server.wire import inbound_nodes, inbound_reports
+from rdzv.server.wire import inbound_nodes, inbound_reports, inbound_snapshots
 from rdzv.structs import as_dict
 from rdzv.transport.node_stream import PROTOCOL_VERSION as AGENT_PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
@@ -67,6 +67,9 @@ def meaning(message: Message) -> Any:
             return {**piece, "data": piece["data"].hex()}
         case "progress":
             return _plain(as_dict(inbound_reports.progress_of(message.progress, LIMITS)))
+        case "snapshots_held":
+            held = inbound_snapshots.snapshots_held_of(message.snapshots_held, LIMITS)
+            return _plain(as_dict(held))
         case "workers_started":
             return _plain(as_dict(inbound_reports.started_of(message.workers_started, LIMITS)))
         case "arrivals":
@@ -382,6 +385,12 @@ def _samples_of_stacks() -> Iterator[tuple[str, pb.NodeMessage]]:
     ]
     gpus = [pb.RankGpu(rank=8 + n, gpu=state) for n, state in enumerate(states)]
     yield "worker_gpus", pb.NodeMessage(worker_gpus=pb.WorkerGpus(**job, round=2, ranks=gpus))
+    mark = pb.SnapshotMark(lineage=2, step=40, series="2.a1b2", shards=2, world_size=4)
+    held = pb.Snapshot(local_rank=1, mark=mark, shard=1, bytes=1 << 30, digest="f00")
+    yield (
+        "snapshots_held",
+        pb.NodeMessage(snapshots_held=pb.SnapshotsHeld(**job, snapshots=[held])),
+    )
     yield "hung", pb.NodeMessage(hung=pb.Hung(**job, round=2, workers=[hung]))
     yield "hung:none", pb.NodeMessage(hung=pb.Hung(**job, round=2))
     yield "stacks", pb.NodeMessage(stacks=pb.Stacks(request=5, workers=[stack]))
@@ -485,6 +494,12 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     refused = pb.Refused(rdzv_id="job-7", code="SettingsMismatchError", message="differs")
     yield "refused", message(refused=refused)
     yield "waiting", message(waiting=pb.Waiting(rdzv_id="job-7", reason="for n2"))
+    mark = pb.SnapshotMark(lineage=2, step=40, series="2.a1b2", shards=2, world_size=4)
+    watermark = pb.SnapshotWatermark(**job, mark=mark)
+    yield "snapshot_watermark", message(snapshot_watermark=watermark)
+    loads = _line()
+    loads.MergeFrom(pb.RoundCompleted(snapshot=mark, snapshot_loads=1, origin=1, lineage=2))
+    yield "round_completed:loads", message(round_completed=loads)
     yield "heard", message(heard=pb.Heard(number=5))
     read_log = pb.ReadLog(
         request=5,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rdzv.agent.core.model import Assignment, KeptWorker, Leaving, Outcome, WorkerFailure
-from rdzv.core.model import UNMOVED, Moved
+from rdzv.core.model import UNMOVED, Moved, Snapshot, SnapshotMark
 from rdzv.structs import struct
 
 
@@ -63,6 +63,21 @@ class SayStoreHostFailed:
     run: str
     round: int
     reason: str
+
+
+@struct(frozen=True)
+class SaySnapshots:
+    """Report all that this node holds of the run's state."""
+
+    run: str
+    snapshots: tuple[Snapshot, ...]
+
+
+@struct(frozen=True)
+class AnnounceWatermark:
+    """Tell the workers which snapshots are whole, so that they overwrite only others."""
+
+    mark: SnapshotMark
 
 
 @struct(frozen=True)
@@ -143,6 +158,8 @@ Command = (
     | SayLeave
     | SayStuck
     | SayStoreHostFailed
+    | SaySnapshots
+    | AnnounceWatermark
     | StartWorkers
     | StopWorkers
     | EndKept

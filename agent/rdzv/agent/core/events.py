@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rdzv.agent.core.model import Assignment, KeptWorker, NodeFailure
-from rdzv.core.model import UNMOVED, Cause, Moved, Result
+from rdzv.core.model import UNMOVED, Cause, Moved, Result, Snapshot, SnapshotMark
 from rdzv.structs import struct
 
 
@@ -147,6 +147,21 @@ class KeptGone:
 
 
 @struct(frozen=True)
+class SnapshotsHeld:
+    """What the runner holds of the run's state has changed: now it is all of this."""
+
+    snapshots: tuple[Snapshot, ...]
+
+
+@struct(frozen=True)
+class SnapshotWatermark:
+    """Snapshots of this mark are whole on the nodes of the run; older ones may be overwritten."""
+
+    run: str
+    mark: SnapshotMark
+
+
+@struct(frozen=True)
 class WorkersStuck:
     """Processes of the round survive SIGKILL."""
 
@@ -239,6 +254,8 @@ Event = (
     | WorkersGone
     | KeptExited
     | KeptGone
+    | SnapshotsHeld
+    | SnapshotWatermark
     | WorkersStuck
     | Fenced
     | Unhealthy

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rdzv.agent.core.commands import (
+    AnnounceWatermark,
     Command,
     EndKept,
     Exit,
@@ -16,6 +17,7 @@ from rdzv.agent.core.commands import (
     SayFailed,
     SayJoin,
     SayLeave,
+    SaySnapshots,
     SayStoreHostFailed,
     SayStuck,
     SaySucceeded,
@@ -40,6 +42,8 @@ from rdzv.agent.core.events import (
     ServerConnected,
     ServerLost,
     Signalled,
+    SnapshotsHeld,
+    SnapshotWatermark,
     StartFailed,
     StoreHostExited,
     StoreHostReady,
@@ -62,7 +66,7 @@ from rdzv.agent.core.model import (
     Phase,
     WorkerFailure,
 )
-from rdzv.core.model import UNMOVED, LeaveCause, Result
+from rdzv.core.model import UNMOVED, LeaveCause, Result, SnapshotMark
 from rdzv.structs import replace, struct
 
 EXIT_SUCCESS = 0
@@ -167,13 +171,15 @@ def _apply(work: _Step, event: Event) -> None:
         ):
             _apply_to_workers(work, event)
         case WorkerResumed():
-            if _is_current(work.state, event.round):
-                left = (one for one in work.state.resuming if one.local_rank != event.local_rank)
-                work.state = replace(work.state, resuming=tuple(left))
+            _note_resumed(work, event)
         case KeptExited():
             _note_kept_exit(work, event)
         case KeptGone():
             _note_kept_gone(work)
+        case SnapshotsHeld():
+            _note_snapshots(work, event)
+        case SnapshotWatermark():
+            _raise_watermark(work, event.run, event.mark)
         case StoreHostReady():
             if _is_current(work.state, event.round):
                 work.state = replace(work.state, store_host_due_ms=None)
@@ -203,6 +209,9 @@ def _note_server_found(work: _Step) -> None:
     work.state = replace(state, disconnected_since_ms=None)
     if state.assignment is None:
         return
+    if state.snapshots and state.phase is not Phase.JOINING:
+        # The join of a node that waits has them already.
+        work.do(SaySnapshots(state.run, state.snapshots))
     if state.stuck_pids and not _is_empty(state):
         work.do(SayStuck(state.run, state.assignment.round, state.stuck_pids))
     if state.store_host_failed and state.phase in (*_NEEDS_STORE, Phase.STOPPING):
@@ -249,6 +258,8 @@ def _start(work: _Step, assignment: Assignment) -> None:
         store_host_failed="",
     )
     work.do(StartWorkers(assignment))
+    if assignment.snapshot is not None:
+        _raise_watermark(work, assignment.run, assignment.snapshot)
 
 
 def _end_round(work: _Step, event: RoundEnded) -> None:
@@ -498,7 +509,12 @@ def _lose_runner(work: _Step, event: RunnerLost) -> None:
     """Note that the runner and its workers are dead. This node cannot continue; the job may."""
     leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
     work.state = replace(
-        work.state, workers_gone=True, alive=frozenset(), kept=(), ending_kept=False
+        work.state,
+        workers_gone=True,
+        alive=frozenset(),
+        kept=(),
+        snapshots=(),
+        ending_kept=False,
     )
     if work.state.leaving is None:
         _leave(work, leaving, grace_ms=0, signum=None)
@@ -552,6 +568,12 @@ def resume_ms(job: Job) -> int:
     return max(job.park_timeout_ms, _RESUME_LEAST_MS)
 
 
+def _note_resumed(work: _Step, event: WorkerResumed) -> None:
+    if _is_current(work.state, event.round):
+        left = (one for one in work.state.resuming if one.local_rank != event.local_rank)
+        work.state = replace(work.state, resuming=tuple(left))
+
+
 def _resume_due_ms(state: AgentState) -> int | None:
     """Return when kept workers of a running round must have gone on; None if they have."""
     waits = any(one.local_rank in state.alive for one in state.resuming)
@@ -567,6 +589,31 @@ def _suspect_waiting(work: _Step) -> None:
     message = f"it was kept, and has not gone on within {seconds:g} s"
     number = state.assignment.round
     _note_suspect(work, WorkerSuspected(number, one.local_rank, one.pid, message, "", age_ms=0))
+
+
+# ------------------------------------------------------------------ snapshots
+
+
+def _note_snapshots(work: _Step, event: SnapshotsHeld) -> None:
+    """Report what is held, with the join where this node waits for a round."""
+    state = work.state
+    if event.snapshots == state.snapshots:
+        return
+    work.state = replace(state, snapshots=event.snapshots)
+    if _ends(state):
+        return
+    if state.phase is not Phase.JOINING:
+        work.do(SaySnapshots(state.run, event.snapshots))
+    elif not state.ending_kept:
+        work.do(rejoin(work.state))
+
+
+def _raise_watermark(work: _Step, run: str, mark: SnapshotMark) -> None:
+    """Tell the workers of a newer mark: it never goes back, whichever server says so."""
+    known = work.state.watermark
+    if run == work.state.run and (known is None or mark > known):
+        work.state = replace(work.state, watermark=mark)
+        work.do(AnnounceWatermark(mark))
 
 
 # ------------------------------------------------------------------ the end

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import field
 from enum import StrEnum
 
-from rdzv.core.model import UNMOVED, LeaveCause, Moved, Result, Settings
+from rdzv.core.model import (
+    UNMOVED,
+    LeaveCause,
+    Moved,
+    Result,
+    Settings,
+    Snapshot,
+    SnapshotMark,
+)
 from rdzv.core.spent import Tally
 from rdzv.structs import struct
 
@@ -77,6 +85,13 @@ class Assignment:
     """The last sealed step of the source."""
     charged_suspects: tuple[int, ...] = ()
     """LOCAL_RANKs of the suspects that were the failure; each raises its exception, and exits."""
+    snapshot: SnapshotMark | None = None
+    """The newest snapshots that were whole when the round was formed."""
+    snapshot_loads: int = 0
+    """How many rounds in a row have loaded them, with this one; 0: this one does not."""
+    origin: int = 0
+    lineage: int = 0
+    """As in the server's `Round`. Only kept for a server that has forgotten it."""
 
     @property
     def hosts_store(self) -> bool:
@@ -208,6 +223,10 @@ class AgentState:
     """The kept workers of the present round that do not go on yet: they may wait for others."""
     resume_due_ms: int = 0
     """When they must have gone on."""
+    snapshots: tuple[Snapshot, ...] = ()
+    """What the runner holds of the run's state."""
+    watermark: SnapshotMark | None = None
+    """The newest snapshots that the server has announced to be whole."""
     ending_kept: bool = False
     """Whether the runner was ordered to end the parked workers, and has not confirmed it."""
     failures: tuple[WorkerFailure, ...] = ()

@@ -424,6 +424,11 @@ class JobDriver:
                 self._context.last_round.begin()
             case commands.StopWorkers():
                 self._context.round.stop_workers(command)
+            case commands.SaySnapshots():
+                line = self._decisions.state.assignment
+                self._reports.snapshots(command, 1 if line is None else line.group_world_size)
+            case commands.AnnounceWatermark():
+                self._context.runner.announce_watermark(command.mark.step)
             case commands.EndKept():
                 self._context.runner.end_kept(command.grace_ms, command.charged)
             case commands.NotifyWorkers():

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from rdzv.agent.core import commands
 from rdzv.agent.core.machine import EXIT_FAILED
 from rdzv.agent.core.model import AgentState, Leaving, StartReport
+from rdzv.agent.job.snapshot_reports import SnapshotReports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalReport
 from rdzv.agent.observers.collective_records import RecordReader
@@ -37,6 +38,7 @@ class Reports:
             launch.job.rdzv_id, on=launch.collective_trace, identity=launch.identity
         )
         """The records of the workers' collectives."""
+        self._snapshots = SnapshotReports(self._say_snapshots)
         self._stacks = StackAnswers(self._say_stacks, self.records)
 
     def belief(self, state: AgentState, offer: Offer) -> Belief:
@@ -72,6 +74,13 @@ class Reports:
         """Report how the workers came into their round."""
         self._link.say(encoding.started(report, self._rdzv_id))
 
+    def snapshots(self, say: commands.SaySnapshots, nodes: int) -> None:
+        """Report what this node of so many holds of the run's state, unless a newer report does."""
+        self._snapshots.report(say, nodes)
+
+    def _say_snapshots(self, say: commands.SaySnapshots) -> None:
+        self._link.say(encoding.snapshots_held(say, self._rdzv_id))
+
     def hung(self, report: HungReport) -> None:
         """Report the workers that hang."""
         self._link.say(encoding.hung(report, self._rdzv_id))
@@ -101,7 +110,8 @@ class Reports:
         await self._link.say_after_all(encoding.stacks(request, workers, last=last, error=error))
 
     async def close(self) -> None:
-        """Stop taking stacks."""
+        """Stop taking stacks, and send no more reports by itself."""
+        self._snapshots.close()
         await self._stacks.close()
 
 

@@ -116,6 +116,7 @@ def join(
         snapshot_changed=say.moved.snapshot,
         secret=secret,
         kept=[to_message(pb.KeptWorker(), one, without={"pid"}) for one in say.kept],
+        snapshots=_held(commands.SaySnapshots(say.run, state.snapshots)).snapshots,
     )
 
 
@@ -190,6 +191,15 @@ def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
 def progress(said: Report, rdzv_id: str) -> pb.NodeMessage:
     """Encode the progress of this node's workers."""
     return pb.NodeMessage(progress=to_message(pb.Progress(rdzv_id=rdzv_id), said))
+
+
+def snapshots_held(say: commands.SaySnapshots, rdzv_id: str) -> pb.NodeMessage:
+    """Encode all that this node holds of a run's state."""
+    return pb.NodeMessage(snapshots_held=_held(say, rdzv_id))
+
+
+def _held(say: commands.SaySnapshots, rdzv_id: str = "") -> pb.SnapshotsHeld:
+    return to_message(pb.SnapshotsHeld(rdzv_id=rdzv_id), say)
 
 
 def started(report: StartReport, rdzv_id: str) -> pb.NodeMessage:
@@ -319,6 +329,8 @@ def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
             )
         case "closed":
             return _closed(message.closed)
+        case "snapshot_watermark":
+            return from_message(events.SnapshotWatermark, message.snapshot_watermark)
         case "refused":
             return events.Refused(message.refused.code, message.refused.message)
         case _:

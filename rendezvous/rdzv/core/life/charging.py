@@ -8,6 +8,7 @@ from rdzv.core.life.runs import close
 from rdzv.core.model import UNMOVED, Cause, Membership, Result
 from rdzv.core.root_cause import charged_failures, describe_failure, only_suspects
 from rdzv.core.rounds.budgets import exceeded, spend
+from rdzv.core.snapshots import has_whole
 from rdzv.structs import replace
 
 
@@ -25,7 +26,10 @@ def settle_charge(work: Draft) -> bool:
     if failures:
         root = failures[0]
         end = replace(end, reason=describe_failure(root), cause_node_id=root.node_id)
-    others = spend(work.membership, round_, end, work.state.moved, work.state.tuning)
+    moved = work.state.moved
+    if has_whole(round_, work.state.waiting.values()):
+        moved = replace(moved, sealed=True)
+    others = spend(work.membership, round_, end, moved, work.state.tuning)
     over = exceeded(work.membership.settings, end, others)
     budget_left = over is None
     if end.cause is Cause.WORKER_FAILURE and budget_left:
@@ -43,12 +47,11 @@ def settle_charge(work: Draft) -> bool:
             spent=others,
         )
     )
-    furthest = work.state.moved.step
     work.state = replace(work.state, stop_deadline_ms=None, moved=UNMOVED)
     counted = restarts_that_count(work.membership, work.now_ms)
     first = failures[0] if failures else None
     charge = (end.cause, end.reason, counted, max_restarts, first, end.cause_node_id)
-    work.events.append(RoundSettled(round_.number, *charge, furthest))
+    work.events.append(RoundSettled(round_.number, *charge, moved.step))
     if not budget_left:
         budget = f"restarts spent: {counted} of {max_restarts}"
         if max_restarts is None:

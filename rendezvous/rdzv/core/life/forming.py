@@ -14,6 +14,7 @@ from rdzv.core.model import Cause, NodeState, Result, Round, ScaleUp, Seat, Stat
 from rdzv.core.rounds.budgets import backoff_ms
 from rdzv.core.rounds.ranks import assign_seats
 from rdzv.core.rounds.reachability import master_addr
+from rdzv.core.snapshots import base
 from rdzv.structs import replace
 
 MAX_STORE_FAILURES = 3
@@ -66,6 +67,7 @@ def complete_round(work: Draft) -> bool:
     seated = assign_seats(prior, ready, membership.max_nodes)
     first = seated[0].offer
     keeping = keep(membership.round, seated, ready, state.tuning.root_cause_window_ms)
+    begins_with = base(membership, keeping, (ready[p.node_id] for p in seated))
     round_ = Round(
         number=membership.next_round,
         participants=keeping.participants,
@@ -77,6 +79,10 @@ def complete_round(work: Draft) -> bool:
         source=keeping.source,
         resume_step=keeping.resume_step,
         fruitless=keeping.fruitless,
+        snapshot=begins_with.snapshot,
+        snapshot_loads=begins_with.snapshot_loads,
+        origin=begins_with.origin,
+        lineage=begins_with.lineage,
     )
     work.store(replace(membership, round=round_, next_round=round_.number + 1))
     seats = {p.node_id: Seat(p.incarnation, work.now_ms) for p in seated}

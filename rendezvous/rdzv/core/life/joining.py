@@ -112,10 +112,13 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
         left_round=command.left_round,
         # A fence kills workers, and parks none.
         kept=() if command.fenced else command.kept,
+        snapshots=command.snapshots if command.run == work.membership.run else (),
     )
     if known is not None and _number(command.left_round) < _number(known.left_round):
         # A late duplicate: the node has offered its parked workers since.
-        waiting = replace(waiting, left_round=known.left_round, kept=known.kept)
+        waiting = replace(
+            waiting, left_round=known.left_round, kept=known.kept, snapshots=known.snapshots
+        )
     if known != waiting:
         work.put(waiting={**work.state.waiting, command.node_id: waiting})
     note_heard(work, command.node_id)

@@ -69,6 +69,10 @@ def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) ->
         adopted=True,
         source=report.source,
         resume_step=report.resume_step,
+        snapshot=report.snapshot,
+        snapshot_loads=report.snapshot_loads,
+        origin=report.origin,
+        lineage=report.lineage,
     )
 
 
@@ -97,6 +101,13 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
     if round_.source is None:
         # An older node does not repeat it.
         round_ = replace(round_, source=report.source, resume_step=report.resume_step)
+    round_ = replace(
+        round_,
+        snapshot=round_.snapshot or report.snapshot,
+        snapshot_loads=max(round_.snapshot_loads, report.snapshot_loads),
+        origin=max(round_.origin, report.origin),
+        lineage=max(round_.lineage, report.lineage),
+    )
     return replace(round_, participants=participants)
 
 

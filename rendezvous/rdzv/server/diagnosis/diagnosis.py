@@ -12,6 +12,7 @@ from rdzv.runtime.tasks import Tasks
 from rdzv.server.diagnosis.hang_investigation import Hangs
 from rdzv.server.diagnosis.log_relay import LogRelay
 from rdzv.server.diagnosis.progress_tracking import ProgressBoard
+from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
 from rdzv.server.diagnosis.step_milestones import StepMilestones
@@ -42,6 +43,7 @@ class Diagnosis:
         self.progress = ProgressBoard()
         self.milestones = StepMilestones(note)
         self.starts = WorkerStarts(note)
+        self.snapshots = SnapshotTracking(send)
         self.stragglers = Stragglers(timings.straggler_after_ms, note)
         self.logs = LogRelay(clock, limits, timings.log_answer_ms, send)
         self.stacks = StackRelay(clock, limits, timings.stacks_answer_ms, send)
@@ -62,6 +64,7 @@ class Diagnosis:
         """Drop the observations of a round that is over, after a job has changed."""
         self.progress.tidy(state)
         self.starts.tidy(state)
+        self.snapshots.tidy(state)
         self.milestones.note_state(state, self._clock.now_ms())
         self.hangs.note_state(state)
         self.stragglers.tidy(state)
@@ -70,6 +73,7 @@ class Diagnosis:
         """Stop waiting for answers of a node whose stream has ended."""
         self.logs.note_gone(node_id)
         self.stacks.note_gone(node_id)
+        self.snapshots.note_gone(node_id)
 
     def close(self, error: RendezvousError) -> None:
         """End every reader with this error, and leave hangs to the next server."""

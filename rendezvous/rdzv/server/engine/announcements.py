@@ -210,6 +210,10 @@ def _assignment(
         source=round_.source,
         resume_step=round_.resume_step,
         charged_suspects=participant.charged_suspects,
+        snapshot=round_.snapshot,
+        snapshot_loads=round_.snapshot_loads,
+        origin=round_.origin,
+        lineage=round_.lineage,
     )
 
 

@@ -32,6 +32,7 @@ from rdzv.server.messages import (
     Hung,
     Progress,
     Refused,
+    SnapshotsHeld,
     WorkersStarted,
 )
 from rdzv.server.replication.replica import Replica
@@ -40,7 +41,7 @@ from rdzv.server.rpc.rate_limit import RateLimit
 from rdzv.server.security import callers
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
-from rdzv.server.wire import inbound_nodes, inbound_reports, outbound
+from rdzv.server.wire import inbound_nodes, inbound_reports, inbound_snapshots, outbound
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION
@@ -49,7 +50,7 @@ Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 Said = tuple[str, Command] | Holdings
 Inbox = asyncio.Queue[Said | None]
 
-_SHOWN = 2
+_SHOWN = 3
 """How many kinds of reports about a job a conversation keeps until it can process them."""
 
 log = logging.getLogger("rdzv.service")
@@ -172,7 +173,7 @@ class Conversation:
                     self._driver.reports.take_log(
                         stream, inbound_nodes.log_piece_of(message.log_piece, self._limits)
                     )
-                case "progress" | "workers_started" | "arrivals" | "worker_gpus":
+                case "progress" | "workers_started" | "snapshots_held" | "arrivals" | "worker_gpus":
                     self._take_shown(message, stream)
                 case "hung":
                     self._take_hung(inbound_nodes.hung_of(message.hung, self._limits), stream)
@@ -198,7 +199,7 @@ class Conversation:
             stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     def _take_shown(self, message: pb.NodeMessage, stream: Stream) -> None:
-        """Take a report that is only shown to people: an invalid one is logged, not refused."""
+        """Take a report that changes no job: an invalid one is logged, not refused."""
         reports, limits = self._driver.reports, self._limits
         try:
             match message.WhichOneof("body"):
@@ -208,6 +209,9 @@ class Conversation:
                 case "workers_started":
                     started = inbound_reports.started_of(message.workers_started, limits)
                     self._show(started, reports.note_started, stream)
+                case "snapshots_held":
+                    held = inbound_snapshots.snapshots_held_of(message.snapshots_held, limits)
+                    self._show(held, reports.note_snapshots, stream)
                 case "worker_gpus":
                     gpus = inbound_reports.gpus_of(message.worker_gpus, limits)
                     if stream.greeted:  # They come again.
@@ -221,7 +225,7 @@ class Conversation:
 
     def _show(
         self,
-        said: Progress | WorkersStarted,
+        said: Progress | WorkersStarted | SnapshotsHeld,
         note: Callable[[Stream, Any], None],
         stream: Stream,
     ) -> None:

@@ -22,6 +22,7 @@ from rdzv.server.messages import (
     Hung,
     LogPiece,
     Progress,
+    SnapshotsHeld,
     Stacks,
     WorkerGpus,
     WorkersStarted,
@@ -87,6 +88,15 @@ class Reports:
         if state is None or not self._streams.is_current(stream):
             return
         if self._diagnosis.starts.note(state, stream.node_id, stream.incarnation, said):
+            self._watchers.job_progressed(said.rdzv_id)
+
+    def note_snapshots(self, stream: Stream, said: SnapshotsHeld) -> None:
+        """Note what a node holds of a job's state, if it takes part in the present round."""
+        state, now_ms = self._jobs.peek(said.rdzv_id), self._clock.now_ms()
+        if state is None or not self._streams.is_current(stream):
+            return
+        speaker = stream.node_id, stream.incarnation
+        if self._diagnosis.snapshots.note(state, *speaker, said, now_ms):
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_arrivals(self, stream: Stream, said: Arrivals) -> None:

@@ -118,8 +118,11 @@ class Limits:
     restarts: int = 1_000_000
     """max_restarts: more than any job can spend."""
     steps: int = 1 << 53
-    shards: int = 1 << 20
     """Steps that a parked worker has sealed: JSON's readers calculate with no larger integers."""
+    shards: int = 1 << 20
+    """Parts of a sharded state."""
+    snapshots_per_worker: int = 4
+    """Snapshots that a node holds for each of its workers: two of its own, and two copies."""
 
     # Bounds on what is kept for callers.
     commands_at_once: int = 2_048

@@ -36,6 +36,7 @@ from rdzv.server.messages import (
 from rdzv.server.settings import bounds
 from rdzv.server.settings.config import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Limits
 from rdzv.server.wire.inbound_settings import labels_of, settings_of
+from rdzv.server.wire.inbound_snapshots import mark_of, readable_snapshots
 from rdzv.structs import replace, struct
 from rdzv.transport.endpoints import Listen
 from rdzv.transport.tallies import tally_of
@@ -337,6 +338,12 @@ def _checked_report(assignment: pb.RoundCompleted, join: Join, limits: Limits) -
         resume_step=bounds.within("resume_step", assignment.resume_step, 0, limits.steps)
         if assignment.HasField("resume_step")
         else None,
+        snapshot=mark_of(assignment.snapshot, limits) if assignment.HasField("snapshot") else None,
+        snapshot_loads=bounds.within(
+            "snapshot_loads", assignment.snapshot_loads, 0, assignment.round + 1
+        ),
+        origin=bounds.within("origin", assignment.origin, 0, assignment.round),
+        lineage=bounds.within("lineage", assignment.lineage, 0, assignment.round),
     )
 
 
@@ -401,6 +408,7 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
         ),
         secret=_secret(message, limits),
         kept=_kept(message.kept, offer.local_world_size, limits),
+        snapshots=readable_snapshots(message.snapshots, offer.local_world_size, limits),
     )
 
 

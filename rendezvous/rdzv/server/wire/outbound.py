@@ -20,6 +20,7 @@ from rdzv.server.messages import (
     ReadLog,
     Refused,
     RoundOver,
+    SnapshotWatermark,
     TakeStacks,
     UndrainNode,
     Waiting,
@@ -52,6 +53,7 @@ _BODIES: Mapping[type, str] = {
     Withdrawn: "withdrawn",
     LookAgain: "look_again",
     TakeStacks: "take_stacks",
+    SnapshotWatermark: "snapshot_watermark",
     UndrainNode: "undrain",
 }
 """The field of a `ServerMessage` for each announcement that has the same fields as its message."""

@@ -1,0 +1,169 @@
+"""Which snapshots of a job's state are whole, and whether a round loads them.
+
+A *snapshot* is one part of the state at one sealed step, in memory that outlives its worker. Parts
+fit together only if they have the same *mark*: the same lineage, step and series. A mark is *whole*
+if participants hold every part of it. A *lineage* begins with each round of new workers alone, and
+kept workers carry it on: in two of them the same step is not the same state.
+
+Kept workers are never older than the snapshots of the rounds that they took part in, so a round
+loads snapshots only if no kept worker has a state. A round that has neither begins from the
+script's own checkpoint: snapshots of earlier lineages are not loaded from then on, whatever their
+steps are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from enum import StrEnum
+
+from rdzv.core.kept_ranks import Keeping
+from rdzv.core.model import Cause, Membership, Participant, Round, Snapshot, SnapshotMark, Waiting
+from rdzv.structs import struct
+
+MAX_LOADS = 3
+"""Snapshots are left aside if this many rounds in a row have loaded them and failed soon."""
+
+
+class WhyNotLoaded(StrEnum):
+    """Why a round loads no snapshots although there are some, and no kept worker has a state."""
+
+    NOT_WHOLE = "not whole"
+    OUTDATED = "outdated"
+    RESHARDED = "resharded"
+    IN_VAIN = "in vain"
+
+
+@struct(frozen=True)
+class Base:
+    """The snapshots that a round begins with; all fields but the last are those of `Round`."""
+
+    snapshot: SnapshotMark | None
+    snapshot_loads: int
+    origin: int
+    lineage: int
+    why_not: WhyNotLoaded | None = None
+
+
+def newest_whole(
+    held: Iterable[Collection[Snapshot]], lineages: range, world_size: int
+) -> SnapshotMark | None:
+    """Return the newest mark of these lineages that is whole among what nodes hold.
+
+    Parts of a divided state are of use only to as many workers as there were.
+    """
+    parts: dict[SnapshotMark, set[int]] = {}
+    for snapshots in held:
+        for one in snapshots:
+            mark = one.mark
+            if mark.lineage in lineages and _fits(mark, world_size):
+                parts.setdefault(mark, set()).add(one.shard)
+    whole = (mark for mark, shards in parts.items() if len(shards) == mark.shards)
+    return max(whole, default=None)
+
+
+def has_whole(round_: Round, waiting: Iterable[Waiting]) -> bool:
+    """Return whether nodes that wait hold a whole mark that is newer than this round."""
+    mark = newest_whole((one.snapshots for one in waiting), sealed_in(round_), round_.world_size)
+    return mark is not None and (round_.snapshot is None or mark > round_.snapshot)
+
+
+def sealed_in(round_: Round) -> range:
+    """Return the lineages of steps that a round may have sealed."""
+    # Kept workers that have no state begin another lineage, which is not known here.
+    return range(round_.lineage, round_.number + 1)
+
+
+def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> Base:
+    """Decide with which snapshots the next round begins. `joins` are of its participants."""
+    prior, number = membership.round, membership.next_round
+    origin = prior.origin if prior is not None else number
+    world_size = _workers(keeping.participants)
+    held = [one.snapshots for one in joins]
+    mark = newest_whole(held, range(origin, number), world_size)
+    if keeping.source is not None and prior is not None:
+        return Base(mark, 0, origin, prior.lineage)
+    loads = prior.snapshot_loads if prior is not None and prior.snapshot == mark else 0
+    if mark is None:
+        return Base(None, 0, number, number, _why_not_whole(held, origin, world_size))
+    if _in_vain(membership, loads):
+        return Base(None, 0, number, number, WhyNotLoaded.IN_VAIN)
+    return Base(mark, loads + 1, origin, number)
+
+
+def _why_not_whole(
+    held: Iterable[Collection[Snapshot]], origin: int, world_size: int
+) -> WhyNotLoaded | None:
+    """Return why none of the snapshots that nodes hold is whole; None if they hold none."""
+    marks = {one.mark for snapshots in held for one in snapshots}
+    present = {mark for mark in marks if mark.lineage >= origin}
+    if not present:
+        return WhyNotLoaded.OUTDATED if marks else None
+    if any(_fits(mark, world_size) for mark in present):
+        return WhyNotLoaded.NOT_WHOLE
+    return WhyNotLoaded.RESHARDED
+
+
+def _fits(mark: SnapshotMark, world_size: int) -> bool:
+    return mark.shards == 1 or mark.world_size == world_size
+
+
+def _in_vain(membership: Membership, loads: int) -> bool:
+    """Whether rounds that loaded the same snapshots have failed soon, again and again."""
+    end = membership.round.end if membership.round is not None else None
+    failed = end is not None and end.cause is Cause.WORKER_FAILURE
+    return failed and min(loads, membership.spent.soon) >= MAX_LOADS
+
+
+def _workers(participants: tuple[Participant, ...]) -> int:
+    return sum(p.offer.local_world_size for p in participants)
+
+
+class HeldByNodes:
+    """What the nodes of one live round hold, and the newest mark that is whole among them.
+
+    A mark of the round's own lineage becomes whole when its last part is held. It stays so when a
+    part is lost, and never goes back.
+    """
+
+    def __init__(self, round_: Round, before: HeldByNodes | None = None) -> None:
+        """Begin with the mark of the round's record, and what its nodes had reported `before`."""
+        self.whole = round_.snapshot
+        self._lineages = sealed_in(round_)
+        self._world_size = round_.world_size
+        self._held: dict[str, tuple[Snapshot, ...]] = {}
+        self._holders: dict[SnapshotMark, dict[int, int]] = {}
+        """By mark and part, how many nodes hold it."""
+        for participant in round_.participants if before is not None else ():
+            if before is not None and participant.node_id in before._held:
+                self.note(participant.node_id, before._held[participant.node_id])
+
+    def note(self, node_id: str, snapshots: tuple[Snapshot, ...]) -> bool:
+        """Replace what a node holds; return whether a newer mark has become whole."""
+        for mark, shard in _parts(self._held.get(node_id, ())):
+            holders = self._holders[mark]
+            holders[shard] -= 1
+            if not holders[shard]:
+                del holders[shard]
+            if not holders:
+                del self._holders[mark]
+        self._held[node_id] = snapshots
+        for mark, shard in _parts(snapshots):
+            holders = self._holders.setdefault(mark, {})
+            holders[shard] = holders.get(shard, 0) + 1
+        known = self.whole
+        for mark, _ in _parts(snapshots):
+            if self._is_whole(mark) and (self.whole is None or mark > self.whole):
+                self.whole = mark
+        return self.whole != known
+
+    def held_by(self, node_id: str) -> tuple[Snapshot, ...]:
+        """Return what a node has reported to hold."""
+        return self._held.get(node_id, ())
+
+    def _is_whole(self, mark: SnapshotMark) -> bool:
+        fits = mark.lineage in self._lineages and _fits(mark, self._world_size)
+        return fits and len(self._holders[mark]) == mark.shards
+
+
+def _parts(snapshots: Iterable[Snapshot]) -> set[tuple[SnapshotMark, int]]:
+    return {(one.mark, one.shard) for one in snapshots}

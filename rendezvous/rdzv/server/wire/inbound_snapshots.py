@@ -1,0 +1,71 @@
+"""Converts what nodes hold of a job's state to values, bounded and validated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.errors import InvalidRequestError
+from rdzv.server.messages import SnapshotsHeld
+from rdzv.server.settings import bounds
+from rdzv.server.settings.config import Limits
+from rdzv.v1 import rdzv_pb2 as pb
+
+
+def snapshots_held_of(message: pb.SnapshotsHeld, limits: Limits) -> SnapshotsHeld:
+    """Read all that a node holds of a job's state."""
+    return SnapshotsHeld(
+        rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
+        run=bounds.uid("run", message.run, limits),
+        snapshots=_snapshots(message.snapshots, limits.local_world_size, limits),
+    )
+
+
+def readable_snapshots(
+    messages: Collection[pb.Snapshot], local_world_size: int, limits: Limits
+) -> tuple[Snapshot, ...]:
+    """Read what a joining node holds; none if it cannot be read, for a join needs none."""
+    try:
+        return _snapshots(messages, local_world_size, limits)
+    except InvalidRequestError:
+        return ()
+
+
+def mark_of(message: pb.SnapshotMark, limits: Limits) -> SnapshotMark:
+    """Read to which state snapshots belong."""
+    return SnapshotMark(
+        lineage=message.lineage,
+        step=bounds.within("snapshot: step", message.step, 0, limits.steps),
+        series=_printable("snapshot: series", message.series, limits),
+        shards=bounds.within("snapshot: shards", message.shards, 1, limits.shards),
+        world_size=bounds.within("snapshot: world_size", message.world_size, 1, limits.shards),
+    )
+
+
+def _snapshots(
+    messages: Collection[pb.Snapshot], local_world_size: int, limits: Limits
+) -> tuple[Snapshot, ...]:
+    """Read what a node holds of a job's state."""
+    most = limits.snapshots_per_worker * local_world_size
+    if len(messages) > most:
+        raise bounds.refusal("snapshots", len(messages), "are too many", f"hold at most {most}")
+    return tuple(_snapshot(one, limits) for one in messages)
+
+
+def _snapshot(message: pb.Snapshot, limits: Limits) -> Snapshot:
+    mark = mark_of(message.mark, limits)
+    return Snapshot(
+        local_rank=bounds.within(
+            "snapshot: local_rank", message.local_rank, 0, limits.local_world_size - 1
+        ),
+        mark=mark,
+        shard=bounds.within("snapshot: shard", message.shard, 0, mark.shards - 1),
+        bytes=bounds.within("snapshot: bytes", message.bytes, 0, limits.steps),
+        digest=_printable("snapshot: digest", message.digest, limits),
+    )
+
+
+def _printable(what: str, text: str, limits: Limits) -> str:
+    if not text:
+        raise bounds.refusal(what, text, "is empty", "name it")
+    return bounds.label(what, text, limits)

@@ -1,0 +1,102 @@
+"""What a node holds of the state is reported, and its workers hear of what is whole.
+
+The stories drive the pure core as those of `test_agent_machine` do.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from rdzv.agent.core import events
+from rdzv.agent.core.commands import AnnounceWatermark, SayJoin, SaySnapshots, StartWorkers
+from rdzv.agent.server_link import encoding
+from rdzv.core import commands as asked
+from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.v1 import rdzv_pb2 as pb
+from tests.unit.agent import test_agent_encoding
+from tests.unit.agent.test_agent_encoding import NOW_MS, OFFER, heard
+from tests.unit.agent.test_agent_machine import (
+    CONNECTED,
+    JOINED,
+    LOST,
+    RUNNER_LOST,
+    SIGTERM,
+    Node,
+    line,
+    signalled,
+)
+from tests.unit.agent.test_agent_parking import over
+
+
+def mark(step: int, lineage: int = 0) -> SnapshotMark:
+    return SnapshotMark(lineage, step, f"{lineage}.a", 2, 4)
+
+
+def held(*steps: int) -> tuple[Snapshot, ...]:
+    return tuple(Snapshot(n, mark(step), n, 1_000, "f00") for n, step in enumerate(steps))
+
+
+def running(**given: object) -> Node:
+    node = Node()
+    node.hear(CONNECTED, JOINED, events.RoundCompleted(line(**given)))
+    return node
+
+
+def whole(step: int, lineage: int = 0, run: str = "r1") -> events.SnapshotWatermark:
+    return events.SnapshotWatermark(run, mark(step, lineage))
+
+
+def test_each_change_is_reported_and_all_of_it_after_a_reconnect() -> None:
+    node = running()
+    assert node.hear(events.SnapshotsHeld(held(40))) == [SaySnapshots("r1", held(40))]
+    assert node.hear(events.SnapshotsHeld(held(40))) == []
+    assert node.hear(events.SnapshotsHeld(held(40, 50))) == [SaySnapshots("r1", held(40, 50))]
+    assert SaySnapshots("r1", held(40, 50)) in node.hear(LOST, CONNECTED)
+
+
+def test_a_node_that_waits_says_it_with_its_join() -> None:
+    node = running()
+    node.hear(events.SnapshotsHeld(held(40)))
+    node.hear(over(), events.WorkersGone(0))
+    (said,) = node.hear(events.SnapshotsHeld(held(40, 50)))
+    assert isinstance(said, SayJoin)
+    assert said.left_round == 0
+    # The join is made of the state, as is the belief; so nothing is to be said after a reconnect.
+    message = encoding.join(said, node.state, OFFER, NOW_MS, refuse_reuse=False)
+    command = heard(pb.NodeMessage(join=message))
+    assert isinstance(command, asked.Join)
+    assert command.snapshots == held(40, 50)
+    assert not any(isinstance(one, SaySnapshots) for one in node.hear(LOST, CONNECTED))
+
+
+def test_workers_hear_of_newer_marks_alone() -> None:
+    node = running()
+    assert node.hear(whole(40)) == [AnnounceWatermark(mark(40))]
+    assert node.hear(whole(40), whole(30), whole(90, run="r0")) == []
+    assert node.hear(whole(20, lineage=1)) == [AnnounceWatermark(mark(20, 1))]
+    assert node.hear(whole(50)) == []
+
+
+def test_a_round_brings_the_mark_that_it_begins_with() -> None:
+    node, loads = Node(), line(snapshot=mark(40), snapshot_loads=1)
+    told = node.hear(CONNECTED, JOINED, events.RoundCompleted(loads))
+    assert told == [StartWorkers(loads), AnnounceWatermark(mark(40))]
+
+
+def test_what_the_round_begins_with_is_repeated_to_a_server_that_has_forgotten_it() -> None:
+    given = {"snapshot": mark(40), "snapshot_loads": 2, "origin": 1, "lineage": 2}
+    node = running(round_=3, **given)
+    belief = encoding.belief(node.state, OFFER, NOW_MS, refuse_reuse=False)
+    speaker, limits = test_agent_encoding.SPEAKER, test_agent_encoding.LIMITS
+    (resume,) = test_agent_encoding.inbound_nodes.belief_of(belief, speaker, limits).commands
+    assert isinstance(resume, asked.Resume)
+    report = resume.recovery
+    assert report is not None
+    assert {name: getattr(report, name) for name in given} == given
+
+
+@pytest.mark.parametrize("end", [RUNNER_LOST, signalled(SIGTERM)])
+def test_nothing_is_reported_at_the_end(end: events.Event) -> None:
+    node = running()
+    node.hear(events.SnapshotsHeld(held(40)), end)
+    assert node.hear(events.SnapshotsHeld(held(40, 50))) == []

@@ -1,0 +1,313 @@
+"""Which snapshots are whole, and whether a round loads them, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from rdzv.core.events import RoundCompleted, RoundSettled
+from rdzv.core.kept_ranks import Keeping
+from rdzv.core.model import (
+    Cause,
+    KeptWorker,
+    Membership,
+    Offer,
+    Round,
+    RoundEnd,
+    Snapshot,
+    SnapshotMark,
+    Waiting,
+)
+from rdzv.core.rounds.ranks import assign_seats
+from rdzv.core.snapshots import MAX_LOADS, Base, HeldByNodes, WhyNotLoaded, base, newest_whole
+from rdzv.core.spent import Spent
+from rdzv.structs import replace
+from tests.support.builders import SETTINGS, Job, running
+
+WORKERS = 4
+
+
+def mark(text: str) -> SnapshotMark:
+    """Read `4@50`, `4@50b`, `4@50/2` or `4@50/2of8`.
+
+    Lineage, step, series (`a` if it is not said), parts, and workers.
+    """
+    at, _, parts = text.partition("/")
+    lineage, _, step = at.partition("@")
+    shards, _, workers = (parts or "1").partition("of")
+    series = step[-1] if step[-1].isalpha() else "a"
+    number = int(step.removesuffix(series))
+    return SnapshotMark(int(lineage), number, series, int(shards), int(workers or WORKERS))
+
+
+def holds(text: str) -> tuple[Snapshot, ...]:
+    """Read `4@50/2:1`: the mark, and which part it is."""
+    found = []
+    for local_rank, said in enumerate(text.split()):
+        at, _, shard = said.partition(":")
+        found.append(Snapshot(local_rank, mark(at), int(shard or 0)))
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("held", "newest"),
+    [
+        ([], None),
+        ([""], None),
+        (["4@40", "4@50"], "4@50"),
+        (["4@40 4@50", "4@40"], "4@50"),
+        # A part is missing.
+        (["4@50/2:0"], None),
+        (["4@50/2:0 4@50/2:0", "4@50/2:0"], None),
+        (["4@40/2:0 4@50/2:0", "4@40/2:1"], "4@40/2"),
+        # The same step of two lineages is not the same state.
+        (["4@50/2:0", "5@50/2:1"], None),
+        (["4@50/2:0 5@50/2:0", "4@50/2:1"], "4@50/2"),
+        # Other series, other numbers of parts: never mixed.
+        (["4@50a/2:0", "4@50b/2:1"], None),
+        (["4@50/2:0", "4@50/3:1 4@50/3:2"], None),
+        # The newest is that of the latest lineage, whatever its step.
+        (["4@90", "5@60"], "5@60"),
+        (["4@90/2:0 5@60/2:0", "4@90/2:1"], "4@90/2"),
+        # Parts that other workers shared fit no group of this size; a whole state fits all.
+        (["4@50/2of8:0", "4@50/2of8:1"], None),
+        (["4@50/1of8"], "4@50/1of8"),
+        # Lineages before the origin, and those that have not been.
+        (["2@50"], None),
+        (["7@50"], None),
+    ],
+)
+def test_the_newest_whole_mark(held: list[str], newest: str | None) -> None:
+    expected = None if newest is None else mark(newest)
+    assert newest_whole(map(holds, held), range(3, 7), WORKERS) == expected
+
+
+def waits(text: str) -> Waiting:
+    return Waiting(1, Offer("h", local_world_size=2), 0, left_round=4, snapshots=holds(text))
+
+
+LEFT_ASIDE = Base(None, 0, 5, 5, WhyNotLoaded.IN_VAIN)
+NODES = {"n1": "4@50", "n2": ""}
+SEATED = assign_seats((), {n: waits("") for n in NODES}, 2)
+
+
+def decided(
+    held: Mapping[str, str],
+    *,
+    source: int | None = None,
+    loaded: tuple[str, int] | None = None,
+    soon: int = 0,
+    cause: Cause = Cause.WORKER_FAILURE,
+    origin: int = 0,
+) -> Base:
+    """Decide on the snapshots of round 5, after round 4 that had `loaded` some, so many times."""
+    end = RoundEnd(cause, "why", 9, broken=True, settled=True)
+    prior = Round(4, SEATED, "h", 1, True, 0, 5, end=end, origin=origin, lineage=3)
+    if loaded is not None:
+        prior = replace(prior, snapshot=mark(loaded[0]), snapshot_loads=loaded[1])
+    membership = Membership("job", "run", 1, SETTINGS, 0, prior, 5, spent=Spent(soon=soon))
+    joins = [waits(text) for text in held.values()]
+    return base(membership, Keeping(SEATED, source), joins)
+
+
+def test_snapshots_are_loaded_where_no_kept_worker_has_a_state() -> None:
+    assert decided(NODES) == Base(mark("4@50"), 1, 0, 5)
+    # They are only pinned beside a kept worker, which is never older.
+    assert decided(NODES, source=0) == Base(mark("4@50"), 0, 0, 3)
+
+
+def test_a_round_without_a_state_begins_anew() -> None:
+    assert decided({}) == Base(None, 0, 5, 5)
+    # Snapshots from before the last such round are not loaded, even if they are whole again.
+    assert decided({"n1": "3@90"}, origin=4) == Base(None, 0, 5, 5, WhyNotLoaded.OUTDATED)
+    assert decided({"n1": "3@90 4@60"}, origin=4) == Base(mark("4@60"), 1, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        ("", None),
+        ("4@50/2:0", WhyNotLoaded.NOT_WHOLE),
+        ("4@50/2of8:0 4@50/2of8:1", WhyNotLoaded.RESHARDED),
+        ("4@50/2of8:0 3@50/2:0", WhyNotLoaded.NOT_WHOLE),
+        ("2@50", WhyNotLoaded.OUTDATED),
+    ],
+)
+def test_it_is_said_why_none_is_loaded(held: str, why: WhyNotLoaded | None) -> None:
+    assert decided({"n1": held}, origin=3) == Base(None, 0, 5, 5, why)
+
+
+def test_the_first_round_loads_nothing() -> None:
+    membership = Membership("job", "run", 1, SETTINGS, 0, None, 5)
+    assert base(membership, Keeping(SEATED), [waits("")]) == Base(None, 0, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("loads", "soon", "cause", "loads_again"),
+    [
+        (1, MAX_LOADS, Cause.WORKER_FAILURE, True),
+        (MAX_LOADS, MAX_LOADS - 1, Cause.WORKER_FAILURE, True),
+        (MAX_LOADS, MAX_LOADS, Cause.NODE_LOST, True),
+        (MAX_LOADS, MAX_LOADS, Cause.WORKER_FAILURE, False),
+    ],
+)
+def test_snapshots_with_which_rounds_keep_failing_soon_are_left_aside(
+    loads: int, soon: int, cause: Cause, loads_again: bool
+) -> None:
+    found = decided(NODES, loaded=("4@50", loads), soon=soon, cause=cause)
+    assert found == (Base(mark("4@50"), loads + 1, 0, 5) if loads_again else LEFT_ASIDE)
+    # Other ones have not been tried.
+    newer = decided({"n1": "4@60"}, loaded=("4@50", loads), soon=soon, cause=cause)
+    assert newer == Base(mark("4@60"), 1, 0, 5)
+
+
+ROUND = Round(5, SEATED, "h", 1, True, 0, 5, lineage=5)
+
+
+def held_by_two(pinned: str | None = None) -> HeldByNodes:
+    return HeldByNodes(replace(ROUND, snapshot=None if pinned is None else mark(pinned)))
+
+
+def test_a_mark_becomes_whole_with_its_last_part() -> None:
+    held = held_by_two("4@50/2")
+    assert not held.note("n1", holds("4@50/2:0 5@60/2:0"))
+    assert held.note("n2", holds("4@50/2:1 5@60/2:1"))
+    assert held.whole == mark("5@60/2")
+    # Said again, it is nothing new; a part that is lost takes nothing back.
+    assert not held.note("n2", holds("4@50/2:1 5@60/2:1"))
+    assert not held.note("n2", ())
+    assert held.whole == mark("5@60/2")
+    assert not held.note("n1", holds("5@60/2:0 5@70/2:0"))
+    assert held.held_by("n1") == holds("5@60/2:0 5@70/2:0")
+    assert held.note("n2", holds("5@70/2:1"))
+
+
+def test_a_part_that_was_lost_does_not_count() -> None:
+    held = held_by_two()
+    assert not held.note("n1", holds("5@60/2:0"))
+    assert not held.note("n1", holds("5@70/2:0"))
+    assert not held.note("n2", holds("5@60/2:1"))
+    assert held.whole is None
+
+
+@pytest.mark.parametrize("other", ["4@90", "4@90/2:0 4@90/2:1", "6@90", "5@60/2of8:0 5@60/2of8:1"])
+def test_only_the_lineage_of_the_live_round_has_new_marks(other: str) -> None:
+    held = held_by_two("4@50")
+    assert not held.note("n1", holds(other))
+    assert held.whole == mark("4@50")
+
+
+def test_a_lineage_goes_on_in_the_next_round_with_those_who_take_part_in_it() -> None:
+    held = held_by_two()
+    held.note("n1", holds("5@60/2:0"))
+    held.note("n9", holds("5@70/2:1"))
+    carried = HeldByNodes(replace(ROUND, number=6), held)
+    assert not carried.note("n2", holds("5@70/2:0"))
+    assert carried.note("n2", holds("5@60/2:1"))
+    assert carried.whole == mark("5@60/2")
+
+
+# ------------------------------------------------------------------ in a job
+
+
+LASTING = replace(SETTINGS, max_nodes=2, max_restarts=9, restart_backoff_ms=0)
+"""The settings of a job that survives its failures."""
+
+
+def killed(job: Job, n1: str, n2: str, *, at_ms: int = 0) -> None:
+    """End the live round: all workers are killed; both nodes join again with what they hold."""
+    job.pass_until(job.now_ms + at_ms)
+    job.fail("n1")
+    job.stopped("n1", snapshots=held(job, n1))
+    job.stopped("n2", snapshots=held(job, n2))
+
+
+def held(job: Job, text: str) -> tuple[Snapshot, ...]:
+    """Read what `holds` reads, of as many workers as the job has."""
+    workers = job.round.world_size
+    return tuple(replace(one, mark=replace(one.mark, world_size=workers)) for one in holds(text))
+
+
+def test_a_round_of_new_workers_loads_what_is_whole() -> None:
+    job = running("n1", "n2", settings=LASTING)
+    killed(job, "0@40/2:0 0@50/2:0", "0@40/2:1")
+    first = replace(mark("0@40/2"), world_size=2)
+    assert (job.round.snapshot, job.round.snapshot_loads, job.round.origin) == (first, 1, 0)
+    # It is in the record: another server announces the same.
+    job.crash()
+    assert (job.round.snapshot, job.round.snapshot_loads) == (first, 1)
+    job.resume("n1")
+    job.resume("n2")
+    killed(job, "0@40/2:0 1@60/2:0", "0@40/2:1 1@60/2:1")
+    assert job.round.snapshot == replace(mark("1@60/2"), world_size=2)
+    killed(job, "", "1@60/2:1")
+    assert (job.round.snapshot, job.round.origin) == (None, 3)
+    # The node that had the other part is heard again; the job has gone on without it.
+    killed(job, "1@60/2:0", "1@60/2:1")
+    assert (job.round.snapshot, job.round.origin) == (None, 4)
+
+
+def test_whole_snapshots_count_as_progress() -> None:
+    """Rounds that fail soon load them again and again as long as each leaves newer ones."""
+    job = running("n1", "n2", settings=LASTING)
+    for number in range(2 * MAX_LOADS):
+        killed(job, f"{number}@{number + 1}", "")
+        assert (job.round.snapshot_loads, job.membership.spent.soon) == (1, 0)
+    last = job.round.snapshot
+    assert last is not None
+    tries = []
+    for _ in range(MAX_LOADS + 1):
+        killed(job, f"{last.lineage}@{last.step}", "")
+        tries.append(job.round.snapshot_loads)
+    assert tries == [2, 3, 0, 0]
+
+
+def test_kept_workers_win() -> None:
+    job = running("n1", "n2", settings=LASTING)
+    job.fail("n1")
+    job.stopped("n1", snapshots=held(job, "0@50"))
+    job.stopped("n2", snapshots=held(job, "0@50"), kept=(KeptWorker(0, 49),))
+    assert (job.round.source, job.round.resume_step) == (1, 49)
+    assert (job.round.snapshot, job.round.snapshot_loads) == (held(job, "0@50")[0].mark, 0)
+    # The next round has nobody to keep. Its own course began with the first.
+    killed(job, "0@50", "0@50")
+    assert (job.round.snapshot_loads, job.round.origin) == (1, 0)
+
+
+def test_a_lost_shard_of_kept_workers_comes_from_snapshots() -> None:
+    job = running("n1", "n2", settings=LASTING)
+    job.fail("n1")
+    job.stopped("n1", snapshots=held(job, "0@40/2:0"))
+    job.stopped("n2", snapshots=held(job, "0@40/2:1"), kept=(KeptWorker(0, 49, shard=1, shards=2),))
+    assert job.round.source is None
+    assert not any(p.kept for p in job.round.participants)
+    assert (job.round.snapshot_loads, job.round.snapshot) == (1, held(job, "0@40/2:0")[0].mark)
+
+
+def test_snapshots_of_another_run_are_not_taken() -> None:
+    job = Job(LASTING)
+    job.join("n1", "n2", run="", snapshots=holds("0@50"))
+    job.pass_until(LASTING.last_call_timeout_ms)
+    assert job.round.snapshot is None
+
+
+def test_spares_hold_nothing_for_the_participants() -> None:
+    job = running("n1", "n2", settings=LASTING)
+    job.join("n3")
+    job.fail("n1")
+    job.join("n3", run=job.membership.run, snapshots=holds("0@50"))
+    job.stopped("n1", "n2")
+    assert job.round.snapshot is None
+    assert job.seated == ["n1", "n2"]
+
+
+def test_a_later_join_replaces_what_is_held() -> None:
+    job = running("n1", "n2", settings=LASTING)
+    job.fail("n1")
+    job.stopped("n1", snapshots=held(job, "0@40"))
+    job.stopped("n1", round_=0, snapshots=held(job, "0@50"))
+    job.stopped("n2")
+    assert job.round.snapshot == held(job, "0@50")[0].mark
+    assert job.last(RoundCompleted).round == job.round
+    assert job.last(RoundSettled).round == 0
