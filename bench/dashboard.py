@@ -154,7 +154,7 @@ def picture(prometheus: str, marks: Sequence[tuple[float, str]]) -> str:
             (steps("step", scraped(prometheus, "rdzv_job_min_step")[""]),),
         ),
     )
-    title = "make demo, as Prometheus has scraped it"
+    title = "rdzvctl demo, as Prometheus has scraped it"
     shown = [(at - began, name) for at, name in marks]
     return draw.panels(title, "seconds", until - began, drawn, shown)
 

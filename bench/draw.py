@@ -190,13 +190,15 @@ def panels(
         return left + width * value / until
 
     parts = [_text(8, 22, title, weight="bold")]
+    names = []
     for number, (at, name) in enumerate(marks):
         x, y = at_x(at), 40 + 13 * (number % 2)
         parts.append(
             f"<line x1='{x:.1f}' y1='{y + 2}' x2='{x:.1f}' y2='{bottom:.1f}' stroke='{INK}' "
             "stroke-dasharray='2 3'/>"
         )
-        parts.append(_text(x + 3, y + 2, name))
+        names.append(_text(x + 3, y + 2, name))
+    parts += names
     for number, panel in enumerate(drawn):
         y = top + number * (height + gap)
         parts += _panel(panel, at_x, (left, y, width, height))
@@ -295,7 +297,10 @@ def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
 def _page(width: float, height: float, parts: Iterable[str]) -> str:
     size = f"width='{width:.0f}' height='{height:.0f}' viewBox='0 0 {width:.0f} {height:.0f}'"
     inside = "\n".join(parts)
+    # Lines that cross a text end at its edge.
+    halo = f"text {{ paint-order: stroke; stroke: {PAPER}; stroke-width: 4px }}"
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' {size} {FONT}>\n"
+        f"<style>{halo}</style>\n"
         f"<rect width='100%' height='100%' fill='{PAPER}'/>\n{inside}\n</svg>\n"
     )

@@ -183,7 +183,7 @@ def test_a_failure_is_seen_without_reloading(open_page: Open) -> None:
         expect(rounds.nth(1)).to_contain_text("1 of 3")
         # One bar a round, and one for the gap; the gap says why.
         expect(page.locator(".line .ran")).to_have_count(2)
-        expect(page.locator(".line .gap title")).to_contain_text("worker failure: rank 0")
+        expect(page.locator(".line .gap title")).to_contain_text("worker failure: rank 2")
         s.progress("night", "n1", (0, 1200, 2.5), (1, 1204, 2.5))
         expect(page.locator(".progress")).to_contain_text("step 1,200–1,204, 2.50 steps/s")
         expect(page.locator(".progress")).to_contain_text("slowest: RANK 0, 4 steps behind")

@@ -241,7 +241,9 @@ class Served:
         state = await self.driver.views.status(rdzv_id)
         assert state.round is not None
         stream = self._streams[node_id]
-        report = FailureReport(0, 0, 4711, 1, None, message, traceback, 0)
+        (rank,) = (node.rank_first for node in state.nodes if node.node_id == node_id)
+        assert rank is not None
+        report = FailureReport(0, rank, 4711, 1, None, message, traceback, 0)
         fail = Fail(node_id, stream.incarnation, state.run, state.round, (report,))
         await self.driver.commands.hear(stream, rdzv_id, fail)
 

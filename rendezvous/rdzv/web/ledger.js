@@ -3,7 +3,7 @@
 import { ask } from "./ask.js";
 import { fillAnew, h, keyed, mark, put, s } from "./dom.js";
 import { jobPath } from "./stream.js";
-import { clock, counted, duration, hours, moment, orNone } from "./words.js";
+import { clock, counted, hours, moment, orNone, took } from "./words.js";
 
 const WIDE = 1000;
 const HIGH = 30;
@@ -25,7 +25,7 @@ export function together(intervals, least) {
 
 function about(one) {
   const owed = one.cause ? `: ${one.cause}${one.node_id ? ` on ${one.node_id}` : ""}` : "";
-  return `${one.phase}, ${duration(one.until_unix_ms - one.from_unix_ms)} from ${clock(one.from_unix_ms)}${one.round === null ? "" : `, round ${one.round}`}${owed}`;
+  return `${one.phase}, ${took(one.until_unix_ms - one.from_unix_ms)} from ${clock(one.from_unix_ms)}${one.round === null ? "" : `, round ${one.round}`}${owed}`;
 }
 
 export class Ledger {
@@ -47,7 +47,7 @@ export class Ledger {
       this.note,
       this.band,
       this.ends,
-      h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "unseen" }, "Time by phase"), h("thead", {}, h("tr", {}, ["Phase", "Time", "Share"].map((head) => h("th", { scope: "col" }, head)))), this.rows)),
+      h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "unseen" }, "Time by phase"), h("thead", {}, h("tr", {}, ["Phase", "Time", "Share"].map((head, at) => h("th", { scope: "col", class: at ? "n" : null }, head)))), this.rows)),
       this.costs,
       this.comebacks,
     );
@@ -112,10 +112,10 @@ export class Ledger {
     const costs = ledger.costs.filter((cost) => cost.cause).slice(0, 5);
     fillAnew(
       this.costs,
-      costs.map((cost) => h("li", {}, h("b", {}, `${cost.cause}${cost.node_id ? ` on ${cost.node_id}` : ""}`), h("span", { class: "dim" }, `${cost.times === 1 ? "once" : `${cost.times} times`}, ${duration(cost.ms)}, ${hours(cost.node_ms)} node-hours`))),
+      costs.map((cost) => h("li", {}, h("b", {}, `${cost.cause}${cost.node_id ? ` on ${cost.node_id}` : ""}`), h("span", { class: "dim" }, `${cost.times === 1 ? "once" : `${cost.times} times`}, ${took(cost.ms)}, ${hours(cost.node_ms)} node-hours`))),
     );
     this.costs.hidden = !costs.length;
-    const back = ledger.comebacks.map((one) => `${duration(one.ms / one.times)} with workers ${one.way} (${one.times === 1 ? "once" : `${one.times} times`})`);
+    const back = ledger.comebacks.map((one) => `${took(one.ms / one.times)} with workers ${one.way} (${one.times === 1 ? "once" : `${one.times} times`})`);
     put(this.comebacks, back.length ? `Until it trained again: ${back.join(", ")}.` : "");
     this.tick();
   }
@@ -135,7 +135,7 @@ export class Ledger {
     const whole = ledger.wall_ms + more;
     const percent = (ms) => (whole ? `${((100 * ms) / whole).toFixed(1)} %` : "–");
     const most = !ledger.steps_reported && phases.training ? "at most " : "";
-    put(this.share, `Goodput ${most}${percent(phases.training)}: ${duration(phases.training)} of ${duration(whole)} were training.${ledger.steps_redone ? ` ${counted(ledger.steps_redone, "step")} redone.` : ""}`);
+    put(this.share, `Goodput ${most}${percent(phases.training)}: ${took(phases.training)} of ${took(whole)} were training.${ledger.steps_redone ? ` ${counted(ledger.steps_redone, "step")} redone.` : ""}`);
     const scale = whole ? WIDE / whole : 0;
     keyed(
       this.band,
@@ -156,7 +156,7 @@ export class Ledger {
       ([phase]) => phase,
       ([phase]) => h("tr", {}, h("th", { scope: "row" }, h("i", { class: "swatch", "data-phase": phase }), phase), h("td", { class: "n" }), h("td", { class: "n" })),
       (row, [, ms]) => {
-        put(row.children[1], duration(ms));
+        put(row.children[1], took(ms));
         put(row.children[2], percent(ms));
       },
     );

@@ -22,7 +22,7 @@ export class NodeView {
       "section",
       { class: "card", "aria-labelledby": "gpus" },
       h("h2", { id: "gpus" }, "GPUs"),
-      h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["#", "Name", "Memory", "UUID"].map((name) => h("th", { scope: "col" }, name)))), this.gpus)),
+      h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["#", "Name", "Memory", "UUID"].map((name, at) => h("th", { scope: "col", class: at % 2 ? null : "n" }, name)))), this.gpus)),
     );
     this.bad = h("input", { id: "bad", type: "checkbox", onchange: () => this.drawPast() });
     this.again = h("button", { type: "button", onclick: () => this.read() }, "Read what is kept");
@@ -67,7 +67,7 @@ export class NodeView {
     put(this.said, shown.length ? "" : "Nothing is kept of it.");
     fillAnew(
       this.past,
-      shown.map((event) => h("tr", {}, h("td", { class: "mono" }, moment(event.unix_ms)), h("td", {}, h("a", { href: jobLink(event.rdzv_id) }, event.rdzv_id)), h("td", { class: "dim" }, event.name), h("td", {}, event.text))),
+      shown.map((event) => h("tr", {}, h("td", { class: "mono" }, moment(event.unix_ms)), h("td", {}, h("a", { href: jobLink(event.rdzv_id) }, event.rdzv_id)), h("td", { class: "st dim" }, event.name), h("td", {}, event.text))),
     );
   }
 

@@ -3,7 +3,7 @@
 import { ask } from "./ask.js";
 import { fillAnew, h, put } from "./dom.js";
 import { jobLink, nodeLink } from "./fleet.js";
-import { duration, hours } from "./words.js";
+import { hours, took } from "./words.js";
 
 const SINCE = { 24: "1 day", 168: "7 days", 720: "30 days" };
 const MOST = 20; // Rows of a table; rdzvctl report has all of them.
@@ -14,7 +14,7 @@ function table(title, heads, rows) {
   const left = rows.length - MOST;
   return h(
     "section",
-    { class: "card", "aria-label": title },
+    { class: heads.length > 5 ? "card wide" : "card", "aria-label": title },
     h("h2", {}, title),
     rows.length
       ? h(
@@ -32,7 +32,7 @@ function table(title, heads, rows) {
   );
 }
 
-const lossRow = (name, one) => [name, one.times, duration(one.ms), hours(one.node_ms), hours(one.gpu_ms)];
+const lossRow = (name, one) => [name, one.times, took(one.ms), hours(one.node_ms), hours(one.gpu_ms)];
 
 export class ReportView {
   constructor() {
@@ -84,8 +84,8 @@ export class ReportView {
       this.cards,
       table("Which causes cost most", ["Cause", ...heads], report.causes.map((one) => lossRow(one.name || "the start", one))),
       table("Which nodes cost most", ["Node", ...heads], report.nodes.map((one) => lossRow(h("a", { href: nodeLink(one.name) }, one.name), one))),
-      table("Where the time went", ["Phase", "Time", "Share"], Object.entries(report.phases).filter(([, ms]) => ms).map(([phase, ms]) => [h("span", {}, h("i", { class: "swatch", "data-phase": phase }), phase), duration(ms), `${((100 * ms) / spent).toFixed(1)} %`])),
-      table("Jobs", ["Job", "Runs", "Time", "Goodput", "Lost node-hours", "Lost GPU-hours"], report.jobs.map((job) => [h("a", { href: jobLink(job.rdzv_id) }, job.rdzv_id), job.runs, duration(job.wall_ms), share(job.goodput, job.steps_reported), hours(job.lost_node_ms), hours(job.lost_gpu_ms)])),
+      table("Where the time went", ["Phase", "Time", "Share"], Object.entries(report.phases).filter(([, ms]) => ms).map(([phase, ms]) => [h("span", {}, h("i", { class: "swatch", "data-phase": phase }), phase), took(ms), `${((100 * ms) / spent).toFixed(1)} %`])),
+      table("Jobs", ["Job", "Runs", "Time", "Goodput", "Lost node-hours", "Lost GPU-hours"], report.jobs.map((job) => [h("a", { href: jobLink(job.rdzv_id) }, job.rdzv_id), job.runs, took(job.wall_ms), share(job.goodput, job.steps_reported), hours(job.lost_node_ms), hours(job.lost_gpu_ms)])),
     );
   }
 }

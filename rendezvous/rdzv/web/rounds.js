@@ -1,7 +1,7 @@
 // How the rounds of a run came and went: a line of them, and a table that says the same in words.
 
 import { h, icon, keyed, mark, put, s, shape, tone } from "./dom.js";
-import { clock, duration, moment } from "./words.js";
+import { clock, duration, moment, took } from "./words.js";
 
 const WIDE = 1000;
 const HIGH = 44;
@@ -114,7 +114,7 @@ export class Rounds {
         mark(rect, "x", part.x.toFixed(1));
         mark(rect, "width", Math.max(part.wide - 1, 1).toFixed(1));
         mark(element, "data-tone", part.gap ? tone(part.cause) : part.round.ended === null ? "good" : "idle");
-        put(element.firstChild, part.gap ? `${part.round.cause}: ${part.round.reason}; ${duration(part.ms)} until the next round` : `round ${part.round.number}: ${duration(part.ms)}`);
+        put(element.firstChild, part.gap ? `${part.round.cause}: ${part.round.reason}; ${took(part.ms)} until the next round` : `round ${part.round.number}: ${duration(part.ms)}`);
       },
     );
     keyed(

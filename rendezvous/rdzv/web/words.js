@@ -1,6 +1,6 @@
 // Numbers and times in words, as rdzvctl has them.
 
-/** "0.5 s", "12 s", "9 min 48 s", "2 h 1 min", "3 d 4 h". */
+/** For how long something has gone on: "0 s", "12 s", "9 min 48 s", "2 h 1 min", "3 d 4 h". */
 export function duration(ms) {
   if (!(ms > 0)) return "0 s";
   const seconds = Math.floor(ms / 1000);
@@ -10,6 +10,9 @@ export function duration(ms) {
   if (hours < 24) return `${hours} h ${minutes % 60} min`;
   return `${days} d ${hours % 24} h`;
 }
+
+/** How long something took: "0.5 s", "12 s". */
+export const took = (ms) => (ms < 10_000 ? `${(ms / 1000).toFixed(1)} s` : duration(1000 * Math.round(ms / 1000)));
 
 /** A reason as it reads so much later: of the times in it, what is left has shrunk, what is past has grown. */
 export function aged(reason, times, more) {
