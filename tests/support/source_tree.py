@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,19 @@ def sources() -> tuple[tuple[Path, str], ...]:
 
 @functools.cache
 def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return parsed_text(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def parsed_text(text: str) -> ast.Module:
+    """Parse a text while the collector, which would visit all nodes again and again, rests."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:

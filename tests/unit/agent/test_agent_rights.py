@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.source_tree import statements
+from tests.support.source_tree import parsed_text, statements
 
 AGENT = Path(__file__).parents[3] / "agent" / "rdzv" / "agent"
 
@@ -326,19 +326,19 @@ class Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self.called.add(node.func)
-        name = last(ast.unparse(node.func))
+        name = last(written(node.func))
         if name in FUNCTIONS or (isinstance(node.func, ast.Name) and name == "open"):
             self._found(name)
-        elif isinstance(node.func, ast.Attribute) and not is_of_module(ast.unparse(node.func)):
+        elif isinstance(node.func, ast.Attribute) and not is_of_module(written(node.func)):
             is_path_replace = name == "replace" and len(node.args) == 1 and not node.keywords
             if name in METHODS or is_path_replace:
-                self._found(ast.unparse(node.func))
+                self._found(written(node.func))
         if name in self.takes and not says_whose(node):
             self._found(f"{name}(), which is not told whose")
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        text = ast.unparse(node)
+        text = written(node)
         if is_of_module(text) and text not in ("os.path", *NO_PATH):
             self._found(text)
         if text.startswith("Path.") and node.attr in METHODS and node not in self.called:
@@ -421,7 +421,7 @@ def unguarded(texts: dict[str, str] | None = None) -> Counter[str]:
 
 @cache
 def unguarded_in(name: str, text: str, takes: frozenset[str]) -> tuple[str, ...]:
-    tree, module = ast.parse(text), Module(name)
+    tree, module = parsed_text(text), Module(name)
     module.private = {
         function.name for function in functions(tree) if function.name.startswith("_")
     }
@@ -433,7 +433,7 @@ def unguarded_in(name: str, text: str, takes: frozenset[str]) -> tuple[str, ...]
 def who_take(text: str) -> frozenset[str]:
     """Name the functions and classes of a module that do something for an account."""
     found = set()
-    for node in ast.parse(text).body:
+    for node in parsed_text(text).body:
         if isinstance(node, ast.ClassDef):
             if any(method.name == "__init__" and takes_whose(method) for method in functions(node)):
                 found.add(node.name)
@@ -445,11 +445,20 @@ def who_take(text: str) -> frozenset[str]:
 def takes_whose(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     arguments = (*function.args.args, *function.args.kwonlyargs)
     # `server_link` has another Identity, which is a node's.
-    return any(one.arg in WHOSE and "| None" in written(one) for one in arguments)
+    return any(
+        one.arg in WHOSE and one.annotation is not None and "| None" in written(one.annotation)
+        for one in arguments
+    )
 
 
-def written(argument: ast.arg) -> str:
-    return "" if argument.annotation is None else ast.unparse(argument.annotation)
+def written(expression: ast.expr) -> str:
+    """Return the text of an expression; most are names with dots, which need no `unparse`."""
+    match expression:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=ast.Name() | ast.Attribute() as value, attr=name):
+            return f"{written(value)}.{name}"
+    return ast.unparse(expression)
 
 
 # ---------------------------------------------------------------------- the tests

@@ -243,6 +243,7 @@ PODS = st.builds(
 ORDERS = st.sampled_from([{}, cordoned("by ada"), drained("by ada", 5), leaving()])
 
 
+@pytest.mark.slow
 @given(st.lists(MACHINES, max_size=1), st.lists(PODS, max_size=1), ORDERS, ORDERS)
 def test_a_plan_is_carried_out_once_and_takes_back_only_its_own(
     machines: list[Machine], pods: list[Pod], of_agent: dict[str, Any], of_pod: dict[str, Any]

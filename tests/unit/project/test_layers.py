@@ -283,10 +283,18 @@ def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
         for child in ast.iter_child_nodes(left.pop()):
             if isinstance(child, ast.expr):
                 continue  # No import is inside one.
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            if isinstance(child, ast.If) and is_for_types(child.test):
                 continue
             yield child
             left.append(child)
+
+
+def is_for_types(test: ast.expr) -> bool:
+    return any(
+        getattr(node, "id", None) == "TYPE_CHECKING"
+        or getattr(node, "attr", None) == "TYPE_CHECKING"
+        for node in ast.walk(test)
+    )
 
 
 def is_below(module: str, names: frozenset[str]) -> bool:

@@ -175,10 +175,10 @@ class ElasticBatchSampler:
         return taken[begin : begin + share + (rank < more)], position + count
 
     def _order(self) -> list[int]:
-        import torch
-
         if not self.shuffle:
             return list(range(self.size))
+        import torch
+
         generator = torch.Generator().manual_seed((self.seed << 20) + self.epoch)
         order: list[int] = torch.randperm(self.size, generator=generator).tolist()
         return order
