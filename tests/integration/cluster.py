@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forked_programs import Fork, Forked, forked_programs
 from ports import free_port
 from waiting import pause_s
 
@@ -23,12 +27,45 @@ from rdzv.transport.channels import PLAIN
 from rdzv.view.answers import JobStatus
 
 if TYPE_CHECKING:
-    from ready_torchrun import Forked, Start
+    from ready_torchrun import Start
 
 BIN = Path(sys.executable).parent
 WORKERS = Path(__file__).with_name("workers")
 DEADLINE_S = 100.0
 JOB = "job"
+_MODULES = (
+    *("rdzv.agent.run", "rdzv.agent.__main__", "rdzv.agent.job.job_driver", "rdzv.agent.node.node"),
+    *("rdzv.server.__main__", "rdzv.server.driver", "rdzv.server.replication.replica"),
+    *("rdzv.server.rpc.grpc_listener", "rdzv.server.http.listener", "rdzv.stores.sqlite"),
+    *("rdzv.c10d.facade", "rdzv.ctl.__main__", "rdzv.client", "rdzv.ctl.as_text"),
+    "rdzv.view.as_json",
+)
+"""What the programs import at their start and soon after, which is most of what a start costs."""
+
+
+@functools.cache
+def ready() -> Fork:
+    """Have our programs ready to be forked, until this process ends."""
+    opened = contextlib.ExitStack()
+    atexit.register(opened.close)
+    folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+    # As the programs have them at the start of an interpreter, and as gRPC is imported.
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "NONE"}
+    return opened.enter_context(forked_programs(folder, environ, _MODULES))
+
+
+def fork(
+    program: str,
+    args: Sequence[str],
+    environ: Mapping[str, str],
+    streams: Sequence[int],
+    cwd: Path | None = None,
+) -> Forked:
+    """Start one of our programs, with descriptors of its standard streams.
+
+    It is forked, and else as if it had been executed; see `forked_programs` for the difference.
+    """
+    return ready()([str(BIN / program), *args], cwd or Path.cwd(), environ, streams)
 
 
 class Node:
@@ -77,7 +114,7 @@ class Cluster:
         self.finish_file = folder / "finish"
         self.mark = uuid.uuid4().hex
         self.nodes: list[Node] = []
-        self.server: subprocess.Popen[str] | None = None
+        self.server: subprocess.Popen[str] | Forked | None = None
         self.endpoint = ""
         self.credentials = PLAIN
         """What the test itself connects with."""
@@ -86,10 +123,19 @@ class Cluster:
 
     def start_server(self, *options: str, listen: str = "") -> None:
         """Start rdzvd on a free port; again, on the port and data that it had before."""
-        command = [str(BIN / "rdzvd"), "--data-dir", str(self.folder / "data")]
-        command += ["--listen", listen or self.endpoint or f"127.0.0.1:{free_port()}"]
-        command += [*self.server_options, *options]
-        self.start_server_by(command)
+        args = ["--data-dir", str(self.folder / "data")]
+        args += ["--listen", listen or self.endpoint or f"127.0.0.1:{free_port()}"]
+        self.server = self.start_rdzvd(*args, *self.server_options, *options)
+        self._wait_until_ready()
+
+    def start_rdzvd(self, *args: str) -> Forked:
+        """Start a rdzvd, and leave what it writes to be read."""
+        reads, writes = os.pipe()
+        with (self.folder / "rdzvd.log").open("a") as log:
+            server = fork("rdzvd", args, self.environ(), (0, writes, log.fileno()))
+        os.close(writes)
+        server.stdout = os.fdopen(reads)
+        return server
 
     def start_server_by(self, command: list[str]) -> None:
         """Start rdzvd by a command of the caller's, and wait until it is ready."""
@@ -97,6 +143,10 @@ class Cluster:
             self.server = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=self.environ()
             )
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        assert self.server is not None
         assert self.server.stdout is not None
         ready = self.server.stdout.readline()
         assert ready.startswith("rdzvd ready: listening on "), self.server_log
@@ -129,8 +179,7 @@ class Cluster:
         cwd: Path | None = None,
     ) -> Node:
         """Start one rdzvrun of the job."""
-        command = [
-            str(BIN / "rdzvrun"),
+        words = [
             f"--rdzv-endpoint={self.endpoint}",
             f"--rdzv-id={JOB}",
             f"--nnodes={nnodes}",
@@ -141,7 +190,12 @@ class Cluster:
             str(WORKERS / worker),
             *args,
         ]
-        return self.start(name, command, environ=environ, cwd=cwd)
+        output = self.folder / f"{name}-{len(self.nodes)}.log"
+        with output.open("w") as log:
+            streams = (0, log.fileno(), log.fileno())
+            process = fork("rdzvrun", words, {**self.environ(), **(environ or {})}, streams, cwd)
+        self.nodes.append(Node(name, process, output))
+        return self.nodes[-1]
 
     def start(
         self,
@@ -187,16 +241,23 @@ class Cluster:
         stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
         """Run one of our programs to its end."""
-        return subprocess.run(
-            [str(BIN / program), *args],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            env={**self.environ(), **(environ or {})},
-            cwd=cwd or self.folder,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        with contextlib.ExitStack() as stack:
+            given, out, err = (
+                stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", newline=""))
+                for _ in range(3)
+            )
+            given.write(stdin)
+            given.seek(0)
+            streams = [file.fileno() for file in (given, out, err)]
+            environ = {**self.environ(), **(environ or {})}
+            process = fork(program, args, environ, streams, cwd or self.folder)
+            try:
+                code = process.wait(DEADLINE_S)
+            finally:
+                process.kill()
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess([program, *args], code, out.read(), err.read())
 
     def environ(self) -> dict[str, str]:
         """Return the environment of everything that is started here."""

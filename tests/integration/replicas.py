@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-from cluster import BIN, Cluster
+from cluster import Cluster
 from etcd_cluster import EtcdCluster
+from forked_programs import Forked
 from ports import free_ports
 
 from rdzv.client import ControlClient, parse_endpoint
@@ -28,19 +28,12 @@ class Replicas(Cluster):
         }
         self.endpoint = ",".join(self.addresses)
         self.etcd = ",".join(str(member.endpoint) for member in etcd.members)
-        self.rdzvds: dict[str, subprocess.Popen[str]] = {}
+        self.rdzvds: dict[str, Forked] = {}
 
     def start_replica(self, address: str, *options: str) -> None:
-        command = [str(BIN / "rdzvd"), "--store=etcd", f"--etcd-endpoints={self.etcd}"]
-        command += [f"--listen={address}", f"--http={self.http[address].removeprefix('http://')}"]
-        with (self.folder / "rdzvd.log").open("a") as log:
-            self.rdzvds[address] = subprocess.Popen(
-                [*command, *options],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=self.environ(),
-            )
+        args = ["--store=etcd", f"--etcd-endpoints={self.etcd}", f"--listen={address}"]
+        args += [f"--http={self.http[address].removeprefix('http://')}"]
+        self.rdzvds[address] = self.start_rdzvd(*args, *options)
         stdout = self.rdzvds[address].stdout
         assert stdout is not None
         assert stdout.readline().startswith("rdzvd ready: listening on "), self.describe()
