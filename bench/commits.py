@@ -151,12 +151,12 @@ class Node:
     async def read(self) -> None:
         """Take in what is told, for ever."""
         stream = self.stream
-        while True:
-            told = await stream.next()
-            if isinstance(told, Assignment):
-                self.line = told
-            elif isinstance(told, Closed):
-                self.closed = True
+        while several := await stream.outbox.take():
+            for told in several:
+                if isinstance(told, Assignment):
+                    self.line = told
+                elif isinstance(told, Closed):
+                    self.closed = True
 
     @property
     def round(self) -> int:

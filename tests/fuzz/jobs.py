@@ -127,7 +127,7 @@ def _try(folder: Path, request: pb.SubmitJobRequest) -> None:
 
 def _place(folder: Path, rdzv_id: str, command: Submit) -> None:
     told = Placed(rdzv_id, command.run, command.spec)
-    message = outbound.server_message(told, 1, "1.2.3", 0)
+    message = outbound.server_message([told], 1, "1.2.3", 0)
     placed = agent_wire.placed(pb.ServerMessage.FromString(message.SerializeToString()).placed)
     if placed.spec != command.spec:
         raise FoundError(f"a node hears of another job than was submitted: {placed.spec!r:.300}")

@@ -463,12 +463,12 @@ class Server:
         stream.close()
 
     async def _write(self, door: _Door, stream: Stream) -> None:
-        while True:
-            told = await stream.next()
-            message = outbound.server_message(
-                told, self.driver.leadership, "simulated", self.process.now_ms()
-            )
-            door.connection.down(message)
+        while several := await stream.outbox.take():
+            for told in several:
+                message = outbound.server_message(
+                    [told], self.driver.leadership, "simulated", self.process.now_ms()
+                )
+                door.connection.down(message)
 
     async def _end(self, door: _Door, stream: Stream) -> None:
         error = await stream.ended()

@@ -185,27 +185,30 @@ class Served:
 
     async def _read(self, stream: Stream) -> None:
         """Take in what a node is told, and answer when it is asked for logs."""
-        while True:
-            told: Announcement = await stream.next()
-            if isinstance(told, ReadLog):
-                rank = told.rank or 0
-                written = self.logs.get(stream.node_id, b"")
-                for data, last in ((written, False), (b"", True)):
-                    piece = LogPiece(
-                        request=told.request,
-                        rank=rank,
-                        local_rank=0,
-                        stderr=False,
-                        round=told.round or 0,
-                        offset=0,
-                        data=data,
-                        last=last and not told.follow,
-                        error="",
-                    )
-                    self.driver.reports.take_log(stream, piece)
-            elif isinstance(told, TakeStacks):
-                await self._looked_at.wait()
-                await self._say_stacks(stream, told)
+        while several := await stream.outbox.take():
+            for told in several:
+                await self._hear(stream, told)
+
+    async def _hear(self, stream: Stream, told: Announcement) -> None:
+        if isinstance(told, ReadLog):
+            rank = told.rank or 0
+            written = self.logs.get(stream.node_id, b"")
+            for data, last in ((written, False), (b"", True)):
+                piece = LogPiece(
+                    request=told.request,
+                    rank=rank,
+                    local_rank=0,
+                    stderr=False,
+                    round=told.round or 0,
+                    offset=0,
+                    data=data,
+                    last=last and not told.follow,
+                    error="",
+                )
+                self.driver.reports.take_log(stream, piece)
+        elif isinstance(told, TakeStacks):
+            await self._looked_at.wait()
+            await self._say_stacks(stream, told)
 
     async def _say_stacks(self, stream: Stream, asked: TakeStacks) -> None:
         state = await self.driver.views.status(asked.rdzv_id)

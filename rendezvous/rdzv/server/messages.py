@@ -49,6 +49,8 @@ class Hello:
     """Where its agent serves /metrics, as HOST:PORT; empty if other machines cannot reach it."""
     draining: Draining | None = None
     """Set if the node is about to leave all its jobs."""
+    takes_several: bool = False
+    """Whether it reads several messages in one."""
 
 
 @struct(frozen=True)

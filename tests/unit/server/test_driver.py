@@ -270,8 +270,7 @@ def running(stream: Stream, line: Assignment) -> Belief:
 
 def read(stream: Stream) -> list[Announcement]:
     """Take everything out of a stream's outbox."""
-    queue = stream._outbox
-    return [queue.get_nowait() for _ in range(queue.qsize())]
+    return stream.outbox.take_now()
 
 
 async def end_of(stream: Stream) -> RendezvousError | None:

@@ -726,17 +726,17 @@ def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
 )
 def test_what_nodes_are_told(told: Announcement, expected: pb.ServerMessage) -> None:
     expected.leadership = 3
-    assert outbound.server_message(told, 3, "1.2", 5_000) == expected
+    assert outbound.server_message([told], 3, "1.2", 5_000) == expected
 
 
 def test_every_enum_of_the_core_has_its_place_on_the_wire() -> None:
     for cause in Cause:
         over = RoundOver("j", "r", 0, RoundEnd(cause, "", 0, False))
-        assert outbound.server_message(over, 1, "", 0).round_ended.cause == pb.Cause.Value(
+        assert outbound.server_message([over], 1, "", 0).round_ended.cause == pb.Cause.Value(
             cause.name
         )
     for result in Result:
-        closed = outbound.server_message(Closed("j", "r", Ended(result, "", 0)), 1, "", 0).closed
+        closed = outbound.server_message([Closed("j", "r", Ended(result, "", 0))], 1, "", 0).closed
         assert pb.Result.Name(closed.result) == f"RESULT_{result.name}"
         assert not closed.HasField("root_cause")
 

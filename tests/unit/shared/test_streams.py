@@ -14,7 +14,7 @@ def said(*messages: Announcement) -> list[Announcement]:
     stream = Stream(1, "n1", 1, 10)
     for message in messages:
         stream.send(message)
-    return [stream._outbox.get_nowait() for _ in range(stream._outbox.qsize())]
+    return stream.outbox.take_now()
 
 
 async def test_what_only_repeats_the_last_message_about_a_job_is_left_out() -> None:

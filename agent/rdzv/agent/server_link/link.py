@@ -356,20 +356,25 @@ class ServerLink:
             if message.leadership < self._leadership:
                 return f"a server was deposed (leadership {message.leadership})"
             self._leadership = message.leadership
-            if message.HasField("welcome"):
-                self._greet(endpoint, message.welcome)
-            elif message.HasField("lease"):
-                self._take_lease(message.lease.lease_ms, message.lease.heartbeat_interval_ms)
-                for job in list(self._jobs.values()):
-                    job.post(events.Ticked())  # Something in it may depend on the lease.
-            elif message.HasField("heard"):
-                self._proofs.note_heard(message.heard.number, message.heard.clock_us)
-            elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
-                return f"the server cannot do it now: {message.refused.message}"
-            else:
-                self._inbox.take(message)
+            for one in (message, *message.more):
+                if one.HasField("refused") and one.refused.code not in FINAL_REFUSALS:
+                    return f"the server cannot do it now: {one.refused.message}"
+                self._hear(endpoint, one)
             message = await _read(call)
         return "the server ended the stream"
+
+    def _hear(self, endpoint: Endpoint, message: pb.ServerMessage) -> None:
+        """Process one message of the server."""
+        if message.HasField("welcome"):
+            self._greet(endpoint, message.welcome)
+        elif message.HasField("lease"):
+            self._take_lease(message.lease.lease_ms, message.lease.heartbeat_interval_ms)
+            for job in list(self._jobs.values()):
+                job.post(events.Ticked())  # Something in it may depend on the lease.
+        elif message.HasField("heard"):
+            self._proofs.note_heard(message.heard.number, message.heard.clock_us)
+        else:
+            self._inbox.take(message)
 
     def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
         self._incarnation = welcome.incarnation
@@ -449,6 +454,7 @@ class ServerLink:
             else None,
             metrics=self.metrics_address,
             draining=encoding.draining(self.drain),
+            takes_several=True,
         )
 
 

@@ -65,6 +65,8 @@ class Replica:
             NotLeaderError: this server does not lead.
 
         """
+        if self.proven:
+            return self.driver
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self.proven and not self._not_leader().leader:

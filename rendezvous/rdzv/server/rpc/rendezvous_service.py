@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from rdzv.errors import (
 from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
 from rdzv.server.messages import (
+    Announcement,
     Belief,
     Heard,
     Holdings,
@@ -49,6 +51,9 @@ from rdzv.version import VERSION
 Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 Said = tuple[str, Command] | Holdings
 Inbox = asyncio.Queue[Said | None]
+
+LAST_WRITE_S = 1.0
+"""How long a write may still take once its stream has ended."""
 
 _SHOWN = 3
 """How many kinds of reports about a job a conversation keeps until it can process them."""
@@ -106,10 +111,6 @@ class Conversation:
         hello = inbound_nodes.hello_of(message, self._limits)
         stream = self._driver.connections.attach(hello, callers.present.get())
         try:
-            # They are sent explicitly. If the first write is cut short, gRPC does not know that it
-            # has sent them; it then fails to send them with the final status, and the node gets no
-            # status.
-            await context.send_initial_metadata(())
             end = await self._serve(stream, message.beliefs, context)
         except grpc.aio.BaseError:
             end = None
@@ -141,12 +142,11 @@ class Conversation:
             running = [
                 tasks.create_task(self._read(stream, inbox, context)),
                 tasks.create_task(self._obey(stream, beliefs, inbox)),
-                tasks.create_task(self._write(stream, context)),
             ]
-            end = await stream.ended()
+            await self._write(stream, context)
             for task in running:
                 task.cancel()
-        return end
+        return await stream.ended()
 
     async def _read(self, stream: Stream, inbox: Inbox, context: Context) -> None:
         """Read the node's messages; each renews the lease at once, even while the store is away."""
@@ -306,20 +306,35 @@ class Conversation:
                 stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     async def _write(self, stream: Stream, context: Context) -> None:
-        while True:
-            told = await stream.next()
-            if not self._replica.proven:
-                # Another server may lead by now and have sent a different state.
-                stream.close(RendezvousConnectionError("this server cannot prove that it leads"))
-                return
-            message = outbound.server_message(
-                told, self._driver.leadership, self._version, self._clock.now_ms()
-            )
-            try:
-                await context.write(message)
-            except grpc.aio.BaseError:
-                stream.close()
-                return
+        """Write the messages to a node, until its stream ends.
+
+        A write that is in progress then has a moment to finish. Cut short, the first one would cost
+        the node the reason for the end: gRPC does not know whether that write has sent the initial
+        metadata, and fails to send them again before the final status.
+        """
+        loop = asyncio.get_running_loop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit:
+                stream.on_end(lambda: limit.reschedule(loop.time() + LAST_WRITE_S))
+                while told := await stream.outbox.take():
+                    if not self._replica.proven:
+                        # Another server may lead by now and have sent a different state.
+                        unproven = "this server cannot prove that it leads"
+                        stream.close(RendezvousConnectionError(unproven))
+                    for together in [told] if stream.takes_several else [[one] for one in told]:
+                        if stream.open:
+                            await self._write_together(together, stream, context)
+
+    async def _write_together(
+        self, told: Sequence[Announcement], stream: Stream, context: Context
+    ) -> None:
+        message = outbound.server_message(
+            told, self._driver.leadership, self._version, self._clock.now_ms()
+        )
+        try:
+            await context.write(message)
+        except grpc.aio.BaseError:
+            stream.close()
 
 
 async def _receive(context: Context) -> pb.NodeMessage | None:

@@ -94,6 +94,7 @@ class Connections:
             self._meter.sent,
             caller,
             Instance(hello.instance, hello.fence_after_ms),
+            takes_several=hello.takes_several,
         )
         self._callers[hello.node_id] = caller.name
         self._meter.stream_opened()

@@ -27,6 +27,7 @@ from rdzv.server.messages import (
     Waiting,
 )
 from rdzv.server.security.callers import ANYBODY, Caller
+from rdzv.server.sessions.outbox import Outbox
 
 
 class Stream:
@@ -44,6 +45,8 @@ class Stream:
         on_send: Callable[[], None] = lambda: None,
         caller: Caller = ANYBODY,
         instance: Instance = UNKNOWN_INSTANCE,
+        *,
+        takes_several: bool = False,
     ) -> None:
         self.number = number
         self.node_id = node_id
@@ -54,7 +57,9 @@ class Stream:
         self._on_send = on_send
         self.greeted = False
         """Whether all of the node's beliefs were handled."""
-        self._outbox: asyncio.Queue[Announcement] = asyncio.Queue(limit)
+        self.takes_several = takes_several
+        """Whether the node reads several messages in one."""
+        self.outbox = Outbox(limit, lingers=takes_several)
         self._last: dict[str, Announcement] = {}
         self._ended: asyncio.Future[RendezvousError | None] = (
             asyncio.get_running_loop().create_future()
@@ -72,13 +77,12 @@ class Stream:
         """
         if not self.open or (self._repeats(told) and not again):
             return
-        try:
-            self._outbox.put_nowait(told)
+        if self.outbox.put(told):
             self._on_send()
-        except asyncio.QueueFull:
+        else:
             self.close(
                 LimitExceededError(
-                    f"{self.node_id} reads its stream too slowly: {self._outbox.maxsize} messages "
+                    f"{self.node_id} reads its stream too slowly: {self.outbox.limit} messages "
                     "wait; the stream is closed, and a new one begins with the present state"
                 )
             )
@@ -98,14 +102,15 @@ class Stream:
         """Forget the last message about a job that the node is no longer in."""
         self._last.pop(rdzv_id, None)
 
-    async def next(self) -> Announcement:
-        """Wait for the next message to write."""
-        return await self._outbox.get()
-
     def close(self, error: RendezvousError | None = None) -> None:
         """End the stream, with an error for the node; only the first end counts."""
         if self.open:
             self._ended.set_result(error)
+            self.outbox.close()
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Call back soon after the stream's end."""
+        self._ended.add_done_callback(lambda _: call())
 
     async def ended(self) -> RendezvousError | None:
         """Wait for the stream's end."""

@@ -164,6 +164,7 @@ def hello_of(message: pb.Hello, limits: Limits) -> Hello:
         failing=failing_of(message.health, limits),
         metrics=_endpoint("metrics", message.metrics, limits),
         draining=draining_of(message.draining, limits) if message.HasField("draining") else None,
+        takes_several=message.takes_several,
     )
 
 

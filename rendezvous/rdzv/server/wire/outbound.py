@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rdzv.core.model import Failure, Result
 from rdzv.server.messages import (
@@ -60,10 +60,17 @@ _BODIES: Mapping[type, str] = {
 
 
 def server_message(
-    told: Announcement, leadership: int, server_version: str, now_ms: int
+    told: Sequence[Announcement], leadership: int, server_version: str, now_ms: int
 ) -> pb.ServerMessage:
-    """Write one message to a node."""
+    """Write one or several announcements to a node, as one message."""
     message = pb.ServerMessage(leadership=leadership)
+    _write(message, told[0], server_version, now_ms)
+    for other in told[1:]:
+        _write(message.more.add(), other, server_version, now_ms)
+    return message
+
+
+def _write(message: pb.ServerMessage, told: Announcement, server_version: str, now_ms: int) -> None:
     match told:
         case Welcome():
             message.welcome.protocol_version = PROTOCOL_VERSION
@@ -84,7 +91,6 @@ def server_message(
             body = getattr(message, _BODIES[type(told)])
             body.SetInParent()
             to_message(body, told)
-    return message
 
 
 def _round_ended(told: RoundOver) -> pb.RoundEnded:
