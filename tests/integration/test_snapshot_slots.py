@@ -17,10 +17,11 @@ from test_parking import Parking, next_agent
 from rdzv.agent.runner_link import (
     KeepSpec,
     SnapshotRefused,
-    SnapshotSaved,
+    SnapshotsHeld,
     StartedRunner,
     WorkerExited,
 )
+from rdzv.core.model import Snapshot, SnapshotMark
 
 MIB = 1 << 20
 
@@ -59,12 +60,13 @@ async def test_what_a_killed_worker_has_saved_is_there_for_the_next_one(node: Pa
     (pid,) = await node.begin(f"saves:{MIB}", ranks=1)
     first = node.worker(0, 0)
     assert await node.printed(first, "slots") == f"slots {MIB} {MIB} empty"
-    saved = await node.heard(SnapshotSaved, local_rank=0)
-    assert (saved.step, saved.series, saved.shard, saved.shards) == (10, "0.abc", 0, 1)
+    saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1, 1), 0, MIB, "d")
+    assert await node.heard(SnapshotsHeld, snapshots=(saved,))
     next_pid = await restart(node, 1, pid, f"saves:{MIB}", "children")
     line = await node.printed(node.worker(1, 0), "slots")
     assert line == f"slots {MIB} {MIB} {pid}"
-    assert await node.heard(SnapshotSaved, step=20)
+    newer = Snapshot(0, SnapshotMark(0, 20, "abc", 1, 1), 0, MIB, "d")
+    assert await node.heard(SnapshotsHeld, snapshots=(newer,))
     # Nothing that a worker starts has them.
     child = (await node.printed(node.worker(1, 0), "children")).split()[1]
     assert len(memory_files(node.link.pid)) == 2
@@ -83,12 +85,14 @@ async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Pa
     held = memory_files(node.link.pid)
     await next_agent(node, path)
     # This agent has not asked; the one before had not, either.
-    assert not [event for event in node.events if isinstance(event, SnapshotSaved)]
+    assert not [event for event in node.events if isinstance(event, SnapshotsHeld)]
     node.link.hold_snapshots(None)
-    await node.heard(SnapshotSaved, step=10)
+    ((saved,), *_) = [(await node.heard(SnapshotsHeld)).snapshots]
+    assert saved.mark == SnapshotMark(0, 10, "abc", 1, 1)
     assert memory_files(node.link.pid) == held and len(held) == 2
-    node.link.announce_watermark(10)
-    await node.printed(node.worker(0, 0), '{"type": "watermark", "step": 10}')
+    node.link.announce_watermark(saved.mark)
+    watermark = '{"type": "watermark", "lineage": 0, "step": 10, "series": "abc"}'
+    await node.printed(node.worker(0, 0), watermark)
     await node.link.close(PATIENCE_S)
     started.process.wait()
 

@@ -130,6 +130,7 @@ def train(
     faults: list[dict[str, Any]] | None = None,
     workers: int = 0,
     stops_at: tuple[int, int] | None = None,
+    **options: Any,
 ) -> None:
     """Train a model with dropout and batch norm for a number of steps."""
     faults = faults or []
@@ -139,7 +140,7 @@ def train(
         die_while_healing([one for one in faults if "bucket" in one])
         faults = [one for one in faults if "bucket" not in one]
     data = make_data()
-    state = make_state(int(os.environ["RANK"]))
+    state = make_state(int(os.environ["RANK"]), **options)
 
     @elastic
     def run(state: State, round_: Round) -> None:
@@ -372,6 +373,7 @@ def train_sharded(
     replicas: int = 1,
     hold_last: bool = True,
     forgets_in: int | None = None,
+    **options: Any,
 ) -> None:
     """Train a model that is sharded anew in each round, with a scheduler and a scaler."""
     faults = faults or []
@@ -382,6 +384,7 @@ def train_sharded(
         sampler=ElasticBatchSampler(SAMPLES, 4, seed=3),
         scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3),
         step=0,
+        **options,
     )
 
     def build(world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:

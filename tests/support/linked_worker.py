@@ -200,11 +200,11 @@ class Worker:
         say(f"slots {frame['bytes']} {os.fstat(first).st_size} {found or 'empty'}")
         os.pwrite(first, f"{os.getpid():<20}".encode(), 0)
         self.link.fds = []
-        size, series = frame["bytes"], "0.abc"
-        place = {"shard": 0, "shards": 1, "bytes": size, "digest": "d"}
+        mark = {"lineage": 0, "step": self.step, "series": "abc", "shards": 1, "world_size": 1}
+        place = {"slot": 0, "shard": 0, "bytes": frame["bytes"], "digest": "d"}
         with suppress(BrokenPipeError):
             for _ in range(1000 if "floods" in sys.argv else 1):
-                self.link.say(type="saved", step=self.step, series=series, **place)
+                self.link.say(type="saved", **mark, **place)
 
     def go(self, frame: dict) -> None:  # type: ignore[type-arg]
         assert self.link is not None

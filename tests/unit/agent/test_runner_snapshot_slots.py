@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import doctest
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from rdzv.agent.runner import snapshot_slots
 from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.requests import RequestError
-from rdzv.agent.runner.snapshot_slots import Snapshot, SnapshotSlots
+from rdzv.agent.runner.snapshot_slots import SavedSnapshot, SnapshotSlots
 
 MIB = 1 << 20
-SAVED = Snapshot(10, "0.abc", 0, 1, MIB, "d")
+SAVED = SavedSnapshot(3, 10, "abc", 0, 1, 1, MIB, "d")
 
 
 class Link:
@@ -27,22 +28,22 @@ class Link:
 
     def __init__(self, local_rank: int) -> None:
         self.local_rank = local_rank
-        self.given: list[tuple[int, int | None, list[int]]] = []
+        self.given: list[tuple[int, list[int]]] = []
         self.refused: list[str] = []
-        self.watermarks: list[int] = []
+        self.watermarks: list[Any] = []
 
-    def give_slots(self, size: int, watermark: int | None, fds: list[int]) -> None:
-        self.given.append((size, watermark, fds))
+    def give_slots(self, size: int, fds: list[int]) -> None:
+        self.given.append((size, fds))
 
     def refuse_slots(self, reason: str) -> None:
         self.refused.append(reason)
 
-    def tell_watermark(self, step: int) -> None:
-        self.watermarks.append(step)
+    def tell_watermark(self, watermark: Any) -> None:
+        self.watermarks.append(watermark)
 
     def inodes(self) -> list[int]:
         """Which files it was given last."""
-        return [os.fstat(fd).st_ino for fd in self.given[-1][2]]
+        return [os.fstat(fd).st_ino for fd in self.given[-1][1]]
 
 
 class Agent(AgentLink):
@@ -76,14 +77,14 @@ def story() -> Iterator[Story]:
     yield made
     made.slots.close()
     for link in made.links:
-        for _, _, fds in link.given:
+        for _, fds in link.given:
             for fd in fds:
                 os.close(fd)
-    left = []
+    names = []
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # A thread of another test may close its own.
-            left.append(str(link.readlink()))
-    assert not [target for target in left if "rdzv snapshot" in target]
+        with suppress(FileNotFoundError):  # It was that of this folder.
+            names.append(str(link.readlink()))
+    assert not [name for name in names if "rdzv snapshot" in name]
 
 
 def test_the_examples_hold() -> None:
@@ -91,8 +92,9 @@ def test_the_examples_hold() -> None:
 
 
 def test_a_worker_can_write_to_its_slots_and_change_nothing_else_of_them(story: Story) -> None:
-    ((size, watermark, fds),) = story.ask(0, MIB).given
-    assert (size, watermark) == (MIB, None)
+    link = story.ask(0, MIB)
+    ((size, fds),) = link.given
+    assert size == MIB and not link.watermarks
     for fd in fds:
         assert os.pwrite(fd, b"x", MIB - 1) == 1
         assert not os.get_inheritable(fd)
@@ -107,7 +109,7 @@ def test_the_next_worker_of_the_same_local_rank_gets_the_same_slots(story: Story
     assert story.ask(0, MIB // 2).inodes() == first.inodes() != other.inodes()
     # To load from, they are given once there is something in them.
     assert story.ask(0, 0).refused == ["nothing is held"]
-    story.slots.note(0, None)
+    story.slots.note(0, 1, None)
     assert story.ask(0, 0).inodes() == first.inodes()
     assert story.ask(1, 0).refused and story.ask(2, 0).refused
 
@@ -120,10 +122,10 @@ def test_slots_that_have_become_too_small_are_held_until_something_is_in_the_new
     assert not set(small) & set(large)
     # Nothing was in them, so they are gone.
     larger = story.ask(0, 3 * MIB).inodes()
-    story.slots.note(0, SAVED)
+    story.slots.note(0, 0, SAVED)
     largest = story.ask(0, 4 * MIB).inodes()
     assert story.ask(0, 0).inodes() == larger
-    story.slots.note(0, SAVED)
+    story.slots.note(0, 0, SAVED)
     assert story.ask(0, 0).inodes() == largest
 
 
@@ -154,30 +156,38 @@ def test_memory_is_bounded(
     assert bool(links[-1].refused) == bool(reason)
     if reason:
         assert reason in links[-1].refused[0]
-        (told,) = story.agent.told
+        told = story.agent.told[-1]
         assert (told["type"], told["reason"]) == ("snapshot_refused", links[-1].refused[0])
 
 
 def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(story: Story) -> None:
     story.ask(0, MIB)
-    story.slots.note(0, SAVED)
+    story.slots.note(0, 0, SAVED)
     assert not story.agent.told
     story.slots.hold({"limit_bytes": None})
-    fields = {"step": 10, "series": "0.abc", "shard": 0, "shards": 1, "bytes": MIB, "digest": "d"}
-    assert story.agent.told == [{"type": "snapshot_saved", "local_rank": 0, **fields}]
-    # What is no state by itself is held, and not told.
+    first = {"local_rank": 0, **asdict(SAVED)}
+    assert story.agent.told == [{"type": "snapshots_held", "snapshots": [first]}]
+    # What is no state by itself is held, and not told; nor is a slot that is written to.
     story.ask(1, MIB)
-    story.slots.note(1, None)
+    story.slots.note(1, 0, None)
+    newer = replace(SAVED, step=20)
+    story.slots.note(0, 1, newer)
+    assert story.agent.told[-1]["snapshots"] == [first, {**first, "step": 20}]
+    story.slots.note(0, 0, None)
+    assert story.agent.told[-1]["snapshots"] == [{**first, "step": 20}]
     # One that has asked for no memory can have saved nothing.
-    story.slots.note(7, SAVED)
-    assert len(story.agent.told) == 1
+    count = len(story.agent.told)
+    story.slots.note(7, 0, SAVED)
+    assert len(story.agent.told) == count
 
 
 def test_workers_hear_which_step_is_whole(story: Story) -> None:
     link = story.ask(0, MIB)
-    story.slots.announce({"step": 20})
-    assert link.watermarks == [20]
-    assert story.ask(0, MIB).given[0][1] == 20
+    watermark = {"lineage": 0, "step": 20, "series": "abc"}
+    story.slots.announce({"type": "watermark", **watermark})
+    assert link.watermarks == [watermark] == story.ask(0, MIB).watermarks
+    with pytest.raises(RequestError, match="series"):
+        story.slots.announce({"lineage": 0, "step": 30})
 
 
 @pytest.mark.parametrize("limit", [-1, "1", 1 << 60, True])

@@ -10,7 +10,9 @@ import pytest
 from rdzv.worker.healing import Offer, elect, receivers
 
 
-@pytest.mark.parametrize("name", ["frames", "healing", "rounds", "shard_healing", "tcp"])
+@pytest.mark.parametrize(
+    "name", ["frames", "healing", "resuming", "rounds", "shard_healing", "snapshots", "tcp"]
+)
 def test_the_examples_hold(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"rdzv.worker.{name}")).failed == 0
 

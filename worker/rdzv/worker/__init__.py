@@ -19,8 +19,9 @@ over, or the next one begins. Out goes that this worker has *parked*: nothing of
 the round any more. In between, `session` leads from round to round: `cutting` breaks off
 collectives, `groups` makes and destroys process groups, `healing` brings all ranks to the state of
 the one that has come furthest, `sealing` knows which step that is. `shards` holds the parts of
-sharded models between rounds, and `shard_healing` puts them back. `suspicion` tells an exception
-that a lost peer may have caused from the script's own.
+sharded models between rounds, and `shard_healing` puts them back. `snapshots` saves the state in
+memory of the runner, and `resuming` loads it in new processes. `suspicion` tells an exception that
+a lost peer may have caused from the script's own.
 
 Without such a socket (torchrun, plain python) there is one round, and the same script runs.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -129,6 +131,12 @@ class Contents:
             for optimizer in self.optimizers.values()
             for parameter in parameters_of(optimizer)
         }
+
+
+def described(contents: Contents) -> tuple[list[list[str]], str]:
+    """Return what has to be alike on all ranks, and a hash of it."""
+    manifest = contents.manifest()
+    return manifest, hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16).hexdigest()
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -12,6 +12,8 @@ from typing import Any
 
 MAX_FRAME_BYTES = 64 << 10
 MAX_FDS = 2
+WITH_FDS = ("go", "slots")
+"""The messages that descriptors come with."""
 MAX_RECEIVED_BYTES = 1 << 20
 """A frame from the runner carries a whole environment, so it may be longer than a worker's."""
 
@@ -77,6 +79,8 @@ class Received:
             raise BrokenLinkError(f"a frame is not JSON: {error}") from error
         if not isinstance(message, dict):
             raise BrokenLinkError("a frame is not a JSON object")
+        if message.get("type") not in WITH_FDS:
+            return message, []  # What has come already is for a message after this one.
         fds, self._fds = self._fds, []
         return message, fds
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import rng
 from .contents import (
-    Contents,
+    described,
     load_object,
     packed,
     parameters_of,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store
 
+    from .resuming import Resuming
     from .rounds import Round
     from .sealing import Sealing
 
@@ -45,6 +45,8 @@ class Offer:
     shards: int = 1
     oldest_step: int | None = None
     """The oldest step to which it can go back, if its part of the state is sharded."""
+    lineage: int = 0
+    """The round in which its training began or went on with new processes alone."""
 
     @property
     def sealed(self) -> int:
@@ -114,8 +116,11 @@ def heal(
     round_: Round,
     store: Store,
     expected_step: int | None,
+    resuming: Callable[[], Resuming],
 ) -> Healed:
     """Bring this rank to the state of the round's source; all ranks call it together.
+
+    If no rank was kept, they go on from snapshots, if there are some that are whole.
 
     Ranks that are equal to the source receive nothing. A rank that cannot be a source any more once
     it has begun to receive is torn until the last tensor has come, and its digest is the source's.
@@ -126,7 +131,13 @@ def heal(
     if not sealing.has_begun:
         # Else it would be refused only in the round that needs it, with the state it was to save.
         _head(sealing)
-    offers, manifest = _exchange(sealing, round_, store)
+    offers, manifest = _exchange(sealing, round_, store, "offer")
+    resumed = None
+    if not any(offer.kept for offer in offers):
+        sealing.lineage = round_.number
+        resumed = resuming()
+        if resumed.load(store):
+            offers, manifest = _exchange(sealing, round_, store, "resumed")
     source = elect(offers)
     compare_manifests(
         [offer.manifest for offer in offers], manifest, round_, lambda: store.get("manifest")
@@ -141,14 +152,18 @@ def heal(
     _settle(sealing, offers, source, round_)
     if to:
         _transfer(sealing, offers, source, to, round_, store)
-    sealing.step = step
+    sealing.step, sealing.lineage = step, offers[source].lineage
+    if resumed is not None:
+        resumed.put_back_own()
     sealing.shards.is_missing = (
         bool(step) and offers[source].shards > 1 and sealing.shards.held(step) is None
     )
     return Healed(source, step, round_.rank in to)
 
 
-def _exchange(sealing: Sealing, round_: Round, store: Store) -> tuple[list[Offer], list[list[str]]]:
+def _exchange(
+    sealing: Sealing, round_: Round, store: Store, name: str
+) -> tuple[list[Offer], list[list[str]]]:
     """Publish this rank's offer, and wait for all."""
     manifest, hashed = described(sealing.contents)
     mine = Offer(
@@ -156,19 +171,14 @@ def _exchange(sealing: Sealing, round_: Round, store: Store) -> tuple[list[Offer
         kept=sealing.has_begun,
         digest="" if sealing.torn else digest(sealing.contents.replicated()),
         manifest=hashed,
+        lineage=sealing.lineage,
         **sealing.holds(),
     )
-    store.set(f"offer/{round_.rank}", json.dumps(asdict(mine)))
+    store.set(f"{name}/{round_.rank}", json.dumps(asdict(mine)))
     if round_.rank == 0:
         store.set("manifest", json.dumps(manifest))
-    found = store.multi_get([f"offer/{rank}" for rank in range(round_.world_size)])
+    found = store.multi_get([f"{name}/{rank}" for rank in range(round_.world_size)])
     return [Offer(**json.loads(one)) for one in found], manifest
-
-
-def described(contents: Contents) -> tuple[list[list[str]], str]:
-    """Return what has to be alike on all ranks, and a hash of it."""
-    manifest = contents.manifest()
-    return manifest, hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16).hexdigest()
 
 
 def compare_manifests(

@@ -17,6 +17,8 @@ from .frames import BrokenLinkError, Received, encode
 from .lost_wait import LostWait
 
 LINK_VARIABLE = "RDZV_WORKER_LINK"
+SNAPSHOTS_VARIABLE = "RDZV_SNAPSHOTS"
+"""Set if the runner holds snapshots."""
 PROTOCOL = 1
 VERSION = "0.1.0"
 
@@ -24,6 +26,7 @@ _CUT_AGAIN_MS = 20
 """How often late connections of a round that is cut are looked for."""
 _SEND_TIMEOUT_S = 10.0
 """A runner that reads nothing for this time is gone."""
+_ANSWER_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,25 @@ class Release:
     reason: str
 
 
+@dataclass(frozen=True)
+class GivenSlots:
+    """The runner's memory for snapshots; whoever takes it closes the descriptors."""
+
+    size: int
+    fds: list[int]
+    reason: str = ""
+    """Why there are none."""
+
+
+@dataclass(frozen=True)
+class Watermark:
+    """The newest step of which all parts are saved, in which lineage and series."""
+
+    lineage: int
+    step: int
+    series: str
+
+
 class Link:
     """A worker's end. All methods are safe in any thread; those that wait release the GIL."""
 
@@ -61,6 +83,9 @@ class Link:
         """The last round that the runner has declared over."""
         self._word: Go | Release | None = None
         self._closed = False
+        self._slots: GivenSlots | None = None
+        self.watermark: Watermark | None = None
+        """None as long as nobody says which steps are whole."""
 
     def listen(self) -> None:
         """Send the hello and start the thread that receives, which ends with the process."""
@@ -115,6 +140,22 @@ class Link:
     def resumed(self, **what: Any) -> None:
         """Say that the script's function is about to be called."""
         self._send({"type": "resumed", **what})
+
+    def reserve(self, size: int) -> GivenSlots:
+        """Ask for the slots of this worker, of at least this size; 0: those that are in use."""
+        if SNAPSHOTS_VARIABLE not in os.environ:
+            return GivenSlots(0, [], "its runner holds no snapshots")
+        with self._changed:
+            self._slots = None
+        self._send({"type": "reserve", "bytes": size})
+        with self._changed:
+            self._changed.wait_for(lambda: self._slots or self._closed, _ANSWER_TIMEOUT_S)
+            slots, self._slots = self._slots, None
+        return slots or GivenSlots(0, [], "its runner does not answer")
+
+    def saved(self, slot: int, **what: Any) -> None:
+        """Say which snapshot a slot holds; without fields: none, or one without state."""
+        self._send({"type": "saved", "slot": slot, **what})
 
     def wait_for_word(self) -> Go | Release | None:
         """Wait, parked, for what comes next; None if the runner is gone."""
@@ -181,9 +222,18 @@ class Link:
                 )
             )
             return
+        if kind in ("slots", "no_slots"):
+            slots = GivenSlots(int(message.get("bytes", 0)), fds, str(message.get("reason", "")))
+            with self._changed:
+                self._slots = slots
+                self._changed.notify_all()
+            return
         for fd in fds:
             os.close(fd)
-        if kind == "release":
+        if kind == "watermark":
+            lineage, step = int(message["lineage"]), int(message["step"])
+            self.watermark = Watermark(lineage, step, str(message["series"]))
+        elif kind == "release":
             self._note(Release(str(message.get("reason", ""))))
         elif kind == "round_over":
             with self._changed:

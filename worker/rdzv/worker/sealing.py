@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from . import rng
 from .contents import Contents, copied, load_object, parameters_of, put_settings, settings_of
+from .images import Image, image_of, put_back
 from .sampler import ElasticBatchSampler
 from .shards import Parts, Shards
+from .snapshot_slot import Content
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +39,10 @@ class Sealing:
         self._before: _Copy | None = None
         """The copy of the step before, which a rank with a sharded state may go back to."""
         self._before_step: Callable[[], None] | None = None
+        self.lineage = 0
+        """The round in which this training began or went on with new processes alone."""
+        self.wait_for_copy: Callable[[], object] = lambda: None
+        """Returns once the sealed step's tensors may be changed: a snapshot may be copied."""
         for optimizer in self.contents.optimizers.values():
             optimizer.register_step_pre_hook(self._refuse_or_tear)
 
@@ -44,6 +50,11 @@ class Sealing:
     def is_torn(self) -> bool:
         """Whether this rank has no whole state, so that none can be healed by it."""
         return self.torn or self.shards.is_missing
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether an optimizer has changed something since the last seal."""
+        return self.torn or self.shards.is_touched
 
     @property
     def has_begun(self) -> bool:
@@ -58,6 +69,35 @@ class Sealing:
             "oldest_step": self.shards.oldest_step(self.step),
             **asdict(self.shards.place),
         }
+
+    def content(self, *, with_state: bool) -> Content:
+        """Return the sealed step, sharing memory with tensors that the next step changes.
+
+        Without `with_state` it is only what this rank has for itself.
+        """
+        sealed, parts = self._sealed, self.shards.parts
+        assert sealed is not None
+        step, contents = self.step or 0, self.contents
+        images = {}
+        if with_state or parts is not None:
+            tensors = [*contents.parameters(), *sealed.outside()]
+            images["state"] = image_of(step, tensors, contents, sealed.small())
+        if parts is not None:
+            images["part"] = parts.image(step, self.shards.small, clone=False)
+        own = {"rng": sealed.rng, "buffers": sealed.small()["buffers"]}
+        return Content(own, images)
+
+    def load(self, image: Image) -> None:
+        """Bring the contents of a new process to where a snapshot is."""
+        contents = self.contents
+        tensors = [*contents.parameters(), *contents.outside()]
+        put_back(image, contents, tensors, contents.buffers())
+        self.step = image.step
+
+    def load_own(self, own: Mapping[str, Any]) -> None:
+        """Put back what is this rank's alone."""
+        rng.restore(own["rng"])
+        _copy_back(own["buffers"], self.contents.buffers())
 
     def begin_round(self, rank: int, world_size: int, before_step: Callable[[], None]) -> None:
         """Prepare for a round; `before_step` is called before each step, and may refuse it."""
@@ -125,16 +165,18 @@ class Sealing:
     def _refuse_or_tear(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._before_step is not None:
             self._before_step()
+            self.wait_for_copy()
             self.torn = True
 
     def _refuse_or_hold(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._before_step is not None:
             self._before_step()
+            self.wait_for_copy()
             self.shards.before_step(self.step or 0)
 
 
 class _Copy:
-    """A snapshot of everything but the parameters."""
+    """A copy of everything but the parameters; it does not change any more."""
 
     def __init__(self, contents: Contents) -> None:
         self.rng = rng.capture()
@@ -150,6 +192,17 @@ class _Copy:
         }
         self._values = {
             name: copied(name, value, copy.deepcopy) for name, value in contents.values.items()
+        }
+
+    def outside(self) -> list[tuple[str, Tensor]]:
+        return list(self._outside.items())
+
+    def small(self) -> dict[str, Any]:
+        return {
+            "buffers": self._buffers,
+            "settings": self._settings,
+            "objects": self._objects,
+            "values": self._values,
         }
 
     def put_back(self, contents: Contents) -> None:

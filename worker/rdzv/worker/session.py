@@ -16,9 +16,11 @@ from .errors import RoundOver, WorkerError
 from .groups import Options, RoundGroups, refuse_groups_from_outside, refuse_old_groups
 from .healing import heal
 from .link import Go, Link, Release
+from .resuming import Resuming
 from .rounds import Round, round_of
 from .shard_healing import add_parts
 from .shards import Parts
+from .snapshots import Snapshots
 from .suspicion import chain, follows_from_cut, is_suspect
 
 if TYPE_CHECKING:
@@ -68,6 +70,8 @@ class Session:
         self._sealing: Sealing = state._sealing
         self._options = options
         self._link = link
+        self.snapshots = Snapshots(state._sealing, link, state._snapshot_every)
+        self._resuming: Resuming | None = None
         self._groups: RoundGroups | None = None
         self._round: Round | None = None
         self._ended_between_steps = False
@@ -106,14 +110,20 @@ class Session:
         round_, groups = self._round, self._groups
         assert round_ is not None and groups is not None and groups.store is not None
         parts = Parts(entries, round_.rank, round_.world_size)
-        add_parts(
-            self._sealing,
-            parts,
-            round_,
-            groups.store,
-            # Without a runner there is no other round.
-            holds_last=hold_last and self._link is not None,
-        )
+        try:
+            add_parts(
+                self._sealing,
+                parts,
+                round_,
+                groups.store,
+                # Without a runner there is no other round.
+                holds_last=hold_last and self._link is not None,
+            )
+        except WorkerError:
+            if self._resuming is not None:
+                # Else the next processes would fail in the same way.
+                self._resuming.give_up()
+            raise
 
     def _refuse_second_call(self) -> None:
         alone = self._link is None and round_of(os.environ).world_size == 1
@@ -153,7 +163,10 @@ class Session:
         assert groups.store is not None
         self._sealing.is_redo = round_.kept and not self._ended_between_steps
         self._ended_between_steps = False
-        healed = heal(self._sealing, round_, groups.store, go.step if go else None)
+        expected_step = go.step if go else None
+        self._resuming = None
+        healed = heal(self._sealing, round_, groups.store, expected_step, self._resume)
+        self.snapshots.begin_round(round_)
         self._sealing.begin_round(round_.rank, round_.world_size, groups.before_step)
         if self._link is not None:
             self._link.resumed(
@@ -164,6 +177,12 @@ class Session:
                 init_ms=_ms(ready - begun),
                 heal_ms=_ms(time.monotonic() - ready),
             )
+
+    def _resume(self) -> Resuming:
+        """Look for snapshots, in a round of new processes alone."""
+        assert self._round is not None
+        self._resuming = Resuming(self.snapshots.held, self._sealing, self._round)
+        return self._resuming
 
     def _meet(self, groups: RoundGroups) -> None:
         """Wait until all ranks have returned, since a rank that has left cannot do a step again.
@@ -206,6 +225,7 @@ class Session:
         assert link is not None
         over.groups.cut.cut()
         over.text = _taken_traceback(over.error)
+        self.snapshots.wait_until_copied()
         self._sealing.shards.take_out(self._sealing.step)
         watched = over.groups.watch()
         over.groups.close()

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from .contents import packed, unpacked
+from .contents import described, packed, unpacked
 from .digest import digest
 from .errors import NoSourceError
-from .healing import broadcast, compare_manifests, described
-from .shards import Image, Parts
+from .healing import broadcast, compare_manifests
+from .images import Image
+from .shards import Parts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

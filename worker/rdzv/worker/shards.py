@@ -7,12 +7,13 @@ Its parameters are held here as plain tensors, and loaded into the next one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .contents import Contents, copied, load_object, parameters_of, put_settings, settings_of
+from .contents import Contents, copied, settings_of
 from .errors import UnsupportedError, WorkerError
+from .images import Image, image_of, is_sharded, local, put_back
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,39 +25,6 @@ class Place:
 
     shard: int = 0
     shards: int = 1
-
-
-@dataclass(frozen=True)
-class Image:
-    """One part of a state at one sealed step, in plain tensors."""
-
-    step: int
-    parameters: dict[str, Tensor]
-    optimizers: list[tuple[tuple[str, int, str], Any, bool]]
-    """The state of optimizers: optimizer, parameter's place and name; the value; whether it is
-    sharded like its parameter."""
-    small: dict[str, Any]
-
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Name all of its tensors."""
-        held = [
-            ("/".join(map(str, key)), value)
-            for key, value, _ in self.optimizers
-            if _is_tensor(value)
-        ]
-        return [*self.parameters.items(), *held]
-
-    def mapped(self, make: Callable[[Tensor], Tensor]) -> Image:
-        """Return an image with other tensors in place of its own, made in their order."""
-        return Image(
-            self.step,
-            {name: make(one) for name, one in self.parameters.items()},
-            [
-                (key, make(value) if _is_tensor(value) else value, sharded)
-                for key, value, sharded in self.optimizers
-            ],
-            self.small,
-        )
 
 
 class Parts:
@@ -91,37 +59,12 @@ class Parts:
 
     def image(self, step: int, small: dict[str, Any], *, clone: bool) -> Image:
         """Return the part as it is now; without `clone` it shares the memory."""
-        image = Image(
-            step,
-            {name: local(one) for name, one in self._tensors},
-            [
-                (key, local(value) if _is_tensor(value) else value, _is_sharded(value))
-                for key, value in self.contents.optimizer_state()
-            ],
-            small,
-        )
+        image = image_of(step, self._tensors, self.contents, small)
         return image.mapped(lambda one: one.clone()) if clone else image
 
     def put_back(self, image: Image) -> None:
         """Bring the part to where an image is; the image's memory may be used for it."""
-        import torch
-
-        with torch.no_grad():
-            for name, one in self._tensors:
-                local(one).copy_(image.parameters[name])
-            for name, one in self._buffers:
-                local(one).copy_(image.small["buffers"][name])
-        for optimizer in self.contents.optimizers.values():
-            optimizer.state.clear()
-        for (name, place, key), value, sharded in image.optimizers:
-            optimizer = self.contents.optimizers[name]
-            parameter = parameters_of(optimizer)[place]
-            held = _like(parameter, value) if sharded else value
-            optimizer.state.setdefault(parameter, {})[key] = held
-        for name, optimizer in self.contents.optimizers.items():
-            put_settings(optimizer, copy.deepcopy(image.small["settings"][name]))
-        for name, entry in self.contents.objects.items():
-            load_object(name, entry, copy.deepcopy(image.small["objects"][name]))
+        put_back(image, self.contents, self._tensors, self._buffers)
 
 
 class Shards:
@@ -137,13 +80,19 @@ class Shards:
         """Between rounds, by step; at most the last two that were sealed."""
         self._last: Image | None = None
         """The part before the latest optimizer step."""
-        self._small: dict[str, Any] = {}
-        self._touched = False
+        self.small: dict[str, Any] = {}
+        """What of the part moves outside of the optimizers' steps, at the sealed step."""
+        self.is_touched = False
+        """Whether an optimizer has changed the part since the last seal."""
         self._holds_last = False
 
     def held(self, step: int | None) -> Image | None:
         """Return the part of a sealed step as it is held between rounds."""
         return self._held.get(step or 0)
+
+    def hold(self, place: Place, image: Image) -> None:
+        """Hold a part that comes from a snapshot, until the script adds its objects."""
+        self.place, self._held = place, {image.step: image}
 
     def oldest_step(self, step: int | None) -> int | None:
         """Return the oldest step to which this rank can go back from a sealed one."""
@@ -153,17 +102,17 @@ class Shards:
         """Load the state of the step that the round resumes at into the added objects."""
         self.parts, self.place = parts, parts.place
         self._holds_last = holds_last
-        self._held, self._last, self._touched = {}, None, False
-        self._small = parts.small()
+        self._held, self._last, self.is_touched = {}, None, False
+        self.small = parts.small()
         self.is_missing = False
 
     def before_step(self, step: int) -> None:
         """Hold the part as it is: an optimizer is about to change it."""
-        if self.parts is not None and not self._touched:
+        if self.parts is not None and not self.is_touched:
             self._last = None  # Its memory can be used for the next one.
             if self._holds_last:
-                self._last = self.parts.image(step, self._small, clone=True)
-            self._touched = True
+                self._last = self.parts.image(step, self.small, clone=True)
+            self.is_touched = True
 
     def commit(self) -> None:
         """Seal the step that was just done. `WorkerError` if the script has not added its part."""
@@ -173,47 +122,19 @@ class Shards:
                 "built anew in each round, and added before its first step"
             )
         if self.parts is not None:
-            self._small = self.parts.small()
-            self._touched = False
+            self.small = self.parts.small()
+            self.is_touched = False
 
     def take_out(self, step: int | None) -> None:
         """Hold the part on as plain tensors, and let go of modules, optimizers and meshes."""
         if self.parts is None:
             return
         images = [] if self._last is None else [self._last]
-        if not self._touched:
-            images.append(self.parts.image(step or 0, self._small, clone=False))
+        if not self.is_touched:
+            images.append(self.parts.image(step or 0, self.small, clone=False))
         self._held = {image.step: image for image in images} if step else {}
         self.is_missing = bool(step) and step not in self._held
-        self.parts, self._last, self._small = None, None, {}
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in the same memory; all of it if it is not sharded."""
-    return tensor.detach().to_local() if _is_sharded(tensor) else tensor.detach()  # type: ignore[attr-defined]
-
-
-def _is_tensor(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor)
-
-
-def _is_sharded(value: Any) -> bool:
-    return hasattr(value, "device_mesh") and hasattr(value, "placements")
-
-
-def _like(parameter: Any, value: Tensor) -> Tensor:
-    """Return a sharded tensor with a parameter's layout and this part."""
-    made: Tensor = type(parameter.detach()).from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return made
+        self.parts, self._last, self.small = None, None, {}
 
 
 def _place_of(tensors: list[tuple[str, Tensor]], rank: int, world_size: int) -> Place:
@@ -222,7 +143,7 @@ def _place_of(tensors: list[tuple[str, Tensor]], rank: int, world_size: int) -> 
     Where parameters are on one mesh of all ranks, it is the rank's place in those dimensions of the
     mesh in which a parameter is sharded. Else each rank has a part of its own.
     """
-    sharded: list[Any] = [one for _, one in tensors if _is_sharded(one)]
+    sharded: list[Any] = [one for _, one in tensors if is_sharded(one)]
     if not sharded:
         raise UnsupportedError(
             "state.add() was given no sharded parameters (of fully_shard). Give a model that is "

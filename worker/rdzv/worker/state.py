@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .errors import NoRoundError
+from .errors import NoRoundError, WorkerError
 from .sealing import Sealing
 
 if TYPE_CHECKING:
@@ -29,12 +29,19 @@ class State:
     is computed from random numbers before the first batch of a round is not put back.
     """
 
-    def __init__(self, **entries: Any) -> None:
-        """Take the entries. `WorkerError` for one that a new round would break."""
+    def __init__(self, *, snapshot_every: int | None = None, **entries: Any) -> None:
+        """Take the entries. `WorkerError` for one that a new round would break.
+
+        Each `snapshot_every` steps the state is saved in this node's memory, as by `save`; None:
+        only when `save` is called.
+        """
+        if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):
+            raise ValueError(f"snapshot_every is a number of steps from 1, not {snapshot_every!r}")
         taken = sorted(set(entries) & {name for name in dir(State) if not name.startswith("__")})
         if taken:
             raise ValueError(f"State has {taken[0]!r} for itself: choose another name")
         object.__setattr__(self, "_sealing", Sealing(entries))
+        object.__setattr__(self, "_snapshot_every", snapshot_every)
         object.__setattr__(self, "_session", None)
         object.__setattr__(self, "_on_park", [])
 
@@ -93,7 +100,29 @@ class State:
         """
         session = self._running("commit")
         self._sealing.commit()
+        session.snapshots.committed()
         session.check(between_steps=True)
+
+    def save(self) -> bool:
+        """Save the step that was just committed in this node's memory; call it on every rank.
+
+        If all workers are lost later, new ones go on from there before `train` is called, in place
+        of the script's own checkpoint; `committed` is not 0 then. The state is copied while the
+        script goes on: the next optimizer step waits for the copy, and the next `save` for all of
+        the one before. On each node the memory of two copies is used, of the state or of the
+        parts of its ranks, from the first save on.
+
+        Returns False if there is none: without rdzvrun, before the first commit, or since its
+        limit was reached, which is said on stderr. Raises `NoRoundError` outside of the function
+        under @elastic, `WorkerError` in the middle of a step.
+        """
+        session = self._running("save")
+        if self._sealing.is_in_step:
+            raise WorkerError(
+                "state.save() was called in the middle of a step, after the optimizer's: call it "
+                "right after state.commit()"
+            )
+        return session.snapshots.save()
 
     def check(self) -> None:
         """Raise `RoundOver` if the round has ended; for long work between two commits."""

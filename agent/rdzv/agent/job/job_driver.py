@@ -428,7 +428,7 @@ class JobDriver:
                 line = self._decisions.state.assignment
                 self._reports.snapshots(command, 1 if line is None else line.group_world_size)
             case commands.AnnounceWatermark():
-                self._context.runner.announce_watermark(command.mark.step)
+                self._context.runner.announce_watermark(command.mark)
             case commands.EndKept():
                 self._context.runner.end_kept(command.grace_ms, command.charged)
             case commands.NotifyWorkers():

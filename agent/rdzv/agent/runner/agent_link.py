@@ -20,7 +20,8 @@ Both directions carry the frames of channel.py; requests.py lists the requests. 
     zygote_ready      {pid, modules, threads, memory_kb, seconds}
     zygote_lost       {reason, retry_s}               null: no other is tried
     started_cold      {round, local_ranks, reason}    these were to be warm
-    snapshot_saved    {local_rank, step, series, shard, shards, bytes, digest}
+    snapshots_held    {snapshots: [{local_rank, lineage, step, series, shard, shards, world_size,
+                                    bytes, digest}]}  all, whenever something has changed
     snapshot_refused  {local_rank, reason}            its worker gets no memory for snapshots
     serve_failed      {reason}                        it ends with its agent, as without `serve`
     error             {reason}

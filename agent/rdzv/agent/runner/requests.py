@@ -14,7 +14,7 @@ events):
     keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity, spare_forks,
                        after_import}                  once
     hold_snapshots    {limit_bytes}                   null: half of the memory that is free
-    watermark         {step}                          all parts of this step are saved
+    watermark         {lineage, step, series}         all parts of this step are saved
     serve             {socket, orphan_timeout_s, grace_s}         the path counts once
     keep              {name, value}
     heard             {number}

@@ -38,13 +38,15 @@ class NoSlotsError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What a worker says of the newest snapshot in its slots."""
+class SavedSnapshot:
+    """What a worker says of a snapshot in one of its slots."""
 
+    lineage: int
     step: int
     series: str
     shard: int
     shards: int
+    world_size: int
     bytes: int
     digest: str
 
@@ -56,7 +58,7 @@ class Slots:
         """Make them; `OSError` if that fails."""
         self.size = size
         self.fds: list[int] = []
-        self.snapshot: Snapshot | None = None
+        self.snapshots: list[SavedSnapshot | None] = [None] * SLOTS
         self.is_used = False
         """Whether a worker has said that there is anything in them."""
         try:
@@ -92,7 +94,7 @@ class SnapshotSlots:
         """Slots that have become too small, until something is in the larger ones."""
         self._links: dict[int, WorkerLink] = {}
         self._limit: int | None = None
-        self._watermark: int | None = None
+        self._watermark: dict[str, object] | None = None
 
     # ------------------------------------------------------------------ the agent's requests
 
@@ -104,12 +106,15 @@ class SnapshotSlots:
                 raise RequestError(f"limit_bytes: expected 0 to {MAX_SLOT_BYTES}, got {limit}")
             self._limit = limit
         self._agent.hears_of_snapshots = True
-        for local_rank, slots in sorted((self._slots | self._replaced).items()):
-            self._tell(local_rank, slots)
+        self._tell()
 
     def announce(self, request: Mapping[str, object]) -> None:
         """Obey `watermark`: tell all workers which step is whole."""
-        self._watermark = read_field(request, "step", int)
+        self._watermark = {
+            "lineage": read_field(request, "lineage", int),
+            "step": read_field(request, "step", int),
+            "series": read_field(request, "series", str),
+        }
         for link in self._links.values():
             link.tell_watermark(self._watermark)
 
@@ -131,17 +136,21 @@ class SnapshotSlots:
             if size and self._agent.hears_of_snapshots:
                 self._agent.tell("snapshot_refused", local_rank=link.local_rank, reason=reason)
         else:
-            link.give_slots(slots.size, self._watermark, fds)
+            if self._watermark is not None:
+                link.tell_watermark(self._watermark)
+            link.give_slots(slots.size, fds)
 
-    def note(self, local_rank: int, snapshot: Snapshot | None) -> None:
-        """Note that a worker has something in its slots, and which snapshot, if it is one."""
+    def note(self, local_rank: int, number: int, snapshot: SavedSnapshot | None) -> None:
+        """Note which snapshot a worker has in a slot; None: none, or one without state."""
         slots = self._slots.get(local_rank)
         if slots is None:
             return
-        slots.is_used, slots.snapshot = True, snapshot
-        if (replaced := self._replaced.pop(local_rank, None)) is not None:
+        slots.is_used, slots.snapshots[number] = True, snapshot
+        replaced = self._replaced.get(local_rank)
+        if snapshot is not None and replaced is not None:
+            del self._replaced[local_rank]
             replaced.close()
-        self._tell(local_rank, slots)
+        self._tell()
 
     def close(self) -> None:
         """Free all."""
@@ -183,10 +192,16 @@ class SnapshotSlots:
                 f"two slots need {_amount(wanted)}, and {_amount(max(left, 0))} of memory are free"
             )
 
-    def _tell(self, local_rank: int, slots: Slots) -> None:
-        if slots.snapshot is not None and self._agent.hears_of_snapshots:
-            fields = asdict(slots.snapshot)
-            self._agent.tell("snapshot_saved", local_rank=local_rank, **fields)
+    def _tell(self) -> None:
+        """Tell the agent of all snapshots, if it wants to know."""
+        if self._agent.hears_of_snapshots:
+            snapshots = [
+                {"local_rank": local_rank, **asdict(snapshot)}
+                for local_rank, slots in sorted((self._slots | self._replaced).items())
+                for snapshot in slots.snapshots
+                if snapshot is not None
+            ]
+            self._agent.tell("snapshots_held", snapshots=snapshots)
 
 
 def _amount(count: int) -> str:

@@ -11,9 +11,9 @@ directions carry the frames of channel.py. From the worker, each of at most 64 K
     resumed  {round, step, source, healed, init_ms, heal_ms}     it goes on in a new round
     reserve  {bytes}                                 it wants two slots for snapshots of that size
                                                      (snapshot_slots.py); 0: those with something in
-    saved    {step, series, shard, shards, bytes, digest}
-                                                     this snapshot is whole in one of its slots; {}:
-                                                     what it has saved is no state by itself
+    saved    {slot, lineage, step, series, shard, shards, world_size, bytes, digest}
+                                                     slot 0 or 1 has this snapshot; without a step:
+                                                     it holds none, or one without state
 
 To the worker:
 
@@ -21,9 +21,9 @@ To the worker:
     go         {round, env, source, step}            it takes part in this round; with it stdout and
                                                      stderr, if the round has files for them
     release    {reason}                              it has to raise the exception that it reported
-    slots      {bytes, watermark}                    the answer to `reserve`, with two memfds
+    slots      {bytes}                               the answer to `reserve`, with two memfds
     no_slots   {reason}                              the other answer
-    watermark  {step}                                all parts of this step are saved somewhere
+    watermark  {lineage, step, series}               all parts of this step are saved somewhere
 
 Unknown frames are ignored by both. A worker is the job's own process, so nothing that it sends is
 trusted: a frame that cannot be read, or more frames than can be of use, close the link, and then
@@ -41,7 +41,7 @@ from contextlib import suppress
 from .channel import Channel, MalformedFrameError
 from .linux.process_tree import has_variable, session_of
 from .linux.tcp_connections import live_connection
-from .snapshot_slots import MAX_SLOT_BYTES, Snapshot
+from .snapshot_slots import MAX_SLOT_BYTES, SavedSnapshot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ PROTOCOL = 1
 MAX_FRAME_BYTES = 64 << 10
 MAX_FRAMES = 64
 """The most frames that a worker may send from one `go` to the next, beside `saved`."""
-MAX_SAVED_A_SECOND = 100
+MAX_SAVED_A_SECOND = 200
 MAX_CONNECTIONS = 4096
 MAX_SHARDS = 1 << 20
-MAX_NAME_CHARS = 200
+MAX_NAME_CHARS = 64
 MAX_NUMBER = 1 << 53
 """No step or time is larger."""
 
@@ -225,17 +225,17 @@ class WorkerLink:
         """Tell it to raise the exception that it has reported."""
         self._send({"type": "release", "reason": reason})
 
-    def give_slots(self, size: int, watermark: int | None, fds: list[int]) -> None:
+    def give_slots(self, size: int, fds: list[int]) -> None:
         """Hand over its slots; the link owns `fds`."""
-        self._send({"type": "slots", "bytes": size, "watermark": watermark}, tuple(fds))
+        self._send({"type": "slots", "bytes": size}, tuple(fds))
 
     def refuse_slots(self, reason: str) -> None:
         """Tell it why it gets no slots."""
         self._send({"type": "no_slots", "reason": reason})
 
-    def tell_watermark(self, step: int) -> None:
-        """Tell it which step is whole."""
-        self._send({"type": "watermark", "step": step})
+    def tell_watermark(self, watermark: Mapping[str, object]) -> None:
+        """Tell it which step of which series is whole."""
+        self._send({"type": "watermark", **watermark})
 
     def close(self) -> None:
         """Close the link; a parked worker exits."""
@@ -290,7 +290,9 @@ class WorkerLink:
             size = _optional_number(frame, "bytes") or 0
             self._slots.give(self, min(size, MAX_SLOT_BYTES))
         elif kind == "saved" and self._hello:
-            self._slots.note(self.local_rank, _snapshot(frame) if "step" in frame else None)
+            number = 1 if _optional_number(frame, "slot") else 0
+            snapshot = _snapshot(frame) if "step" in frame else None
+            self._slots.note(self.local_rank, number, snapshot)
         elif self.child is None or not self._hello or frame.get("round") != self.round:
             return  # It has not said hello, or this is of a round that is over.
         elif kind == "suspect" and not self._suspected and self.parked is None:
@@ -340,18 +342,18 @@ def _optional_number(frame: Mapping[str, object], name: str) -> int | None:
     return value
 
 
-def _snapshot(frame: Mapping[str, object]) -> Snapshot:
+def _snapshot(frame: Mapping[str, object]) -> SavedSnapshot:
     """Read which snapshot a worker says it has saved."""
-    step, shard, shards, size = (
-        _optional_number(frame, name) or 0 for name in ("step", "shard", "shards", "bytes")
+    lineage, step, shard, shards, world_size, size = (
+        _optional_number(frame, name) or 0
+        for name in ("lineage", "step", "shard", "shards", "world_size", "bytes")
     )
-    series, digest = frame.get("series"), frame.get("digest")
     if not shard < shards <= MAX_SHARDS:
         raise FrameError(f"shard {shard} of {shards}")
-    for text in (series, digest):
-        if not isinstance(text, str) or len(text) > MAX_NAME_CHARS:
-            raise FrameError(f"series or digest: {text!r:.80}")
-    return Snapshot(step, str(series), shard, shards, size, str(digest))
+    series, digest = str(frame.get("series", "")), str(frame.get("digest", ""))
+    if len(series) > MAX_NAME_CHARS or len(digest) > MAX_NAME_CHARS:
+        raise FrameError("series or digest: too long")
+    return SavedSnapshot(lineage, step, series, shard, shards, world_size, size, digest)
 
 
 def _connections(said: object) -> list[tuple[str, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rdzv.agent.core.model import KeptWorker
 from rdzv.agent.runner.channel import MalformedFrameError
+from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.structs import struct
 
 
@@ -172,16 +173,10 @@ class StoreHostExited:
 
 
 @struct(frozen=True)
-class SnapshotSaved:
-    """A worker says that its part of a step's state is in the runner's memory."""
+class SnapshotsHeld:
+    """All snapshots that workers say are in the runner's memory, after a change."""
 
-    local_rank: int
-    step: int
-    series: str
-    shard: int
-    shards: int
-    bytes: int
-    digest: str
+    snapshots: tuple[Snapshot, ...]
 
 
 @struct(frozen=True)
@@ -234,7 +229,7 @@ RunnerEvent = (
     | ZygoteLost
     | StoreHostReady
     | StoreHostExited
-    | SnapshotSaved
+    | SnapshotsHeld
     | SnapshotRefused
     | ServeFailed
     | RunnerRefused
@@ -266,11 +261,22 @@ EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
     "zygote_lost": ZygoteLost,
     "store_host_ready": StoreHostReady,
     "store_host_exited": StoreHostExited,
-    "snapshot_saved": SnapshotSaved,
+    "snapshots_held": lambda snapshots: SnapshotsHeld(tuple(_snapshot(one) for one in snapshots)),
     "snapshot_refused": SnapshotRefused,
     "serve_failed": ServeFailed,
     "error": RunnerRefused,
 }
+
+
+def _snapshot(said: Mapping[str, Any]) -> Snapshot:
+    names = ("lineage", "step", "series", "shards", "world_size")
+    return Snapshot(
+        local_rank=said["local_rank"],
+        mark=SnapshotMark(**{name: said[name] for name in names}),
+        shard=said["shard"],
+        bytes=said["bytes"],
+        digest=said["digest"],
+    )
 
 
 def number_of(message: Mapping[str, Any]) -> int:

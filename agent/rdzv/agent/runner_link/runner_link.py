@@ -39,6 +39,7 @@ from rdzv.agent.runner_link.runner_events import (
     number_of,
 )
 from rdzv.agent.runner_link.runner_log import RunnerLog
+from rdzv.core.model import SnapshotMark
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent.runner")
@@ -317,10 +318,14 @@ class RunnerLink:
         if self._holds_snapshots:
             self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes})
 
-    def announce_watermark(self, step: int) -> None:
-        """Tell the workers that all parts of this step are saved, so that older ones may go."""
+    def announce_watermark(self, mark: SnapshotMark) -> None:
+        """Tell the workers that all parts of this step are saved, so that older ones may go.
+
+        From the first call on they overwrite nothing but what is older than a step so announced.
+        """
         if self._holds_snapshots:
-            self._send({"type": "watermark", "step": step})
+            fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
+            self._send({"type": "watermark", **fields})
 
     def stop_store_host(self, round: int) -> None:
         """Kill the round's store host, if there is one."""

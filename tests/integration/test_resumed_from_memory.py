@@ -1,0 +1,128 @@
+"""State that outlives its workers: all are killed at once, and the training goes on from memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SUPPORT = Path(__file__).parents[1] / "support"
+ROOT = Path(__file__).parents[2]
+RDZVRUN = Path(sys.executable).parent / "rdzvrun"
+PATIENCE_S = 120.0
+STEPS, KILLED_IN = 20, 13
+
+
+class Job:
+    """A training under rdzvrun, and what its workers have printed."""
+
+    def __init__(
+        self, folder: Path, function: str, args: dict[str, Any], options: list[str]
+    ) -> None:
+        script = folder / "train.py"
+        script.write_text(
+            "import json, os, sys, kept_training, numpy\n"
+            "numpy.random.seed(int(os.environ['RANK']))\n"
+            f"kept_training.{function}(**json.loads(sys.argv[1]))\n"
+        )
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RDZV_")}
+        env["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), str(ROOT / "worker")])
+        launch = ["--standalone", "--nproc-per-node=2", "--max-restarts=5", *options]
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [RDZVRUN, *launch, script, json.dumps(args)], env=env, stdout=log, stderr=log
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def lines(self, what: str, **fields: Any) -> list[dict[str, Any]]:
+        """Return the JSON lines of the workers that have these fields."""
+        found = [
+            json.loads(line[line.index("{") :])
+            for line in self.text.splitlines()
+            if '{"what"' in line
+        ]
+        return [row for row in found if row["what"] == what and fields.items() <= row.items()]
+
+    def wait_for(self, what: str, count: int, **fields: Any) -> list[dict[str, Any]]:
+        end = time.monotonic() + PATIENCE_S
+        while len(found := self.lines(what, **fields)) < count:
+            assert self.process.poll() is None and time.monotonic() < end, self.text
+            time.sleep(0.02)
+        return found
+
+    def kill_all(self, round_: int) -> None:
+        """Kill all workers once they are in the middle of a step."""
+        for row in self.wait_for("fault", 2, round=round_):
+            os.kill(row["pid"], signal.SIGKILL)
+
+    def finish(self) -> None:
+        assert self.process.wait(PATIENCE_S) == 0, self.text
+
+    def losses(self) -> dict[tuple[int, int], str]:
+        """Return the loss of each step and rank; of a step that was done twice, the last."""
+        return {(row["step"], row["rank"]): row["loss"] for row in self.lines("step")}
+
+    def ends(self) -> list[Any]:
+        """Return what the ranks have come to at last."""
+        return sorted(row["weights"] for row in self.lines("done"))
+
+
+@contextmanager
+def job(
+    folder: Path, function: str = "train", options: tuple[str, ...] = (), **args: Any
+) -> Iterator[Job]:
+    folder.mkdir()
+    made = Job(folder, function, {"steps": STEPS, **args}, list(options))
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait()
+
+
+def stopped_in(step: int, round_: int = 0) -> list[dict[str, Any]]:
+    """Have both ranks wait in the middle of a step, to be killed there."""
+    place = {"step": step, "at": "forward", "do": "sleep", "seconds": 600, "round": round_}
+    return [{"rank": rank, **place} for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("train", ()),
+        ("train_sharded", ()),
+        pytest.param("train", ("--warm",), marks=pytest.mark.slow),
+    ],
+)
+def test_losses_are_those_of_a_run_that_nothing_disturbed(
+    tmp_path: Path, function: str, options: tuple[str, ...]
+) -> None:
+    """With dropout, random inputs and a batch norm of each rank's own."""
+    with job(tmp_path / "a", function) as undisturbed:
+        undisturbed.finish()
+    faults = [*stopped_in(KILLED_IN), *stopped_in(KILLED_IN + 4, 1)]
+    with job(tmp_path / "b", function, options, faults=faults, snapshot_every=5) as killed:
+        killed.kill_all(0)
+        begun = killed.wait_for("begin", 2, round=1)
+        # Step 10 was saved some steps before; on a busy machine it may be on its way.
+        assert {row["step"] for row in begun} in ({5}, {10})
+        (said,) = [line for line in killed.text.splitlines() if "goes on from" in line]
+        assert f"the snapshot of step {begun[0]['step']} in memory, not from a checkpoint" in said
+        killed.kill_all(1)
+        assert {row["step"] for row in killed.wait_for("begin", 2, round=2)} in ({10}, {15})
+        killed.finish()
+    assert killed.losses() == undisturbed.losses()
+    assert len(killed.ends()) == 2 and killed.ends() == undisturbed.ends()

@@ -1,0 +1,86 @@
+"""Which slot is overwritten, and which snapshot new processes go on from."""
+
+from __future__ import annotations
+
+import pytest
+
+from rdzv.worker.link import Watermark
+from rdzv.worker.resuming import Key, newest_whole
+from rdzv.worker.snapshot_slot import Header
+from rdzv.worker.snapshots import slot_to_write
+
+
+def at(lineage: int, step: int) -> Header:
+    return Header(step, lineage, shard=0, shards=2, rank=0, world_size=2, state="s", part="p")
+
+
+@pytest.mark.parametrize(
+    ("held", "lineage", "base", "watermark", "slot"),
+    [
+        # What holds nothing goes first, whatever the other one holds.
+        ((None, None), 0, None, None, 0),
+        ((at(0, 10), None), 0, None, 0, 1),
+        ((None, at(0, 10)), 0, None, 0, 0),
+        # Then the older one, if nobody says what is whole.
+        ((at(0, 20), at(0, 10)), 0, None, None, 1),
+        ((at(0, 20), at(0, 30)), 0, None, None, 0),
+        # If somebody does, the newest whole one stays.
+        ((at(0, 20), at(0, 30)), 0, None, 20, None),
+        ((at(0, 20), at(0, 30)), 0, None, 30, 0),
+        ((at(0, 20), at(0, 30)), 0, None, 40, 0),
+        # What was gone on from stays until there is one of this training.
+        ((at(0, 20), at(0, 30)), 4, (0, 20), None, 1),
+        ((at(0, 20), at(0, 30)), 4, (0, 30), None, 0),
+        ((at(0, 20), at(4, 30)), 4, (0, 20), None, 0),
+        ((at(0, 20), at(4, 30)), 4, (0, 20), 20, None),
+        # A step that was whole in another training says nothing of this one.
+        ((at(0, 20), at(4, 3)), 4, (0, 20), (0, 20), None),
+        # This training was begun with the script's checkpoint.
+        ((at(0, 20), at(0, 30)), 4, None, None, 0),
+    ],
+)
+def test_the_slot_that_is_overwritten(
+    held: tuple[Header | None, Header | None],
+    lineage: int,
+    base: tuple[int, int] | None,
+    watermark: int | tuple[int, int] | None,
+    slot: int | None,
+) -> None:
+    whole = (lineage, watermark) if isinstance(watermark, int) else watermark
+    said = None if whole is None else Watermark(*whole, at(*whole).series)
+    assert slot_to_write(held, lineage, base, said) == slot
+
+
+OLD, NEW, OTHER = Key(0, 20, "a", 2), Key(0, 30, "a", 2), Key(0, 30, "b", 2)
+ALONE, LATER = Key(0, 40, "c", 1), Key(3, 10, "a", 2)
+
+
+@pytest.mark.parametrize(
+    ("found", "named", "newest"),
+    [
+        ([], None, None),
+        ([(ALONE, 0)], None, ALONE),
+        ([(ALONE, 0), (ALONE, 0)], None, ALONE),
+        # A part is missing.
+        ([(NEW, 0)], None, None),
+        ([(NEW, 0), (NEW, 0)], None, None),
+        # The last step was not saved by all.
+        ([(OLD, 0), (NEW, 0), (OLD, 1)], None, OLD),
+        ([(OLD, 0), (NEW, 0), (OLD, 1), (NEW, 1)], None, NEW),
+        # Parts of two layouts, or two steps, are no state.
+        ([(NEW, 0), (OTHER, 1)], None, None),
+        ([(OLD, 0), (NEW, 1)], None, None),
+        # A later training goes before one that has come further and was given up.
+        ([(NEW, 0), (NEW, 1), (LATER, 0), (LATER, 1)], None, LATER),
+        ([(NEW, 0), (NEW, 1), (LATER, 0)], None, NEW),
+        # The round names one, or none.
+        ([(OLD, 0), (OLD, 1), (NEW, 0), (NEW, 1)], "0:20:a", OLD),
+        ([(OLD, 0), (OLD, 1)], "0:30:a", None),
+        ([(OLD, 0), (OLD, 1)], "1:20:a", None),
+        ([(OLD, 0), (OLD, 1)], "", None),
+    ],
+)
+def test_the_newest_step_that_is_whole(
+    found: list[tuple[Key, int]], named: str | None, newest: Key | None
+) -> None:
+    assert newest_whole(found, named) == newest

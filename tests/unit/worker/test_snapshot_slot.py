@@ -1,0 +1,154 @@
+"""A slot: what was written is read again, and nothing else is ever taken for a snapshot."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rdzv.worker import CannotBroadcastError
+from rdzv.worker.images import Image
+from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot, SlotError, bytes_needed
+
+HEADER = Header(20, 3, shard=0, shards=1, rank=1, world_size=2, state="abc")
+SIZE = TENSORS_AT + (32 << 10)
+
+
+def content(step: int = 20, **small: Any) -> Content:
+    generator = torch.Generator().manual_seed(step)
+    parameters = {
+        "model.weight": torch.randn(33, 7, generator=generator),
+        "model.empty": torch.empty(0, 3),
+        "model.scalar": torch.tensor(2.5, dtype=torch.float64),
+        "model.half": torch.randn(5, generator=generator).to(torch.bfloat16),
+        "model.complex": torch.randn(3, dtype=torch.complex64, generator=generator),
+        "model.transposed": torch.randn(4, 6, generator=generator).t(),
+    }
+    held: list[Any] = [
+        (("optimizer", 0, "exp_avg"), torch.randn(33, 7, generator=generator), False),
+        (("optimizer", 0, "step"), 17, False),
+    ]
+    rest = {"buffers": {"mean": torch.ones(3)}, "values": {"step": step}, **small}
+    return Content(
+        {"rng": {"torch": torch.get_rng_state()}}, {"state": Image(step, parameters, held, rest)}
+    )
+
+
+def write(slot: Slot, what: Content, header: Header = HEADER) -> Header:
+    tensors = what.tensors()
+    for place, one in zip(slot.begin(tensors), tensors, strict=True):
+        place.copy_(one)
+    return slot.seal(header, tensors, what.head())
+
+
+def same(one: Content, other: Content) -> bool:
+    return all(
+        torch.equal(mine, its) and mine.dtype == its.dtype
+        for mine, its in zip(one.tensors(), other.tensors(), strict=True)
+    ) and str(one.images["state"].small) == str(other.images["state"].small)
+
+
+def test_what_was_written_is_read_again() -> None:
+    memory, what = bytearray(SIZE), content()
+    assert Slot(memory).header() is None
+    header = write(Slot(memory), what)
+    slot = Slot(memory)
+    assert slot.header() == header
+    assert replace(header, tensors_bytes=0, head_bytes=0, digest="") == HEADER
+    assert header.bytes <= SIZE and slot.is_sound(header)
+    read = slot.read(header)
+    assert same(read, what)
+    assert read.images["state"].optimizers[1] == what.images["state"].optimizers[1]
+    assert torch.equal(read.own["rng"]["torch"], what.own["rng"]["torch"])
+    # What optimizers hold is a copy: the slot is written to again while they change it.
+    write(slot, content(30))
+    assert torch.equal(read.images["state"].optimizers[0][1], what.images["state"].optimizers[0][1])
+
+
+def test_a_snapshot_that_is_being_written_is_none() -> None:
+    """Wherever the process is killed: before the seal nothing is there, after it everything."""
+    memory = bytearray(SIZE)
+    slot = Slot(memory)
+    old = write(slot, content(20))
+    what = content(30)
+    places = slot.begin(what.tensors())
+    assert Slot(memory).header() is None
+    for place, one in zip(places, what.tensors(), strict=True):
+        place.copy_(one)
+        assert Slot(memory).header() is None
+    slot.seal(replace(HEADER, step=30), what.tensors(), what.head())
+    found = Slot(memory).header()
+    assert found is not None and found.step == 30
+    assert not slot.is_sound(old)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_bit_that_flips_is_found_wherever_it_is(seed: int) -> None:
+    memory = bytearray(SIZE)
+    header = write(Slot(memory), content())
+    dice = random.Random(seed)
+    end_of_header = memory.index(b"}") + 1
+    places = [*range(end_of_header), *dice.sample(range(TENSORS_AT, header.bytes), 200)]
+    for place in places:
+        bit = 1 << dice.randrange(8)
+        memory[place] ^= bit
+        slot = Slot(memory)
+        found = slot.header()
+        assert found is None or not slot.is_sound(found), place
+        memory[place] ^= bit
+    assert Slot(memory).is_sound(header)
+
+
+@pytest.mark.parametrize("exchanged", [(0, 8), (8, 4096), (64, 128)])
+def test_parts_that_were_exchanged_are_found(exchanged: tuple[int, int]) -> None:
+    memory = bytearray(SIZE)
+    header = write(
+        Slot(memory), Content({}, {"state": Image(1, {"a": torch.arange(2048)}, [], {})})
+    )
+    one, two = (TENSORS_AT + place for place in exchanged)
+    held = memory[one : one + 8]
+    memory[one : one + 8] = memory[two : two + 8]
+    memory[two : two + 8] = held
+    assert not Slot(memory).is_sound(header)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        bytearray(SIZE),
+        bytearray(b"\xff" * SIZE),
+        bytearray(b"rdzvsnap" + bytes(SIZE - 8)),
+        bytearray(b"rdzvsnap" + b"\xff" * (SIZE - 8)),
+        bytearray(b"rdzvsnap\0\0\0\1\0\0\0\5" + bytes(32) + bytes(SIZE - 48)),
+    ],
+)
+def test_other_memory_is_no_snapshot(memory: bytearray) -> None:
+    assert Slot(memory).header() is None
+
+
+def test_one_that_claims_more_than_the_slot_has_is_none() -> None:
+    memory = bytearray(SIZE)
+    header = write(Slot(memory), content())
+    assert Slot(memory[: header.bytes]).header() == header
+    assert Slot(memory[: header.bytes - 1]).header() is None
+
+
+def test_what_does_not_fit_is_refused_and_what_was_there_is_gone() -> None:
+    what = content()
+    needed = bytes_needed(what.tensors(), what.head())
+    small = Slot(bytearray(TENSORS_AT + 64))
+    with pytest.raises(SlotError, match="does not fit into 65600"):
+        small.begin(what.tensors())
+    nearly = Slot(bytearray(needed - 1))
+    with pytest.raises(SlotError, match="does not fit"):
+        write(nearly, what)
+    assert nearly.header() is None
+    assert write(Slot(bytearray(needed)), what).bytes == needed
+
+
+def test_a_value_that_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(CannotBroadcastError, match=r"small\.state cannot be sent"):
+        content(values={"score": lambda x: x}).head()

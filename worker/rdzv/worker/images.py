@@ -1,0 +1,121 @@
+"""A state at one step, in plain tensors: taken from its modules and optimizers, and put back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .contents import Contents, load_object, parameters_of, put_settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Image:
+    """A state, or one part of a sharded one, at one sealed step, in plain tensors."""
+
+    step: int
+    parameters: dict[str, Tensor]
+    optimizers: list[tuple[tuple[str, int, str], Any, bool]]
+    """The state of optimizers: optimizer, parameter's place and name; the value; whether it is
+    sharded like its parameter."""
+    small: dict[str, Any]
+    """Buffers, settings of optimizers and states of objects, by kind and name; plain values."""
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Name all of its tensors, but those that are small."""
+        held = [
+            ("/".join(map(str, key)), value)
+            for key, value, _ in self.optimizers
+            if is_tensor(value)
+        ]
+        return [*self.parameters.items(), *held]
+
+    def mapped(self, make: Callable[[Tensor], Tensor]) -> Image:
+        """Return an image with other tensors in place of its own, made in their order."""
+        return Image(
+            self.step,
+            {name: make(one) for name, one in self.parameters.items()},
+            [
+                (key, make(value) if is_tensor(value) else value, sharded)
+                for key, value, sharded in self.optimizers
+            ],
+            self.small,
+        )
+
+
+def image_of(
+    step: int, tensors: Sequence[tuple[str, Tensor]], contents: Contents, small: dict[str, Any]
+) -> Image:
+    """Return an image of these tensors and of what optimizers hold; it shares their memory."""
+    return Image(
+        step,
+        {name: local(one) for name, one in tensors},
+        [
+            (key, local(value) if is_tensor(value) else value, is_sharded(value))
+            for key, value in contents.optimizer_state()
+        ],
+        small,
+    )
+
+
+def put_back(
+    image: Image,
+    contents: Contents,
+    tensors: Sequence[tuple[str, Tensor]],
+    buffers: Sequence[tuple[str, Tensor]],
+) -> None:
+    """Bring contents to where an image is; what it has for optimizers becomes theirs."""
+    import torch
+
+    with torch.no_grad():
+        for name, one in tensors:
+            local(one).copy_(image.parameters[name])
+        for name, one in buffers:
+            local(one).copy_(image.small["buffers"][name])
+    for optimizer in contents.optimizers.values():
+        optimizer.state.clear()
+    for (name, place, key), value, sharded in image.optimizers:
+        optimizer = contents.optimizers[name]
+        parameter = parameters_of(optimizer)[place]
+        held = _like(parameter, value) if sharded else value
+        optimizer.state.setdefault(parameter, {})[key] = held
+    for name, optimizer in contents.optimizers.items():
+        put_settings(optimizer, copy.deepcopy(image.small["settings"][name]))
+    for name, entry in contents.objects.items():
+        load_object(name, entry, copy.deepcopy(image.small["objects"][name]))
+    for name in contents.values:
+        contents.values[name] = copy.deepcopy(image.small["values"][name])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, in the same memory; all of it if it is not sharded."""
+    return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()  # type: ignore[attr-defined]
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether this is a tensor of any kind."""
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether this is a tensor over a device mesh."""
+    return hasattr(value, "device_mesh") and hasattr(value, "placements")
+
+
+def _like(parameter: Any, value: Tensor) -> Tensor:
+    """Return a sharded tensor with a parameter's layout and this part."""
+    made: Tensor = type(parameter.detach()).from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made

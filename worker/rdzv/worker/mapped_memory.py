@@ -1,0 +1,46 @@
+"""Memory of the runner, mapped into this process: no child that it forks has it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_MADV_DONTFORK = 10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_POPULATE = 0x8000
+
+
+def mapped(fd: int, size: int) -> memoryview:
+    """Map a file into memory, with all its pages, as bytes; it stays until the last view is gone.
+
+    Takes about a second for each gigabyte that has no pages yet, without the GIL. The descriptor
+    can be closed afterwards. `OSError` if there is no memory for the pages.
+    """
+    # Without pages, a write to the mapping would be answered by SIGBUS once there is no memory.
+    os.posix_fallocate(fd, 0, size)
+    # mmap.mmap() would hold a descriptor, which forked children inherit.
+    address = _libc.mmap(
+        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_POPULATE, fd, 0
+    )
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    _libc.madvise(address, size, _MADV_DONTFORK)
+    held = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(held, _unmap, os.getpid(), address, size).atexit = False
+    return memoryview(held).cast("B")
+
+
+def _unmap(pid: int, address: int, size: int) -> None:
+    # A forked child does not have it, and may have something else at its address.
+    if os.getpid() == pid:
+        _libc.munmap(address, size)

@@ -1,0 +1,249 @@
+"""One slot: a snapshot in memory, as it is written, verified and read.
+
+    seal     48 bytes: magic, format, length and digest of the header. Zero while it is written
+    header   JSON, up to 64 KiB from the start: what it is a snapshot of, sizes, digest of the rest
+    tensors  each at a multiple of 64 bytes
+    head     pickled: everything else, and the names, shapes and types of the tensors
+
+The seal is written last, when all else is there. A process that is killed has done what comes
+before in its program, and nothing after, so what has a seal is whole. The digest is for all other
+damage: it is verified before anything of a snapshot is used, and before its head is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from .contents import packed, unpacked
+from .digest import digest
+from .images import Image, is_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TENSORS_AT = 64 << 10
+
+_ALIGNMENT = 64
+_MAGIC, _FORMAT = b"rdzvsnap", 1
+_SEAL = struct.Struct(">8sII32s")
+_HEADER_AT = _SEAL.size
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a slot holds."""
+
+    step: int
+    """How many steps are sealed in it."""
+    lineage: int
+    """The round in which this training began or went on with new processes alone."""
+    shard: int
+    shards: int
+    """0: it holds no state, only what is this rank's own (its random numbers)."""
+    rank: int
+    world_size: int
+    state: str
+    """A digest of the names, shapes and types of what was given to State(...)."""
+    part: str = ""
+    """The same of what was added by state.add()."""
+    tensors_bytes: int = 0
+    head_bytes: int = 0
+    digest: str = ""
+
+    @property
+    def series(self) -> str:
+        """What snapshots of different ranks have in common if they fit together."""
+        text = f"{self.state}/{self.part}/{self.shards}/{self.world_size if self.part else 0}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def bytes(self) -> int:
+        """How much of the slot is used."""
+        return TENSORS_AT + self.tensors_bytes + self.head_bytes
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is saved of one rank."""
+
+    own: Mapping[str, Any]
+    """What is this rank's alone: its random numbers and buffers."""
+    images: Mapping[str, Image]
+    """`state`: what was given to State(...); `part`: what was added by state.add()."""
+
+    def tensors(self) -> list[Tensor]:
+        """List all of its large tensors."""
+        return [one for image in self.images.values() for _, one in image.tensors()]
+
+    def head(self) -> bytes:
+        """Return everything else, pickled; `CannotBroadcastError` if that is not possible."""
+        small = {f"small.{name}": image.small for name, image in self.images.items()}
+        shapes = {name: _shapes_of(image) for name, image in self.images.items()}
+        return pickle.dumps((shapes, packed({"own": dict(self.own), **small})))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor that is elsewhere in the slot."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    device: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """An image without its tensors, and without what is small."""
+
+    step: int
+    parameters: dict[str, _Shape]
+    optimizers: list[tuple[Any, Any, bool]]
+
+    def all(self) -> list[_Shape]:
+        held = [value for _, value, _ in self.optimizers if isinstance(value, _Shape)]
+        return [*self.parameters.values(), *held]
+
+    def filled(self, places: Iterator[Tensor], small: dict[str, Any]) -> Image:
+        """Return the image with tensors from memory; those of optimizers are copied."""
+        return Image(
+            self.step,
+            {name: next(places) for name in self.parameters},
+            [
+                (key, next(places).to(value.device, copy=True), sharded)
+                if isinstance(value, _Shape)
+                else (key, value, sharded)
+                for key, value, sharded in self.optimizers
+            ],
+            small,
+        )
+
+
+def _shapes_of(image: Image) -> _Shapes:
+    def shape(one: Tensor) -> _Shape:
+        return _Shape(tuple(one.shape), one.dtype, one.device.type)
+
+    return _Shapes(
+        image.step,
+        {name: shape(one) for name, one in image.parameters.items()},
+        [
+            (key, shape(value) if is_tensor(value) else value, sharded)
+            for key, value, sharded in image.optimizers
+        ],
+    )
+
+
+class SlotError(ValueError):
+    """A slot cannot hold what is to be written, or does not hold what was."""
+
+
+class Slot:
+    """A slot in memory: bytes that outlive this process."""
+
+    def __init__(self, memory: memoryview | bytearray) -> None:
+        """Take memory that can be written to, of more than 64 KiB."""
+        import torch
+
+        self._bytes = memoryview(memory)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+        return len(self._bytes)
+
+    def header(self) -> Header | None:
+        """Return what it holds, as its header says; None if nothing was written to its end."""
+        magic, version, length, sealed = _SEAL.unpack_from(self._bytes)
+        if (magic, version) != (_MAGIC, _FORMAT) or length > TENSORS_AT - _HEADER_AT:
+            return None
+        said = bytes(self._bytes[_HEADER_AT : _HEADER_AT + length])
+        if hashlib.blake2b(said, digest_size=32).digest() != sealed:
+            return None
+        header = Header(**json.loads(said))
+        return header if header.bytes <= self.size else None
+
+    # ------------------------------------------------------------------ writing
+
+    def clear(self) -> None:
+        """Have it hold nothing."""
+        self._bytes[: _SEAL.size] = bytes(_SEAL.size)
+
+    def begin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Clear it, and return where tensors are to be copied; `SlotError` if it is too small."""
+        self.clear()
+        if (needed := bytes_needed(tensors, b"")) > self.size:
+            raise SlotError(f"a snapshot of {needed} bytes does not fit into {self.size}")
+        return self._places(tensors)
+
+    def seal(self, header: Header, tensors: Sequence[Tensor], head: bytes) -> Header:
+        """Write the rest once the tensors are in their places; return the header as written."""
+        if (end := bytes_needed(tensors, head)) > self.size:
+            raise SlotError(f"a snapshot of {end} bytes does not fit into {self.size}")
+        begin = end - len(head)
+        self._bytes[begin:end] = head
+        sizes = replace(header, tensors_bytes=begin - TENSORS_AT, head_bytes=len(head))
+        written = replace(sizes, digest=self._digest(sizes))
+        said = json.dumps(asdict(written)).encode()
+        self._bytes[_HEADER_AT : _HEADER_AT + len(said)] = said
+        sealed = hashlib.blake2b(said, digest_size=32).digest()
+        self._bytes[: _SEAL.size] = _SEAL.pack(_MAGIC, _FORMAT, len(said), sealed)
+        return written
+
+    # ------------------------------------------------------------------ reading
+
+    def is_sound(self, header: Header) -> bool:
+        """Whether everything is as it was written; reads all of it once."""
+        return self.header() == header and self._digest(header) == header.digest
+
+    def read(self, header: Header) -> Content:
+        """Return what it holds; parameters share its memory, what optimizers hold is copied.
+
+        To be called only if it is sound.
+        """
+        head_at = TENSORS_AT + header.tensors_bytes
+        shapes, rest = pickle.loads(self._bytes[head_at : head_at + header.head_bytes])
+        parts = unpacked(rest)
+        places = iter(self._places([one for found in shapes.values() for one in found.all()]))
+        images = {
+            name: found.filled(places, parts[f"small.{name}"]) for name, found in shapes.items()
+        }
+        return Content(parts["own"], images)
+
+    def _places(self, shapes: Sequence[Tensor | _Shape]) -> list[Tensor]:
+        """Return views of the memory, one after the other."""
+        places, at = [], TENSORS_AT
+        for one in shapes:
+            size = _bytes_of(one)
+            places.append(self._memory[at : at + size].view(one.dtype).view(one.shape))
+            at += _aligned(size)
+        return places
+
+    def _digest(self, header: Header) -> str:
+        begin = TENSORS_AT + header.tensors_bytes
+        head = hashlib.blake2b(self._bytes[begin : begin + header.head_bytes], digest_size=16)
+        head.update(digest([("tensors", self._memory[TENSORS_AT:begin])]).encode())
+        return head.hexdigest()
+
+
+def bytes_needed(tensors: Sequence[Tensor], head: bytes) -> int:
+    """Return how large a slot has to be."""
+    return TENSORS_AT + sum(_aligned(_bytes_of(one)) for one in tensors) + len(head)
+
+
+def _bytes_of(one: Tensor | _Shape) -> int:
+    return one.bytes if isinstance(one, _Shape) else one.numel() * one.element_size()
+
+
+def _aligned(octets: int) -> int:
+    return -(-octets // _ALIGNMENT) * _ALIGNMENT

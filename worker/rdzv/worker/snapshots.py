@@ -1,0 +1,314 @@
+"""Snapshots: a worker's state is copied into memory that its runner holds, and outlives it.
+
+A step is saved from its commit on, by a thread. Parameters are changed by the next optimizer step
+alone, so that waits until they are copied, and for nothing else: all other things were copied by
+the commit, and digest and header are made later. Each rank has two slots and writes to one of them
+while the other holds an older step.
+
+Of a state that all ranks have alike, LOCAL_RANK 0 of each node saves it; the others save what is
+theirs alone, their random numbers and buffers. Each rank saves its part of a sharded one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from .contents import described
+from .link import Watermark
+from .mapped_memory import mapped
+from .snapshot_slot import Content, Header, Slot, bytes_needed
+from .staging import copy_all, events, set_aside
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .link import Link
+    from .rounds import Round
+    from .sealing import Sealing
+
+_FINISH_TIMEOUT_S = 30.0
+_SPARE = 1.1
+"""How much larger slots are than what is in them at first: plain values grow."""
+_SPARE_BYTES = 1 << 20
+
+
+class HeldSlots:
+    """This rank's two slots, mapped."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.slots: list[Slot] = []
+        self.reason = ""
+        """Why there are none, or none that are large enough."""
+        self.refused: int | None = None
+        """The size that was refused; no larger ones are asked for in this round."""
+        self.base: tuple[int, int] | None = None
+        """Lineage and step of the snapshot that this training has gone on from."""
+
+    @property
+    def size(self) -> int:
+        """The size of one slot; 0 if there are none."""
+        return self.slots[0].size if self.slots else 0
+
+    def ask(self, size: int) -> bool:
+        """Ask the runner for slots of at least this size; 0: those that have something in them.
+
+        Returns whether there are such slots; `reason` says why not. Takes as long as it takes the
+        kernel to find memory: about a second for each gigabyte that is new.
+        """
+        if self.refused is not None and size >= self.refused:
+            return False
+        given = self.link.reserve(size)
+        self.reason = given.reason
+        try:
+            slots = [Slot(mapped(fd, given.size)) for fd in given.fds]
+        except OSError as error:
+            self.reason, slots = f"memory for snapshots: {error.strerror}", []
+        finally:
+            for fd in given.fds:
+                os.close(fd)
+        if len(slots) < 2:
+            self.refused = size or None
+            return False
+        self.slots = slots
+        return True
+
+    def clear(self, number: int) -> None:
+        """Have a slot hold nothing, and say so."""
+        self.slots[number].clear()
+        self.link.saved(number)
+
+    def clear_after(self, lineage: int, step: int) -> None:
+        """Clear what a training has saved of later steps than it goes on from: it redoes them."""
+        for number, slot in enumerate(self.slots):
+            header = slot.header()
+            if header is not None and header.lineage == lineage and header.step > step:
+                self.clear(number)
+
+
+def slot_to_write(
+    held: Sequence[Header | None],
+    lineage: int,
+    base: tuple[int, int] | None,
+    watermark: Watermark | None,
+) -> int | None:
+    """Return which of two slots may be overwritten; None if neither may.
+
+    It is one that holds nothing, or the one with the older step. What this training has gone on
+    from stays until it has saved a step itself. If it is known which steps are whole on all ranks
+    (`watermark`), the last step that is whole stays.
+
+    >>> def at(step: int) -> Header:
+    ...     return Header(step, 3, shard=0, shards=1, rank=0, world_size=1, state="")
+    >>> slot_to_write([at(20), at(30)], 3, None, None)
+    0
+    >>> slot_to_write([at(20), at(30)], 3, None, Watermark(3, 20, at(20).series))
+    >>> slot_to_write([at(20), at(30)], 4, (3, 20), None)
+    1
+    """
+    ours = [number for number, one in enumerate(held) if one is not None and one.lineage == lineage]
+    for number, one in enumerate(held):
+        if one is None:
+            return number
+    if not ours:
+        return next((1 - n for n, one in enumerate(held) if one and _key(one) == base), 0)
+    kept = max(ours, key=lambda number: _key(held[number]))
+    newest = held[kept]
+    assert newest is not None
+    if watermark is not None and (
+        (newest.lineage, newest.series) != (watermark.lineage, watermark.series)
+        or newest.step > watermark.step
+    ):
+        return None
+    return 1 - kept
+
+
+def _key(header: Header | None) -> tuple[int, int]:
+    return (-1, -1) if header is None else (header.lineage, header.step)
+
+
+@dataclass
+class _Progress:
+    """How far the last snapshot is."""
+
+    copied: threading.Event = field(default_factory=threading.Event)
+    """The state may be changed again."""
+    done: threading.Event = field(default_factory=threading.Event)
+    """It is whole, or given up."""
+
+
+@dataclass
+class _Copying:
+    """A snapshot on its way into a slot."""
+
+    header: Header
+    content: Content
+    tensors: list[Tensor]
+    """Those of the content, or copies of them."""
+    ready: list[Any]
+    """What the GPUs have to come to before."""
+    saves: bool
+    """Else only memory is asked for."""
+    progress: _Progress = field(default_factory=_Progress)
+
+
+class Snapshots:
+    """What a worker saves, from round to round."""
+
+    def __init__(self, sealing: Sealing, link: Link | None, every: int | None) -> None:
+        """Save each step that is a multiple of `every`; without a link, nothing is saved."""
+        self._sealing = sealing
+        self._every = every
+        self.held = None if link is None else HeldSlots(link)
+        self.skipped = 0
+        """How many steps were not saved, since all that is held is still needed."""
+        self._round: Round | None = None
+        self._layout: tuple[str, str] | None = None
+        self._queue: SimpleQueue[_Copying] = SimpleQueue()
+        self._last: _Progress | None = None
+        self._told: set[str] = set()
+
+    def begin_round(self, round_: Round) -> None:
+        """Begin a round, as one of its ranks, at the step that is sealed."""
+        self._round, self._layout = round_, None
+        if self.held is None:
+            return
+        self.finish()
+        self.held.refused = None
+        if not self.held.slots:
+            self.held.ask(0)
+        self.held.clear_after(self._sealing.lineage, self._sealing.step or 0)
+
+    def committed(self) -> None:
+        """Save the step that was just sealed, if it is one to be saved."""
+        if self._every is None or self.held is None:
+            return
+        if self._last is None:
+            self._begin(saves=False)  # The memory is to be there when it is needed.
+        if (self._sealing.step or 0) % self._every == 0:
+            self.save()
+
+    def save(self) -> bool:
+        """Begin to copy the sealed step; wait for the snapshot before, if that is not done.
+
+        Returns whether there is memory for it, as far as known.
+        """
+        if self.held is None or not self._sealing.step:
+            return False
+        self.finish()
+        if self.held.refused is not None and not self.held.slots:
+            return False
+        self._begin(saves=True)
+        return True
+
+    def wait_until_copied(self) -> None:
+        """Return once the state may be changed."""
+        if self._last is not None:
+            self._last.copied.wait()
+
+    def finish(self) -> None:
+        """Return once the last snapshot is whole, or given up."""
+        if self._last is not None:
+            self._last.done.wait(_FINISH_TIMEOUT_S)
+
+    def _begin(self, *, saves: bool) -> None:
+        round_ = self._round
+        assert round_ is not None
+        content = self._sealing.content(with_state=round_.local_rank == 0)
+        tensors, all_set_aside = content.tensors(), False
+        if saves:
+            tensors, all_set_aside = set_aside(tensors)
+        header = self._header(round_, content)
+        copying = _Copying(header, content, tensors, events(tensors), saves)
+        if saves and not all_set_aside:
+            self._sealing.wait_for_copy = copying.progress.copied.wait
+        if self._last is None:
+            self._start()
+        self._last = copying.progress
+        self._queue.put(copying)
+
+    def _header(self, round_: Round, content: Content) -> Header:
+        sealing, parts = self._sealing, self._sealing.shards.parts
+        if self._layout is None:
+            part = "" if parts is None else described(parts.contents)[1]
+            self._layout = (described(sealing.contents)[1], part)
+        place = sealing.shards.place
+        return Header(
+            step=sealing.step or 0,
+            lineage=sealing.lineage,
+            shard=place.shard,
+            shards=place.shards if content.images else 0,
+            rank=round_.rank,
+            world_size=round_.world_size,
+            state=self._layout[0],
+            part=self._layout[1],
+        )
+
+    def _start(self) -> None:
+        threading.Thread(target=self._run, name="rdzv snapshots", daemon=True).start()
+        # A process that exits in the middle of a copy may crash.
+        atexit.register(self.finish)
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        while True:
+            copying = self._queue.get()
+            try:
+                self._copy(copying)
+            except Exception as error:
+                self._say(f"step {copying.header.step} is not saved: {error}")
+            copying.progress.copied.set()
+            copying.progress.done.set()
+            del copying  # Its tensors are not held any longer.
+
+    def _copy(self, copying: _Copying) -> None:
+        held = self.held
+        assert held is not None
+        head = copying.content.head()
+        needed = bytes_needed(copying.tensors, head)
+        if needed > held.size and not held.ask(int(_SPARE * needed) + _SPARE_BYTES):
+            self._say(f"there are no snapshots: {held.reason}")
+            return
+        if not copying.saves:
+            return
+        number = slot_to_write(
+            [slot.header() for slot in held.slots],
+            copying.header.lineage,
+            held.base,
+            held.link.watermark,
+        )
+        if number is None:
+            self.skipped += 1
+            return
+        slot = held.slots[number]
+        held.clear(number)
+        copy_all(copying.tensors, slot.begin(copying.tensors), copying.ready)
+        copying.progress.copied.set()
+        written = slot.seal(copying.header, copying.tensors, head)
+        if written.shards:
+            held.link.saved(
+                number,
+                lineage=written.lineage,
+                step=written.step,
+                series=written.series,
+                shard=written.shard,
+                shards=written.shards,
+                world_size=written.world_size,
+                bytes=written.bytes,
+                digest=written.digest,
+            )
+
+    def _say(self, text: str) -> None:
+        """Tell the user, each thing once."""
+        if text not in self._told and len(self._told) < 20:
+            self._told.add(text)
+            rank = "" if self._round is None else f"rank {self._round.rank}: "
+            sys.stderr.write(f"rdzv: {rank}{text}\n")
