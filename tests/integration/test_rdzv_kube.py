@@ -55,14 +55,14 @@ def test_a_pod_that_is_deleted_leaves_in_order_and_its_name_is_free_again(
     kube = start_kube(c, api)
     nodes = [c.start_node(name, nnodes="1:2") for name in ("train-0", "train-1")]
     c.wait_for_round(0, workers=2)
-    c.wait_for_text(kube, "pods: 2, followed from now on")
+    c.wait_for_text(kube, "pods: 2, now followed")
 
     # The server is away when it is told, and the watch is cut as well: nothing is lost by that.
     c.kill_server()
     deleted = pod("train-1", on="gpu-2", deletionTimestamp=in_seconds(40))
     api.put(deleted)
     api.cut()
-    c.wait_for_text(kube, "rdzvd cannot be told")
+    c.wait_for_text(kube, "rdzvd cannot be updated")
     c.start_server()
     assert nodes[1].wait() == TRY_AGAIN, nodes[1].text
     assert drain_of(c, "train-1").startswith(

@@ -103,7 +103,7 @@ def test_certificates_are_renewed_under_a_live_training(c: Cluster, tmp_path: Pa
     old = Credentials(first.ca, kept["cert"], kept["key"])
     with (
         ControlClient(parse_endpoints(c.endpoint), credentials=old) as client,
-        pytest.raises(RendezvousConnectionError, match="does not accept the client certificate"),
+        pytest.raises(RendezvousConnectionError, match="refuses the client certificate"),
     ):
         client.status(JOB)
 
@@ -185,7 +185,7 @@ def test_a_token_stands_in_for_a_certificate_where_that_is_allowed(
     main = parse_endpoints(c.endpoint)
     with (
         ControlClient(main, 60, Credentials(files.ca, token_file=token)) as client,
-        pytest.raises(RendezvousConnectionError, match="wants a client certificate"),
+        pytest.raises(RendezvousConnectionError, match="requires a client certificate"),
     ):
         client.servers()
 
@@ -272,7 +272,7 @@ def test_five_commands_set_up_a_cluster_of_three_hosts(c: Cluster, tmp_path: Pat
         assert "train" in ctl(alice).stdout
         without = ctl({"RDZV_TLS_CA": alice["RDZV_TLS_CA"]})
         assert without.returncode == 75
-        assert "wants a client certificate" in without.stderr
+        assert "requires a client certificate" in without.stderr
         assert "it may want TLS: give --tls-ca" in ctl({}).stderr
         c.finish()
         assert [node.wait() for node in c.nodes] == [0, 0]

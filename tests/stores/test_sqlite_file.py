@@ -336,7 +336,7 @@ def wal(path: Path) -> Path:
         (_log_damaged, r"it has \d commits, and 6 were stored"),
         (_log_head_damaged, "it has 3 commits, and 6 were stored"),
         (_an_older_file, "it has 3 commits, and 6 were stored"),
-        (_another_store, "it is of another store"),
+        (_another_store, "it belongs to another store"),
         (_before_there_were_marks, "it counts no commits, and 6 were stored"),
     ],
 )
@@ -353,11 +353,11 @@ async def test_a_store_that_has_lost_commits_is_refused(
     before = files(path.parent)
     with pytest.raises(RendezvousStateError, match=f"has lost commits: {says}") as refused:
         await SqliteStore.open(path.parent)
-    assert "remove rdzv.db-mark, to go on" in str(refused.value)
+    assert "remove rdzv.db-mark, to continue" in str(refused.value)
     assert files(path.parent) == before
     assert re.search(f"has lost commits: {says}", await problem_seen(path.parent))
     assert files(path.parent) == before
-    # The one way to go on without what is lost.
+    # The one way to continue without the lost data.
     sqlite_file.beside(path, "-mark").unlink()
     await opened_and_closed(path.parent)
     assert sqlite_file.beside(path, "-mark").exists()

@@ -2,16 +2,16 @@
 
 Unmodified `torchrun --rdzv-backend=c10d` nodes meet in a TCPStore that otherwise runs on one of
 them. With `rdzvd --c10d` it runs beside rdzvd. The nodes still form their group by themselves;
-this package serves the store and looks, once a second, at the state that they have written.
+this package serves the store and reads, once a second, the state that they have written.
 
 Four parts, each of which knows only those before it:
 
 * `unpickle`: the state that the nodes share is a pickle, and anyone who reaches the store can
-  write one. It is read by a machine that builds values of this package and can call nothing. Pure.
-* `observations`: the results of all looks, as the view that `rdzvctl` shows. Pure.
+  write one. An interpreter of our own reads it, which builds only values of this package. Pure.
+* `observations`: the observed jobs, as the view that `rdzvctl` shows. Pure.
 * `store_server`: the process that serves the store; run by path, standard library and torch. It
   passes values on without interpreting them.
 * `facade`: starts that process, asks it once a second, and restarts it when it dies.
 
-No fault of these parts, or of data that clients put into the store, disturbs rdzvd.
+No fault of these parts, or of data in the store, disturbs rdzvd.
 """

@@ -1,8 +1,8 @@
-"""Serves torch's store from a separate process, and looks once a second at its contents.
+"""Serves torch's store from a separate process, and polls its contents once a second.
 
 The process dies with rdzvd. If it dies alone, it is restarted with an empty store: torch's
 clients do not reconnect, so their jobs end, but jobs launched later find a store. It is never
-killed for slowness, since that would end those jobs too.
+killed for being slow, since that would end those jobs too.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ READY_TIMEOUT_S = 120.0
 LOOK_EVERY_S = 1.0
 """torch's store does not notify of changed keys, so it is polled: the only poll in rdzv."""
 SLOW_AFTER_S = 30.0
-"""A slower answer is logged as a complaint, and still awaited."""
+"""A slower answer is logged, and still awaited."""
 RESTART_AFTER_S = (1.0, 30.0)
 """The wait before the process is restarted, which doubles from the first to the second..."""
 STEADY_AFTER_S = 60.0
 """... and starts over once the process has lived this long."""
 END_TIMEOUT_S = 5.0
-"""The time from the end of the conversation to that of the process; then it is killed."""
+"""How long the process may take to exit after its socket is closed; then it is killed."""
 BACKLOG = 1_024
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
-"""Eight times the most that the process puts into one answer."""
+"""Eight times the largest answer of the process."""
 LISTED_JOBS = 8
 """How many jobs one log line names."""
 WARNED_JOBS = 1_000
@@ -95,7 +95,7 @@ class Facade:
     # ---------------------------------------------------------------- the life of the process
 
     async def keep(self, server: _StoreServer) -> None:
-        """Keep looking, and restart the process whenever it ends; until cancelled."""
+        """Poll the process, and restart it whenever it ends; until cancelled."""
         wait_s, most_s = RESTART_AFTER_S
         while True:
             began_ms = self._clock.now_ms()
@@ -105,7 +105,7 @@ class Facade:
                 self._lose_all(str(error))
             except Exception as error:
                 log.exception("c10d: a bug in rdzvd, please report it")
-                self._lose_all(f"is given up: {error!r}")
+                self._lose_all(f"was abandoned: {error!r}")
             finally:
                 await server.kill()
             if self._clock.now_ms() - began_ms >= STEADY_AFTER_S * 1000:
@@ -117,7 +117,7 @@ class Facade:
                     server = await _StoreServer.start(listening_socket(self.bound), self._python)
                     break
                 except (RendezvousError, OSError) as error:
-                    log.error("c10d: %s; tried again in %g s", error, wait_s)
+                    log.error("c10d: %s; trying again in %g s", error, wait_s)
             log.warning(
                 "c10d: a new, empty store is served on %s by pid %d", self.bound, server.pid
             )
@@ -150,13 +150,12 @@ class Facade:
                 log.exception("c10d: a bug in rdzvd, please report it: one check is lost")
 
     async def _take(self, answer: _Answer) -> tuple[str, ...]:
-        """Record the result of a look; return the jobs that are closed now."""
-        # This runs in a thread, because a large state takes a while, and the server must go on
-        # receiving.
+        """Record an answer; return the jobs that are closed now."""
+        # Decoded in a thread: a large state takes a while, and the server must keep receiving.
         states, unreadable = await asyncio.to_thread(_decoded, answer.states)
         for rdzv_id, why in unreadable.items():
             self._warn_of(rdzv_id, why)
-        beyond = f"{answer.left_out} jobs in torch's store are beyond the most that are looked at"
+        beyond = f"{answer.left_out} jobs in torch's store exceed the limit, and are not observed"
         self._complain(beyond if answer.left_out else "")
         gone = (*answer.gone, *unreadable)
         return self._watch.take(states, gone, self._clock.now_ms())
@@ -172,7 +171,7 @@ class Facade:
             asking.cancel()
 
     def _complain(self, complaint: str) -> None:
-        """Log a fault of looking, once for as long as it lasts."""
+        """Log a fault of polling, once for as long as it lasts."""
         if complaint != self._complaint and complaint:
             log.warning("c10d: %s", complaint)
         self._complaint = complaint
@@ -190,7 +189,7 @@ def _decoded(values: dict[str, str | None]) -> tuple[dict[str, State | None], di
     for rdzv_id, value in values.items():
         try:
             if value is None:
-                raise RendezvousStateError("it is too long, or no text")
+                raise RendezvousStateError("it is too long, or not text")
             states[rdzv_id] = decode(value.encode())
         except RendezvousStateError as error:
             unreadable[rdzv_id] = str(error)
@@ -268,7 +267,7 @@ class _StoreServer:
             raise RendezvousError(f"{python} did not serve torch's store: {answer}")
 
     async def ask(self, closed: tuple[str, ...]) -> _Answer:
-        """Ask for changes; jobs that are `closed` need not be looked at again.
+        """Ask for changes; `closed` jobs are not read again.
 
         Raises:
             _EndedError: the process has ended.
@@ -288,14 +287,14 @@ class _StoreServer:
             body = await self._reader.readexactly(length)
             return msgspec.json.decode(body, type=_Answer)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _EndedError(f"answered what makes no sense: {error}") from error
+            raise _EndedError(f"sent an invalid answer: {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._end()
             words = self.last_words()
             raise _EndedError(self._how_it_ended() + (f": {words}" if words else "")) from None
 
     async def _end(self) -> None:
-        """Wait until the process has ended, which it normally does at once; otherwise end it."""
+        """Wait until the process has ended, as it normally does at once; else kill it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._process.wait()
@@ -310,7 +309,7 @@ class _StoreServer:
         return f"was ended by signal {-code}"
 
     async def _listen(self) -> None:
-        """Keep the last output of the process on stderr: torch's own warnings and errors."""
+        """Keep the end of the process's stderr: torch's own warnings and errors."""
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(LAST_WORDS):
             self._said.extend(chunk)

@@ -1,7 +1,7 @@
-"""Jobs of torch's own rendezvous, from its store's keys to the view that `rdzvctl` shows.
+"""Converts the state of torch's own rendezvous to the job views that `rdzvctl` shows.
 
-Their nodes form the groups; this module only reports what they have written. Clocks are not
-compared: a node is alive if its heartbeat differs from the look before, by this server's clock.
+The nodes form the groups; this module only reports what they have written. Clocks are not compared:
+a node is alive if its heartbeat has changed since the last poll, by this server's clock.
 
 Theory: `closed` is final, and does not imply success. A round is complete or joining; the next one
 begins when all participants have left it. A participant whose keep-alive has run out is dropped
@@ -27,16 +27,16 @@ in its state."""
 GIVEN_UP_MS = 600_000
 """A job whose nodes are all silent for this long counts as stopped, although it was not closed."""
 STALE_MS = 5_000
-"""The store is read once a second; a view older than this says that it is stale."""
+"""The store is read once a second; a view older than this is marked as stale."""
 MOST_CLOSED = 1_000
-"""The most closed jobs that are still shown; the store never deletes them."""
+"""How many closed jobs are still shown; the store never deletes them."""
 
 _CLOSED = "closed by its nodes; c10d does not tell how it ended"
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A node's state at the last look."""
+    """A node's state at the last poll."""
 
     state: NodeState
     since_ms: int
@@ -48,7 +48,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Job:
-    """One job as of the last look at it."""
+    """One job at its last poll."""
 
     rdzv_id: str
     began_ms: int
@@ -60,7 +60,7 @@ class _Job:
 
 
 class Watch:
-    """The jobs of one store. Takes the results of looks, and returns views."""
+    """The jobs of one store. Takes the results of polls, and returns views."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
@@ -69,7 +69,7 @@ class Watch:
     def take(
         self, states: Mapping[str, State | None], gone: Iterable[str], now_ms: int
     ) -> tuple[str, ...]:
-        """Record one look: the states that have changed, and the jobs that are gone.
+        """Record one poll: the states that have changed, and the jobs that are gone.
 
         Returns the jobs that are closed now and will never change again.
         """

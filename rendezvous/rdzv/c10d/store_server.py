@@ -6,12 +6,12 @@ Run by path, so it needs torch and nothing of rdzv. It serves a TCPStore on the 
 and sends `{"ready": true}` on the socket M. Then, each time it is asked, it reports which jobs'
 states have changed; it does not interpret them.
 
-Messages are JSON, after their length in four bytes (big-endian). A question names the jobs that
-need no further looks: `{"closed": [...]}`. The answer has
+Messages are JSON, after their length in four bytes (big-endian). A request names the jobs that are
+not to be read again: `{"closed": [...]}`. The answer has
 
         states    {rdzv_id: base64 as stored}, or null if it is too long or not text
         gone      jobs whose key was removed
-        left_out  jobs beyond the most that are looked at
+        left_out  the number of jobs above the limit
 
 or `error`, if the store cannot be listed. An answer has at most some megabytes; the rest comes with
 the next.
@@ -43,7 +43,7 @@ TIMEOUT = timedelta(seconds=10)
 
 PREFIX = "torch.rendezvous."
 ROUNDS_OWN = re.compile(r"\.\d+/")
-"""Matches the keys that the agents of a round share, which are no job's state."""
+"""Matches the keys that the agents of one round share; they hold no job's state."""
 
 MOST_JOBS = 10_000
 MOST_ID_CHARS = 1_024
@@ -52,7 +52,7 @@ MOST_ANSWER_BYTES = 8 * 1024 * 1024
 MOST_QUESTION_BYTES = 32 * 1024 * 1024
 BATCH = 100
 LIST_ANYWAY_AFTER = 30
-"""Keys are listed when their number has changed, and at least once in this many looks."""
+"""Keys are listed when their number has changed, and at least once in this many polls."""
 
 
 def main() -> None:
@@ -81,9 +81,9 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Serve a c10d TCPStore, and tell what is in it.")
+    parser = argparse.ArgumentParser(description="Serve a c10d TCPStore, and report its contents.")
     parser.add_argument("--fd", type=int, required=True, help="the listening socket")
-    parser.add_argument("--control-fd", type=int, required=True, help="where questions come from")
+    parser.add_argument("--control-fd", type=int, required=True, help="the socket for requests")
     return parser.parse_args()
 
 
@@ -95,7 +95,7 @@ def serve(fd: int) -> Any:
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         OMP_NUM_THREADS="1",
     )
-    # Python puts a script's folder first, and torch must not import this one's modules.
+    # Python puts a script's folder first; torch must not import modules from it.
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 
@@ -141,7 +141,7 @@ class Looks:
         self.since_listed = 0
 
     def answer(self, closed: list[str]) -> dict[str, Any]:
-        """Look, and return the changes; jobs that are `closed` are not looked at again."""
+        """Read the states, and return the changes; `closed` jobs are not read again."""
         self.closed.update(closed)
         try:
             gone = self.list_jobs()
@@ -242,7 +242,7 @@ def receive(control: socket.socket, count: int) -> bytes | None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, however it was started."""
+    """Make the kernel kill this process when its parent dies, whatever started it."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

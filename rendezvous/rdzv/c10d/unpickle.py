@@ -1,4 +1,4 @@
-"""Read the state of torch's rendezvous without executing anything in it.
+"""Reads the state of torch's rendezvous without executing anything in it.
 
 `torch.distributed.elastic.rendezvous.dynamic_rendezvous` keeps `base64(pickle(_RendezvousState))`
 under one key for each job. Every caller that reaches the store can write that key, and unpickling
@@ -7,8 +7,8 @@ for this one class, compares class names with five known ones, and builds values
 here. It imports and calls nothing by name, hashes nothing before it knows the types, and limits
 size, depth and counts. It refuses everything but exactly such a state.
 
-The machine reads the bytes itself: `pickletools.genops` takes twice as long (200 ms for 4,096
-nodes), and also reads the arguments of opcodes that have no place here.
+The machine parses the bytes itself: `pickletools.genops` takes twice as long (200 ms for 4,096
+nodes), and also parses opcodes that are refused here.
 """
 
 from __future__ import annotations

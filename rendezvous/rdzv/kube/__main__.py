@@ -34,29 +34,28 @@ def _file(*names: str, reason: str) -> Callable[[F], F]:
     metavar="HOST:PORT",
     envvar="RDZV_SERVER",
     required=True,
-    help="The rdzvd to tell; of several that share a store, some or all, with commas. Else "
-    "RDZV_SERVER.",
+    help="The rdzvd to connect to, or several that share a store, with commas. Else RDZV_SERVER.",
 )
-@_file("--tls-ca", "ca", reason="The CA of its certificate (PEM); else RDZV_TLS_CA.")
-@_file("--tls-cert", "cert", reason="The certificate to show it; else RDZV_TLS_CERT.")
-@_file("--tls-key", "key", reason="The key of that; else RDZV_TLS_KEY.")
+@_file("--tls-ca", "ca", reason="The CA of the server's certificate (PEM); else RDZV_TLS_CA.")
+@_file("--tls-cert", "cert", reason="The client certificate (PEM); else RDZV_TLS_CERT.")
+@_file("--tls-key", "key", reason="The key of the client certificate; else RDZV_TLS_KEY.")
 @_file(
     "--token-file",
-    reason="The token to show it, read anew at each call; else RDZV_TOKEN_FILE. Its caller needs "
-    "the role admin.",
+    reason="The token for rdzvd, with the role admin, read again for each call; else "
+    "RDZV_TOKEN_FILE.",
 )
 @click.option(
     "--namespace",
     default="",
     metavar="NAME",
-    help="Follow the pods of this namespace alone.  [default: all]",
+    help="Follow only the pods of this namespace.  [default: all]",
 )
 @click.option(
     "--pod-selector",
     default="rdzv=node",
     show_default=True,
     metavar="LABEL=VALUE",
-    help="Follow pods with this label: those that an rdzvrun runs in.",
+    help="Follow pods with this label: those in which an rdzvrun runs.",
 )
 @click.option(
     "--taint",
@@ -64,15 +63,14 @@ def _file(*names: str, reason: str) -> Callable[[F], F]:
     multiple=True,
     default=LEAVING_TAINTS,
     metavar="KEY",
-    help=f"A taint of nodes that are about to go; may be repeated.  [default: "
-    f"{', '.join(LEAVING_TAINTS)}]",
+    help=f"A taint that drains a node; may be repeated.  [default: {', '.join(LEAVING_TAINTS)}]",
 )
 @click.option(
     "--condition",
     "conditions",
     multiple=True,
     metavar="TYPE",
-    help="A condition of a node that drains it while it is true, such as KernelDeadlock; may be "
+    help="A condition that drains a node while it is true, such as KernelDeadlock; may be "
     "repeated.  [default: none]",
 )
 @click.option(
@@ -85,7 +83,7 @@ def _file(*names: str, reason: str) -> Callable[[F], F]:
     help="How long workers of an agent have when their node is about to go; those of a pod have "
     "its grace period.",
 )
-@_file("--kubeconfig", reason="Reach the API server by this file.  [default: as a pod]")
+@_file("--kubeconfig", reason="Connect to the API server as this file says.  [default: as a pod]")
 @click.option(
     "--log-format",
     type=click.Choice(["human", "json"]),
@@ -105,12 +103,12 @@ def main(
     log_format: str,
     **files: Any,
 ) -> None:
-    """Tell rdzvd what Kubernetes is about to do to nodes and pods.
+    """Drain nodes of rdzvd before Kubernetes takes them away.
 
-    A node with one of the taints, and a pod that is about to be deleted, are drained: workers are
-    told, and have time to save. A node that is unschedulable is cordoned. When that is over, what
-    this has ordered is lifted; what others have ordered stays. SIGTERM or Ctrl-C ends it, and
-    nothing is changed by that.
+    A node with one of the taints, and a pod that is about to be deleted, are drained: their workers
+    receive a notice, and have time to save. An unschedulable node is cordoned. Afterwards
+    rdzv-kube lifts its own drains and cordons, and no others. SIGTERM or Ctrl-C ends it; its drains
+    and cordons stay.
 
     It needs rdzv[kubernetes], and may get, list and watch nodes and pods.
 
@@ -164,13 +162,13 @@ def _run(
         signal.signal(number, end)
     machines, pods = following_of(api, namespace, selector, changed.set)
     for following in (machines, pods):
-        # A watch may wait for a minute, and has nothing to put in order at the end.
+        # A watch may wait for a minute, and has nothing to clean up.
         threading.Thread(target=following.run, args=(stop,), daemon=True).start()
 
     def client() -> ControlClient:
         return ControlClient(endpoints, credentials=credentials)
 
-    log.info("nodes and pods are followed for rdzvd at %s", server)
+    log.info("following nodes and pods, for rdzvd at %s", server)
     Reconciling(machines, pods, client, rules, changed).run(stop)
 
 

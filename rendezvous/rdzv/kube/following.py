@@ -1,9 +1,9 @@
-"""One kind of object of a cluster, kept current by list and watch, in a thread of its own.
+"""Keeps one kind of object of a cluster current by list and watch, in a thread of its own.
 
-A watch goes on where the last one ended, by the resource version that the API server has said, also
-in bookmarks; nothing is read from these versions. Where the server does not know a version any more
-(410 Gone), and every `RELIST_S` in any case, all objects are listed again: so an event that was
-lost, or a version that was wrong, is repaired by then. This alone imports Kubernetes' client.
+A watch continues where the last one ended, at the resource version of the last event or bookmark;
+the versions are not interpreted. If the server no longer knows a version (410 Gone), and every
+`RELIST_S` in any case, all objects are listed again, which repairs lost events. Only this module
+imports the Kubernetes client.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ Request = Callable[..., Any]
 
 
 class GoneError(Exception):
-    """The API server does not know the resource version any more."""
+    """The API server no longer knows the resource version."""
 
 
 class AnswerError(Exception):
-    """The API server answers what it should not; the message says what."""
+    """The API server sent an invalid answer; the message describes it."""
 
 
 class Following(Generic[Value]):
-    """The objects of one kind. `changed` is called, from its thread, when they have changed."""
+    """The objects of one kind. Calls `changed`, from its thread, when they have changed."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Following(Generic[Value]):
 
     @property
     def objects(self) -> tuple[Value, ...] | None:
-        """The objects as they were seen last; None before they were listed."""
+        """The objects as last seen; None before the first list."""
         with self._lock:
             return None if self._objects is None else tuple(self._objects.values())
 
@@ -86,16 +86,14 @@ class Following(Generic[Value]):
                     self._list()
                 began_s = time.monotonic()
                 self._watch()
-                # A server that ends each watch at once is asked no faster for that.
+                # If the server ends each watch at once, do not poll it faster.
                 if time.monotonic() - began_s > 1:
                     backoff_s = BACKOFF_S[0]
                     continue
             except GoneError:
-                log.info(
-                    "%s: the API server has forgotten where we were; listing again", self._what
-                )
+                log.info("%s: the resource version has expired; listing again", self._what)
                 self._version = ""
-            except Exception as error:  # What the client raises is not one family.
+            except Exception as error:  # The client's exceptions have no common base.
                 self._ill(_in_words(error))
                 self._version = "" if isinstance(error, AnswerError) else self._version
             stop.wait(backoff_s * random.uniform(0.5, 1))
@@ -103,7 +101,7 @@ class Following(Generic[Value]):
 
     def _well(self) -> None:
         if self.trouble:
-            log.info("%s: %d, followed from now on", self._what, len(self._objects or ()))
+            log.info("%s: %d, now followed", self._what, len(self._objects or ()))
             self.trouble = ""
             self._changed()
 
@@ -149,7 +147,7 @@ class Following(Generic[Value]):
             for line in _lines(answer):
                 self._take(json.loads(line))
         except HTTPError as error:
-            # As every watch ends; the next one goes on from here.
+            # Every watch ends like this; the next one continues from here.
             log.debug("%s: the watch was cut: %s", self._what, error)
         finally:
             answer.close()
@@ -213,13 +211,16 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, SilentError):
         return "the API server does not answer in time"
     if isinstance(error, ApiException):
-        why = {401: ": who asks is not known", 403: ": who asks may not (see RBAC)"}
+        why = {
+            401: ": the caller is not authenticated",
+            403: ": the caller has no permission (see RBAC)",
+        }
         return f"the API server answers {error.status}{why.get(error.status, '')}"
     return short(f"{type(error).__name__}: {error}".replace("\n", " "))
 
 
 def connected(kubeconfig: Path | None) -> Any:
-    """Return Kubernetes' client: of the pod this runs in, or of a kubeconfig.
+    """Return the Kubernetes client, configured for this pod or from a kubeconfig.
 
     Raises:
         InvalidRequestError: it is not installed, or there is no configuration of that kind.
@@ -240,7 +241,7 @@ def connected(kubeconfig: Path | None) -> Any:
         where = f"--kubeconfig {kubeconfig}" if kubeconfig else "outside a pod, give --kubeconfig"
         raise InvalidRequestError(f"{where}: {error}") from error
     configuration = client.Configuration.get_default_copy()
-    # Attempts are made here, where they are told of and spaced out.
+    # Retries are made here, where they are logged and delayed.
     configuration.retries = False
     return client.CoreV1Api(client.ApiClient(configuration))
 
@@ -248,7 +249,7 @@ def connected(kubeconfig: Path | None) -> Any:
 def following_of(
     api: Any, namespace: str, selector: str, changed: Callable[[], None]
 ) -> tuple[Following[Machine], Following[Pod]]:
-    """Return what follows the machines of a cluster, and its pods that are nodes of rdzvd."""
+    """Return the followers of a cluster's machines, and of its pods that are nodes of rdzvd."""
 
     def of_namespace(**options: Any) -> Any:
         return api.list_namespaced_pod(namespace, **options)

@@ -1,7 +1,7 @@
-"""Nodes and pods of Kubernetes as values, read from the JSON of its API.
+"""Reads nodes and pods of Kubernetes from the JSON of its API.
 
-Fields that are missing, or of another type, count as not set: the API server checks its objects,
-and a watcher that stops at an odd one would protect nobody.
+Fields that are missing, or of another type, count as not set: the API server validates its objects,
+and a watcher that stopped at an invalid one would protect nobody.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rdzv.structs import struct
 Json = Mapping[str, Any]
 
 DISRUPTION = "DisruptionTarget"
-"""The condition of a pod that Kubernetes is about to delete: evicted, preempted, or its node is."""
+"""The condition of a pod that Kubernetes is about to delete, such as by eviction or preemption."""
 
 DEFAULT_GRACE_S = 30.0
 """The grace period of a pod that names none."""
@@ -51,7 +51,7 @@ class Pod:
     """The node of Kubernetes that it runs on; empty while it has none."""
     grace_s: float = DEFAULT_GRACE_S
     killed_at_s: float | None = None
-    """When what is left in it is killed, as Unix time of the API server; None if it stays."""
+    """When its remaining processes are killed, as the API server's Unix time; None if it stays."""
     disrupted: str = ""
     """Why Kubernetes is about to delete it; empty if it is not."""
     ended: bool = False
@@ -63,16 +63,16 @@ class Pod:
 
 @struct(frozen=True)
 class Cluster:
-    """What is known of a cluster."""
+    """The known state of a cluster."""
 
     machines: tuple[Machine, ...] = ()
     pods: tuple[Pod, ...] = ()
     current: bool = True
-    """Whether it is followed without a gap; if not, no drain and no cordon is lifted."""
+    """Whether it is followed without a gap; otherwise no drain or cordon is lifted."""
 
 
 def key_of(item: Json) -> str:
-    """Return what an object is known by in its list."""
+    """Return the key of an object in its list."""
     metadata = _table(item, "metadata")
     return f"{_text(metadata, 'namespace')}/{_text(metadata, 'name')}"
 

@@ -1,8 +1,8 @@
-"""What to ask of rdzvd, decided from the cluster and from rdzvd's nodes alone.
+"""Decides which nodes of rdzvd to drain and cordon, from the cluster and from rdzvd's nodes alone.
 
 A node of rdzvd is either a machine (the agent of a DaemonSet, under the machine's name) or a pod
-(rdzvrun, under the pod's name, or that and its process id). What this module has ordered is known
-by the reason, which begins with `MARK`, so nothing has to be remembered between two plans.
+(rdzvrun, under the pod's name, or that and its process id). Our own drains and cordons are those
+whose reason begins with `MARK`, so nothing must be remembered between two plans.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from rdzv.structs import struct
 from rdzv.view.answers import Node
 
 MARK = "Kubernetes: "
-"""How the reason of each drain and cordon begins that is ordered here."""
+"""The beginning of the reason of each drain and cordon of ours."""
 
 BEFORE = '; it was cordoned before: "'
-"""What comes before the reason of somebody else's cordon in that of a drain that replaces it."""
+"""Precedes, in the reason of a drain, the reason of another's cordon that it has replaced."""
 
 LEAVING_TAINTS = (
     "node.kubernetes.io/out-of-service",
     "ToBeDeletedByClusterAutoscaler",
     "karpenter.sh/disrupted",
 )
-"""The taints of machines that are about to go, if the command line names no others."""
+"""The taints that drain a machine, unless the command line names others."""
 
 MARGIN_S = 5.0
-"""How long before kubelet kills what is left in a pod its drain is over: rdzvd gives workers 5 s
-between SIGTERM and SIGKILL."""
+"""A drain ends this long before kubelet kills the pod: rdzvd gives workers 5 s between SIGTERM and
+SIGKILL."""
 
 LEAST_S = 1.0
 """The shortest deadline of a drain."""
 
 SOONER_S = 3.0
-"""How much sooner a deadline has to be to replace that of a drain that is under way."""
+"""A new deadline replaces that of a running drain only if it is at least this much earlier."""
 
 
 @struct(frozen=True)
 class Rules:
-    """What counts as a machine that goes, and how long its workers have."""
+    """Which machines are drained, and how long their workers have."""
 
     taints: frozenset[str] = frozenset(LEAVING_TAINTS)
     conditions: frozenset[str] = frozenset()
     """The types of conditions of a machine that drain it when they are true."""
     deadline_s: float = 300.0
-    """The deadline of the workers of an agent; those of a pod have the pod's grace period."""
+    """The deadline for workers of an agent; workers of a pod have the pod's grace period."""
 
 
 @struct(frozen=True)
@@ -78,7 +78,7 @@ Command = Drain | Cordon | Lift
 
 @struct(frozen=True)
 class Plan:
-    """The commands for rdzvd, and what cannot be decided, in words."""
+    """The commands for rdzvd, and warnings about nodes that cannot be decided."""
 
     commands: tuple[Command, ...] = ()
     doubts: tuple[str, ...] = ()
@@ -86,17 +86,17 @@ class Plan:
 
 @struct(frozen=True)
 class _Wish:
-    """What should be true of a node: a drain, or with no deadline a cordon."""
+    """The desired state of a node: a drain, or without a deadline a cordon."""
 
     reason: str
     deadline_s: float | None = None
 
 
 def decide(cluster: Cluster, nodes: Sequence[Node], rules: Rules, now_s: float) -> Plan:
-    """Return the commands that bring rdzvd's nodes to what the cluster asks for.
+    """Return the commands that bring rdzvd's nodes to the state that the cluster requires.
 
-    An existing drain is never made longer, and one of somebody else is left as it is. Commands of a
-    plan that is made again after they took effect are none.
+    A drain is never extended, and those of others are left as they are. Once the commands have
+    taken effect, the next plan is empty.
     """
     machines = {machine.name: machine for machine in cluster.machines}
     pods: dict[str, list[Pod]] = {}
@@ -124,7 +124,7 @@ def _found(
         found.append(machines[name])
     if found or node.program != "rdzvrun":
         return found
-    # By default an rdzvrun is called by its host, which is its pod, and its process id.
+    # By default an rdzvrun is named after its host, which is its pod, and its process id.
     return [*pods.get(re.sub(r"-[0-9]+$", "", name), ())]
 
 
@@ -139,7 +139,7 @@ def _doubt(node: Node, found: Sequence[Machine | Pod]) -> str:
 def _wish_for(
     found: Machine | Pod, machines: Mapping[str, Machine], rules: Rules, now_s: float
 ) -> _Wish | None:
-    """Return what should be true of a node of rdzvd that is this machine or pod."""
+    """Return the desired state of the node of rdzvd that is this machine or pod."""
     if isinstance(found, Machine):
         if why := _leaving(found, rules):
             return _Wish(f"{MARK}node {found.name} {why}", rules.deadline_s)
@@ -164,7 +164,7 @@ def _wish_for(
 
 
 def _leaving(machine: Machine, rules: Rules) -> str:
-    """Return why a machine is about to go; empty if it stays."""
+    """Return why a machine is about to be removed; empty if it stays."""
     if machine.deleting:
         return "is being deleted"
     taints = sorted({taint.key for taint in machine.taints} & rules.taints)
@@ -179,7 +179,7 @@ def _less_margin(grace_s: float) -> float:
 
 
 def _commands(node: Node, wish: _Wish | None, *, lifts: bool) -> list[Command]:
-    """Return what brings one node to what is wished for it."""
+    """Return the commands that bring one node to its desired state."""
     name, ordered, reason = node.node_id, node.cordoned, node.cordon_reason or ""
     ours = ordered and reason.startswith(MARK)
     theirs = _before(reason) if ours else reason or "no reason was given"
@@ -200,7 +200,7 @@ def _commands(node: Node, wish: _Wish | None, *, lifts: bool) -> list[Command]:
 
 
 def _before(reason: str) -> str:
-    """Return the reason of somebody else's cordon that a drain of ours has replaced.
+    """Return the reason of another's cordon that a drain of ours has replaced.
 
     >>> _before('Kubernetes: node a is being deleted; it was cordoned before: "by ada" [rdzv-kube]')
     'by ada'

@@ -1,7 +1,7 @@
-"""The loop: rdzvd's nodes are brought to what the cluster asks for, again and again.
+"""The loop that keeps rdzvd's nodes in the state that the cluster requires.
 
-It looks whenever the cluster has changed, and every `EVERY_S`, so whatever was missed while rdzvd
-or the API server was away is made up for. What fails is tried again, more and more slowly.
+It plans after each change of the cluster, and every `EVERY_S`, so it catches up after rdzvd or the
+API server was away. Failures are retried with backoff.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ log = logging.getLogger("rdzv.kube")
 
 EVERY_S = 5.0
 TOGETHER_S = 0.1
-"""How long changes are waited for after the first: a drained machine changes many pods at once."""
+"""The wait for further changes after the first: a drained machine changes many pods at once."""
 
 LONGEST_S = 30.0
-"""The longest wait after failures in a row."""
+"""The longest wait after consecutive failures."""
 
 
 class Reconciling:
-    """Brings rdzvd to what a cluster asks for."""
+    """Brings rdzvd's nodes to the state that a cluster requires."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Reconciling:
                 self._failures = 0
             except RendezvousError as error:
                 self._failures += 1
-                self._say(f"rdzvd cannot be told: {error}; trying again")
+                self._say(f"rdzvd cannot be updated: {error}; trying again")
             wait_s = min(EVERY_S * 2 ** max(self._failures - 1, 0), LONGEST_S)
             if self._failures:
                 stop.wait(wait_s * random.uniform(0.5, 1))
@@ -65,10 +65,10 @@ class Reconciling:
                 stop.wait(TOGETHER_S)
 
     def once(self) -> None:
-        """Look at both sides, and do what the plan says.
+        """Make one plan from the cluster and rdzvd's nodes, and carry it out.
 
         Raises:
-            RendezvousError: rdzvd is away, or refuses; what is left is planned again.
+            RendezvousError: rdzvd is away, or refuses; the rest is planned again.
 
         """
         machines, pods = self._machines.objects, self._pods.objects

@@ -17,7 +17,7 @@ CONF_KEYS = {
     "restart_backoff": "as --restart-backoff",
     "reuse": "false: refuse to begin a new run of a job whose last run has ended (default true)",
     "failure_stop_timeout": "seconds between SIGTERM and SIGKILL after a failure (default 5)",
-    "server_timeout": "seconds to wait for a lost server without workers (default 600)",
+    "server_timeout": "without workers: seconds to wait for a lost server (default 600)",
     "etcd_prefix": "etcd: prefix of the keys of all jobs (default /torchelastic/p2p)",
     "protocol": "etcd: http or https (default http)",
     "cacert": "etcd: file with the CA of its certificates (PEM); also ca_cert",
@@ -68,7 +68,7 @@ def described() -> list[Option]:
 
 
 def grouped() -> dict[str, list[Option]]:
-    """List rdzvrun's flags by what they are about."""
+    """List rdzvrun's flags by subject."""
     return {
         "the job, its nodes and their server": [*_job(), *_node(), *_credentials()],
         "workers, failures and restarts": [
@@ -97,7 +97,7 @@ def switch(name: str, text: str, *, short: str | None = None) -> Option:
     return names, {"action": "store_true", "help": text}
 
 
-# It is --warm= in words, so that of the two the last one holds, and each overrides PET_WARM.
+# It stands for `--warm=`, so the last of the two wins, and each overrides PET_WARM.
 NO_WARM: Option = (
     ("--no-warm",),
     {

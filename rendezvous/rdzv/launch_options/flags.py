@@ -1,4 +1,4 @@
-"""rdzvrun's command line, read as torchrun reads its own.
+"""Parses rdzvrun's command line in the same way as torchrun.
 
 Every flag of torchrun is accepted, in both spellings (dashes, underscores), and with torchrun's
 default from the environment: PET_<NAME> stands for --<name>. `rdzvctl submit` takes the same flags.

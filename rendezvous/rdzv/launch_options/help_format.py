@@ -1,4 +1,4 @@
-"""How --help of rdzvrun and of `rdzvctl submit` looks."""
+"""The format of --help, for rdzvrun and `rdzvctl submit`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ exit codes:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows each option only with dashes (underscores are accepted, too), and keeps lines apart.
+    """Shows only the spelling with dashes (underscores are accepted, too), and keeps line ends.
 
-    Text is wrapped line by line; what is indented is left as it is.
+    Each line is wrapped by itself; indented lines are left as they are.
     """
 
     def _format_action_invocation(self, action: argparse.Action) -> str:

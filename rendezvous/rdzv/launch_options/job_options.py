@@ -1,7 +1,7 @@
-"""The options of a command line that concern the job: read, or refused with a remedy.
+"""Reads the options that concern the job, or refuses them with a remedy.
 
-Nothing here depends on the machine, so `rdzvctl submit` and rdzvrun refuse the same words in the
-same way: the machine that reads a command line may not be the node that launches it.
+Nothing here depends on the machine, because the machine that reads a command line may not be the
+node that launches the job. So `rdzvctl submit` and rdzvrun refuse the same words in the same way.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ NAME_CHARS = 128
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 LABEL_CHARS = 255
-"""The valid names of a variable and of a label, and the longest value of a label; as on the server
-by default."""
+"""Valid names of variables and of labels, and the longest value of a label; the server's
+defaults."""
 
 WORKERS_OWN = frozenset(
     {
@@ -326,7 +326,7 @@ def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
 
 
 def fence_after_ms(seconds: float | None) -> int:
-    """Read how long workers run on without proof of contact to the server; 0 if without limit."""
+    """Read how long workers continue without proof of contact to the server; 0 for no limit."""
     if seconds is None:
         return 0
     if not 1 <= seconds <= MAX_FENCE_S:

@@ -92,8 +92,8 @@ class Timer:
 class LoopWatch:
     """Detects that the event loop was held up, so that input received meanwhile is read first.
 
-    Of all late timers the earliest fires first, and each asks `late` before it acts: so a pause is
-    detected before any deadline that passed in it is acted upon.
+    Each timer asks `late` before it acts, the earliest first, so a pause is detected before any
+    deadline that passed during it takes effect.
     """
 
     def __init__(

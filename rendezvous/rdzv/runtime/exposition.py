@@ -44,7 +44,9 @@ class Parts:
             yield
         except Exception:
             if self._in_order.get(name, True):
-                log.exception("a bug of %s: /metrics goes without %s", self._program, name)
+                log.exception(
+                    "a bug in %s, please report it: /metrics lacks %s", self._program, name
+                )
             self._in_order[name] = False
         else:
             self._in_order[name] = True
@@ -58,7 +60,7 @@ class Parts:
             yield from found
         yield by_label(
             self._metric,
-            "1 if what is computed at each scrape could be, 0 if it failed: the log says why.",
+            "1 if this part was computed at the scrape, 0 if it failed: the log has the reason.",
             "collector",
             {name: int(fine) for name, fine in sorted(self._in_order.items())},
         )
@@ -76,7 +78,7 @@ def expiry(name: str, expires: datetime | None) -> Iterator[Metric]:
     """Yield a gauge of when a certificate expires; nothing if there is no certificate."""
     if expires is not None:
         yield GaugeMetricFamily(
-            name, "Unix time at which the certificate that is shown expires.", expires.timestamp()
+            name, "Unix time at which the certificate in use expires.", expires.timestamp()
         )
 
 

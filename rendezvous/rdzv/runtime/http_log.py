@@ -1,4 +1,4 @@
-"""aiohttp's log lines about clients that speak another protocol on an HTTP port."""
+"""Shortens aiohttp's log lines about clients that speak another protocol on an HTTP port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def http_log(name: str, remedy: str) -> logging.Logger:
     def in_one_line(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            record.msg += f", which is no HTTP/1.1; {remedy}"
+            record.msg += f", which is not HTTP/1.1; {remedy}"
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.exc_info = record.exc_text = None
         return True

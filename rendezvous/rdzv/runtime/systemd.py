@@ -85,7 +85,7 @@ async def _beat(every_s: float) -> None:
 
 
 def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
-    """Return what systemd is about to do with this process's unit: "stop", "restart", ...
+    """Return the job that systemd has queued for this process's unit: "stop", "restart", ...
 
     Return "" if there is nothing to do, if this process is no service, or if systemd does not
     answer within `ASK_TIMEOUT_S`. Blocks until then.
@@ -110,7 +110,7 @@ def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(getattr(error, "stderr", "") or error).strip()
-        log.warning("systemd does not say what it is about to do with %s: %s", unit, reason)
+        log.warning("systemd does not report the queued job of %s: %s", unit, reason)
         return ""
     return job_of(unit, said.stdout.splitlines())
 

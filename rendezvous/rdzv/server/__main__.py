@@ -81,7 +81,7 @@ def _key(parameter: str) -> str:
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help=f"TOML: everything below, and more that --print-config shows. What is said here wins over "
+    help=f"TOML: all options below, and more; see --print-config. The command line wins over "
     f"it.  [default: {DEFAULT_FILE}, if it is there]",
 )
 @_flag("--listen")
@@ -113,24 +113,24 @@ def _key(parameter: str) -> str:
 @click.option(
     "--check-config",
     is_flag=True,
-    help="Say whether the configuration is in order, and exit.",
+    help="Check the configuration, and exit.",
 )
 @click.option(
     "--print-config",
     is_flag=True,
-    help="Show the configuration that would be in effect, with what each line means, and exit.",
+    help="Print the resulting configuration, with an explanation of each setting, and exit.",
 )
 @click.option(
     "--check",
     is_flag=True,
-    help="Say whether the configuration and the stored data are in order, and exit; nothing is "
-    "changed. Also beside a running rdzvd.",
+    help="Check the configuration and the stored data without changing them, and exit; also "
+    "beside a running rdzvd.",
 )
 @click.option(
     "--restore",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Fill an empty store from a file that `rdzvctl backup` has written, and exit.",
+    help="Fill an empty store from a file written by `rdzvctl backup`, and exit.",
 )
 @click.version_option(VERSION, prog_name="rdzvd", message="%(prog)s %(version)s")
 def main(

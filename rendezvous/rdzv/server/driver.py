@@ -1,7 +1,7 @@
-"""The driver of a leading server: its parts, their start and stop, and the publishing of steps.
+"""The driver of a leading server: makes, starts and stops its parts, and publishes steps.
 
 It holds the state that the pure cores do not, and decides nothing. A command to a job goes through
-`Engine.submit`: *decide, persist, publish*, and `Driver.publish` is the last of the three. Nodes
+`Engine.submit`: *decide, persist, publish*; `Driver.publish` does the last. Nodes
 enter through `connections`, `recovery`, `commands` and `reports`, operators through `views`,
 `workers`, `operations` and `nodes`.
 """

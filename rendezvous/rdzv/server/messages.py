@@ -66,7 +66,7 @@ class Draining:
 
 @struct(frozen=True)
 class Holding:
-    """A submitted job that may have left something on the node."""
+    """A submitted job that may still have processes on the node."""
 
     rdzv_id: str
     run: str
@@ -75,7 +75,7 @@ class Holding:
 
 @struct(frozen=True)
 class Holdings:
-    """All submitted jobs that may have left something on the node."""
+    """All submitted jobs that may still have processes on the node."""
 
     held: tuple[Holding, ...]
 
@@ -117,18 +117,18 @@ class Progress:
 
 @struct(frozen=True)
 class StartedWorker:
-    """How one worker came into its round."""
+    """How one worker was started for its round."""
 
     local_rank: int
     how: str
-    """One of `WorkerStart`, or a word of a newer agent."""
+    """One of `WorkerStart`, or a value of a newer agent."""
     why: str
-    """Why it is not kept, or not warm; empty if its node does not know."""
+    """Why it was not kept, or not started warm; empty if its node does not know."""
 
 
 @struct(frozen=True)
 class WorkersStarted:
-    """How the workers of a node came into a round."""
+    """How the workers of a node were started for a round."""
 
     rdzv_id: str
     run: str
@@ -152,7 +152,7 @@ class GroupArrivals:
     group: str
     per_second: float
     error_us: int | None
-    """How much the times may differ from other nodes'; None: they cannot be compared with them."""
+    """The clock error relative to other nodes; None if the times cannot be compared with theirs."""
     entered_us: Mapping[int, Mapping[int, int]]
     """By sequence number, then by RANK."""
 
@@ -332,7 +332,7 @@ class Waiting:
 
 @struct(frozen=True)
 class LogPosition:
-    """How much of one worker's log was read. A message to a node leaves out the node's name."""
+    """How far one worker's log was read. A message to a node leaves out the node's name."""
 
     node_id: str
     round: int
@@ -387,7 +387,7 @@ class Withdrawn:
 
 @struct(frozen=True)
 class LookAgain:
-    """An operator has looked at the node, which is to run its health checks again."""
+    """The node must run its health checks again: an operator has lifted its restrictions."""
 
 
 @struct(frozen=True)

@@ -1,4 +1,4 @@
-"""How a program declares its settings: one tree of `Table` classes.
+"""The types with which a program declares its settings: one tree of `Table` classes.
 
     class Lease(Table, frozen=True):
         duration: Annotated[Duration, setting(ge=2, le=600, reason="How long ...")] = 5
@@ -37,7 +37,7 @@ class Rule(Struct, frozen=True):
     """A condition on several settings together."""
 
     keys: tuple[str, ...]
-    """The rule is checked only if each of these is valid by itself."""
+    """The settings that it concerns; it is checked only if each is valid by itself."""
     broken: Callable[[Any], str]
     """Takes the table; returns the problem and its remedy, or an empty text."""
 

@@ -1,4 +1,4 @@
-"""TOML files of settings: read, checked as a whole, and compared for a reload.
+"""Reads TOML files of settings, checks them as a whole, and compares them for a reload.
 
 msgspec decodes each value as its type. This module adds units, a list of all problems, and the
 nearest known key for each unknown one. It reads only the one file.
@@ -372,7 +372,7 @@ def compare(running: Loaded[T], wanted: Loaded[T]) -> Reload[T]:
         lines.append(_change(setting, before, after))
     settings = _built(table, values)
     if broken := tuple(_broken_rules(settings, sources, "a reload")):
-        until = f"while {', '.join(waiting)} still is as it was: restart instead of reloading"
+        until = f"while {', '.join(waiting)} is still unchanged: restart instead of reloading"
         raise ConfigurationError(Problem(each.source, f"{each.text}; {until}") for each in broken)
     loaded = Loaded(settings, MappingProxyType(sources))
     return Reload(loaded, tuple(applied), tuple(waiting), tuple(lines))

@@ -247,11 +247,11 @@ def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
                 raise _refused(name, "it holds more than one backup")
             case Trailer():
                 if line != tally.trailer():
-                    raise _refused(name, "it was changed: its last line says something else")
+                    raise _refused(name, "it was changed: its last line does not match")
         tally.passed(line, data)
         yield line
     if file.read(1):
-        raise _refused(name, "there is something behind its last line")
+        raise _refused(name, "there is data after its last line")
 
 
 def _header(file: BinaryIO, name: str, tally: _Tally) -> Header:
@@ -285,7 +285,7 @@ def _decoded(data: bytes, name: str) -> _Line:
 def _membership(line: JobLine, name: str) -> Membership:
     membership = codec.decode(bytes(line.stored), f"job {line.rdzv_id} in {name}")
     if membership.rdzv_id != line.rdzv_id:
-        raise _refused(name, f"job {line.rdzv_id} calls itself {membership.rdzv_id}")
+        raise _refused(name, f"job {line.rdzv_id} is named {membership.rdzv_id} in its data")
     return membership
 
 

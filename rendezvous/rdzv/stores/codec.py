@@ -1,6 +1,6 @@
-"""Memberships as bytes: JSON in an envelope that names its format, so that people can read it.
+"""Encodes memberships as JSON in an envelope that names its format, so that people can read it.
 
-For stores that limit the size of a value, `pack` makes large values small.
+For stores that limit the size of a value, `pack` compresses large values.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.election")
 
 RENEWALS_PER_TTL = 6
-"""So a lost renewal can be repeated at another member, even while etcd elects its own leader."""
+"""Enough to repeat a lost renewal at another member, even while etcd elects its own leader."""
 
 ANSWER_S = 0.5
 """The least time a member has to answer a renewal before the next member is asked."""
@@ -142,7 +142,7 @@ class Election:
                         for task in tasks:
                             task.cancel()
         finally:
-            await election._end_session("this server stops")
+            await election._end_session("this server is stopping")
 
     @property
     def address(self) -> str:
@@ -226,7 +226,7 @@ class Election:
         if session is None or session.fence is None:
             return self._last_loss
         await session.over.wait()
-        assert session.lost is not None, "what is over has a reason"
+        assert session.lost is not None, "a lost session has a reason"
         return session.lost
 
     async def changed(self, seen: Leader | None) -> Leader | None:

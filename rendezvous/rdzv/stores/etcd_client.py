@@ -1,8 +1,8 @@
-"""A client of etcd: its public gRPC API as plain values, and its failures as our errors.
+"""A client of etcd's public gRPC API, with plain values and our own errors.
 
-Only this module uses gRPC and etcd's messages. Each endpoint has its own channel, so that it is
-known which endpoint a call was sent to: a call that may be repeated goes to the next one, and a
-transaction is repeated only while it has certainly not been sent.
+Only this module uses gRPC and etcd's messages. Each endpoint has its own channel, so the client
+knows where a call was sent: a repeatable call goes to the next endpoint, and a transaction is
+repeated only while it has certainly not been sent.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class EtcdClient:
                 return await self._attempt(index, method, request, min(attempt_s, left))
             except grpc.RpcError as error:
                 failure = error
-            # A timeout says less than an earlier error.
+            # An earlier error tells more than a timeout.
             reason = _reason(failure) if not (reason and _is_silence(failure)) else reason
             self._leave(index)
             tried += 1
@@ -509,9 +509,7 @@ class EtcdClient:
         )
 
     def _unsure(self, index: int, reason: str) -> RendezvousConnectionError:
-        return RendezvousConnectionError(
-            f"{self._tried(index)}: {reason}; what was asked for may have happened"
-        )
+        return RendezvousConnectionError(f"{self._tried(index)}: {reason}; the outcome is unknown")
 
     def _tried(self, index: int) -> str:
         others = len(self._channels) - 1

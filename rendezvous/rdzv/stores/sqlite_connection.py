@@ -73,7 +73,7 @@ class Connection:
         self.path = path
         self.schema_version = SCHEMA_VERSION
         self.lost = ""
-        """The commits that the file has lost, if it is opened read-only."""
+        """The commits that the file has lost; set only if it is opened read-only."""
         self.on_rollback: Callable[[], None] = lambda: None
         """Called in the thread when a transaction was dropped."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
@@ -191,7 +191,7 @@ class Connection:
             # An error in this thread would be lost, and each caller would hold its job's lock.
             log.exception("a bug in rdzvd, please report it: %s", self.path)
             unknown = RendezvousConnectionError(
-                f"{self.path}: what was written may have been, or not: {error!r}"
+                f"{self.path}: it is unknown whether the writes happened: {error!r}"
             )
             _fail([write for write in batch if write.error is None], unknown)
         loop.call_soon_threadsafe(_answer, batch)
@@ -279,7 +279,7 @@ class Connection:
             try:
                 self.db.rollback()
             except sqlite3.Error as error:
-                log.error("%s: what was not written cannot be rolled back: %s", self.path, error)
+                log.error("%s: a failed transaction cannot be rolled back: %s", self.path, error)
 
 
 def _fail(batch: Sequence[_Write], error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The data directory of one rdzvd: locked against others, and never on a network file system."""
+"""Locks the data directory of one rdzvd, and refuses network file systems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NETWORK_FILESYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "coda", "lustre", "gpfs"}
     | {"beegfs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.cephfs", "fuse.s3fs"}
 )
-"""File systems where another machine may have the same files: there flock, the write-ahead log's
+"""File systems whose files another machine may use at the same time: flock, the write-ahead log's
 shared memory and fsync do not work as on a disk. 9p is one of them, as it keeps locks within its
 guest; virtiofs is not, as it is the local disk of many containers."""
 

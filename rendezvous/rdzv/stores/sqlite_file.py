@@ -1,4 +1,4 @@
-"""The SQLite file on disk: created, inspected without a change, and replaced when it is migrated.
+"""Creates the SQLite file, inspects it without changing it, and replaces it to migrate it.
 
 A refused file stays unchanged, byte for byte, with its write-ahead log beside it. So a file is
 first inspected through separate links, and is never changed in place: a new file, or a migrated
@@ -95,7 +95,7 @@ def why_incomplete(path: Path, lost: str) -> str:
         f"has lost commits: {lost}. Its write-ahead log {wal.name} is {log}, or the file was "
         "replaced by an older one; everything was left untouched. Bring the files back as they "
         f"were; or move {path.name} and all that is named {path.name}-... away, and restore a "
-        f"backup with --restore; or remove {mark.name}, to go on without what is lost"
+        f"backup with --restore; or remove {mark.name}, to continue without the lost data"
     )
 
 
@@ -202,8 +202,8 @@ def has_data(path: Path) -> bool:
     for rest in (beside(path, _WAL), beside(path, sqlite_mark.SUFFIX)):
         if rest.exists() and rest.stat().st_size:
             raise RendezvousStateError(
-                f"{path} is {'empty' if path.exists() else 'missing'}, and {rest.name} is there: a "
-                "part of the data was taken away; everything was left untouched. Bring all files "
+                f"{path} is {'empty' if path.exists() else 'missing'}, and {rest.name} is there: "
+                "part of the data is missing; everything was left untouched. Bring all files "
                 "back, or move the rest away"
             )
     return False
@@ -284,12 +284,12 @@ def _migrate(path: Path, version: int) -> None:
         _remove(copy)
         _remove(beside(former, ".new"))
         raise RendezvousStateError(
-            f"{path} could not be brought from schema version {version} to {SCHEMA_VERSION}: "
+            f"{path} could not be migrated from schema version {version} to {SCHEMA_VERSION}: "
             f"{error}; it was left as it was. Start the rdzvd version that wrote it, or make "
             "room for two copies of it and try again"
         ) from error
     log.warning(
-        "%s was brought from schema version %d to %d; %s is as it was before",
+        "%s was migrated from schema version %d to %d; %s keeps the old version",
         *(path, version, SCHEMA_VERSION, former),
     )
 

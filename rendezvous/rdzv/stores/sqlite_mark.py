@@ -1,4 +1,4 @@
-"""The number of commits an SQLite file must have, stored beside it to detect lost commits.
+"""Stores beside an SQLite file how many commits it must have, to detect lost commits.
 
 SQLite treats a write-ahead log that is missing, cut or damaged as one that ends earlier, without
 an error. So every commit counts itself in the file (table `mark`), and the number is also written
@@ -104,7 +104,7 @@ class MarkFile:
 
 
 def lost(beside: Mark | None, inside: Mark | None) -> str:
-    """Explain which commits a file has lost; empty if it has lost none, as far as is known.
+    """Explain which commits a file has lost; empty if none are known to be lost.
 
     `beside` must be read before the file: a server may be writing to both.
 
@@ -118,7 +118,7 @@ def lost(beside: Mark | None, inside: Mark | None) -> str:
     if inside is None:
         return f"it counts no commits, and {beside.number} were stored"
     if inside.store != beside.store:
-        return "it is of another store than the number of commits that stands beside it"
+        return "it belongs to another store than the number of commits beside it"
     if inside.number < beside.number:
         return f"it has {inside.number} commits, and {beside.number} were stored"
     return ""

@@ -1,6 +1,6 @@
 """The schema of the SQLite file: its tables, and the migration from each older version.
 
-What happens to the file meanwhile (copies, locks, room) is in `sqlite_file`.
+`sqlite_file` handles the file itself: copies, locks, free space.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from rdzv.stores.sqlite_schema import DOCUMENTS_SINCE
 from rdzv.structs import struct
 
 JOBS_PER_PAGE = 100
-"""Takes some milliseconds for ended jobs; the largest running ones have a megabyte each."""
+"""Jobs per page: ended ones take some milliseconds; the largest live ones have a megabyte each."""
 
 
 @struct(frozen=True)

@@ -1,4 +1,4 @@
-"""Where the nodes of a round meet: this machine's name, its addresses, and a port for the store.
+"""This machine's identity and addresses, and the listening socket of a node's c10d store.
 
 Shared by everything that joins as a node. Nothing here waits for a name service: the caller
 resolves names and passes the addresses in.
@@ -46,7 +46,7 @@ def address_towards(found: AddressInfo) -> str:
 
 
 def leads_beyond_loopback(found: AddressInfo) -> bool:
-    """Return whether a name with these addresses is of use to other machines."""
+    """Return whether other machines can use a name with these addresses."""
     return any(not is_loopback(str(address[0])) for *_, address in found)
 
 

@@ -1,8 +1,8 @@
-"""Certificates and keys in PEM files: checks that they can be used, and the facts in them.
+"""Checks that certificates and keys in PEM files can be used, and reads names, roles and dates.
 
-Python's own TLS library reads the files first: in gRPC, a bad file causes a handshake that fails
-without a reason. The name, roles and dates of a certificate are read here from its DER: the library
-`cryptography` would do it, but costs each program that connects by TLS 36 ms and 10 MiB.
+Python's own TLS library loads the files first: in gRPC, a bad file makes handshakes fail without a
+reason. The fields of a certificate are parsed here from its DER, since the library `cryptography`
+costs each program that connects by TLS 36 ms and 10 MiB.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def check_pair(cert: Path, key: Path, what: str) -> None:
 
 
 def _which(*paths: Path) -> str:
-    """Return the name of the unreadable file, which the TLS library does not report."""
+    """Return the name of the unreadable file: the TLS library does not report it."""
     for path in paths:
         try:
             with path.open("rb"):

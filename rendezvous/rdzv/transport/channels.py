@@ -1,7 +1,7 @@
-"""Channels to rdzvd: plain or by TLS, the trusted authorities, and the client's credentials.
+"""Opens channels to rdzvd, plain or by TLS, with the client's credentials.
 
-Every channel to rdzvd is made here. Files are read again for each, so that a certificate or token
-renewed on disk is used from the next connection on.
+Files are read again for each channel, so a certificate or token that is renewed on disk is used
+from the next connection on.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Credentials:
         if self.cert is not None and self.ca is None:
             raise InvalidRequestError(
                 f"client certificate {self.cert}: without --tls-ca connections are not encrypted, "
-                "and it is shown to nobody; give --tls-ca, the CA of the server's certificate"
+                "and it is never sent; give --tls-ca, the CA of the server's certificate"
             )
         if self.ca is not None:
             check_authorities(self.ca, "CA")
@@ -165,13 +165,13 @@ class Credentials:
             try:
                 token = self.token_file.read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
-                reason = getattr(error, "strerror", None) or "it is no text"
+                reason = getattr(error, "strerror", None) or "it is not text"
                 raise InvalidRequestError(f"{where} cannot be read: {reason}") from error
             if not token:
                 raise InvalidRequestError(f"{where} is empty; put a token into it")
         if token and not _TOKEN.fullmatch(token):
             # It is not shown, because even a damaged token is a secret.
-            raise InvalidRequestError(f"{where} holds no token; put into it what made the token")
+            raise InvalidRequestError(f"{where} holds no valid token; create the file again")
         return token
 
     def stamp(self) -> Stamp:
@@ -205,7 +205,7 @@ PLAIN = Credentials()
 # ------------------------------------------------------------------------------------ in words
 
 _NEVER = "failed to connect to all addresses.*"
-"""How gRPC's message begins if there was never a connection, as opposed to one that ended."""
+"""Matches gRPC's message if a connection never came about, as opposed to one that ended."""
 
 _UNTRUSTED = re.compile("unable to get (local )?issuer|self.signed|unable to verify", re.I)
 _EXPIRED = re.compile("certificate has expired", re.I)
@@ -228,7 +228,7 @@ def handshake_trouble(
             return None
         # A server that is killed at this moment ends it in the same way.
         return (
-            "the other side closed the connection before anything was said",
+            "the other side closed the connection at once",
             "if it is not just starting or ending, it may want TLS: give --tls-ca (RDZV_TLS_CA), "
             "the CA of its certificate; else check the address",
         )
@@ -263,11 +263,11 @@ def handshake_trouble(
 def _not_accepted(credentials: Credentials) -> tuple[str, str]:
     if credentials.cert is None:
         return (
-            "it ended the handshake, as a server does that wants a client certificate",
+            "it ended the handshake, as a server does if it requires a client certificate",
             "give --tls-cert and --tls-key (RDZV_TLS_CERT, RDZV_TLS_KEY)",
         )
     return (
-        f"it ended the handshake, as a server does that does not accept the client certificate "
+        f"it ended the handshake, as a server does if it refuses the client certificate "
         f"{credentials.shown()}",
         "give one that is valid, and signed by the client CA of the server",
     )

@@ -30,7 +30,7 @@ def read_secret(environ: Mapping[str, str]) -> str:
     try:
         secret = Path(name).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not text"
         raise InvalidRequestError(
             f"the job secret in {name} cannot be read: {reason}; {FILE_VARIABLE} names the file"
         ) from error

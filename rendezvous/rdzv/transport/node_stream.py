@@ -1,7 +1,4 @@
-"""A node's stream to rdzvd, for every kind of agent: options, attempts, errors.
-
-Values that are only shown to people are in `rdzv.view.answers`.
-"""
+"""A node's stream to rdzvd, for every kind of agent: options, attempts, errors."""
 
 from __future__ import annotations
 
@@ -98,10 +95,10 @@ def settings_message(settings: Settings) -> pb.Settings:
 
 
 class Rota:
-    """Which of several servers to ask next: the leader as last announced, else each in turn.
+    """Chooses which of several servers to ask next: the leader last named, else each in turn.
 
-    A server that stands by names the leader, which need not be among the given endpoints. The
-    leader is tried once; if it is unreachable, the others have their turn.
+    A server that stands by names the leader, which need not be among the given endpoints. If the
+    leader is unreachable, the others are tried again.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -129,7 +126,7 @@ class Rota:
 
 @struct(frozen=True)
 class Backoff:
-    """How long a node waits before it tries again to open its stream."""
+    """The waits of a node between attempts to open its stream."""
 
     first_s: float = 0.1
     """The shortest wait; it doubles with each failed attempt."""
@@ -212,7 +209,7 @@ def _leader_named(error: RendezvousError) -> Endpoint | None:
 
 # ------------------------------------------------------------------------------------ the errors
 
-_NOT_RDZV = "what listens there is not an rdzv server"
+_NOT_RDZV = "the program that listens there is not an rdzv server"
 _CHECK = "check the address, and that rdzvd runs there"
 
 _PREAMBLE = re.compile(
@@ -243,7 +240,7 @@ def error_from_status(
     timeout_s: float,
     credentials: Credentials = PLAIN,
 ) -> RendezvousError:
-    """Turn the status of a failed call into the matching error.
+    """Convert the status of a failed call to the matching error.
 
     A code in the trailing metadata decides. Without one, the answer is not from rdzvd: the server
     was unreachable, did not answer in time, or is another program.
@@ -264,9 +261,7 @@ def error_from_status(
         case grpc.StatusCode.UNIMPLEMENTED:
             return _unreachable(server, f"{_NOT_RDZV}, or an older one", _CHECK)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return LimitExceededError(
-                f"a limit stands in the way of the server at {server}: {text}"
-            )
+            return LimitExceededError(f"the call to the server at {server} exceeds a limit: {text}")
         case _:
             return RendezvousError(f"the server at {server} answered {status.name}: {text}")
 

@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Message)
 _Read = Callable[[Any], Any]
 
 _READERS: dict[tuple[type, type], tuple[tuple[str, _Read], ...]] = {}
-"""How each field of a kind is read from a source of some type. Found once, since lists are long."""
+"""By kind and source type: how each field is read. Computed once, since lists are long."""
 
 
 class _Type(NamedTuple):
@@ -32,7 +32,7 @@ class _Type(NamedTuple):
     container: type | None
     """tuple, dict, or None for a single value."""
     kind: type
-    """The type of the single value, or of the first thing in the container."""
+    """The type of the single value, or of the container's first item."""
 
     @property
     def is_struct(self) -> bool:
@@ -90,7 +90,7 @@ def _extend(
 
 
 def sendable(text: str) -> str:
-    """Escape what cannot be sent: names of files may have bytes that are no valid text."""
+    """Escape characters that cannot be sent: file names may have bytes that are not valid text."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 

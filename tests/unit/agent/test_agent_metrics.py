@@ -370,7 +370,7 @@ async def test_grpc_at_this_port_is_told_of_in_a_line(caplog: pytest.LogCaptureF
         await writer.wait_closed()
     (record,) = [r for r in caplog.records if r.name == "rdzv.agent.http"]
     assert record.getMessage().endswith(
-        ", which is no HTTP/1.1; rdzvctl and nodes connect to rdzvd's --listen, not to an agent"
+        ", which is not HTTP/1.1; rdzvctl and nodes connect to rdzvd's --listen, not to an agent"
     )
     assert (record.levelno, record.exc_info) == (logging.WARNING, None)
 

@@ -218,7 +218,7 @@ async def test_nothing_is_served_unless_asked_for(tmp_path: Path) -> None:
         (["sys.exit('first line\\nlast words')"], "ended with exit code 1: last words"),
         (["os.kill(os.getpid(), 9)"], r"ended by signal 9 \(SIGKILL\)"),
         (["say(b'{}')", "hear()"], "did not serve"),
-        (["say(b'nonsense')", "hear()"], "answered what makes no sense"),
+        (["say(b'nonsense')", "hear()"], "sent an invalid answer"),
         (["control.sendall(b'\\xff' * 4)", "hear()"], "answered with 4294967295 bytes"),
     ],
 )
@@ -252,9 +252,9 @@ async def test_an_interpreter_without_torch_is_refused(config: Config) -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ("b'nonsense'", "answered what makes no sense"),
-        ("{'states': []}", "answered what makes no sense"),
-        ("{'states': {'a': 1}}", "answered what makes no sense"),
+        ("b'nonsense'", "sent an invalid answer"),
+        ("{'states': []}", "sent an invalid answer"),
+        ("{'states': {'a': 1}}", "sent an invalid answer"),
     ],
 )
 async def test_a_process_that_answers_nonsense_is_replaced(
@@ -286,7 +286,7 @@ async def test_what_it_tells_is_shown_and_a_slow_answer_is_waited_for(
         await until_logged(caplog, "has not answered for")
         assert [view.rdzv_id for view in served.views()] == ["a"]
         assert "the state of job 'b' is not shown" in caplog.text
-        assert "7 jobs in torch's store are beyond" in caplog.text
+        assert "7 jobs in torch's store exceed the limit" in caplog.text
         assert "cannot be listed: no" in caplog.text
         go.touch()
         await until("a is gone", lambda: served.view("a") is None)

@@ -103,7 +103,7 @@ def test_what_changes_while_rdzvd_is_away_is_told_when_it_is_back(
     rdzvd.away = True
     machines.objects = (gone("a"), Machine("b", unschedulable=True))
     changed.set()
-    until(lambda: "rdzvd cannot be told: no answer from head:29400" in caplog.text)
+    until(lambda: "rdzvd cannot be updated: no answer from head:29400" in caplog.text)
     rdzvd.away = False
     until(lambda: len(rdzvd.calls) == 2)
     machines.objects = (Machine("a"), Machine("b"))
@@ -113,7 +113,7 @@ def test_what_changes_while_rdzvd_is_away_is_told_when_it_is_back(
     changed.set()
     thread.join(10)
     assert rdzvd.calls == ["drain a", "cordon b", "lift a", "lift b"]
-    assert caplog.text.count("rdzvd cannot be told") == 1, "once, however often it is tried"
+    assert caplog.text.count("rdzvd cannot be updated") == 1, "once, however often it is tried"
 
 
 def test_a_node_that_has_left_meanwhile_holds_up_no_other(

@@ -323,9 +323,9 @@ def _listening(answer: Callable[[socket.socket], None]) -> Iterator[Endpoint]:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (_answer_like_a_web_server, "what listens there is not an rdzv server"),
-        (_greet_like_ssh, "what listens there is not an rdzv server"),
-        (_reset, "the other side closed the connection before anything was said"),
+        (_answer_like_a_web_server, "the program that listens there is not an rdzv server"),
+        (_greet_like_ssh, "the program that listens there is not an rdzv server"),
+        (_reset, "the other side closed the connection at once"),
     ],
 )
 def test_what_listens_is_something_else(

@@ -24,7 +24,7 @@ def logged(error: Exception, caplog: pytest.LogCaptureFixture) -> logging.LogRec
 def test_what_is_no_http_is_no_fault_of_this_server(caplog: pytest.LogCaptureFixture) -> None:
     record = logged(BadHttpMessage("Pause on PRI/Upgrade"), caplog)
     assert record.getMessage() == (
-        "Error handling request from 10.0.0.5, which is no HTTP/1.1; rdzvctl and nodes connect to "
+        "Error handling request from 10.0.0.5, which is not HTTP/1.1; rdzvctl and nodes connect to "
         "--listen, not to --http"
     )
     assert (record.levelno, record.exc_info) == (logging.WARNING, None)

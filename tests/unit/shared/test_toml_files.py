@@ -464,8 +464,8 @@ def test_what_a_reload_applies_has_to_go_with_what_it_does_not(file: Path) -> No
     with pytest.raises(ConfigurationError) as caught:
         compare(before, after)
     assert str(caught.value) == (
-        f"{file}: `wait.short` is above `wait.long`; give it less; while wait.long still is as it "
-        "was: restart instead of reloading"
+        f"{file}: `wait.short` is above `wait.long`; give it less; while wait.long is still "
+        "unchanged: restart instead of reloading"
     )
 
 

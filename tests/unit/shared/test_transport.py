@@ -53,7 +53,7 @@ def test_what_is_given_wins_over_the_environment(files: Files, tmp_path: Path) -
         ({"ca": "ca.crt", "cert": "server.crt", "key": "ca.key"}, "does not belong"),
         ({"token_file": "none"}, "token file .*none cannot be read: No such file"),
         ({"token_file": "empty"}, "is empty"),
-        ({"token_file": "ca.crt"}, "holds no token"),
+        ({"token_file": "ca.crt"}, "holds no valid token"),
     ],
 )
 def test_what_can_not_be_used_is_refused(files: Files, given: dict[str, str], said: str) -> None:
@@ -161,9 +161,9 @@ async def test_why_a_client_is_not_let_in(
     expired = files.expired_client("alice", monkeypatch)
     async with served(files.server()) as server:
         said = await ask(server, Credentials(files.ca))
-        assert "as a server does that wants a client certificate; give --tls-cert" in said
+        assert "as a server does if it requires a client certificate; give --tls-cert" in said
         said = await ask(server, Credentials(files.ca, stranger.cert, stranger.key))
-        assert "does not accept the client certificate" in said
+        assert "refuses the client certificate" in said
         assert "(of mallory)" in said
         assert "(of alice, which expired on " in await ask(server, expired)
 
@@ -171,7 +171,10 @@ async def test_why_a_client_is_not_let_in(
 async def test_plain_and_tls_do_not_meet(files: Files) -> None:
     async with served(files.server()) as server:
         said = await ask(server, PLAIN)
-        assert "before anything was said; if it is not just starting or ending, it may want" in said
+        assert (
+            "closed the connection at once; if it is not just starting or ending, it may want"
+            in said
+        )
         assert "TLS: give --tls-ca" in said
     async with served(None) as server:
         assert "it does not speak TLS there" in await ask(server, Credentials(files.ca))
@@ -204,7 +207,7 @@ async def test_a_certificate_that_was_renewed_is_shown_from_the_next_connection_
     put(stranger.cert, credentials.cert)
     put(stranger.key, credentials.key)
     async with served(files.server()) as server:
-        assert "does not accept" in await ask(server, credentials)
+        assert "refuses the client" in await ask(server, credentials)
         credentials.cert.write_bytes(good[0])
         credentials.key.write_bytes(good[1])
         assert await ask(server, credentials) == "reached"
@@ -229,12 +232,12 @@ async def test_a_client_that_lives_long_takes_the_renewed_certificate(
                 await asyncio.to_thread(client.jobs)  # It was reached.
             put(stranger.cert, credentials.cert)
             put(stranger.key, credentials.key)
-            with pytest.raises(RendezvousConnectionError, match="does not accept"):
+            with pytest.raises(RendezvousConnectionError, match="refuses the client"):
                 await asyncio.to_thread(client.jobs)
 
 
 def test_no_token_is_taken_from_what_is_no_file_for_it(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_bytes(os.urandom(8) + b"\xff")
-    with pytest.raises(InvalidRequestError, match="it is no text"):
+    with pytest.raises(InvalidRequestError, match="it is not text"):
         Credentials.parse({"token_file": file}, {})

@@ -1,4 +1,1 @@
-"""Everything that is served over HTTP: probes, /metrics, the JSON API and its feeds, the page.
-
-It is read-only.
-"""
+"""Everything served over HTTP, read-only: probes, /metrics, the JSON API, its feeds, the page."""

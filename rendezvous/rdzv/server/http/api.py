@@ -202,7 +202,7 @@ class Api:
                         )
                         break
         except TimeoutError:
-            parts.append("rdzv: not everything has come in time; ask again\n")
+            parts.append("rdzv: the output is incomplete, as it took too long; ask again\n")
         return "".join(parts)
 
     async def _log_stream(
@@ -236,10 +236,10 @@ class Api:
             async with asyncio.timeout(self._timings.stream_write_ms / 1000):
                 await response.write(data)
         except TimeoutError:
-            log.info("%s reads nothing, and is dropped", request.remote)
+            log.info("%s accepts no data, and is dropped", request.remote)
             if request.transport is not None:
                 request.transport.abort()
-            raise ConnectionResetError("the reader takes nothing") from None
+            raise ConnectionResetError("the reader accepts no data") from None
 
     # ---------------------------------------------------------------- the stream
 
@@ -263,7 +263,7 @@ class Api:
                 if data is None:
                     break
                 await self._write(request, response, data)
-            assert reader.ended is not None, "without an end, something comes"
+            assert reader.ended is not None, "a stream without an end has a next frame"
             log.info("the stream of %s ends: %s", request.remote, reader.ended)
             end = frame("end", json.dumps(_error_fields(reader.ended)))
             await self._write(request, response, end)
@@ -288,7 +288,7 @@ def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
         if name not in known:
             shown = ", ".join(known) or "none"
             raise InvalidRequestError(
-                f"there is no parameter {name[:40]!r} here; those that are: {shown}"
+                f"there is no parameter {name[:40]!r} here; the parameters are: {shown}"
             )
         if len(request.query.getall(name)) > 1:
             raise InvalidRequestError(f"{name} is given more than once; give it once")
@@ -361,7 +361,7 @@ def error_response(error: RendezvousError) -> web.Response:
 
 @web.middleware
 async def answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error below /api as a document, whatever raised it."""
+    """Answer every error below /api with a document, whatever raised it."""
     try:
         return await handler(request)
     except RendezvousError as error:
@@ -386,7 +386,7 @@ async def answering_errors(request: web.Request, handler: Handler) -> web.Stream
 
 def _in_words(request: web.Request, error: web.HTTPException) -> str:
     if isinstance(error, web.HTTPMethodNotAllowed):
-        return f"{request.method} is not possible here: this API reads; use GET"
+        return f"{request.method} is not possible here: this API is read-only; use GET"
     if isinstance(error, web.HTTPNotFound):
         shown = unquote(request.path)[:200]
         return f"there is nothing at {shown!r}; {PREFIX}/openapi.json says what there is"

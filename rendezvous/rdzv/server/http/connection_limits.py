@@ -34,12 +34,12 @@ class ConnectionLimits:
         self.first_request_s = timings.first_request_ms / 1000
         self._limits = limits
         self._inside: Counter[str] = Counter()
-        self.waiting: set[_Visitor] = set()
+        self.waiting: set[_Connection] = set()
         """Connections whose request has not begun yet."""
 
     def __call__(self) -> asyncio.Protocol:
         """Return the protocol of a connection that was just accepted."""
-        return _Visitor(self)
+        return _Connection(self)
 
     def enter(self, peer: str) -> str:
         """Count a new connection, or return why it is refused."""
@@ -59,19 +59,19 @@ class ConnectionLimits:
 
     def close(self) -> None:
         """Close all connections whose request has not begun yet."""
-        for visitor in tuple(self.waiting):
-            visitor.show_out(503, "this server ends")
+        for connection in tuple(self.waiting):
+            connection.refuse(503, "this server is stopping")
 
 
-class _Visitor(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
     """One connection: its first bytes are buffered here; then a handler takes over."""
 
-    def __init__(self, door: ConnectionLimits) -> None:
-        self._door = door
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
         self._peer: str | None = None
         """The address under which it was counted; None if it was refused."""
         self._transport: asyncio.Transport | None = None
-        self._said = bytearray()
+        self._received = bytearray()
         self._handler: asyncio.Protocol | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -79,14 +79,14 @@ class _Visitor(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         peer = str((transport.get_extra_info("peername") or ("?",))[0])
-        if why := self._door.enter(peer):
-            self.show_out(503, why)
+        if why := self._limits.enter(peer):
+            self.refuse(503, why)
             return
         self._peer = peer
-        self._door.waiting.add(self)
-        seconds = self._door.first_request_s
+        self._limits.waiting.add(self)
+        seconds = self._limits.first_request_s
         self._timer = asyncio.get_running_loop().call_later(
-            seconds, self.show_out, 408, f"no request within {seconds:g} s"
+            seconds, self.refuse, 408, f"no request within {seconds:g} s"
         )
 
     def data_received(self, data: bytes) -> None:
@@ -95,22 +95,22 @@ class _Visitor(asyncio.Protocol):
             return
         if self._peer is None:
             return
-        self._said += data
-        if _END_OF_HEADERS in self._said or len(self._said) > _MAX_HEADER_BYTES:
+        self._received += data
+        if _END_OF_HEADERS in self._received or len(self._received) > _MAX_HEADER_BYTES:
             self._hand_over()
 
     def _hand_over(self) -> None:
         assert self._transport is not None
-        self._wait_no_more()
-        self._handler = self._door.handlers()
+        self._stop_waiting()
+        self._handler = self._limits.handlers()
         self._handler.connection_made(self._transport)
-        self._handler.data_received(bytes(self._said))
-        self._said.clear()
+        self._handler.data_received(bytes(self._received))
+        self._received.clear()
 
-    def show_out(self, status: int, why: str) -> None:
+    def refuse(self, status: int, why: str) -> None:
         """Send the reason why this connection ends, and close it."""
         assert self._transport is not None
-        self._wait_no_more()
+        self._stop_waiting()
         text = f"{why}\n".encode()
         head = (
             f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: text/plain\r\n"
@@ -119,8 +119,8 @@ class _Visitor(asyncio.Protocol):
         self._transport.write(head.encode() + text)
         self._transport.close()
 
-    def _wait_no_more(self) -> None:
-        self._door.waiting.discard(self)
+    def _stop_waiting(self) -> None:
+        self._limits.waiting.discard(self)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -137,9 +137,9 @@ class _Visitor(asyncio.Protocol):
             self._handler.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait_no_more()
+        self._stop_waiting()
         if self._peer is not None:
-            self._door.leave(self._peer)
+            self._limits.leave(self._peer)
             self._peer = None
         if self._handler is not None:
             self._handler.connection_lost(exc)
@@ -162,7 +162,7 @@ class GuardedSite(web.BaseSite):
         """Create the listener; `start` binds the address."""
         super().__init__(runner, ssl_context=tls)
         assert runner.server is not None
-        self._door = ConnectionLimits(runner.server, limits, timings)
+        self._limits = ConnectionLimits(runner.server, limits, timings)
         self._listen = listen
         self._handshake_s = handshakes.http_timeout_s(timings)
 
@@ -176,7 +176,7 @@ class GuardedSite(web.BaseSite):
         """Start listening; raises `OSError` if the address cannot be used."""
         await super().start()
         self._server = await asyncio.get_running_loop().create_server(
-            self._door,
+            self._limits,
             self._listen.host,
             self._listen.port,
             ssl=self._ssl_context,
@@ -187,4 +187,4 @@ class GuardedSite(web.BaseSite):
     async def stop(self) -> None:
         """Stop listening."""
         await super().stop()
-        self._door.close()
+        self._limits.close()

@@ -1,4 +1,4 @@
-"""The updates that the HTTP API pushes to followers, about one job or about all jobs and nodes.
+"""Pushes updates to followers of the HTTP API, about one job or about all jobs and nodes.
 
 All followers of one subject share one *feed*, which looks up each change and encodes it once. A
 feed runs while it has followers. It starts with the whole state, between `begin` and `ready`, and
@@ -51,7 +51,7 @@ EVENTS = 200
 """Rows of a job's history that its feed shows."""
 
 WATCHED_EVERY_MS = 2_000
-"""How often a feed polls jobs that are only watched: their changes are not announced."""
+"""How often a feed polls observed jobs, whose changes are not announced."""
 
 
 def frame(event: str, document: str) -> bytes:

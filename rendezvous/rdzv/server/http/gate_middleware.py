@@ -1,4 +1,4 @@
-"""The gate in front of HTTP's paths."""
+"""Applies the gate to every HTTP request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def checking_roles(gate: Gate) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         if resource is None:
-            # There is no such path, and the handler says so.
+            # There is no such path; the handler answers 404.
             return await handler(request)
         path = resource.canonical
         what = f"{request.method} {path}"

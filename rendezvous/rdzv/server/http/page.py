@@ -104,8 +104,8 @@ def refusing_strangers(listen: Listen) -> Middleware:
 
     A browser on this machine would let another site's page read this server if that site's name
     were made to resolve to 127.0.0.1. Such a request still carries that name. Probes and metrics
-    are for programs, and contain little. Of what does more than read, a browser says which site's
-    page asks; programs say none.
+    are exempt: they are for programs, and contain little. A request that does more than read is
+    also refused if its Origin header names another site; programs send none.
     """
 
     @web.middleware

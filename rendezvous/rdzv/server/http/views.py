@@ -61,10 +61,9 @@ class Shown(Queries):
         return run_numbers(runs), chosen(status.rdzv_id, runs, number)
 
     async def report(self, since_ms: int) -> Report:
-        """Sum up what all jobs have spent in the last `since_ms`.
+        """Sum up how all jobs have spent the last `since_ms`.
 
-        It reads the history of each, one after the other; a job that is forgotten meanwhile is left
-        out.
+        It reads their histories one after the other, without jobs that are forgotten meanwhile.
         """
         now_ms = self.clock.now_ms()
         from_ms, spent = now_ms - since_ms, list[Spent | None]()

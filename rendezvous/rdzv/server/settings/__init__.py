@@ -1,1 +1,1 @@
-"""All limits and timings of rdzvd, and rdzvd.toml, which sets them."""
+"""The settings of rdzvd, read from rdzvd.toml, and the limits and timings that they set."""

@@ -1,4 +1,4 @@
-"""Bounds checks for names, numbers and texts from outside. Independent of protobuf.
+"""Checks names, numbers and texts from outside against bounds. Independent of protobuf.
 
 Every refusal names the value, the reason and the remedy. Text for people (a reason, a traceback) is
 cut if it is too long, since a node's report must not be refused for its length.

@@ -1,4 +1,4 @@
-"""The configuration of a running rdzvd: its limits and timings, and the checks of the whole."""
+"""The configuration of a running rdzvd: its limits and timings, and checks across settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def oldest_protocol_version(ours: int) -> int:
 OLDEST_PROTOCOL_VERSION = oldest_protocol_version(PROTOCOL_VERSION)
 
 OTLP_ENVIRONMENT = "env"
-"""Given in place of a collector's address, it means the one in OTEL_EXPORTER_OTLP_ENDPOINT."""
+"""Stands for the collector's address in OTEL_EXPORTER_OTLP_ENDPOINT."""
 
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
@@ -118,7 +118,7 @@ class Limits:
     restarts: int = 1_000_000
     """max_restarts: more than any job can spend."""
     steps: int = 1 << 53
-    """Steps that a parked worker has sealed: JSON's readers calculate with no larger integers."""
+    """Steps that a parked worker has sealed: larger integers are not exact in JSON readers."""
     shards: int = 1 << 20
     """Parts of a sharded state."""
     snapshots_per_worker: int = 4
@@ -126,15 +126,15 @@ class Limits:
 
     # Bounds on what is kept for callers.
     commands_at_once: int = 2_048
-    """Commands of one node at once, before `commands_per_second` counts: far above a hello."""
+    """The burst of commands that `commands_per_second` allows a node: far more than a hello."""
     calls_per_connection: int = 1_024
-    """Concurrent calls on one connection; more wait until others have ended."""
+    """Concurrent calls on one connection; further ones wait."""
     metadata_bytes: int = 8 * 1024
     """Metadata of one call: a token and a trace context need far less."""
     log_window_least: int = 4 * 1024
-    """`log_window` where many nodes share `log_buffer`."""
+    """The least `log_window` if many nodes share `log_buffer`."""
     log_positions: int = 65_536
-    """Files in which one reader may continue after its stream was cut."""
+    """Files in which one reader can resume after its stream was cut."""
     log_piece_bytes: int = 64 * 1024
     """The size of one piece of a log."""
     stack_takings: int = 8
@@ -164,8 +164,8 @@ class Limits:
     tokens: int = 2_000
     """Tokens of callers; all of them are in one key-value record."""
     stream_frames: int = 512
-    """Events that wait for a reader of the stream before it is dropped: a minute's worth in a busy
-    fleet."""
+    """Events that may wait for a reader of the stream: a minute's worth in a busy fleet. A slower
+    reader is dropped."""
     stream_bytes: int = 8 * 1024 * 1024
     """Their bytes, over all readers: twice the first state of ten thousand jobs."""
     http_log_bytes: int = 1024 * 1024
@@ -221,7 +221,7 @@ class Timings:
     stream_rest_ms: int = 250
     """How long changes are gathered before readers of the stream see them."""
     stream_write_ms: int = 20_000
-    """How long such a reader may accept no data: a sleeping page reconnects by itself."""
+    """How long such a reader may accept no data before it is dropped: pages reconnect."""
     log_answer_most_ms: int = 30_000
     """How long one HTTP answer waits for logs in total; then it shows what has arrived."""
     traces_close_ms: int = 2_000
@@ -348,7 +348,7 @@ class Oidc:
     ca: Path | None = None
     """The CA of the issuer; None for the system's authorities."""
     token_file: Path | None = None
-    """The token that is shown to the issuer itself."""
+    """The token that rdzvd sends to the issuer."""
     leeway_s: float = 30
     keys_refresh_s: float = 600
     keys_kept_s: float = 86_400
@@ -367,19 +367,19 @@ class Oidc:
             )
         if self.ca is not None:
             check_authorities(self.ca, "CA of the issuer")
-        # A token that is missing now may come before the keys are fetched; the log says so then.
+        # A missing token may still appear before the keys are fetched; else that is logged then.
 
 
 @struct(frozen=True)
 class Notify:
-    """Where notifications are posted."""
+    """The webhook to which notifications are posted."""
 
     url_file: Path
     """The file with the webhook's address."""
     style: str = "json"
     """The kind of webhook: json, slack or discord."""
     queued_after_ms: int = 600_000
-    """How long a job has waited in the queue when that is reported; 0 if it is not reported."""
+    """Report a job that has waited in the queue for this long; 0 to report none."""
 
     def read_url(self) -> str:
         """Return the address of the webhook, from its file.

@@ -1,8 +1,8 @@
-"""The configuration of one rdzvd: builds the `Config` from settings, and reloads it.
+"""Builds the `Config` of one rdzvd from its settings, and reloads it.
 
 The file and the command line take the same settings; the command line wins. A reload changes the
-`Limits` and `Timings` that all parts of the server already hold (`config.alter`), so none of them
-knows of reloads.
+`Limits` and `Timings` that all parts of the server hold (`config.alter`), so these need not know
+about reloads.
 """
 
 from __future__ import annotations

@@ -133,24 +133,22 @@ class Oidc(Table, frozen=True):
 
     issuer: Annotated[str | None, setting(
         unit="https URL", check=_issuer, default_words="none: such tokens are refused", reason="""
-        Accept service accounts' tokens of this issuer, as it names itself. Its keys are found from
-        there (OpenID discovery). Needs `tls.cert` and rdzv[oidc].""")] = None
+        Accept service account tokens of this issuer, given as the URL in its tokens. Its keys are
+        fetched from there by OpenID discovery. Needs `tls.cert` and rdzv[oidc].""")] = None
     audience: Annotated[str, setting(reason="""
-        The audience that tokens must be for, so that one made for another service is not good
-        here.""")] = "rdzvd"
+        The audience that tokens must have; tokens for other services are refused.""")] = "rdzvd"
     account: Annotated[tuple[OidcAccount, ...], setting(reason="""
         A service account and its roles; accounts without a table are refused.""")] = ()
     ca: Annotated[Path | None, setting(default_words="the system's authorities", reason="""
         The CA of the issuer (PEM); in a pod /var/run/secrets/kubernetes.io/serviceaccount/ca.crt.
         """)] = None
     token_file: Annotated[Path | None, setting(default_words="none", reason="""
-        The token that rdzvd shows to the issuer. The API server of Kubernetes gives its keys only
-        to those who show one.""")] = None
+        The token that rdzvd sends to the issuer; Kubernetes' API server requires one.""")] = None
     leeway: Annotated[Duration, setting(ge=0, le=5 * MINUTE, unit="seconds", reason="""
         How far the clocks of the issuer and of rdzvd may be apart.""")] = 30
     keys_refresh: Annotated[Duration, setting(ge=10, le=DAY, unit="seconds", reason="""
-        How often the keys are fetched again. A token signed with an unknown key has them fetched at
-        once, but not more often than every 10 s.""")] = 600
+        How often the keys are fetched again. A token with an unknown key has them fetched at once,
+        but at most every 10 s.""")] = 600
     keys_kept: Annotated[Duration, setting(ge=MINUTE, le=30 * DAY, unit="seconds", reason="""
         How long the keys stay good while the issuer cannot be reached.""")] = DAY
 
@@ -165,7 +163,7 @@ class Etcd(Table, frozen=True):
     prefix: Annotated[str, setting(reason="""
         The prefix of all keys; servers with the same prefix share their jobs.""")] = "/rdzv"
     user: Annotated[str | None, setting(reason="""
-        The user that rdzvd is to etcd.""")] = None
+        The etcd user of rdzvd.""")] = None
     password_file: Annotated[Path | None, setting(reason="""
         The password: the first line of this file. Only rdzvd should be able to read it.""")] = None
     ca: Annotated[Path | None, setting(default_words="the system's authorities", reason="""
@@ -180,7 +178,7 @@ class Etcd(Table, frozen=True):
 
 
 class Notify(Table, frozen=True):
-    """A webhook that is told when a run ends, a node is quarantined, or a job waits for long."""
+    """A webhook for notifications: a run has ended, a node is quarantined, a job waits too long."""
 
     url_file: Annotated[Path | None, setting(default_words="no notifications", reason="""
         The webhook's address: the first line of this file. Whoever knows it may post there, so only
@@ -190,7 +188,7 @@ class Notify(Table, frozen=True):
         for Mattermost and Rocket.Chat) has the sentence in `text`, discord in `content`.""",
     )] = "json"
     queued_after: Annotated[Duration, setting(ge=0, le=7 * DAY, unit="seconds", reason="""
-        How long a job has waited in the queue when that is reported; 0: it is not.""")] = 600
+        Report a job that has waited in the queue for this long; 0: never.""")] = 600
 
 
 class Lease(Table, frozen=True):
@@ -210,11 +208,11 @@ class Lease(Table, frozen=True):
     heartbeats: Annotated[int, _sets(
         "nodes_tuning.heartbeats_per_lease", ge=2, le=20, unit="heartbeats", reason="""
         How many heartbeats a node sends within a lease of up to 15 s: one may be lost and the next
-        one late. In a longer lease they are early enough to be late by 10 s.""")]
+        one late. In a longer lease, a heartbeat may be 10 s late.""")]
     takeover_grace: Annotated[Duration, _sets(
         "tuning.takeover_grace_ms", "nodes_tuning.takeover_grace_ms", ge=5, le=HOUR, reason="""
-        After a start, a takeover or a pause of the server: for this time it gives up no node that
-        it has not heard. Nodes try to reconnect at least every 5 s.""")]
+        How long the server gives up no silent node after its start, a takeover or a pause. Nodes
+        try to reconnect at least every 5 s.""")]
     reconnect_grace: Annotated[Duration, _sets(
         "tuning.reconnect_grace_ms", "nodes_tuning.reconnect_grace_ms", ge=0, le=MINUTE, reason="""
         How long the seat of an rdzvrun is kept after its stream ended: its workers die with it, so
@@ -226,10 +224,10 @@ class Forming(Table, frozen=True):
 
     gather_quiet: Annotated[Duration, _sets(
         "tuning.gather_quiet_ms", ge=0, le=10 * MINUTE, reason="""
-        New nodes are let into a running job when no other has come for this time, so that several
-        cost one restart.""")]
+        New nodes are admitted to a running job when no other has come for this time, so that
+        several cost one restart.""")]
     gather: Annotated[Duration, _sets("tuning.gather_ms", ge=0, le=HOUR, reason="""
-        They are let in at the latest this time after the first of them.""")]
+        They are admitted at the latest this long after the first of them.""")]
     claims_quiet: Annotated[Duration, _sets("tuning.claims_quiet_ms", ge=1, le=HOUR, reason="""
         A server without memory learns a round from the reports of its nodes: when no new report has
         come for this time, nodes that sent none are given up.""")]
@@ -322,7 +320,7 @@ class LimitSettings(Table, frozen=True):
         "limits.timeout_ms", ge=1, le=3650 * DAY, reload=True, reason="""
         The longest timeout of a job; an ended job is remembered for at least as long.""")]
     away: Annotated[Duration, _sets("limits.away_ms", ge=1, le=DAY, reload=True, reason="""
-        How long the seats of an agent are kept that is restarted on purpose.""")]
+        How long the seats of an agent are kept while it is restarted on purpose.""")]
     commands_per_second: Annotated[int, _sets(
         "limits.commands_per_second", ge=1, le=100_000, unit="commands", reason="""
         Commands of one node for its jobs, such as joins, in each second after a burst of 2,048;
@@ -394,7 +392,7 @@ class TimingSettings(Table, frozen=True):
         How long a node that is asked for logs may send nothing.""")]
     store_retry: Annotated[Duration, _sets(
         "timings.store_retry_ms", ge=0.1, le=10 * MINUTE, reload=True, reason="""
-        How often a store that is away is tried again.""")]
+        How often to retry a store that is away.""")]
     stop_grace: Annotated[Duration, _sets(
         "timings.stop_grace_ms", ge=0, le=MINUTE, reload=True, reason="""
         The time that open calls have to end when the server stops.""")]
@@ -515,8 +513,8 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         Whether callers must authenticate, by a client certificate or a token; docs/roles.md says
         what each may do then. `none`: everyone may do everything.""")] = None
     init_admin_token: Annotated[Path | None, setting(default_words="none", reason="""
-        While no admin has a token: the token in this file becomes one; a file that is missing is
-        made. Only with `auth` = required.""")] = None
+        While no admin token exists, the token in this file becomes one; a missing file is created.
+        Only with `auth` = required.""")] = None
     data_dir: Annotated[Path | None, setting(
         default_words="`$STATE_DIRECTORY` if set (systemd does), `/var/lib/rdzv` for root, else "
         "`$XDG_STATE_HOME/rdzv` (`~/.local/state/rdzv`)", reason="""

@@ -1,4 +1,4 @@
-"""Events as rows of history and as log lines, both made of the same fields."""
+"""Converts events to rows of history and to log lines, both with the same fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("rdzv.events")
 
 
 def records(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Record, ...]:
-    """Turn events into rows of history; `run` is used for events that do not name one."""
+    """Convert events to rows of history; `run` is for events that do not name one."""
     return tuple(
         Record(
             unix_ms=now_ms,

@@ -1,6 +1,6 @@
-"""How the jobs of a server spend their time, for /metrics: the sums of their ledgers.
+"""Sums the ledgers of a server's jobs, for /metrics: how the jobs spend their time.
 
-A job is counted from when this server knows of it, over all its runs.
+A job counts from the moment this server learns of it, over all its runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rdzv.view import history
 from rdzv.view.ledger import Book
 
 _NO_MATTER = frozenset({"NodeStopped", "NodeSucceeded"})
-"""Events of each node that say nothing about time."""
+"""Events of single nodes that do not change how time is spent."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class JobLedgers:
         self._jobs: dict[str, _Job] = {}
 
     def loaded(self, state: State, now_ms: int) -> None:
-        """Begin to count a run that this server has found in its store."""
+        """Start counting a run that was loaded from the store."""
         membership = state.membership
         if membership.rdzv_id in self._jobs:
             return

@@ -1,7 +1,7 @@
 """The /metrics of each job: its counters and its present state.
 
-They are written as text here, because there may be hundreds of thousands of such lines, and nodes
-wait for the event loop meanwhile. One job takes a fraction of a millisecond.
+They are written as text here, without prometheus-client: there may be hundreds of thousands of
+lines, and nodes wait for the event loop meanwhile. One job takes a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class JobTally:
     final: JobState | None = None
     """The state in which it ended; None if it has not ended."""
     running_ms: int = 0
-    """How long rounds were live, without the one that is live now."""
+    """How long rounds were live, except for the present one."""
     running_since_ms: int | None = None
     round_ended_ms: int | None = None
     settled_ms: int | None = None
@@ -173,7 +173,7 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "gauge",
         "Nodes that must still come before a round can complete; 0 while one is live.",
     ),
-    "rdzv_job_flapping_nodes": ("gauge", "Nodes that were lost more than once lately."),
+    "rdzv_job_flapping_nodes": ("gauge", "Nodes that were lost more than once recently."),
     "rdzv_job_round": ("gauge", "Number of the last round that was completed."),
     "rdzv_job_world_size": ("gauge", "Workers of the live round; 0 while none is live."),
     "rdzv_job_restarts_spent": ("gauge", "Restarts that count against max_restarts now."),
@@ -184,9 +184,12 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
     "rdzv_job_max_store_failures": ("gauge", "Failures of store hosts that the job may have."),
     "rdzv_job_restarts_in_vain": (
         "gauge",
-        "Restarts in a row that did not move the job on.",
+        "Consecutive restarts without progress.",
     ),
-    "rdzv_job_no_progress_restarts": ("gauge", "Restarts in vain after which the job has failed."),
+    "rdzv_job_no_progress_restarts": (
+        "gauge",
+        "Consecutive restarts without progress after which the job fails.",
+    ),
     "rdzv_job_run_age_seconds": ("gauge", "Time since the present run began."),
     "rdzv_job_not_running_seconds": (
         "gauge",
@@ -201,10 +204,10 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "Steps of the worker in the middle of those whose rate is known.",
     ),
     "rdzv_job_max_steps_per_second": ("gauge", "Steps of the fastest worker."),
-    "rdzv_job_progress_age_seconds": ("gauge", "Time since any worker told of a step."),
+    "rdzv_job_progress_age_seconds": ("gauge", "Time since any worker reported a step."),
     "rdzv_job_max_progress_age_seconds": (
         "gauge",
-        "Time since the worker that is silent for longest told of a step.",
+        "Time since the worker that has been silent longest reported a step.",
     ),
     "rdzv_job_straggling_ranks": (
         "gauge",
@@ -214,9 +217,12 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "gauge",
         "Share of the time that the others wait for the latest straggler in collectives; 0: none.",
     ),
-    "rdzv_job_progress_workers": ("gauge", "Workers that have told of a step in the live round."),
+    "rdzv_job_progress_workers": ("gauge", "Workers that have reported a step in the live round."),
     "rdzv_job_rounds_completed_total": ("counter", "Rounds that were completed."),
-    "rdzv_job_rounds_ended_total": ("counter", "Rounds that ended, by what that is charged to."),
+    "rdzv_job_rounds_ended_total": (
+        "counter",
+        "Rounds that ended, by the cause that the end is charged to.",
+    ),
     "rdzv_job_restarts_total": ("counter", "Restarts spent on worker failures."),
     "rdzv_job_membership_changes_total": (
         "counter",

@@ -61,7 +61,7 @@ SLICE_JOBS = 50
 """The number of jobs written before other tasks run; it takes two or three milliseconds."""
 
 ENDED_JOBS = 1_000
-"""The most ended jobs that are shown for a while."""
+"""How many ended jobs are still shown, at most."""
 
 KEPT, NEW = "kept", "new"
 """The workers of a round: those that took part in the one before, and the others."""
@@ -119,7 +119,7 @@ class Metrics(Meter, Collector):
         self._count_server(self._registry)
         about = Gauge(
             "rdzv_build_info",
-            "1; what this server is, in its labels.",
+            "1; the labels describe this server.",
             ("version", "python", "store"),
             registry=self._registry,
         )
@@ -136,7 +136,9 @@ class Metrics(Meter, Collector):
             "rdzv_runs_ended_total", "Runs that ended, by result.", ("result",)
         )
         self._rounds_ended = counter(
-            "rdzv_rounds_ended_total", "Rounds that ended, by what that is charged to.", ("cause",)
+            "rdzv_rounds_ended_total",
+            "Rounds that ended, by the cause that the end is charged to.",
+            ("cause",),
         )
         self._changes = counter(
             "rdzv_membership_changes_total",
@@ -187,13 +189,13 @@ class Metrics(Meter, Collector):
         )
         self._store_errors = counter(
             "rdzv_store_errors_total",
-            "Times that the store could not be read or written.",
+            "Calls to the store that failed.",
             ("operation",),
         )
         _begin(self._store_errors, ("read", "write"))
         self._lag = histogram(
             "rdzv_loop_lag_seconds",
-            "Time by which the event loop was late, looked at four times a second while it leads.",
+            "Delay of the event loop, sampled four times a second while this server leads.",
             buckets=_LAG_SECONDS,
         )
         self._streams_opened = counter(
@@ -204,13 +206,13 @@ class Metrics(Meter, Collector):
         )
         self._calls_refused = counter(
             "rdzv_refused_calls_total",
-            "Calls of those who have not proven who they are, or may not do that.",
+            "Calls refused because the caller was not authenticated, or not permitted.",
             ("reason",),
         )
         for error in (DeniedError, UnauthenticatedError):
             self._calls_refused.labels(error.code)
-        self._received = counter("rdzv_messages_received_total", "Messages of nodes.")
-        self._sent = counter("rdzv_messages_sent_total", "Messages put on the streams of nodes.")
+        self._received = counter("rdzv_messages_received_total", "Messages received from nodes.")
+        self._sent = counter("rdzv_messages_sent_total", "Messages queued for nodes.")
 
     # ---------------------------------------------------------------- events
 
@@ -225,7 +227,7 @@ class Metrics(Meter, Collector):
         tally.follow(state, now_ms)
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Note what the jobs spend their time on, and their hangs: no step tells of those."""
+        """Record how jobs spend their time, and their hangs, which are not in any step."""
         self._ledgers.recorded(rows)
         for row in rows:
             if row.name == "StacksTaken":
@@ -417,17 +419,17 @@ class Metrics(Meter, Collector):
         yield GaugeMetricFamily("rdzv_watchers", "Callers that watch a job.", figures.watchers)
         yield GaugeMetricFamily(
             "rdzv_store_away_seconds",
-            "Time since the store is away; 0 while it is there.",
+            "How long the store has been away; 0 while it is available.",
             figures.store_away_ms / 1000,
         )
         yield GaugeMetricFamily(
             "rdzv_lease_seconds",
-            "Silence that is tolerated of a node that connects now.",
+            "The lease of a node that connects now.",
             figures.lease_ms / 1000,
         )
         yield GaugeMetricFamily(
             "rdzv_node_silence_seconds",
-            "Time since the node with a stream that is silent for longest was heard.",
+            "The longest silence of any node with an open stream.",
             figures.silence_ms / 1000,
         )
 
@@ -451,13 +453,13 @@ class Metrics(Meter, Collector):
         )
         yield by_label(
             "rdzv_nodes_barred",
-            "Nodes on which no submitted job is placed until that is taken back.",
+            "Nodes on which no submitted job is placed until an operator lifts that.",
             "by",
             room.nodes_barred,
         )
         yield by_label(
             "rdzv_node_drains",
-            "Nodes that leave all their jobs: something is left on them, or nothing is.",
+            "Nodes that leave all their jobs: still draining, or drained.",
             "state",
             room.drains,
         )

@@ -1,7 +1,7 @@
-"""Hooks for metrics.
+"""The interface through which the driver reports to metrics.
 
-`Meter` itself counts nothing; `metrics.Metrics` does. So the driver needs no library for metrics,
-and a server without /metrics loads none.
+`Meter` counts nothing; `metrics.Metrics` does. So a server without /metrics loads no metrics
+library.
 """
 
 from __future__ import annotations

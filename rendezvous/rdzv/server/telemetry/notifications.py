@@ -1,7 +1,7 @@
-"""Notifications that a run has ended, a node is in quarantine, or a job has waited for long.
+"""Posts notifications to a webhook: a run has ended, a node is quarantined, a job waits too long.
 
-They are made from the same rows as log and history, and posted to a webhook as JSON. No step waits
-for them: they go into a bounded queue, from which a task posts them one by one. A post that fails
+They are made from the same rows as log and history, and are posted as JSON. No step waits for
+them: they go into a bounded queue, from which a task posts them one by one. A post that fails
 is repeated a few times, then dropped and logged.
 """
 
@@ -25,7 +25,7 @@ from rdzv.view.answers import event_in
 log = logging.getLogger("rdzv.notifications")
 
 WAITING = 200
-"""Notifications that may wait to be posted."""
+"""The size of the queue of notifications."""
 
 WITHIN_S = 10.0
 """How long the webhook may take to answer."""
@@ -34,7 +34,7 @@ RETRY_AFTER_S = (1.0, 5.0, 30.0)
 """The waits before a post that failed is repeated."""
 
 CLOSE_WITHIN_S = 2.0
-"""How long a stopping server goes on posting."""
+"""How long a stopping server continues to post."""
 
 _REPORTED = ("RunEnded", "NodeQuarantined")
 
@@ -93,7 +93,7 @@ class Notifications(Meter):
                 self._put(notification)
 
     def forget_jobs(self) -> None:
-        """Note that this server no longer leads: another one reports what happens from now on."""
+        """Forget all jobs: this server no longer leads, and another one reports on them now."""
         for timer in self._queued.values():
             timer.cancel()
         self._queued.clear()
@@ -140,7 +140,7 @@ class Notifications(Meter):
 
     @property
     def queued(self) -> tuple[str, ...]:
-        """The jobs that are reported if they wait for much longer."""
+        """The queued jobs that are reported if they wait too long."""
         return tuple(self._queued)
 
     async def run(self) -> None:

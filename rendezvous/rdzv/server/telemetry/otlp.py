@@ -63,7 +63,7 @@ def _digest(size: int, *names: str) -> int:
 
 
 class OtlpSender:
-    """Queues spans and sends them from a thread. Drops those that are too many or refused."""
+    """Queues spans and sends them from a thread. Drops spans if too many wait, or if refused."""
 
     def __init__(self, endpoint: str, version: str) -> None:
         """Send to `endpoint`, or with `env` to the address in OTEL_EXPORTER_OTLP_ENDPOINT.
@@ -133,7 +133,7 @@ class OtlpSender:
             async with asyncio.timeout(within_ms / 1000):
                 await done.wait()
         except TimeoutError:
-            log.warning("the last traces are dropped: %s does not take them", self._to)
+            log.warning("the last traces are dropped: %s does not accept them", self._to)
 
 
 def _ns(ms: int) -> int:

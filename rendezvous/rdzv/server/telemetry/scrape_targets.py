@@ -13,7 +13,7 @@ KEPT_MS = 3_600_000
 
 
 class ScrapeTargets:
-    """The agents that answer /metrics, by node_id: those of known nodes, and of some lost ones."""
+    """The agents that serve /metrics: those of known nodes, and of recently lost ones."""
 
     def __init__(self, most: int) -> None:
         """Keep at most `most` lost nodes, the latest."""

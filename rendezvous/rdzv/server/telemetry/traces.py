@@ -32,20 +32,20 @@ ROWS = 10_000
 """Rows that may wait to be processed: more than the largest job makes in one round."""
 
 PAST = 500
-"""How many rows are read of a run whose beginning another server has seen."""
+"""How many rows of history are read for a run that began before this server led."""
 
 HAPPENINGS = 100
 """The most rows that one round shows. The first ones count, since the cause of an end comes
 first."""
 
 ENDED = 1_000
-"""Runs that are known to have been sent, so that late rows do not open them again."""
+"""How many sent runs are remembered, so that late rows do not open them again."""
 
 SLICE = 100
 """The number of rows processed before other tasks run; it takes less than a millisecond."""
 
 SUMMED_UP = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
-"""Events of each node in each round; the spans have the number of nodes instead."""
+"""Events that each node has in each round; spans have the number of nodes instead."""
 
 Attribute = str | int | Sequence[str]
 
@@ -77,7 +77,7 @@ ReadHistory = Callable[[str, int], Awaitable[Sequence[Record]]]
 
 @dataclass(slots=True)
 class _Tale:
-    """The facts known about one run."""
+    """The known facts about one run."""
 
     run: Run
     sent: int = -1
@@ -93,7 +93,7 @@ class Traces(Meter):
         self._send = send
         self._most_rows = most_rows
         self._rows: deque[Record | None] = deque()
-        """None marks that everything known about runs is out of date from there on."""
+        """None marks the point from which all known facts about runs are out of date."""
         self._news = asyncio.Event()
         self._dropped = 0
         self._tales: dict[str, _Tale] = {}
@@ -129,7 +129,7 @@ class Traces(Meter):
             await self.drain()
 
     async def drain(self) -> None:
-        """Make spans from all rows that have come."""
+        """Make spans from all queued rows."""
         number = 0
         while self._rows:
             row = self._rows.popleft()
@@ -314,7 +314,7 @@ def _latest_ms(run: Run) -> int:
 
 @asynccontextmanager
 async def tracing(history: ReadHistory, send: Send, most_rows: int = ROWS) -> AsyncIterator[Traces]:
-    """Make spans until the body ends, and then from all rows that have come by that time."""
+    """Make spans until the body ends, and then from all rows that are still queued."""
     traces = Traces(history, send, most_rows)
     async with asyncio.TaskGroup() as tasks:
         making = tasks.create_task(traces.run())
