@@ -190,10 +190,21 @@ class Cluster:
             str(WORKERS / worker),
             *args,
         ]
+        return self.start_program(name, "rdzvrun", *words, environ=environ, cwd=cwd)
+
+    def start_program(
+        self,
+        name: str,
+        program: str,
+        *args: str,
+        environ: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Node:
+        """Start one of our programs as a node."""
         output = self.folder / f"{name}-{len(self.nodes)}.log"
         with output.open("w") as log:
             streams = (0, log.fileno(), log.fileno())
-            process = fork("rdzvrun", words, {**self.environ(), **(environ or {})}, streams, cwd)
+            process = fork(program, args, {**self.environ(), **(environ or {})}, streams, cwd)
         self.nodes.append(Node(name, process, output))
         return self.nodes[-1]
 
@@ -205,7 +216,7 @@ class Cluster:
         environ: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Node:
-        """Start a program as a node."""
+        """Execute a command as a node."""
         output = self.folder / f"{name}-{len(self.nodes)}.log"
         with output.open("w") as log:
             process = subprocess.Popen(

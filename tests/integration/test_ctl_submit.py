@@ -37,11 +37,8 @@ class Typist:
             f'state_dir = "{folder / name}"\nruntime_dir = "{folder / name / "run"}"\n'
             'pass_env = ["PATH", "HOME", "RDZV_TEST_*", "PYTHONUNBUFFERED"]\n' + lines
         )
-        self.cluster.start(
-            name,
-            [str(BIN / "rdzv-agent"), "--config", str(config)],
-            environ=environ_with_gpus(folder, ["GPU-a", "GPU-b", "GPU-c"]),
-        )
+        gpus = environ_with_gpus(folder, ["GPU-a", "GPU-b", "GPU-c"])
+        self.cluster.start_program(name, "rdzv-agent", "--config", str(config), environ=gpus)
         self.cluster.wait_until(
             f"{name} is connected", lambda: self.nodes().get(name, {}).get("state") == "connected"
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import BIN, WORKERS, Cluster, Node, alive, cluster
+from cluster import WORKERS, Cluster, Node, alive, cluster
 from made_up_gpus import environ_with_gpus
 
 from rdzv.client import ControlClient, parse_endpoints
@@ -54,9 +54,12 @@ class Daemons:
 
     def launch(self, name: str, lines: str = 'gpus = "none"\n') -> Node:
         """Start an agent."""
-        command = [str(BIN / "rdzv-agent"), "--config", str(self.config(name, lines))]
         gpus = environ_with_gpus(self.folder, ["GPU-a", "GPU-b", "GPU-c"])
-        return self.cluster.start(name, command, environ={"SECRET": "of the agent", **gpus})
+        environ = {"SECRET": "of the agent", **gpus}
+        config = self.config(name, lines)
+        return self.cluster.start_program(
+            name, "rdzv-agent", "--config", str(config), environ=environ
+        )
 
     def until(self, what: str, holds: Callable[[], Any]) -> Any:
         return self.cluster.wait_until(what, holds)

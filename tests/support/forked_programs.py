@@ -171,6 +171,8 @@ def become(command: list[str], cwd: str, environ: dict[str, str], streams: list[
     random.seed()
     sys.argv[:] = command
     sys.path[0] = str(Path(command[0]).parent)
+    more = environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in more if folder and folder not in sys.path]
     return command[0]
 
 

@@ -142,6 +142,8 @@ def import_extension_alone() -> Any:
     torch.distributed = sys.modules["torch.distributed"]
     libraries = os.path.join(folder, "lib", "libtorch_global_deps.so")  # noqa: PTH118
     ctypes.CDLL(libraries, mode=ctypes.RTLD_GLOBAL)
+    # Serving needs few of the 40,000 functions that torch's libraries want of each other.
+    sys.setdlopenflags(os.RTLD_LAZY)
     extension: Any = importlib.import_module("torch._C")
     if not extension._c10d_init():
         raise ImportError("torch was built without distributed")
