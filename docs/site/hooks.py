@@ -34,6 +34,9 @@ ELSEWHERE = {
 }
 """Pages that stand elsewhere in the tree, by their place on the site."""
 
+ASIDE = ("CHANGELOG.md", "bench-results.md", "protocol.md", "licences.md")
+"""Pages that a search shows after all others: they name everything, and explain little."""
+
 _WIDTH = {"COLUMNS": "100", "TERMINAL_WIDTH": "100"}
 
 PROGRAMS = ("rdzvrun", "rdzvctl", "rdzvd", "rdzv-agent", "rdzv-kube")
@@ -79,6 +82,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return text if text == in_tree else f"{text} (`{in_tree}`)"
         return f"[{text}]({posixpath.relpath(place, here or '.')}{'#' + anchor if anchor else ''})"
 
+    if page.file.src_uri in ASIDE:
+        page.meta["search"] = {"boost": 0.1}
     page.meta["text"] = _LINK.sub(link, markdown)
     return str(page.meta["text"])
 
