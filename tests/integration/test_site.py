@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("mkdocs", reason="mkdocs is not installed; run: make docs")
 pytest.importorskip("playwright", reason="playwright is not installed; run: make setup")
 
-from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
+from playwright.sync_api import Page, expect, sync_playwright
 
 pytestmark = pytest.mark.release
 
@@ -45,7 +45,7 @@ FROM_HOME = [
 
 
 class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
 
