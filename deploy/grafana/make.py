@@ -308,6 +308,12 @@ FLEET = Board(
                     kind=STACKED,
                 ),
                 panel(
+                    "How workers came into rounds",
+                    "Kept from the round before, forked warm, or started cold, as their nodes say.",
+                    (increase("rdzv_workers_started_total", FLEET_OF, "kind"), "{{kind}}"),
+                    kind=STACKED,
+                ),
+                panel(
                     "Failures, restarts, losses",
                     "Workers that failed, restarts spent on that, and nodes that were given up.",
                     (increase("rdzv_worker_failures_total", FLEET_OF), "worker failures"),

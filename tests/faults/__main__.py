@@ -3,6 +3,7 @@
     python -m tests.faults                               every fault five times
     python -m tests.faults --faults kill-server,cut-host --times 20
     python -m tests.faults --quick                       a few minutes: all but the longest once
+    python -m tests.faults --workers kept                only with workers that stay
     python -m tests.faults --check FILE                  judge a history that was kept
 
 Needs root and iproute2, for its hosts are network namespaces. Exit codes: 0 no promise was broken,
@@ -41,6 +42,9 @@ LEASE_S = 5.0
 QUICK_BELOW_S = 35.0
 TORCH_S = 20.0
 STORES = ("sqlite", "etcd")
+WORKERS = ("gloo", "kept", "light", "light")
+"""The workers of the lanes, in turn: with torch, with torch and staying, without torch."""
+WITH_TORCH = ("gloo", "kept")
 EXIT_LACKS = 77
 BROKEN, WHOLE = 1, 0
 
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="rdzv-faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {options.seed}, {len(plan)} faults on {options.lanes} lanes; kept in {folder}")
-    histories = run(plan, options.lanes, options.seed, folder)
+    histories = run(plan, options.lanes, options.workers, options.seed, folder)
     return verdict(histories)
 
 
@@ -68,6 +72,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--faults", type=names_of_faults, help="which, separated by commas")
     parser.add_argument("--times", type=positive, help="how often each (default: 5; quick: 1)")
     parser.add_argument("--lanes", type=positive, default=4, help="how many run beside each other")
+    parser.add_argument(
+        "--workers", type=kinds_of_workers, default=WORKERS, help="of the lanes, in turn"
+    )
     parser.add_argument("--quick", action="store_true", help="all but the longest, once")
     parser.add_argument("--seed", type=int, default=None, help="the order and the victims")
     parser.add_argument("--keep", type=Path, help="a folder for histories and logs")
@@ -83,6 +90,13 @@ def names_of_faults(text: str) -> list[str]:
     if unknown := sorted(set(names) - CATALOGUE.keys()):
         known = ", ".join(CATALOGUE)
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are: {known}")
+    return names
+
+
+def kinds_of_workers(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if not names or set(names) - set(WORKERS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of gloo, kept, light")
     return names
 
 
@@ -122,21 +136,26 @@ class Share:
     faults: list[Fault]
 
 
-def share(plan: Sequence[Fault], lanes: int, rng: random.Random) -> list[Share]:
+def share(
+    plan: Sequence[Fault], lanes: int, workers: Sequence[str], rng: random.Random
+) -> list[Share]:
     """Share the plan among lanes, so that all take about as long.
 
-    Lanes take turns with the stores; of each store, the first lane has torch. A lane for which
+    Lanes take turns with the workers and, from either one on, with the stores. A lane for which
     nothing is left is not made.
     """
-    kinds = [("gloo" if lane < 2 else "light", STORES[lane % 2]) for lane in range(max(lanes, 2))]
-    shares = [Share(worker, store, []) for worker, store in kinds]
+    turn = rng.randrange(len(STORES))
+    shares = [
+        Share(workers[lane % len(workers)], STORES[(lane + turn) % len(STORES)], [])
+        for lane in range(max(lanes, 2))
+    ]
     loads = [0.0] * len(shares)
     for fault in sorted(plan, key=lambda fault: (not fault.needs, -fault.usual_s)):
         fit = [lane for lane, each in enumerate(shares) if serves(each, fault)]
         lane = min(fit, key=lambda lane: loads[lane])
         shares[lane].faults.append(fault)
         # Restarts take longer where torch is imported.
-        loads[lane] += fault.usual_s + (TORCH_S if shares[lane].worker == "gloo" else 0.0)
+        loads[lane] += fault.usual_s + (TORCH_S if shares[lane].worker in WITH_TORCH else 0.0)
     for each in shares:
         rng.shuffle(each.faults)
     return [each for each in shares if each.faults]
@@ -144,15 +163,15 @@ def share(plan: Sequence[Fault], lanes: int, rng: random.Random) -> list[Share]:
 
 def serves(lane: Share, fault: Fault) -> bool:
     """Say whether a lane has what a fault needs."""
-    return fault.needs in ("", lane.store) or (fault.needs == "torch" and lane.worker == "gloo")
+    return fault.needs in ("", lane.store) or (fault.needs == "torch" and lane.worker in WITH_TORCH)
 
 
 def run(
-    plan: Sequence[Fault], lanes: int, seed: int, folder: Path
+    plan: Sequence[Fault], lanes: int, workers: Sequence[str], seed: int, folder: Path
 ) -> dict[Path, tuple[history.Record, ...]]:
     """Run a plan, and return the history of each lane by the file that it is kept in."""
     mark = uuid.uuid4().hex[:8]
-    shares = share(plan, lanes, random.Random(seed))
+    shares = share(plan, lanes, workers, random.Random(seed))
     give_up = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: give_up.set())
@@ -251,8 +270,10 @@ def verdict(histories: dict[Path, tuple[history.Record, ...]]) -> int:
         done.update(r.name for r in records if isinstance(r, history.FaultBegan))
         violations = checker.check(records)
         broken += len(violations)
-        workers = sum(isinstance(record, history.Started) for record in records)
-        print(f"{path}: {len(records)} records, {workers} workers, {len(violations)} violations")
+        started = [record.pid for record in records if isinstance(record, history.Started)]
+        workers = len(set(started))
+        text = f"{workers} workers, kept {len(started) - workers} times"
+        print(f"{path}: {len(records)} records, {text}, {len(violations)} violations")
         for violation in violations:
             print(f"  VIOLATION {violation}")
     print("faults: " + ", ".join(f"{name} {count}" for name, count in sorted(done.items())))

@@ -21,6 +21,7 @@ from tests.faults.history import (
     JobEnded,
     MetStranger,
     NotRecovered,
+    Parked,
     Promise,
     Record,
     Recovered,
@@ -83,7 +84,7 @@ class History:
     def of(self, kind: type[R]) -> list[R]:
         found: list[R] = []
         found += (record for record in self.records if isinstance(record, kind))
-        if kind in (Started, Stepped, Exited):
+        if kind in (Started, Stepped, Exited, Parked):
             found.sort(key=lambda record: getattr(record, "at_s", 0.0))
         return found
 
@@ -204,8 +205,8 @@ def _no_old_worker_beside_a_new_one(history: History) -> Iterator[str]:
     """
     starts = _first_starts(history)
     numbers = sorted(starts)
-    blamed: dict[int, tuple[Stepped | Exited, int]] = {}
-    alive: list[Stepped | Exited] = [*history.of(Stepped), *history.of(Exited)]
+    blamed: dict[int, tuple[Stepped | Exited | Parked, int]] = {}
+    alive = [*history.of(Stepped), *history.of(Exited), *history.of(Parked)]
     for record in alive:
         newer = numbers[bisect_right(numbers, record.round) :]
         began = [number for number in newer if starts[number] < record.at_s]
@@ -216,6 +217,24 @@ def _no_old_worker_beside_a_new_one(history: History) -> Iterator[str]:
             f"pid {pid} on {record.host}, of round {record.round}, was alive "
             f"{record.at_s - starts[number]:.3f} s after round {number} had its first worker"
         )
+
+
+def _who_stays_has_parked(history: History) -> Iterator[str]:
+    """A process takes part in a later round only once it has parked, and stays where it is."""
+    parked = {(record.pid, record.round) for record in history.of(Parked)}
+    last: dict[int, Started] = {}
+    for started in history.of(Started):
+        before = last.get(started.pid)
+        last[started.pid] = started
+        if before is None:
+            continue
+        where = f"pid {started.pid}, of round {before.round} on {before.node_id},"
+        if (before.host, before.node_id) != (started.host, started.node_id):
+            yield f"{where} is in round {started.round} on {started.node_id}"
+        if started.round <= before.round:
+            yield f"{where} started again in round {started.round}"
+        elif (before.pid, before.round) not in parked:
+            yield f"{where} had not parked before round {started.round}"
 
 
 def _first_starts(history: History) -> dict[int, float]:
@@ -347,6 +366,7 @@ RULES: tuple[Callable[[History], Iterator[str]], ...] = (
     _nobody_meets_a_stranger,
     _round_numbers_never_go_back,
     _no_old_worker_beside_a_new_one,
+    _who_stays_has_parked,
     _faults_are_as_invisible_as_promised,
     _restarts_are_neither_lost_nor_invented,
     _calm,

@@ -3,7 +3,8 @@
 Three sources tell of the same rounds, so that they can be held against each other: what the server
 announced (`Announced`, `Settled`, ... from its event history), what each agent was told (`Told`,
 from its log), and what each worker found in its environment and then did (`Started`, `Stepped`,
-`Exited`). The harness adds what it did to them. Times are CLOCK_MONOTONIC of the one machine.
+`Parked`, `Exited`). The harness adds what it did to them. Times are CLOCK_MONOTONIC of the one
+machine.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A worker started."""
+    """A worker started, or one that stays takes part in another round."""
 
     at_s: float
     host: str
@@ -130,6 +131,17 @@ class Exited:
     round: int
     rank: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A worker that stays takes part in its round no more; it may start in a later one."""
+
+    at_s: float
+    host: str
+    pid: int
+    round: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +226,7 @@ Record = (
     | Started
     | Stepped
     | Exited
+    | Parked
     | MetStranger
     | FaultBegan
     | FaultHealed
@@ -225,7 +238,7 @@ Record = (
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Announced, Settled, RunBegan, RunEnded, Told, Started, Stepped, Exited, MetStranger,
+        Announced, Settled, RunBegan, RunEnded, Told, Started, Stepped, Exited, Parked, MetStranger,
         FaultBegan, FaultHealed, Recovered, NotRecovered, JobEnded,
     )
 }  # fmt: skip

@@ -6,6 +6,7 @@ page may say anything in the browser's console, or load anything from elsewhere.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -238,6 +239,69 @@ def test_where_the_time_went_is_told_and_drawn(open_page: Open) -> None:
         page.get_by_label("Which nodes cost most").get_by_role("link", name="n2").click()
         expect(page.locator("h1")).to_have_text("n2")
         once(page)
+
+
+def test_kept_warm_and_cold_workers_are_told_apart_and_each_recovery_by_phase(
+    open_page: Open,
+) -> None:
+    with to_the_end(open_page, served()) as s:
+        s.join("night", "n1", "n2", nodes=(2, 2))
+        page = open_page(f"{s.url}/#/job/night")
+        rounds = page.locator(".rounds tbody tr")
+        facts, tiles = page.locator(".facts"), page.locator(".tile")
+        for node_id in ("n1", "n2"):
+            s.started("night", node_id, "cold", "cold")
+        expect(rounds.locator("[data-of=workers]")).to_have_text(["4 cold"])
+        expect(rounds.locator('[data-of="came after"]')).to_have_text([""])
+        s.progress("night", "n1", (0, 100, 2.5))
+        expect(page.locator(".progress")).to_contain_text("step 100")
+
+        s.fail("night", "n2", "MemoryError: none is left", TRACEBACK)
+        s.rejoin("night", kept_on=["n1"])
+        s.started("night", "n1", "kept", "kept")
+        s.started("night", "n2", "warm", "cold", why="it did not park in time")
+        expect(rounds.locator("[data-of=workers]")).to_have_text(
+            ["2 kept, 1 warm, 1 cold", "4 cold"]
+        )
+        expect(facts).to_contain_text("2 kept, 1 warm, 1 cold")
+        expect(tiles.nth(0)).to_contain_text("2 kept")
+        expect(tiles.nth(1)).to_have_attribute("aria-label", re.compile("workers: 1 warm, 1 cold$"))
+        came = rounds.nth(0).locator('[data-of="came after"]')
+        expect(came).to_have_text(re.compile(r"^stop \d+\.\d s, form \d+\.\d s$"))
+        s.progress("night", "n1", (0, 101, 2.5))
+        expect(came).to_have_text(re.compile(r"form \d+\.\d s, first step \d+\.\d s$"))
+        expect(page.locator(".history")).to_contain_text("is warm (it did not park in time)")
+        ledger = page.locator("section[aria-labelledby=ledger]")
+        expect(ledger).to_contain_text("with workers some kept, others cold (once)")
+        expect(ledger.locator("tbody tr", has_text="loading")).to_have_count(1)
+        once(page)
+
+
+RECOVERY = (
+    (1_000, "RoundCompleted", {"round": 0, "world_size": 2}),
+    (1_500, "FirstStepMade", {"round": 0, "age_ms": 100}),
+    (9_000, "RoundEnded", {"round": 0, "cause": "worker failure", "reason": "rank 1"}),
+    (9_200, "RoundSettled", {"round": 0, "cause": "worker failure", "reason": "", "restarts": 1}),
+    (9_300, "RoundCompleted", {"round": 1, "world_size": 2}),
+    (9_350, "WorkersStarted", {"round": 1, "kept": 1, "warm": 1, "cold": 0}),
+    (10_800, "FirstStepMade", {"round": 1, "age_ms": 500}),
+    (13_300, "LostStepsRedone", {"round": 1, "age_ms": 0}),
+)
+
+
+def test_a_recovery_has_its_phases_from_the_history(open_page: Open) -> None:
+    events = [{"unix_ms": at, "run": "r", "name": n, "fields": f} for at, n, f in RECOVERY]
+    with fleet(open_page) as s:
+        first, second = open_page(s.url).evaluate(
+            """async events => {
+              const { roundsOf } = await import("/web/rounds.js");
+              return roundsOf(events, "r").map((round) => [round.workers, round.steps]);
+            }""",
+            events,
+        )
+    assert first == ["", []]
+    took = [["stop", 200], ["form", 100], ["first step", 1_000], ["redo", 3_000]]
+    assert second == ["1 kept, 1 warm", took]
 
 
 def test_a_hang_is_told_and_what_all_workers_did_can_be_read(open_page: Open) -> None:
@@ -538,7 +602,7 @@ def test_what_strangers_have_written_stays_text(open_page: Open) -> None:
         page.get_by_label("RANK", exact=True).scroll_into_view_if_needed()
         expect(page.get_by_label("What the workers have written")).to_contain_text(ATTACK)
         page.locator("details summary").last.click()
-        expect(page.locator(".history")).to_contain_text("onerror")
+        expect(page.locator("section[aria-labelledby=events]")).to_contain_text("onerror")
         for where in ("#/job/%", f"#/node/{ATTACK}", "#/node/%3Cimg%20src=x%20onerror=alert(1)%3E"):
             go(page, where)
             expect(page.locator("h1")).to_be_visible()

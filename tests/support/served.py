@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
 from rdzv.core.gpu_state import GpuState
-from rdzv.core.model import Settings
+from rdzv.core.model import KeptWorker, Settings
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
@@ -33,8 +33,10 @@ from rdzv.server.messages import (
     RankProgress,
     ReadLog,
     Stacks,
+    StartedWorker,
     TakeStacks,
     WorkerGpus,
+    WorkersStarted,
 )
 from rdzv.server.replication.replica import Replica
 from rdzv.server.sessions.streams import Stream
@@ -110,6 +112,10 @@ class Served:
     def gpu(self, rdzv_id: str, node_id: str, rank: int, gpu: GpuState) -> None:
         """Let a node say what NVML shows of the GPU of a worker."""
         self.do(self._gpu(rdzv_id, node_id, rank, gpu))
+
+    def started(self, rdzv_id: str, node_id: str, *how: str, why: str = "") -> None:
+        """Have a node say how its workers came into the round: `kept`, `warm` or `cold`."""
+        self.do(self._started(rdzv_id, node_id, how, why))
 
     def hang(self, rdzv_id: str, node_id: str, *ranks: int) -> None:
         """Have workers of a node hang; what all workers do is not told before `let_look`."""
@@ -230,6 +236,15 @@ class Served:
             self._streams[node_id], Hung(rdzv_id, state.run, state.round, hung)
         )
 
+    async def _started(self, rdzv_id: str, node_id: str, how: tuple[str, ...], why: str) -> None:
+        state = await self.driver.views.status(rdzv_id)
+        assert state.round is not None
+        workers = tuple(
+            StartedWorker(n, one, "" if one == "kept" else why) for n, one in enumerate(how)
+        )
+        said = WorkersStarted(rdzv_id, state.run, state.round, workers)
+        self.driver.reports.note_started(self._streams[node_id], said)
+
     async def _join(
         self, rdzv_id: str, node_ids: tuple[str, ...], nodes: tuple[int, int], more: dict[str, Any]
     ) -> None:
@@ -250,11 +265,11 @@ class Served:
         fail = Fail(node_id, stream.incarnation, state.run, state.round, (report,))
         await self.driver.commands.hear(stream, rdzv_id, fail)
 
-    def rejoin(self, rdzv_id: str) -> None:
-        """Have everyone who was to stop have stopped, and join again."""
-        self.do(self._rejoin(rdzv_id))
+    def rejoin(self, rdzv_id: str, kept_on: Collection[str] = ()) -> None:
+        """Have everyone who was to stop have stopped, or parked on these nodes, and join again."""
+        self.do(self._rejoin(rdzv_id, kept_on))
 
-    async def _rejoin(self, rdzv_id: str) -> None:
+    async def _rejoin(self, rdzv_id: str, kept_on: Collection[str]) -> None:
         state = await self.driver.views.status(rdzv_id)
         settings = Settings(
             state.min_nodes, state.max_nodes, max_restarts=3, last_call_timeout_ms=600_000
@@ -262,7 +277,14 @@ class Served:
         for node in state.nodes:
             stream = self._streams[node.node_id]
             if node.state == "stopping" and stream.open:
-                again = join(stream, settings=settings, run=state.run, left_round=state.round)
+                workers = range(node.local_world_size if node.node_id in kept_on else 0)
+                again = join(
+                    stream,
+                    settings=settings,
+                    run=state.run,
+                    left_round=state.round,
+                    kept=tuple(KeptWorker(n, 100) for n in workers),
+                )
                 await self.driver.commands.hear(stream, rdzv_id, again)
 
     async def _lose(self, node_id: str) -> None:

@@ -7,7 +7,8 @@ const WIDE = 1000;
 const HIGH = 44;
 const LEAST = 7; // So wide is what took no time, so that nothing is lost from sight.
 
-/** Read the rounds of a run out of its history: when each began and ended, and by what. */
+/** Read the rounds of a run out of its history: when each began and ended, and by what. A round that came after another has
+ * the steps of that recovery: when all had stopped, when it was complete, when it made its first step, and the lost ones. */
 export function roundsOf(events, run) {
   const rounds = [];
   let last = null;
@@ -16,12 +17,20 @@ export function roundsOf(events, run) {
     // What older versions have kept is a sentence alone, from which nothing follows.
     if (!is || (event.run !== null && event.run !== run)) continue;
     if (event.name === "RoundCompleted" || event.name === "RoundAdopted") {
-      last = { number: is.round, began: event.unix_ms, ended: null, cause: "", reason: "", charge: "", world: is.world_size ?? null };
+      const stopped = last && last.settled !== null ? [["stop", last.settled - last.ended], ["form", event.unix_ms - last.settled]] : [];
+      last = { number: is.round, began: event.unix_ms, ended: null, settled: null, cause: "", reason: "", charge: "", workers: "", steps: stopped, world: is.world_size ?? null };
       rounds.push(last);
+    } else if (event.name === "WorkersStarted" && last?.number === is.round) {
+      last.workers = [[is.kept, "kept"], [is.warm, "warm"], [is.cold, "cold"]].filter(([count]) => count).map(([count, how]) => `${count} ${how}`).join(", ");
+    } else if (event.name === "FirstStepMade" && last?.number === is.round && last.steps.length === 2) {
+      last.first = event.unix_ms - is.age_ms;
+      last.steps.push(["first step", last.first - last.began]);
+    } else if (event.name === "LostStepsRedone" && last?.number === is.round && last.first) {
+      last.steps.push(["redo", event.unix_ms - is.age_ms - last.first]);
     } else if (event.name === "RoundEnded" && last) {
       Object.assign(last, { ended: event.unix_ms, cause: is.cause, reason: is.reason });
     } else if (event.name === "RoundSettled" && last) {
-      Object.assign(last, { cause: is.cause, reason: is.reason, charge: is.max_restarts === null ? "" : `${is.restarts} of ${is.max_restarts}` });
+      Object.assign(last, { settled: event.unix_ms, cause: is.cause, reason: is.reason, charge: is.max_restarts === null ? "" : `${is.restarts} of ${is.max_restarts}` });
     } else if (event.name === "RunEnded" && last && last.ended === null) {
       Object.assign(last, { ended: event.unix_ms, cause: is.result, reason: is.reason });
     }
@@ -35,7 +44,7 @@ export class Rounds {
     this.labels = h("div", { class: "labels", "aria-hidden": "true" });
     this.share = h("p", { class: "dim" });
     this.rows = h("tbody");
-    this.head = h("thead", {}, h("tr", {}, ["Round", "Began", "Ran for", "WORLD_SIZE", "Ended by", "Why", "Restarts spent"].map((name) => h("th", { scope: "col" }, name))));
+    this.head = h("thead", {}, h("tr", {}, ["Round", "Began", "Ran for", "WORLD_SIZE", "Ended by", "Why", "Restarts spent", "Workers", "Came after"].map((name) => h("th", { scope: "col" }, name))));
     this.element = h(
       "section",
       { class: "card wide rounds", "aria-labelledby": "rounds" },
@@ -57,7 +66,7 @@ export class Rounds {
       [...this.rounds].reverse(),
       (round) => round.number,
       (round) =>
-        h("tr", {}, h("th", { scope: "row" }, round.number), h("td", { class: "mono", title: moment(round.began) }, clock(round.began)), h("td", { class: "n", "data-of": "ran for" }), h("td", { class: "n", "data-of": "WORLD_SIZE" }, round.world || ""), h("td", { class: "st" }, h("span", { class: "chip" }, icon("running"), h("span"))), h("td", { class: "why" }), h("td", { "data-of": "restarts spent" })),
+        h("tr", {}, h("th", { scope: "row" }, round.number), h("td", { class: "mono", title: moment(round.began) }, clock(round.began)), h("td", { class: "n", "data-of": "ran for" }), h("td", { class: "n", "data-of": "WORLD_SIZE" }, round.world || ""), h("td", { class: "st" }, h("span", { class: "chip" }, icon("running"), h("span"))), h("td", { class: "why" }), h("td", { "data-of": "restarts spent" }), h("td", { "data-of": "workers" }), h("td", { "data-of": "came after", title: "Of the round before: until all had stopped; of this one: until it was complete, until its first step, until lost steps were made again" })),
       (row, round) => {
         row.round = round;
         const state = round.ended === null ? "running" : round.cause;
@@ -67,6 +76,8 @@ export class Rounds {
         put(told.lastChild, state);
         put(row.children[5], round.reason);
         put(row.children[6], round.charge);
+        put(row.children[7], round.workers);
+        put(row.children[8], round.steps.map(([what, ms]) => `${what} ${took(ms)}`).join(", "));
       },
     );
     this.drawLine();

@@ -1,5 +1,7 @@
 """What a worker writes down: its start, ten times a second how far it is, and its end.
 
+One that stays begins each round with such a start, and parks between two: then it writes nothing.
+
 Each worker has a file of its own below `RDZV_FAULTS_HISTORY`; times are CLOCK_MONOTONIC, which all
 processes of a machine share, in whichever network namespace they are.
 """
@@ -19,9 +21,18 @@ class Diary:
     """Writes for one worker; a thread tells that the worker is alive, even if it hangs."""
 
     def __init__(self) -> None:
-        self.step = -1
         self._file = (Path(os.environ["RDZV_FAULTS_HISTORY"]) / f"{os.getpid()}.jsonl").open("a")
         self._lock = threading.Lock()
+        self._parked = True
+        self.begin_round()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def begin_round(self) -> None:
+        """Tell that the worker takes part in the round of its environment, unless it has."""
+        if not self._parked:
+            return
+        self.step = -1
+        self._parked = False
         self._about = {
             "host": os.environ["RDZV_FAULTS_HOST"],
             "pid": os.getpid(),
@@ -39,7 +50,12 @@ class Diary:
             master=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
             restarts=int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
         )
-        threading.Thread(target=self._beat, daemon=True).start()
+
+    def park(self) -> None:
+        """Tell that the worker takes part in its round no more, and waits for the next."""
+        with self._lock:
+            self._put("Parked")
+            self._parked = True
 
     def met_stranger(self, text: str) -> None:
         """Tell that a peer of another round, or of none, came to this one's meeting place."""
@@ -51,14 +67,19 @@ class Diary:
 
     def _beat(self) -> None:
         while True:
-            self._write("Stepped", step=self.step)
+            with self._lock:
+                if not self._parked:
+                    self._put("Stepped", step=self.step)
             time.sleep(EVERY_S)
 
     def _write(self, kind: str, **more: object) -> None:
         with self._lock:
-            line = {"kind": kind, "at_s": time.monotonic(), **self._about, **more}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            self._put(kind, **more)
+
+    def _put(self, kind: str, **more: object) -> None:
+        line = {"kind": kind, "at_s": time.monotonic(), **self._about, **more}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
 
 
 def load_step() -> int:

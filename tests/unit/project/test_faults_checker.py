@@ -27,6 +27,7 @@ from tests.faults.history import (
     JobEnded,
     MetStranger,
     NotRecovered,
+    Parked,
     Place,
     Promise,
     Record,
@@ -95,6 +96,20 @@ def a_cut_history() -> Records:
     )
 
 
+def a_kept_history() -> Records:
+    """Return a job that loses a worker, and whose other worker stays."""
+    good = tuple(record for record in a_good_history() if not isinstance(record, Exited))
+    stays = tuple(
+        replace(record, pid=102)
+        if isinstance(record, (Started, Stepped)) and record.pid == 104
+        else replace(record, pids=(103, 102))
+        if isinstance(record, Recovered) and record.number == 2
+        else record
+        for record in good
+    )
+    return (*stays, Parked(12.05, "n2", 102, 0, 1))
+
+
 def changed(records: Records, kind: type[R], place: int, change: Callable[[R], R]) -> Records:
     """Return a history one record of which is another."""
     chosen = [record for record in records if isinstance(record, kind)][place]
@@ -105,7 +120,7 @@ def rules_broken(records: Records) -> set[str]:
     return {violation.rule for violation in checker.check(records)}
 
 
-@pytest.mark.parametrize("good", [a_good_history(), a_cut_history()])
+@pytest.mark.parametrize("good", [a_good_history(), a_cut_history(), a_kept_history()])
 def test_a_good_history_breaks_no_promise(good: Records) -> None:
     assert checker.check(good) == ()
 
@@ -130,6 +145,7 @@ BAD: dict[str, Records] = {
         Told("n1", "n1", 0, 0, 2, 0, 0, 2, "10.0.0.1:5000", 0),
     ),
     "no old worker beside a new one": (*GOOD, Stepped(13.0, "n2", 102, 0, 1, 20)),
+    "who stays has parked": tuple(r for r in a_kept_history() if not isinstance(r, Parked)),
     "faults are as invisible as promised": changed(
         GOOD, FaultBegan, 1, lambda f: replace(f, promise=Promise.NOTHING)
     ),
@@ -170,6 +186,13 @@ def test_an_old_worker_is_excused_only_where_the_server_can_not_see_it() -> None
     assert rules_broken(seen) == {"no old worker beside a new one"}
     too_long = (*cut, Stepped(14.9, "n2", 102, 0, 1, 20))
     assert rules_broken(too_long) == {"no old worker beside a new one"}
+
+
+def test_who_stays_parks_before_the_next_round_begins() -> None:
+    late = changed(a_kept_history(), Parked, 0, lambda p: replace(p, at_s=12.4))
+    assert rules_broken(late) == {"no old worker beside a new one"}
+    moved = changed(a_kept_history(), Started, 3, lambda s: replace(s, host="n3", node_id="n3"))
+    assert "who stays has parked" in rules_broken(moved)
 
 
 def test_a_fault_without_an_end_is_found() -> None:
@@ -252,7 +275,7 @@ def test_the_catalogues_table_names_every_fault() -> None:
 @pytest.mark.parametrize("lanes", [1, 2, 3, 6])
 def test_every_fault_is_done_by_one_lane_that_can_do_it(lanes: int) -> None:
     plan = [fault for fault in CATALOGUE.values() for _ in range(2)]
-    shares = main.share(plan, lanes, random.Random(1))
+    shares = main.share(plan, lanes, main.WORKERS, random.Random(1))
     assert Counter(fault.name for each in shares for fault in each.faults) == Counter(
         fault.name for fault in plan
     )
@@ -265,6 +288,7 @@ def test_every_fault_is_done_by_one_lane_that_can_do_it(lanes: int) -> None:
         (["--faults=kill-server,eat-server"], "unknown: eat-server; there are: kill-server"),
         (["--times=0"], "'0' is not a number above 0"),
         (["--lanes=two"], "'two' is not a number above 0"),
+        (["--workers=kept,heavy"], "'kept,heavy' is not of gloo, kept, light"),
     ],
 )
 def test_what_can_not_be_done_is_refused(

@@ -686,5 +686,18 @@ async def test_hangs_are_counted_by_what_the_records_show() -> None:
     assert found["rdzv_hangs_total{cause=gil_held}"] == 0
 
 
+async def test_workers_are_counted_by_how_they_came_into_their_rounds() -> None:
+    metrics = Metrics(lambda: Figures(0, 1, 0, 0, 0, 0, 0, ()), CONFIG, "1.2.3")
+    fields = (
+        '{"round": 0, "kept": 0, "warm": 0, "cold": 4, "new": []}',
+        '{"round": 1, "kept": 3, "warm": 1, "cold": 0, "new": []}',
+    )
+    metrics.recorded([Record(0, "job-7", "run-1", "WorkersStarted", text) for text in fields])
+    found = values(await metrics.text())
+    kinds = ("kept", "warm", "cold")
+    counted = [found[f"rdzv_workers_started_total{{kind={kind}}}"] for kind in kinds]
+    assert counted == [3, 1, 4]
+
+
 def test_results_and_states_have_the_same_words() -> None:
     assert {r.value for r in Result} < {s.value for s in JobState}

@@ -36,6 +36,7 @@ from rdzv.core.events import (
     RunBegan,
     RunEnded,
     WorkerFailed,
+    WorkerStart,
 )
 from rdzv.core.evidence.collectives import KINDS
 from rdzv.core.explain import JobView, job_state
@@ -65,6 +66,9 @@ ENDED_JOBS = 1_000
 
 KEPT, NEW = "kept", "new"
 """The workers of a round: those that took part in the one before, and the others."""
+
+STARTS = tuple(WorkerStart)
+"""How workers came into their rounds, as their nodes say."""
 
 FIRST, AGAIN = "first", "again"
 """Kinds of formation: of a run's first round, and of any later one."""
@@ -156,6 +160,11 @@ class Metrics(Meter, Collector):
             "Workers of complete rounds: kept from the round before, or new processes.",
             ("kind",),
         )
+        self._starts = counter(
+            "rdzv_workers_started_total",
+            "Workers of rounds that all nodes have started, by how: kept, warm or cold.",
+            ("kind",),
+        )
         self._restarts = counter("rdzv_restarts_total", "Restarts spent on worker failures.")
         self._formation = seconds(
             "rdzv_formation_seconds",
@@ -173,6 +182,7 @@ class Metrics(Meter, Collector):
             (self._rounds_ended, Cause),
             (self._changes, CHANGES),
             (self._workers, (KEPT, NEW)),
+            (self._starts, STARTS),
             (self._hangs, (*KINDS, NO_CAUSE)),
             (self._formation, (FIRST, AGAIN)),
             (self._recovery, (STOP, FORM)),
@@ -227,12 +237,16 @@ class Metrics(Meter, Collector):
         tally.follow(state, now_ms)
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Record how jobs spend their time, and their hangs, which are not in any step."""
+        """Record how jobs spend their time, how workers started, and hangs: no step has these."""
         self._ledgers.recorded(rows)
         for row in rows:
             if row.name == "StacksTaken":
                 cause = (event_in(row).fields or {}).get("cause") or NO_CAUSE
                 self._hangs.labels(cause).inc()
+            elif row.name == "WorkersStarted":
+                fields = event_in(row).fields or {}
+                for how in STARTS:
+                    self._starts.labels(how).inc(fields.get(how, 0))
 
     def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
         """Count a stored step of a job, with its events."""
