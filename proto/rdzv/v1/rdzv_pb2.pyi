@@ -3,15 +3,15 @@
 isort:skip_file
 The contract between nodes, operators and rdzvd.
 
-Two services. `Rendezvous` carries one bidirectional stream a node: what the
-node reports goes up, what it is told comes down, for all its jobs. `Control`
-answers operators.
+Two services. `Rendezvous` carries one bidirectional stream for each node, with
+its reports and the server's messages about all its jobs. `Control` answers
+operators.
 
 Rules that hold for every message:
   * Times are milliseconds. A node never sends a point in time, only an age
     (how long ago by its own clock), so no two machines' clocks are compared.
     The one exception is `Arrivals`, which states how wrong its times may be.
-  * Everything a node says may be said again without effect.
+  * A repeated message of a node has no effect.
   * A message about a job names its rdzv_id and, once known, its run.
   * A field that is not set means "not known", never a special number.
 """
@@ -230,7 +230,7 @@ global___NodeMessage = NodeMessage
 
 @typing.final
 class Hello(google.protobuf.message.Message):
-    """Opens a stream, and says what the node believes about each of its jobs."""
+    """Opens a stream, and reports what the node believes about each of its jobs."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -262,24 +262,24 @@ class Hello(google.protobuf.message.Message):
     pid: builtins.int
     """Process id of the agent, likewise."""
     leadership: builtins.int
-    """The highest leadership number heard of; a server below it is deposed and says so."""
+    """The highest leadership number received; a server with a lower one is deposed."""
     incarnation: builtins.int
     """The incarnation given to this instance before; 0 if none."""
     agent_version: builtins.str
     """The version of the program, for people."""
     fence_after_ms: builtins.int
-    """The node kills its own workers after so long without contact; 0: it never does. The server
-    keeps its seats for longer than that.
+    """The time without contact after which the node kills its own workers; 0: never. The server keeps
+    its seats for longer than that.
     """
     metrics: builtins.str
-    """Where the agent answers /metrics, as HOST:PORT; empty: nowhere that other machines reach."""
+    """The address at which the agent serves /metrics, as HOST:PORT; empty: other machines cannot reach it."""
     takes_several: builtins.bool
     """Whether the node reads `ServerMessage.more`."""
     @property
     def beliefs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Belief]: ...
     @property
     def resources(self) -> global___Resources:
-        """What the node has for submitted jobs; unset: it takes none."""
+        """The node's resources for submitted jobs; unset: it takes none."""
 
     @property
     def holdings(self) -> global___Holdings:
@@ -287,11 +287,11 @@ class Hello(google.protobuf.message.Message):
 
     @property
     def health(self) -> global___Health:
-        """What is wrong with the node now; unset: nothing is known to be."""
+        """The failing checks of the node; unset: none are known."""
 
     @property
     def draining(self) -> global___Draining:
-        """That the node is about to leave all its jobs; unset: it is not."""
+        """Set if the node is about to leave all its jobs."""
 
     def __init__(
         self,
@@ -321,8 +321,8 @@ global___Hello = Hello
 
 @typing.final
 class Draining(google.protobuf.message.Message):
-    """The node is about to leave all its jobs, and takes no other: it was preempted, or is shut down.
-    Its workers are told, and it leaves when they have exited.
+    """The node is about to leave all its jobs, and takes no others: it was preempted, or is shutting
+    down. Its workers receive a notice, and it leaves when they have exited.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -332,12 +332,12 @@ class Draining(google.protobuf.message.Message):
     NUMBER_FIELD_NUMBER: builtins.int
     OWN_FIELD_NUMBER: builtins.int
     deadline_ms: builtins.int
-    """How much longer its workers have, and why; only of its own wish."""
+    """The time that its workers have left, and the reason; only if it leaves by itself."""
     reason: builtins.str
     number: builtins.int
-    """The drain that a server has told the node of, as it is in `Drain`; 0: none has."""
+    """The number of the drain that a server has sent, as in `Drain`; 0: none."""
     own: builtins.bool
-    """Whether it is its own wish, also if a server has told it to."""
+    """Whether it leaves by itself, even if a server has drained it as well."""
     def __init__(
         self,
         *,
@@ -352,7 +352,7 @@ global___Draining = Draining
 
 @typing.final
 class Resources(google.protobuf.message.Message):
-    """What a node has, for jobs that the server places."""
+    """A node's resources for jobs that the server places."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -372,7 +372,7 @@ class Resources(google.protobuf.message.Message):
     def gpus(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Gpu]: ...
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Label]:
-        """What jobs may ask for by name: gpu=h100."""
+        """Labels that jobs may require: gpu=h100."""
 
     def __init__(
         self,
@@ -429,10 +429,10 @@ global___Label = Label
 
 @typing.final
 class Health(google.protobuf.message.Message):
-    """All submitted jobs of which something may still be left on the node: from when it has heard that
-    it is placed until the last process is gone and its GPUs are free. Said whenever it changes.
-    What is wrong with a node by its own checks: nothing is placed on it until it says that it is
-    well again. Said whenever that changes.
+    """All submitted jobs that may still have something on the node: from the placement until the last
+    process is gone and its GPUs are free. Sent after each change.
+    The result of a node's own health checks: nothing is placed on it while one fails. Sent after each
+    change.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -440,7 +440,7 @@ class Health(google.protobuf.message.Message):
     FAILING_FIELD_NUMBER: builtins.int
     @property
     def failing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FailingCheck]:
-        """The checks that fail; none: it is well."""
+        """The failing checks; none: it is healthy."""
 
     def __init__(
         self,
@@ -458,9 +458,9 @@ class FailingCheck(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """What was checked: `disk /data`."""
+    """The check: `disk /data`."""
     reason: builtins.str
-    """What is wrong: `has 1 % free, and 5 % are asked for`."""
+    """The finding: `has 1 % free, and 5 % are asked for`."""
     def __init__(
         self,
         *,
@@ -473,8 +473,8 @@ global___FailingCheck = FailingCheck
 
 @typing.final
 class LookAgain(google.protobuf.message.Message):
-    """An operator has looked at the node: it is to run its checks now. What the kernel has logged of
-    its GPUs before does not count any more.
+    """An operator has lifted the node's restrictions: it runs its checks now. Earlier kernel messages
+    about its GPUs no longer count.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -524,7 +524,7 @@ global___Holding = Holding
 
 @typing.final
 class Declined(google.protobuf.message.Message):
-    """The node cannot take up a job that it was placed in: no such folder, GPUs gone."""
+    """The node cannot run a job that was placed on it: no such folder, GPUs gone."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -536,7 +536,7 @@ class Declined(google.protobuf.message.Message):
     run: builtins.str
     reason: builtins.str
     passing: builtins.bool
-    """What is in the way may pass: the node may be chosen again in this run."""
+    """The obstacle may pass: the node may be chosen again in this run."""
     def __init__(
         self,
         *,
@@ -597,7 +597,7 @@ class Belief(google.protobuf.message.Message):
     """Why the c10d store of `round`, on this node, has failed; empty if it has not."""
     @property
     def join(self) -> global___Join:
-        """What the node brings and wants, and the round that it left."""
+        """The node's join: its offer, and the round that it left."""
 
     @property
     def round(self) -> global___RoundCompleted:
@@ -605,7 +605,7 @@ class Belief(google.protobuf.message.Message):
 
     @property
     def failures(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerFailure]:
-        """Failures of `round` that the server may not have heard of."""
+        """Failures of `round` that the server may not know."""
 
     @property
     def leave(self) -> global___Leave:
@@ -628,13 +628,13 @@ global___Belief = Belief
 
 @typing.final
 class Heartbeat(google.protobuf.message.Message):
-    """Sent every heartbeat interval while nothing else is said."""
+    """Sent every heartbeat interval while the node sends nothing else."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: builtins.int
     number: builtins.int
-    """Answered by `Heard` with the same number; 0: no answer is wanted."""
+    """Answered by `Heard` with the same number; 0: no answer is needed."""
     def __init__(
         self,
         *,
@@ -647,7 +647,7 @@ global___Heartbeat = Heartbeat
 @typing.final
 class Join(google.protobuf.message.Message):
     """Asks for a place in the next round of a job. Naming a round in `left_round` confirms
-    that no worker takes part in that round on the node any more: each is gone, or parked.
+    that the node's workers take no part in that round any more: each is gone, or parked.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -672,19 +672,19 @@ class Join(google.protobuf.message.Message):
     left_round: builtins.int
     """The round that no worker of this node takes part in any more; unset for a fresh join."""
     refuse_reuse: builtins.bool
-    """A closed run refuses this join, where otherwise a new run would begin."""
+    """If the run is closed, refuse this join instead of beginning a new run."""
     fenced: builtins.bool
     """The node was cut off, and has killed the workers of `left_round` itself; none had failed."""
     furthest_step: builtins.int
-    """The highest step that a worker of `left_round` on this node was at; unset: none has said any."""
+    """The highest step that a worker of `left_round` on this node has reported; unset: none has."""
     snapshot_changed: builtins.bool
-    """The snapshot that was named has changed since that round began, or that cannot be known."""
+    """The named snapshot has changed since that round began, or that is unknown."""
     secret: builtins.str
-    """What whoever takes part in the run must know; empty: nothing. The first join decides. The server
-    keeps a hash of it.
+    """The job secret that every participant of the run must know; empty: none. The first join sets it.
+    The server stores a hash of it.
     """
     fenced_age_ms: builtins.int
-    """With `fenced`: how long ago that was; 0: not known."""
+    """With `fenced`: how long ago that was; 0: unknown."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -746,12 +746,12 @@ class KeptWorker(google.protobuf.message.Message):
     step: builtins.int
     """How many steps it has sealed since the job's state was first made; unset: none."""
     torn: builtins.bool
-    """Its parameters were touched by a step that it has not sealed: it is never a source."""
+    """A step that it has not sealed has touched its parameters: it is never a source."""
     shard: builtins.int
     """Which part of a sharded state it holds, of how many. `shards` 0 or 1: it holds all of the state."""
     shards: builtins.int
     oldest_step: builtins.int
-    """The oldest sealed step that it can go back to; unset: none but `step`."""
+    """The oldest sealed step that it can go back to; unset: only `step`."""
     def __init__(
         self,
         *,
@@ -866,7 +866,7 @@ global___SnapshotsHeld = SnapshotsHeld
 
 @typing.final
 class Settings(google.protobuf.message.Message):
-    """What all nodes of a job must agree on, as launched."""
+    """Launch settings on which all nodes of a job must agree."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -886,8 +886,8 @@ class Settings(google.protobuf.message.Message):
     min_nodes: builtins.int
     max_nodes: builtins.int
     max_restarts: builtins.int
-    """Worker failures that the whole job survives. Unset: every node's own agent keeps a count of
-    its own and does not tell it, as torch's does; it reports only the failure that ends it.
+    """Worker failures that the whole job survives. Unset: each node's own agent counts them and does
+    not report the count, as torch's does; it reports only the failure that ends it.
     """
     join_timeout_ms: builtins.int
     last_call_timeout_ms: builtins.int
@@ -897,8 +897,8 @@ class Settings(google.protobuf.message.Message):
     scale_up_after_ms: builtins.int
     """Only with SCALE_UP_AFTER."""
     restart_backoff_ms: builtins.int
-    """Wait before the second restart in a row of rounds that failed soon; doubles with each more, up
-    to the maximum. 0: none. Unset: the server's default.
+    """Wait before the second consecutive restart of rounds that failed soon; doubles with each further
+    one, up to the maximum. 0: none. Unset: the server's default.
     """
     restart_backoff_max_ms: builtins.int
     max_preemptions: builtins.int
@@ -906,7 +906,7 @@ class Settings(google.protobuf.message.Message):
     max_store_failures: builtins.int
     """Rounds that may end because their store host failed. Unset: any number."""
     no_progress_restarts: builtins.int
-    """After so many restarts in a row that did not move the job on, it has failed; 0: never."""
+    """The number of consecutive restarts without progress after which the job fails; 0: never."""
     def __init__(
         self,
         *,
@@ -941,7 +941,7 @@ global___Settings = Settings
 
 @typing.final
 class Offer(google.protobuf.message.Message):
-    """What one node brings to a job; may differ from node to node."""
+    """One node's contribution to a job; may differ from node to node."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -955,7 +955,7 @@ class Offer(google.protobuf.message.Message):
     CAN_HOST_STORE_FIELD_NUMBER: builtins.int
     SHUTDOWN_TIMEOUT_MS_FIELD_NUMBER: builtins.int
     address: builtins.str
-    """Where the other nodes reach this one: address or host name."""
+    """The address or host name at which other nodes reach this one."""
     host_name: builtins.str
     """A name of this machine that other machines can use; empty if there is none."""
     machine: builtins.str
@@ -965,13 +965,13 @@ class Offer(google.protobuf.message.Message):
     topology: builtins.str
     """Label of the place in the network (rack, block, ...); nodes of one label sit together."""
     store_port: builtins.int
-    """Port of a listening socket that the node holds ready for the c10d store; 0 in the belief of
-    a node that has workers, and needs none.
+    """Port of a listening socket that the node holds ready for the c10d store; 0 in the belief of a
+    node that has workers.
     """
     can_host_store: builtins.bool
     """Whether the job's interpreter can serve that store from outside the workers."""
     shutdown_timeout_ms: builtins.int
-    """The longest that this node's workers are given to end, or to park, before SIGKILL."""
+    """The longest time that this node's workers have to end or park before SIGKILL."""
     def __init__(
         self,
         *,
@@ -1006,7 +1006,7 @@ class WorkerFailure(google.protobuf.message.Message):
     rank: builtins.int
     pid: builtins.int
     exit_code: builtins.int
-    """Exactly one of the two is set for a worker that has exited; none for one that hung."""
+    """Exactly one of the two is set for a worker that has exited; neither for one that hung."""
     signal: builtins.int
     message: builtins.str
     """One line: the exception, or how it ended."""
@@ -1015,8 +1015,8 @@ class WorkerFailure(google.protobuf.message.Message):
     age_ms: builtins.int
     """How long ago it failed, by the node's own clock."""
     suspect: builtins.bool
-    """A collective raised an exception in it, which may follow from another's failure. It is blamed
-    only if nothing else is; it has not exited, and parks.
+    """A collective raised an exception in it, perhaps because another worker failed. It is blamed only
+    if no other failure is found; it has not exited, and parks.
     """
     def __init__(
         self,
@@ -1092,7 +1092,7 @@ global___Succeeded = Succeeded
 
 @typing.final
 class Leave(google.protobuf.message.Message):
-    """The node leaves the job of its own accord. Said at once, and said again with
+    """The node leaves the job of its own accord. Sent at once, and again with
     `left_round` when no worker of that round is left on the node.
     """
 
@@ -1110,7 +1110,7 @@ class Leave(google.protobuf.message.Message):
         START_FAILED: Leave._Cause.ValueType  # 2
         """It cannot start the workers: no such script, folder or interpreter."""
         TIMEOUT: Leave._Cause.ValueType  # 3
-        """It gives up for now: it has waited for join_timeout, or has lost its runner."""
+        """It gives up for now: join_timeout is over, or it has lost its runner."""
         FAILED: Leave._Cause.ValueType  # 4
         """Its workers failed, and its own agent restarts them no more. Only without max_restarts."""
 
@@ -1121,7 +1121,7 @@ class Leave(google.protobuf.message.Message):
     START_FAILED: Leave.Cause.ValueType  # 2
     """It cannot start the workers: no such script, folder or interpreter."""
     TIMEOUT: Leave.Cause.ValueType  # 3
-    """It gives up for now: it has waited for join_timeout, or has lost its runner."""
+    """It gives up for now: join_timeout is over, or it has lost its runner."""
     FAILED: Leave.Cause.ValueType  # 4
     """Its workers failed, and its own agent restarts them no more. Only without max_restarts."""
 
@@ -1137,8 +1137,8 @@ class Leave(google.protobuf.message.Message):
     reason: builtins.str
     left_round: builtins.int
     exited_zero: builtins.bool
-    """All workers of the round exited 0 after they were told that the node is about to leave: they
-    have left, or, if others have succeeded, were done.
+    """All workers of the round exited 0 after a notice: they have left or, if those of other nodes have
+    succeeded, were done.
     """
     def __init__(
         self,
@@ -1159,7 +1159,7 @@ global___Leave = Leave
 @typing.final
 class Stuck(google.protobuf.message.Message):
     """Workers of `round` survive SIGKILL. A later Join or Leave that names the round
-    says that they are gone.
+    confirms that they are gone.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1213,7 +1213,7 @@ global___StoreHostFailed = StoreHostFailed
 
 @typing.final
 class Away(google.protobuf.message.Message):
-    """The agent goes away on purpose, its workers stay; it is back within the deadline."""
+    """The agent stops on purpose and its workers stay; it is back within the deadline."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1230,9 +1230,9 @@ global___Away = Away
 
 @typing.final
 class LogPiece(google.protobuf.message.Message):
-    """A piece of a log that the server has asked for with `ReadLog`, of at most 64 KiB. One without
-    data, error and `last` says that what follows is of `round`; the first is always such a one,
-    unless the node has nothing of what was asked for.
+    """A piece of a log that the server has requested with `ReadLog`, of at most 64 KiB. A piece without
+    data, error and `last` announces that the next ones are of `round`; the first piece is always one,
+    unless the node has none of the requested logs.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1255,7 +1255,7 @@ class LogPiece(google.protobuf.message.Message):
     last: builtins.bool
     """No more comes for this request."""
     error: builtins.str
-    """Why something, or with `last` anything more, does not come."""
+    """Why something is missing; with `last`, why everything that follows is missing."""
     rank: builtins.int
     offset: builtins.int
     """Where `data` begins in its file."""
@@ -1278,8 +1278,8 @@ global___LogPiece = LogPiece
 
 @typing.final
 class Progress(google.protobuf.message.Message):
-    """How far the workers of `round` on this node are; said at most once a second, and only if it has
-    changed. Ranks that have not said anything are left out.
+    """The progress of the workers of `round` on this node; sent at most once a second, and only after a
+    change. Ranks that have reported nothing are left out.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1307,7 +1307,7 @@ global___Progress = Progress
 
 @typing.final
 class WorkersStarted(google.protobuf.message.Message):
-    """How the workers of `round` on this node came into it; sent once all of them take part, and again
+    """How the workers of `round` on this node were started; sent once all of them take part, and again
     after a reconnect. Older agents do not send it.
     """
 
@@ -1345,7 +1345,7 @@ class StartedWorker(google.protobuf.message.Message):
     how: builtins.str
     """kept (the process of the round before), warm (forked) or cold."""
     why: builtins.str
-    """Why it is not kept, or not warm, in words, as far as its node knows; empty: it does not."""
+    """Why it was not kept, or not started warm, in words; empty: its node does not know."""
     def __init__(
         self,
         *,
@@ -1359,7 +1359,7 @@ global___StartedWorker = StartedWorker
 
 @typing.final
 class RankProgress(google.protobuf.message.Message):
-    """What one worker has said of itself in its RDZV_PROGRESS_FILE."""
+    """The progress that one worker has written to its RDZV_PROGRESS_FILE."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1370,9 +1370,9 @@ class RankProgress(google.protobuf.message.Message):
     rank: builtins.int
     step: builtins.int
     age_ms: builtins.int
-    """How long ago it has said so."""
+    """The age of that report."""
     rate: builtins.float
-    """Steps a second over the last while; 0 if it is not known."""
+    """Recent steps per second; 0: unknown."""
     def __init__(
         self,
         *,
@@ -1387,8 +1387,8 @@ global___RankProgress = RankProgress
 
 @typing.final
 class Hung(google.protobuf.message.Message):
-    """Workers of `round` on this node hang; nothing was stopped yet. All that do now: none says that nobody
-    does any more. Said when that changes, after a reconnect, and now and then while it lasts.
+    """All workers of `round` on this node that hang now; none has been stopped. Empty once no worker hangs
+    any more. Sent after each change, after a reconnect, and from time to time while it lasts.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1428,11 +1428,11 @@ class HungWorker(google.protobuf.message.Message):
     local_rank: builtins.int
     pid: builtins.int
     silent_ms: builtins.int
-    """For how long it has said nothing of its progress, or was in one uninterruptible sleep."""
+    """How long it has reported no progress, or has been in one uninterruptible sleep."""
     reason: builtins.str
-    """Why it is thought to hang, in words."""
+    """Why it counts as hung, in words."""
     timed_out: builtins.bool
-    """It has ended, because its collective timed out. Its node says so as a failure after some seconds,
+    """It has ended because its collective timed out. Its node reports the failure after some seconds,
     unless the round is over by then.
     """
     def __init__(
@@ -1452,7 +1452,7 @@ global___HungWorker = HungWorker
 @typing.final
 class Arrivals(google.protobuf.message.Message):
     """When workers of `round` on this node entered some of their latest collectives, the same ones on
-    all nodes; said every few seconds where torch has a record of them.
+    all nodes; sent every few seconds if torch has a record of them.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1490,7 +1490,7 @@ class GroupArrivals(google.protobuf.message.Message):
     group: builtins.str
     """The name by which all its workers know the process group."""
     per_second: builtins.float
-    """How many collectives it completes in a second."""
+    """Collectives per second."""
     error_us: builtins.int
     """How much the times may differ from other nodes'; unset: they can be compared on this node alone."""
     @property
@@ -1634,8 +1634,8 @@ global___GpuState = GpuState
 
 @typing.final
 class Stacks(google.protobuf.message.Message):
-    """Some of the stacks that the server has asked for with `TakeStacks`; in all of them each worker that
-    has not exited comes once. A node that has none of that round says so with `error`.
+    """Some of the stacks that the server has requested with `TakeStacks`; each worker that has not exited
+    is in one of these messages. A node without workers of that round sends `error`.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1665,7 +1665,7 @@ global___Stacks = Stacks
 
 @typing.final
 class WorkerStack(google.protobuf.message.Message):
-    """What one worker was doing at one moment. Long ones are cut: its innermost frames are what matters."""
+    """The stack of one worker at one moment. Long ones lose their outer frames."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1687,22 +1687,22 @@ class WorkerStack(google.protobuf.message.Message):
     t (held by a debugger), Z. Empty if it could not be read.
     """
     note: builtins.str
-    """Why something is not there, and what would help."""
+    """Why something is missing, and the remedy."""
     node_id: builtins.str
     """Unset where the node itself speaks."""
     no_record: builtins.str
     """Why there is no such record."""
     @property
     def threads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ThreadStack]:
-        """The thread that Python began with first. None where Python's frames could not be read."""
+        """Python's main thread first. Empty if Python's frames could not be read."""
 
     @property
     def kernel(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Where it sleeps in the kernel, as far as may be known: innermost first."""
+        """The kernel frames in which it sleeps, as far as permissions show them; innermost first."""
 
     @property
     def collectives(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupRecord]:
-        """What torch has recorded of its collectives in this round, by process group."""
+        """Torch's record of its collectives in this round, by process group."""
 
     def __init__(
         self,
@@ -1732,7 +1732,7 @@ class ThreadStack(google.protobuf.message.Message):
     HOLDS_GIL_FIELD_NUMBER: builtins.int
     name: builtins.str
     main: builtins.bool
-    """The one that Python began with."""
+    """Whether it is Python's main thread."""
     holds_gil: builtins.bool
     """It holds the interpreter's lock."""
     @property
@@ -1753,7 +1753,7 @@ global___ThreadStack = ThreadStack
 
 @typing.final
 class GroupRecord(google.protobuf.message.Message):
-    """What one worker has done in one process group."""
+    """The record of one worker in one process group."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1860,7 +1860,7 @@ class ServerMessage(google.protobuf.message.Message):
     UNDRAIN_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
     leadership: builtins.int
-    """Grows with every server that takes over; a node ignores lower ones than it has heard."""
+    """Grows with every server that takes over; a node ignores lower ones than it has received."""
     @property
     def welcome(self) -> global___Welcome: ...
     @property
@@ -1962,7 +1962,7 @@ global___Welcome = Welcome
 
 @typing.final
 class Lease(google.protobuf.message.Message):
-    """The lease that Welcome gave has grown, as more nodes have come: less often is enough."""
+    """The lease given by Welcome has grown with the number of nodes: fewer heartbeats are enough."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1982,7 +1982,7 @@ global___Lease = Lease
 
 @typing.final
 class Heard(google.protobuf.message.Message):
-    """The heartbeat of this number was heard: the node's lease runs from when it was sent, or later."""
+    """The heartbeat with this number was received: the node's lease runs from when it was sent, or later."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1990,7 +1990,7 @@ class Heard(google.protobuf.message.Message):
     CLOCK_US_FIELD_NUMBER: builtins.int
     number: builtins.int
     clock_us: builtins.int
-    """The server's clock at that time; 0: it is too old to say so."""
+    """The server's clock at that time; 0: an older server, which does not send it."""
     def __init__(
         self,
         *,
@@ -2030,7 +2030,7 @@ global___SnapshotWatermark = SnapshotWatermark
 
 @typing.final
 class ReadLog(google.protobuf.message.Message):
-    """Asks the node for what its workers have written; answered by `LogPiece`s with the same request."""
+    """Requests the output of the node's workers; answered by `LogPiece`s with the same request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2055,18 +2055,18 @@ class ReadLog(google.protobuf.message.Message):
     stdout: builtins.bool
     stderr: builtins.bool
     follow: builtins.bool
-    """Go on with what is yet to be written, also in later rounds, until the job ends."""
+    """Continue with new output, also of later rounds, until the job ends."""
     tail_bytes: builtins.int
-    """Only so much of the end of each file of the first round; 0: all of it."""
+    """Only this many bytes from the end of each file of the first round; 0: all."""
     rank: builtins.int
     """Only the worker that has this RANK in a round. Unset: all of them."""
     tail_lines: builtins.int
-    """Likewise so many lines of its end; 0: all of them."""
+    """Only this many lines from the end of each; 0: all."""
     credit: builtins.int
     """The credit that the node begins with; see `LogCredit`."""
     @property
     def positions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LogPosition]:
-        """Where to go on in files of the first round; they have no tail."""
+        """Where to continue in files of the first round; the tail limits do not apply to them."""
 
     def __init__(
         self,
@@ -2107,7 +2107,7 @@ class LogPosition(google.protobuf.message.Message):
     STDERR_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
     node_id: builtins.str
-    """Unset where the node is spoken to."""
+    """Unset in messages to the node itself."""
     round: builtins.int
     local_rank: builtins.int
     stderr: builtins.bool
@@ -2127,8 +2127,8 @@ global___LogPosition = LogPosition
 
 @typing.final
 class LogCredit(google.protobuf.message.Message):
-    """The node may send so many more bytes for this request; each piece counts its data and 256 more.
-    With `cancel` nobody wants them any more.
+    """Further bytes that the node may send for this request; each piece counts its data and 256 more.
+    With `cancel` the request ends.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2152,7 +2152,7 @@ global___LogCredit = LogCredit
 
 @typing.final
 class TakeStacks(google.protobuf.message.Message):
-    """Asks the node what its workers of `round` are doing; answered by `Stacks` with the same request."""
+    """Requests the stacks of the node's workers of `round`; answered by `Stacks` with the same request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2166,7 +2166,7 @@ class TakeStacks(google.protobuf.message.Message):
     run: builtins.str
     round: builtins.int
     timeout_ms: builtins.int
-    """What comes later than this is not waited for."""
+    """Answers that take longer are ignored."""
     def __init__(
         self,
         *,
@@ -2182,8 +2182,8 @@ global___TakeStacks = TakeStacks
 
 @typing.final
 class Placed(google.protobuf.message.Message):
-    """The node is to take part in a submitted job: it joins this run, or declines. Repeated after a
-    reconnect if the node does not hold it.
+    """The server has placed a submitted job on the node, which joins this run or declines. Repeated after
+    a reconnect if the node does not hold it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2209,7 +2209,7 @@ global___Placed = Placed
 
 @typing.final
 class Withdrawn(google.protobuf.message.Message):
-    """The node is not to take part in a submitted job any more. Never said of one whose workers run."""
+    """The server has withdrawn a submitted job from the node. Never sent while its workers run."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2232,8 +2232,8 @@ global___Withdrawn = Withdrawn
 
 @typing.final
 class Drain(google.protobuf.message.Message):
-    """The node is to leave all its jobs: it tells its workers, and ends them at the deadline. Repeated
-    after a reconnect, with what is left.
+    """The node must leave all its jobs: it gives its workers notice, and kills them at the deadline.
+    Repeated after a reconnect, with the remaining time.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2258,7 +2258,7 @@ global___Drain = Drain
 
 @typing.final
 class Undrain(google.protobuf.message.Message):
-    """The drain is lifted: nobody is ended for it any more."""
+    """The drain is lifted: no worker is killed for it any more."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2270,7 +2270,7 @@ global___Undrain = Undrain
 
 @typing.final
 class JobSpec(google.protobuf.message.Message):
-    """What a submitted job runs, and what it needs of each node."""
+    """The program of a submitted job, and its requirements for each node."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2295,20 +2295,18 @@ class JobSpec(google.protobuf.message.Message):
     needs_gpu: builtins.bool
     """A node without any GPU is not used."""
     submitter: builtins.str
-    """Who submitted it, as the caller has proven to the server, which alone says it; empty where
-    nobody has to prove anything.
-    """
+    """The submitter, as proven to the server, which sets this field; empty if no proof is required."""
     account: builtins.str
     """The account of the node that it asks to run as; empty: the one that the node has for its
     submitter. A node that does not let the submitter have it declines.
     """
     @property
     def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """rdzvrun's: its flags, the script, and the script's own."""
+        """rdzvrun's arguments: its flags, the script, and the script's own."""
 
     @property
     def env(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EnvironmentVariable]:
-        """Beside the environment that the node gives to every job."""
+        """Added to the environment that the node gives to every job."""
 
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Label]:
@@ -2377,7 +2375,7 @@ global___Joined = Joined
 
 @typing.final
 class RoundCompleted(google.protobuf.message.Message):
-    """A round that this node takes part in is complete: its own line of it."""
+    """A round in which this node takes part is complete: the node's own assignment."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2423,8 +2421,8 @@ class RoundCompleted(google.protobuf.message.Message):
     """Restarts spent so far, over the whole job."""
     max_restarts: builtins.int
     source: builtins.int
-    """RANK of the kept worker whose state is the newest: it heals the others. Unset: none has sealed
-    a step yet, or nobody is kept.
+    """RANK of the kept worker with the newest state, which heals the others. Unset: none has sealed a
+    step yet, or none is kept.
     """
     resume_step: builtins.int
     """How many steps the source has sealed; set if `source` is."""
@@ -2438,12 +2436,12 @@ class RoundCompleted(google.protobuf.message.Message):
     """The last round of new workers alone, which kept workers carry on; see `SnapshotMark`."""
     @property
     def tally(self) -> global___Tally:
-        """What else the run has spent. A node keeps it for a server that has forgotten; unset: nothing."""
+        """What else the run has spent; unset: nothing. Nodes keep it for a server without memory."""
 
     @property
     def kept(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """LOCAL_RANKs of the workers that this node has offered and that take part in this round, as the
-        processes that they are. All others are new: what is still parked of them ends first.
+        """LOCAL_RANKs of the parked workers that this node has offered and that are kept. All others are
+        new: parked processes among them end first.
         """
 
     @property
@@ -2494,7 +2492,7 @@ global___RoundCompleted = RoundCompleted
 
 @typing.final
 class Tally(google.protobuf.message.Message):
-    """What a run had spent, beside the number of its restarts, when a round was announced."""
+    """The budgets that a run had spent, apart from its restarts, when a round was announced."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2509,7 +2507,7 @@ class Tally(google.protobuf.message.Message):
     store_failures: builtins.int
     """Rounds that ended because their store host failed."""
     soon: builtins.int
-    """Rounds in a row that failed soon, and had not moved the job on."""
+    """Consecutive rounds that failed soon, without progress."""
     in_vain: builtins.int
     """Restarts in a row that did not move the job on."""
     furthest_step: builtins.int
@@ -2557,9 +2555,9 @@ class RoundEnded(google.protobuf.message.Message):
     reason: builtins.str
     """One sentence for people."""
     broken: builtins.bool
-    """The collectives are broken, so that no SIGTERM handler can do its work: the short grace."""
+    """The collectives are broken, so SIGTERM handlers that need them cannot finish: the short grace."""
     keep: builtins.bool
-    """Workers that can park are to park, and are offered with the next join."""
+    """Workers that can park do so, and are offered with the next join."""
     @property
     def culprits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """LOCAL_RANKs of this node's workers that are not kept, whatever they do: those whose failure
@@ -2600,9 +2598,9 @@ class Closed(google.protobuf.message.Message):
     result: global___Result.ValueType
     reason: builtins.str
     retry_sensible: builtins.bool
-    """The same launch may do better later (join timeout), as opposed to a failed job."""
+    """The same launch may succeed later (join timeout), as opposed to a failed job."""
     no_progress: builtins.bool
-    """It failed again and again without moving on: nobody should launch it again as it is."""
+    """It kept failing without progress: launching it again unchanged is pointless."""
     @property
     def root_cause(self) -> global___RootCause: ...
     def __init__(
@@ -2623,7 +2621,7 @@ global___Closed = Closed
 
 @typing.final
 class Refused(google.protobuf.message.Message):
-    """What a node asked for is refused, and nothing was changed by it."""
+    """A request of the node is refused, and has changed nothing."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2667,7 +2665,7 @@ global___Waiting = Waiting
 
 @typing.final
 class RootCause(google.protobuf.message.Message):
-    """The failure that a job's end, or a restart, is put down to, and those beside it."""
+    """The failure to which a job's end or a restart is attributed, and those that came with it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2776,7 +2774,7 @@ class JobStatus(google.protobuf.message.Message):
     world_size: builtins.int
     """World size of the last complete round; 0 before the first."""
     restarts: builtins.int
-    """Unset: the nodes' own agents count them, and do not tell."""
+    """Unset: the nodes' own agents count them, and do not report the count."""
     max_restarts: builtins.int
     state_age_ms: builtins.int
     """How long the job has been in this state."""
@@ -2788,17 +2786,17 @@ class JobStatus(google.protobuf.message.Message):
     last_end: builtins.str
     """How the last round ended, if it did."""
     backend: builtins.str
-    """Who forms the group: `rdzv`, or `c10d` for torchrun's own rendezvous over a store that this
-    server hosts, which it only watches.
+    """The backend that forms the group: `rdzv`, or `c10d` for torchrun's own rendezvous, whose store
+    this server hosts and only observes.
     """
     no_progress: builtins.bool
-    """It has failed for it did not move on; as in `Closed`."""
+    """It failed without progress; as in `Closed`."""
     owner: builtins.str
-    """Who alone, beside an admin, may stop, restart, scale and forget the job, and submit it again;
+    """The only caller, except admins, that may stop, restart, scale, forget and resubmit the job;
     empty: an admin.
     """
     has_secret: builtins.bool
-    """Whether those who join must know a secret."""
+    """Whether nodes must know a secret to join."""
     kept: builtins.int
     """Workers of the last complete round that took part in the one before, as the same processes."""
     source: builtins.int
@@ -2818,7 +2816,7 @@ class JobStatus(google.protobuf.message.Message):
 
     @property
     def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankProgress]:
-        """What workers have said of their progress in this round, by RANK."""
+        """The progress that workers have reported in this round, by RANK."""
 
     @property
     def submission(self) -> global___Submission:
@@ -2826,7 +2824,7 @@ class JobStatus(google.protobuf.message.Message):
 
     @property
     def budgets(self) -> global___Budgets:
-        """What the run has spent beside its restarts, and may spend; unset where that is not known."""
+        """The budgets of the run other than restarts, spent and allowed; unset: unknown."""
 
     @property
     def stragglers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Straggler]:
@@ -2834,7 +2832,7 @@ class JobStatus(google.protobuf.message.Message):
 
     @property
     def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
-        """The durations in `reason` that go on with time, in their order."""
+        """The durations in `reason` that change with time, in order."""
 
     def __init__(
         self,
@@ -2898,8 +2896,8 @@ global___JobStatus = JobStatus
 
 @typing.final
 class ReasonTime(google.protobuf.message.Message):
-    """A duration in a reason, which is another one a while later. The reason may quote anybody, so it is
-    not to be looked for there.
+    """A duration in a reason that changes with time. Do not search the reason for it, as a reason may
+    quote any text.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2910,13 +2908,13 @@ class ReasonTime(google.protobuf.message.Message):
     GROWS_FIELD_NUMBER: builtins.int
     WAITS_FOR_FIELD_NUMBER: builtins.int
     at: builtins.int
-    """Where it is: so many characters from this one on."""
+    """Its first character in the reason; `length` characters belong to it."""
     length: builtins.int
     ms: builtins.int
     grows: builtins.bool
-    """It says how long ago something was; otherwise how much of a time is left."""
+    """Whether it is the time since something happened; otherwise it is the time left."""
     waits_for: builtins.str
-    """The time that is left, in a word or two: `last call`; empty where its end decides nothing."""
+    """A short name for the wait: `last call`; empty if its end decides nothing."""
     def __init__(
         self,
         *,
@@ -2932,7 +2930,7 @@ global___ReasonTime = ReasonTime
 
 @typing.final
 class Budgets(google.protobuf.message.Message):
-    """What the rounds of a run have ended by, and how often they may."""
+    """The causes that have ended rounds of a run, and their limits."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2955,7 +2953,7 @@ class Budgets(google.protobuf.message.Message):
     restarts_in_vain: builtins.int
     """Restarts in a row that did not move the job on."""
     no_progress_restarts: builtins.int
-    """After so many of these it has failed; 0: never."""
+    """The number of these after which the job fails; 0: never."""
     furthest_step: builtins.int
     """The highest step that the job was ever at when a round ended; unset: none was said."""
     restart_window_ms: builtins.int
@@ -3000,11 +2998,11 @@ class Straggler(google.protobuf.message.Message):
     GPU_FIELD_NUMBER: builtins.int
     rank: builtins.int
     step_s: builtins.float
-    """Of one that is known by its rate, else 0: how long it takes for a step."""
+    """If its rate shows it, else 0: the time that it takes for a step."""
     median_s: builtins.float
-    """The same of the worker in the middle of its role."""
+    """The same for the median worker of its role."""
     age_ms: builtins.int
-    """For how long it has been so."""
+    """How long it has straggled."""
     late_ms: builtins.float
     """Of one that is known by when it enters collectives: how much later than the others, ..."""
     late_p95_ms: builtins.float
@@ -3069,9 +3067,9 @@ class Submission(google.protobuf.message.Message):
     priority: builtins.int
     gpus_per_node: builtins.int
     jobs_before: builtins.int
-    """Jobs that are served before this one; unset for one that does not wait."""
+    """The number of jobs served before this one; unset if it does not wait."""
     submitter: builtins.str
-    """As in `JobSpec`; `submitted_by` is what the caller says of itself."""
+    """As in `JobSpec`; `submitted_by` is the caller's own, unproven name."""
     account: builtins.str
     """As in `JobSpec`."""
     @property
@@ -3167,7 +3165,7 @@ class NodeStatus(google.protobuf.message.Message):
     drain_left_ms: builtins.int
     """How much longer its workers have, if the node is about to leave; 0: their time is over."""
     kept: builtins.int
-    """How its workers came into the live round; unset: the node has not said so."""
+    """How its workers were started for the live round; unset: the node has not reported it."""
     warm: builtins.int
     cold: builtins.int
     @property
@@ -3276,7 +3274,7 @@ class JobSummary(google.protobuf.message.Message):
     backend: builtins.str
     """As in JobStatus."""
     hangs: builtins.str
-    """Who hangs now, in words; empty: nobody."""
+    """The workers that hang now, in words; empty: none."""
     @property
     def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
         """As in JobStatus."""
@@ -3319,7 +3317,7 @@ class ListEventsRequest(google.protobuf.message.Message):
     LIMIT_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     limit: builtins.int
-    """At most so many, the newest; 0 means the server's default."""
+    """At most this many, the newest; 0: the server's default."""
     def __init__(
         self,
         *,
@@ -3432,7 +3430,7 @@ class ReadLogsRequest(google.protobuf.message.Message):
     follow: builtins.bool
     """From the round's beginning on, and into later rounds, until the run ends."""
     tail_bytes: builtins.int
-    """Only so much of the end of each file of the first round; 0: all of it."""
+    """Only this many bytes from the end of each file of the first round; 0: all."""
     tail_lines: builtins.int
     run: builtins.str
     """The run that is meant; empty for the present or last one."""
@@ -3465,8 +3463,8 @@ global___ReadLogsRequest = ReadLogsRequest
 
 @typing.final
 class LogLines(google.protobuf.message.Message):
-    """What one worker has written, in order; pieces of several workers come as they are read. Without
-    data it says that what follows from this node is of `round`.
+    """The output of one worker, in order; pieces of several workers arrive as they are read. Without
+    data, it announces that the next pieces of this node are of `round`.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -3489,7 +3487,7 @@ class LogLines(google.protobuf.message.Message):
     offset: builtins.int
     """Where `data` begins in its file."""
     note: builtins.str
-    """Why something of this node does not come; there is no data, then."""
+    """Why output of this node is missing; there is no data then."""
     run: builtins.str
     """The run that this is of."""
     def __init__(
@@ -3536,7 +3534,7 @@ global___TakeStacksRequest = TakeStacksRequest
 
 @typing.final
 class StackReport(google.protobuf.message.Message):
-    """What the workers of one round were doing at one moment."""
+    """The stacks of the workers of one round at one moment."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3599,7 +3597,7 @@ global___StackReport = StackReport
 
 @typing.final
 class HangCause(google.protobuf.message.Message):
-    """Whom the workers of a round wait for, as the records of their collectives show."""
+    """The workers that a round waits for, as the records of their collectives show."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3625,13 +3623,13 @@ class HangCause(google.protobuf.message.Message):
     """All that in one sentence."""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Those that the others wait for."""
+        """The workers that the others wait for."""
 
     @property
     def waiting(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def details(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What every group waits for: a line each."""
+        """A line for each group that waits."""
 
     def __init__(
         self,
@@ -3672,7 +3670,7 @@ global___StackGroup = StackGroup
 
 @typing.final
 class SilentNode(google.protobuf.message.Message):
-    """A node of which nothing is known."""
+    """A node that has not answered."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3707,7 +3705,7 @@ class StopJobRequest(google.protobuf.message.Message):
     run: builtins.str
     """The run that is meant, so that the next one is not ended by a repetition."""
     reason: builtins.str
-    """Who wants it and why, for everyone who asks later."""
+    """The requester and the reason, for later readers."""
     def __init__(
         self,
         *,
@@ -3782,9 +3780,9 @@ class SubmitJobRequest(google.protobuf.message.Message):
     SUBMITTED_BY_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
-    """Uid that the run is to have; made by the caller, so that a repetition submits nothing twice."""
+    """The uid of the run, made by the caller, so that a repetition submits nothing twice."""
     submitted_by: builtins.str
-    """Who submits it, for people."""
+    """The submitter, for people."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -3887,9 +3885,9 @@ class Node(google.protobuf.message.Message):
     """Why the server places nothing on it for a while, by itself; empty if it is not quarantined."""
     quarantine_age_ms: builtins.int
     quarantine_left_ms: builtins.int
-    """How long it lasts, unless UncordonNode lifts it."""
+    """Time left, unless UncordonNode lifts it earlier."""
     unhealthy: builtins.str
-    """What is wrong with it by its own checks: `disk /data has 1 % free; ...`; empty: nothing."""
+    """Its failing health checks: `disk /data has 1 % free; ...`; empty: nothing."""
     unhealthy_age_ms: builtins.int
     drain: builtins.str
     """draining (something of a job is left there), drained, or empty"""
@@ -3897,7 +3895,7 @@ class Node(google.protobuf.message.Message):
     drain_left_ms: builtins.int
     """How much longer its workers have; 0: their time is over."""
     drained_by_operator: builtins.bool
-    """Whether an operator has asked for it, and can lift it; otherwise the node itself is about to go."""
+    """Whether an operator requested it, and can lift it; otherwise the node leaves by itself."""
     @property
     def resources(self) -> global___Resources:
         """Unset: it takes no submitted jobs."""
@@ -4136,7 +4134,7 @@ global___BackupChunk = BackupChunk
 
 @typing.final
 class Token(google.protobuf.message.Message):
-    """A token as it is remembered: its text is not."""
+    """A token as stored, without its text."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -4147,9 +4145,9 @@ class Token(google.protobuf.message.Message):
     EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
     USED_AGE_MS_FIELD_NUMBER: builtins.int
     id: builtins.str
-    """For people to name it by; it is the first part of its text, and no secret."""
+    """Identifies the token; it is the first part of its text, and not secret."""
     name: builtins.str
-    """Who the caller is that shows it."""
+    """The name of the caller that uses it."""
     age_ms: builtins.int
     expires_in_ms: builtins.int
     """How long it is still valid; unset: for ever. 0: it has expired."""
@@ -4208,7 +4206,7 @@ class CreateTokenResponse(google.protobuf.message.Message):
     TOKEN_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """What the caller is to show: `authorization: Bearer TEXT`."""
+    """What the caller sends: `authorization: Bearer TEXT`."""
     @property
     def token(self) -> global___Token: ...
     def __init__(
@@ -4270,7 +4268,7 @@ class ListAuditRequest(google.protobuf.message.Message):
 
     LIMIT_FIELD_NUMBER: builtins.int
     limit: builtins.int
-    """At most so many, the newest; 0 means the server's default."""
+    """At most this many, the newest; 0: the server's default."""
     def __init__(
         self,
         *,

@@ -233,21 +233,21 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """The same, at once and then whenever it changes, until the caller has enough.
+        """The same, at once and after each change, until the caller cancels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """Every job that is known, one line each.
+        """Every known job, one line each.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListEvents(self, request, context):
-        """A job's history, oldest first. NOT_FOUND if the job is not known.
+        """A job's history, oldest first. NOT_FOUND if the job is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -261,19 +261,19 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadLogs(self, request, context):
-        """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-        when the job has ended. Of a node that cannot be read a note says why; the others' logs come.
-        NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
+        """The output of workers, from the nodes that have it. Ends with the files, or with `follow` when
+        the job ends. If a node's logs cannot be read, a note says why; those of the others follow.
+        NOT_FOUND if the job is unknown, INVALID_ARGUMENT if it has had no such round or RANK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeStacks(self, request, context):
-        """What the workers of a round are doing: their stacks, put together by where they are. They are
-        taken now if the round is live, which may take `stacks_answer` and a moment; of an earlier round,
-        and where none is live, those are shown that were kept of a hang. Nodes that do not answer are
-        named. NOT_FOUND if the job is not known, INVALID_ARGUMENT if there is nothing to take or show.
+        """The stacks of a round's workers, grouped by position. If the round is live they are taken now,
+        which may take `stacks_answer` and a moment; otherwise the answer has those kept of a hang. Nodes
+        that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if there are no
+        stacks to take or show.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -289,21 +289,21 @@ class ControlServicer(object):
 
     def StopJob(self, request, context):
         """Ends a run: every node stops its workers and leaves. FAILED_PRECONDITION if it has ended, or
-        if another has begun. The answer of this and the next two is the job as it then is.
+        if another has begun. This and the next two calls return the job's status after the change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestartJob(self, request, context):
-        """Ends a round, and has another form; no restart is spent. A round that has ended is left alone.
+        """Ends a round, so that another forms; no restart is spent. Does nothing if it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScaleJob(self, request, context):
-        """Gives a run other bounds than it was launched with.
+        """Changes the bounds of a run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -326,30 +326,30 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CordonNode(self, request, context):
-        """Places nothing more on a node; what runs there runs on. NOT_FOUND if the node is not known.
+        """Places no more jobs on a node; those there continue. NOT_FOUND if the node is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UncordonNode(self, request, context):
-        """Lets a node be placed on again, also if it was quarantined. NOT_FOUND if the node is not known.
+        """Allows placement on a node again, even if it was quarantined. NOT_FOUND if the node is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """Empties a node: its workers are told, and end at the deadline; nothing more is placed on it.
-        With `keep_min` FAILED_PRECONDITION, and nothing is changed, if a job of it would be left with
-        less than its min_nodes. NOT_FOUND if the node is not known.
+        """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
+        placed on it. With `keep_min`: FAILED_PRECONDITION, without a change, if one of its jobs would be
+        left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UndrainNode(self, request, context):
-        """Lifts a drain, and a cordon. NOT_FOUND if the node is not known.
+        """Lifts a drain, and a cordon. NOT_FOUND if the node is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -363,29 +363,29 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateToken(self, request, context):
-        """Makes a token for a caller. Its text is in this answer, and nowhere else ever again.
+        """Makes a token for a caller. Only this answer has its text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTokens(self, request, context):
-        """Every token that has not been revoked, also those that have expired lately.
+        """Every token that has not been revoked, including recently expired ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RevokeTokens(self, request, context):
-        """Revokes a token, or all of one name; nodes whose streams they opened are cut off. NOT_FOUND if
-        there is none.
+        """Revokes a token, or all of one name, and closes the streams that they opened. NOT_FOUND if there
+        is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAudit(self, request, context):
-        """Who has changed what, oldest first.
+        """The changes that callers have made, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,15 +3,15 @@
 isort:skip_file
 The contract between nodes, operators and rdzvd.
 
-Two services. `Rendezvous` carries one bidirectional stream a node: what the
-node reports goes up, what it is told comes down, for all its jobs. `Control`
-answers operators.
+Two services. `Rendezvous` carries one bidirectional stream for each node, with
+its reports and the server's messages about all its jobs. `Control` answers
+operators.
 
 Rules that hold for every message:
   * Times are milliseconds. A node never sends a point in time, only an age
     (how long ago by its own clock), so no two machines' clocks are compared.
     The one exception is `Arrivals`, which states how wrong its times may be.
-  * Everything a node says may be said again without effect.
+  * A repeated message of a node has no effect.
   * A message about a job names its rdzv_id and, once known, its run.
   * A field that is not set means "not known", never a special number.
 """
@@ -80,19 +80,19 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.GetStatusRequest,
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
-    """The same, at once and then whenever it changes, until the caller has enough."""
+    """The same, at once and after each change, until the caller cancels."""
 
     ListJobs: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListJobsRequest,
         rdzv.v1.rdzv_pb2.ListJobsResponse,
     ]
-    """Every job that is known, one line each."""
+    """Every known job, one line each."""
 
     ListEvents: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListEventsRequest,
         rdzv.v1.rdzv_pb2.ListEventsResponse,
     ]
-    """A job's history, oldest first. NOT_FOUND if the job is not known."""
+    """A job's history, oldest first. NOT_FOUND if the job is unknown."""
 
     ForgetJob: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ForgetJobRequest,
@@ -104,19 +104,19 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.ReadLogsRequest,
         rdzv.v1.rdzv_pb2.LogLines,
     ]
-    """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-    when the job has ended. Of a node that cannot be read a note says why; the others' logs come.
-    NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
+    """The output of workers, from the nodes that have it. Ends with the files, or with `follow` when
+    the job ends. If a node's logs cannot be read, a note says why; those of the others follow.
+    NOT_FOUND if the job is unknown, INVALID_ARGUMENT if it has had no such round or RANK.
     """
 
     TakeStacks: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.TakeStacksRequest,
         rdzv.v1.rdzv_pb2.StackReport,
     ]
-    """What the workers of a round are doing: their stacks, put together by where they are. They are
-    taken now if the round is live, which may take `stacks_answer` and a moment; of an earlier round,
-    and where none is live, those are shown that were kept of a hang. Nodes that do not answer are
-    named. NOT_FOUND if the job is not known, INVALID_ARGUMENT if there is nothing to take or show.
+    """The stacks of a round's workers, grouped by position. If the round is live they are taken now,
+    which may take `stacks_answer` and a moment; otherwise the answer has those kept of a hang. Nodes
+    that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if there are no
+    stacks to take or show.
     """
 
     ListServers: grpc.UnaryUnaryMultiCallable[
@@ -132,20 +132,20 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
     """Ends a run: every node stops its workers and leaves. FAILED_PRECONDITION if it has ended, or
-    if another has begun. The answer of this and the next two is the job as it then is.
+    if another has begun. This and the next two calls return the job's status after the change.
     """
 
     RestartJob: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.RestartJobRequest,
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
-    """Ends a round, and has another form; no restart is spent. A round that has ended is left alone."""
+    """Ends a round, so that another forms; no restart is spent. Does nothing if it has ended."""
 
     ScaleJob: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ScaleJobRequest,
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
-    """Gives a run other bounds than it was launched with."""
+    """Changes the bounds of a run."""
 
     SubmitJob: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.SubmitJobRequest,
@@ -166,28 +166,28 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.CordonNodeRequest,
         rdzv.v1.rdzv_pb2.Node,
     ]
-    """Places nothing more on a node; what runs there runs on. NOT_FOUND if the node is not known."""
+    """Places no more jobs on a node; those there continue. NOT_FOUND if the node is unknown."""
 
     UncordonNode: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.UncordonNodeRequest,
         rdzv.v1.rdzv_pb2.Node,
     ]
-    """Lets a node be placed on again, also if it was quarantined. NOT_FOUND if the node is not known."""
+    """Allows placement on a node again, even if it was quarantined. NOT_FOUND if the node is unknown."""
 
     DrainNode: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.DrainNodeRequest,
         rdzv.v1.rdzv_pb2.Node,
     ]
-    """Empties a node: its workers are told, and end at the deadline; nothing more is placed on it.
-    With `keep_min` FAILED_PRECONDITION, and nothing is changed, if a job of it would be left with
-    less than its min_nodes. NOT_FOUND if the node is not known.
+    """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
+    placed on it. With `keep_min`: FAILED_PRECONDITION, without a change, if one of its jobs would be
+    left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
     """
 
     UndrainNode: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.UndrainNodeRequest,
         rdzv.v1.rdzv_pb2.Node,
     ]
-    """Lifts a drain, and a cordon. NOT_FOUND if the node is not known."""
+    """Lifts a drain, and a cordon. NOT_FOUND if the node is unknown."""
 
     Backup: grpc.UnaryStreamMultiCallable[
         rdzv.v1.rdzv_pb2.BackupRequest,
@@ -199,27 +199,27 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.CreateTokenRequest,
         rdzv.v1.rdzv_pb2.CreateTokenResponse,
     ]
-    """Makes a token for a caller. Its text is in this answer, and nowhere else ever again."""
+    """Makes a token for a caller. Only this answer has its text."""
 
     ListTokens: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListTokensRequest,
         rdzv.v1.rdzv_pb2.ListTokensResponse,
     ]
-    """Every token that has not been revoked, also those that have expired lately."""
+    """Every token that has not been revoked, including recently expired ones."""
 
     RevokeTokens: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.RevokeTokensRequest,
         rdzv.v1.rdzv_pb2.ListTokensResponse,
     ]
-    """Revokes a token, or all of one name; nodes whose streams they opened are cut off. NOT_FOUND if
-    there is none.
+    """Revokes a token, or all of one name, and closes the streams that they opened. NOT_FOUND if there
+    is none.
     """
 
     ListAudit: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListAuditRequest,
         rdzv.v1.rdzv_pb2.ListEventsResponse,
     ]
-    """Who has changed what, oldest first."""
+    """The changes that callers have made, oldest first."""
 
 class ControlAsyncStub:
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
@@ -232,19 +232,19 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.GetStatusRequest,
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
-    """The same, at once and then whenever it changes, until the caller has enough."""
+    """The same, at once and after each change, until the caller cancels."""
 
     ListJobs: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListJobsRequest,
         rdzv.v1.rdzv_pb2.ListJobsResponse,
     ]
-    """Every job that is known, one line each."""
+    """Every known job, one line each."""
 
     ListEvents: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListEventsRequest,
         rdzv.v1.rdzv_pb2.ListEventsResponse,
     ]
-    """A job's history, oldest first. NOT_FOUND if the job is not known."""
+    """A job's history, oldest first. NOT_FOUND if the job is unknown."""
 
     ForgetJob: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ForgetJobRequest,
@@ -256,19 +256,19 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.ReadLogsRequest,
         rdzv.v1.rdzv_pb2.LogLines,
     ]
-    """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-    when the job has ended. Of a node that cannot be read a note says why; the others' logs come.
-    NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
+    """The output of workers, from the nodes that have it. Ends with the files, or with `follow` when
+    the job ends. If a node's logs cannot be read, a note says why; those of the others follow.
+    NOT_FOUND if the job is unknown, INVALID_ARGUMENT if it has had no such round or RANK.
     """
 
     TakeStacks: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.TakeStacksRequest,
         rdzv.v1.rdzv_pb2.StackReport,
     ]
-    """What the workers of a round are doing: their stacks, put together by where they are. They are
-    taken now if the round is live, which may take `stacks_answer` and a moment; of an earlier round,
-    and where none is live, those are shown that were kept of a hang. Nodes that do not answer are
-    named. NOT_FOUND if the job is not known, INVALID_ARGUMENT if there is nothing to take or show.
+    """The stacks of a round's workers, grouped by position. If the round is live they are taken now,
+    which may take `stacks_answer` and a moment; otherwise the answer has those kept of a hang. Nodes
+    that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if there are no
+    stacks to take or show.
     """
 
     ListServers: grpc.aio.UnaryUnaryMultiCallable[
@@ -284,20 +284,20 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
     """Ends a run: every node stops its workers and leaves. FAILED_PRECONDITION if it has ended, or
-    if another has begun. The answer of this and the next two is the job as it then is.
+    if another has begun. This and the next two calls return the job's status after the change.
     """
 
     RestartJob: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.RestartJobRequest,
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
-    """Ends a round, and has another form; no restart is spent. A round that has ended is left alone."""
+    """Ends a round, so that another forms; no restart is spent. Does nothing if it has ended."""
 
     ScaleJob: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ScaleJobRequest,
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
-    """Gives a run other bounds than it was launched with."""
+    """Changes the bounds of a run."""
 
     SubmitJob: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.SubmitJobRequest,
@@ -318,28 +318,28 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.CordonNodeRequest,
         rdzv.v1.rdzv_pb2.Node,
     ]
-    """Places nothing more on a node; what runs there runs on. NOT_FOUND if the node is not known."""
+    """Places no more jobs on a node; those there continue. NOT_FOUND if the node is unknown."""
 
     UncordonNode: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.UncordonNodeRequest,
         rdzv.v1.rdzv_pb2.Node,
     ]
-    """Lets a node be placed on again, also if it was quarantined. NOT_FOUND if the node is not known."""
+    """Allows placement on a node again, even if it was quarantined. NOT_FOUND if the node is unknown."""
 
     DrainNode: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.DrainNodeRequest,
         rdzv.v1.rdzv_pb2.Node,
     ]
-    """Empties a node: its workers are told, and end at the deadline; nothing more is placed on it.
-    With `keep_min` FAILED_PRECONDITION, and nothing is changed, if a job of it would be left with
-    less than its min_nodes. NOT_FOUND if the node is not known.
+    """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
+    placed on it. With `keep_min`: FAILED_PRECONDITION, without a change, if one of its jobs would be
+    left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
     """
 
     UndrainNode: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.UndrainNodeRequest,
         rdzv.v1.rdzv_pb2.Node,
     ]
-    """Lifts a drain, and a cordon. NOT_FOUND if the node is not known."""
+    """Lifts a drain, and a cordon. NOT_FOUND if the node is unknown."""
 
     Backup: grpc.aio.UnaryStreamMultiCallable[
         rdzv.v1.rdzv_pb2.BackupRequest,
@@ -351,27 +351,27 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.CreateTokenRequest,
         rdzv.v1.rdzv_pb2.CreateTokenResponse,
     ]
-    """Makes a token for a caller. Its text is in this answer, and nowhere else ever again."""
+    """Makes a token for a caller. Only this answer has its text."""
 
     ListTokens: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListTokensRequest,
         rdzv.v1.rdzv_pb2.ListTokensResponse,
     ]
-    """Every token that has not been revoked, also those that have expired lately."""
+    """Every token that has not been revoked, including recently expired ones."""
 
     RevokeTokens: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.RevokeTokensRequest,
         rdzv.v1.rdzv_pb2.ListTokensResponse,
     ]
-    """Revokes a token, or all of one name; nodes whose streams they opened are cut off. NOT_FOUND if
-    there is none.
+    """Revokes a token, or all of one name, and closes the streams that they opened. NOT_FOUND if there
+    is none.
     """
 
     ListAudit: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListAuditRequest,
         rdzv.v1.rdzv_pb2.ListEventsResponse,
     ]
-    """Who has changed what, oldest first."""
+    """The changes that callers have made, oldest first."""
 
 class ControlServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -388,7 +388,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.JobStatus], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.JobStatus]]:
-        """The same, at once and then whenever it changes, until the caller has enough."""
+        """The same, at once and after each change, until the caller cancels."""
 
     @abc.abstractmethod
     def ListJobs(
@@ -396,7 +396,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.ListJobsResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListJobsResponse]]:
-        """Every job that is known, one line each."""
+        """Every known job, one line each."""
 
     @abc.abstractmethod
     def ListEvents(
@@ -404,7 +404,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.ListEventsRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.ListEventsResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListEventsResponse]]:
-        """A job's history, oldest first. NOT_FOUND if the job is not known."""
+        """A job's history, oldest first. NOT_FOUND if the job is unknown."""
 
     @abc.abstractmethod
     def ForgetJob(
@@ -420,9 +420,9 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.ReadLogsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.LogLines], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.LogLines]]:
-        """What workers have written, from the nodes that have it. Ends with the files, or with `follow`
-        when the job has ended. Of a node that cannot be read a note says why; the others' logs come.
-        NOT_FOUND if the job is not known, INVALID_ARGUMENT if it has had no such round or RANK.
+        """The output of workers, from the nodes that have it. Ends with the files, or with `follow` when
+        the job ends. If a node's logs cannot be read, a note says why; those of the others follow.
+        NOT_FOUND if the job is unknown, INVALID_ARGUMENT if it has had no such round or RANK.
         """
 
     @abc.abstractmethod
@@ -431,10 +431,10 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.TakeStacksRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.StackReport, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.StackReport]]:
-        """What the workers of a round are doing: their stacks, put together by where they are. They are
-        taken now if the round is live, which may take `stacks_answer` and a moment; of an earlier round,
-        and where none is live, those are shown that were kept of a hang. Nodes that do not answer are
-        named. NOT_FOUND if the job is not known, INVALID_ARGUMENT if there is nothing to take or show.
+        """The stacks of a round's workers, grouped by position. If the round is live they are taken now,
+        which may take `stacks_answer` and a moment; otherwise the answer has those kept of a hang. Nodes
+        that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if there are no
+        stacks to take or show.
         """
 
     @abc.abstractmethod
@@ -454,7 +454,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.JobStatus, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.JobStatus]]:
         """Ends a run: every node stops its workers and leaves. FAILED_PRECONDITION if it has ended, or
-        if another has begun. The answer of this and the next two is the job as it then is.
+        if another has begun. This and the next two calls return the job's status after the change.
         """
 
     @abc.abstractmethod
@@ -463,7 +463,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.RestartJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.JobStatus, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.JobStatus]]:
-        """Ends a round, and has another form; no restart is spent. A round that has ended is left alone."""
+        """Ends a round, so that another forms; no restart is spent. Does nothing if it has ended."""
 
     @abc.abstractmethod
     def ScaleJob(
@@ -471,7 +471,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.ScaleJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.JobStatus, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.JobStatus]]:
-        """Gives a run other bounds than it was launched with."""
+        """Changes the bounds of a run."""
 
     @abc.abstractmethod
     def SubmitJob(
@@ -498,7 +498,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.CordonNodeRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.Node, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.Node]]:
-        """Places nothing more on a node; what runs there runs on. NOT_FOUND if the node is not known."""
+        """Places no more jobs on a node; those there continue. NOT_FOUND if the node is unknown."""
 
     @abc.abstractmethod
     def UncordonNode(
@@ -506,7 +506,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.UncordonNodeRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.Node, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.Node]]:
-        """Lets a node be placed on again, also if it was quarantined. NOT_FOUND if the node is not known."""
+        """Allows placement on a node again, even if it was quarantined. NOT_FOUND if the node is unknown."""
 
     @abc.abstractmethod
     def DrainNode(
@@ -514,9 +514,9 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.DrainNodeRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.Node, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.Node]]:
-        """Empties a node: its workers are told, and end at the deadline; nothing more is placed on it.
-        With `keep_min` FAILED_PRECONDITION, and nothing is changed, if a job of it would be left with
-        less than its min_nodes. NOT_FOUND if the node is not known.
+        """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
+        placed on it. With `keep_min`: FAILED_PRECONDITION, without a change, if one of its jobs would be
+        left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
         """
 
     @abc.abstractmethod
@@ -525,7 +525,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.UndrainNodeRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.Node, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.Node]]:
-        """Lifts a drain, and a cordon. NOT_FOUND if the node is not known."""
+        """Lifts a drain, and a cordon. NOT_FOUND if the node is unknown."""
 
     @abc.abstractmethod
     def Backup(
@@ -541,7 +541,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.CreateTokenRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.CreateTokenResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.CreateTokenResponse]]:
-        """Makes a token for a caller. Its text is in this answer, and nowhere else ever again."""
+        """Makes a token for a caller. Only this answer has its text."""
 
     @abc.abstractmethod
     def ListTokens(
@@ -549,7 +549,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.ListTokensRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.ListTokensResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListTokensResponse]]:
-        """Every token that has not been revoked, also those that have expired lately."""
+        """Every token that has not been revoked, including recently expired ones."""
 
     @abc.abstractmethod
     def RevokeTokens(
@@ -557,8 +557,8 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.RevokeTokensRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.ListTokensResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListTokensResponse]]:
-        """Revokes a token, or all of one name; nodes whose streams they opened are cut off. NOT_FOUND if
-        there is none.
+        """Revokes a token, or all of one name, and closes the streams that they opened. NOT_FOUND if there
+        is none.
         """
 
     @abc.abstractmethod
@@ -567,6 +567,6 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.ListAuditRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.ListEventsResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListEventsResponse]]:
-        """Who has changed what, oldest first."""
+        """The changes that callers have made, oldest first."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

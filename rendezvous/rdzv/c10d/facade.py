@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -27,7 +25,7 @@ from rdzv.c10d.unpickle import State, decode
 from rdzv.core.explain import JobView
 from rdzv.errors import InvalidRequestError, RendezvousError, RendezvousStateError
 from rdzv.runtime.clock import Clock
-from rdzv.transport.endpoints import Listen
+from rdzv.transport.endpoints import Listen, cannot_listen
 
 log = logging.getLogger("rdzv.c10d")
 
@@ -353,15 +351,12 @@ def listening_socket(listen: Listen) -> socket.socket:
         InvalidRequestError: it is not possible to listen on the address.
 
     """
-    advice = "give another address with --c10d"
     try:
         infos = socket.getaddrinfo(
             listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except socket.gaierror as error:
-        raise InvalidRequestError(
-            f"cannot listen on {listen}: host {listen.host}: {error.strerror}; {advice}"
-        ) from error
+        raise cannot_listen(listen, error, "--c10d") from error
     family, kind, protocol, _, address = infos[0]
     sock = socket.socket(family, kind, protocol)
     try:
@@ -373,13 +368,7 @@ def listening_socket(listen: Listen) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise InvalidRequestError(
-                f"cannot listen on {listen}: another program does already; end that one "
-                f"(`ss -ltnp sport = :{listen.port}` names it), or {advice}"
-            ) from error
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise InvalidRequestError(f"cannot listen on {listen}: {reason}; {advice}") from error
+        raise cannot_listen(listen, error, "--c10d") from error
     return sock
 
 

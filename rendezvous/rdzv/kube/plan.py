@@ -15,7 +15,7 @@ from rdzv.structs import struct
 from rdzv.view.answers import Node
 
 MARK = "Kubernetes: "
-"""The beginning of the reason of each drain and cordon of ours."""
+"""The prefix of the reasons that rdzv-kube gives for its drains and cordons."""
 
 BEFORE = '; it was cordoned before: "'
 """Precedes, in the reason of a drain, the reason of another's cordon that it has replaced."""

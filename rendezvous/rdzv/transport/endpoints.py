@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
 import re
+import socket
 from urllib.parse import quote
 
 from rdzv.errors import InvalidRequestError, short
@@ -11,7 +14,14 @@ from rdzv.structs import struct
 from rdzv.transport.addresses import is_loopback
 from rdzv.transport.protocol import DEFAULT_PORT
 
-__all__ = ["DEFAULT_PORT", "Endpoint", "Listen", "parse_endpoint", "parse_endpoints"]
+__all__ = [
+    "DEFAULT_PORT",
+    "Endpoint",
+    "Listen",
+    "cannot_listen",
+    "parse_endpoint",
+    "parse_endpoints",
+]
 
 _BRACKETED = re.compile(r"\[(?P<host>[^\[\]]*)\](?::(?P<port>.*))?", re.DOTALL)
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
@@ -144,3 +154,16 @@ class Listen:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+
+def cannot_listen(listen: Listen, error: OSError, option: str) -> InvalidRequestError:
+    """Return the error for an address that cannot be listened on; `option` sets another."""
+    advice = f"give another address with {option}"
+    if isinstance(error, socket.gaierror):
+        reason = f"host {listen.host}: {error.strerror}"
+    elif error.errno == errno.EADDRINUSE:
+        reason = "another program does already"
+        advice = f"end that one (`ss -ltnp sport = :{listen.port}` names it), or {advice}"
+    else:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+    return InvalidRequestError(f"cannot listen on {listen}: {reason}; {advice}")

@@ -42,7 +42,7 @@ _WORDS = {
 _OWN_SIZES = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "coalesced")
 """Parts of the names of operations in which ranks may pass different sizes."""
 _SAME_SIZES = ("all_gather", "allgather", "reduce_scatter")
-"""Exceptions: operations with such a part in their names, in which all sizes are equal."""
+"""Exceptions: operations whose names contain such a part, but whose sizes must be equal."""
 
 
 @struct(frozen=True)

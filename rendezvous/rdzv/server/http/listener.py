@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from rdzv.errors import InvalidRequestError, LimitExceededError
+from rdzv.errors import LimitExceededError
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.exposition import CONTENT_TYPE
 from rdzv.runtime.http_log import http_log
@@ -27,7 +27,7 @@ from rdzv.server.security.gate import Gate
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics import Metrics
 from rdzv.structs import struct
-from rdzv.transport.endpoints import Listen
+from rdzv.transport.endpoints import Listen, cannot_listen
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
@@ -99,9 +99,7 @@ async def serving_http(
             try:
                 await site.start()
             except OSError as error:
-                raise InvalidRequestError(
-                    f"cannot listen on {listen}: {error.strerror}; give another address with --http"
-                ) from error
+                raise cannot_listen(listen, error, "--http") from error
             yield Serving(Listen(listen.host, runner.addresses[0][1]), feeds)
         finally:
             feeds.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import resource
 import socket
 from collections.abc import AsyncIterator
@@ -29,7 +27,7 @@ from rdzv.server.security import handshakes
 from rdzv.server.security.gate import Gate
 from rdzv.server.settings.config import Config, Limits, Timings
 from rdzv.structs import replace
-from rdzv.transport.endpoints import Listen
+from rdzv.transport.endpoints import Listen, cannot_listen
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
@@ -189,26 +187,17 @@ def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: boo
             return server.add_insecure_port(str(listen))
         return server.add_secure_port(str(listen), tls.grpc_credentials(asks=asks))
     except RuntimeError as error:
-        raise InvalidRequestError(_why_not(listen)) from error
+        raise _why_not(listen) from error
 
 
-def _why_not(listen: Listen) -> str:
-    """Return the reason why an address cannot be listened on, which gRPC does not report."""
-    advice = "give another address with --listen"
+def _why_not(listen: Listen) -> InvalidRequestError:
+    """Return the error for an address that cannot be listened on; gRPC reports no reason."""
+    refused = OSError("gRPC refused it")
     try:
         infos = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        return f"cannot listen on {listen}: host {listen.host}: {error.strerror}; {advice}"
-    for family, kind, protocol, _, address in infos:
-        with socket.socket(family, kind, protocol) as probe:
-            try:
+        for family, kind, protocol, _, address in infos:
+            with socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return (
-                        f"cannot listen on {listen}: another program does already; end that one "
-                        f"(`ss -ltnp sport = :{listen.port}` names it), or {advice}"
-                    )
-                reason = os.strerror(error.errno) if error.errno else str(error)
-                return f"cannot listen on {listen}: {reason}; {advice}"
-    return f"cannot listen on {listen}: gRPC refused it; {advice}"
+    except OSError as error:
+        refused = error
+    return cannot_listen(listen, refused, "--listen")
