@@ -188,6 +188,12 @@ def test_a_rank_that_the_others_wait_for_is_named_by_when_it_enters_collectives(
     text = c.run("rdzvctl", "--server", c.endpoint, "status", JOB).stdout
     assert "straggling   RANK 1 (" in text
     assert " after the others (" in text
+    said = c.run("rdzvctl", "--server", c.endpoint, "report", JOB, "-o", "json").stdout
+    ledger = json.loads(said)["ledger"]
+    assert not ledger["steps_reported"]
+    # Its imports are no training, although it reports no step.
+    assert ledger["phases"]["starting"] > 500
+    assert ledger["phases"]["training"] > 0
     (c.folder / "hurry").touch()
     c.wait_until("it has caught up", lambda: not c.status().stragglers)
     c.finish()

@@ -75,6 +75,7 @@ def with_steps(past: Sequence[Event], random: Random) -> list[Event]:
             (
                 None,
                 None,
+                events.FirstCollectiveMade(number, "n1", age_ms),
                 events.FirstStepMade(number, "n1", 0, random.randint(0, 50), age_ms),
                 events.LostStepsRedone(number, random.randint(0, 50), age_ms),
                 events.LastStepMade(number, random.randint(0, 50), age_ms),

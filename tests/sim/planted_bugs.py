@@ -68,9 +68,16 @@ MUTANTS = (
     ),
     Mutant(
         "rounds that never made a step have trained",
-        "Book._step",
+        "Book._never_trained",
         "            self.booked = _starting(self.booked)",
         "            pass",
+        by=LEDGER_TESTS,
+    ),
+    Mutant(
+        "a round without a step trains from its start, whatever its collectives say",
+        "Book._book_round",
+        "        if not round_.adopted and (self._any_steps or self._any_collectives):\n",
+        "        if not round_.adopted and self._any_steps:\n",
         by=LEDGER_TESTS,
     ),
     Mutant(
@@ -1967,6 +1974,13 @@ MUTANTS = (
         "        if episode.timed_out and (report is None or report.cause is None):\n",
         "        if False:\n",
         by="tests/unit/server/test_hangs_of_jobs.py",
+    ),
+    Mutant(
+        "a GPU is a worker's whoever computes on it",
+        "gpu_watch.by_worker",
+        "        for local_rank in users:\n",
+        "        for local_rank in local_ranks.values():\n",
+        by="tests/unit/agent/test_agent_gpu_watch.py",
     ),
     Mutant(
         "a rank that was late twice, for long, straggles",

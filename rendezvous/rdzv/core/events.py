@@ -346,6 +346,17 @@ class WorkersStarted:
 
 
 @struct(frozen=True)
+class FirstCollectiveMade:
+    """Workers have entered the first recorded collective of a round."""
+
+    round: int
+    node_id: str
+    """The node that reported it first."""
+    age_ms: int
+    """How long ago it was entered, as far as the clocks tell; else 0."""
+
+
+@struct(frozen=True)
 class FirstStepMade:
     """A worker has reported the first step of a round."""
 
@@ -419,6 +430,7 @@ Event = (
     | RankStraggles
     | RankCaughtUp
     | WorkersStarted
+    | FirstCollectiveMade
     | FirstStepMade
     | LostStepsRedone
     | LastStepMade

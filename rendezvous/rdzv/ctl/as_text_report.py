@@ -12,8 +12,8 @@ from rdzv.view.ledger import Cost, Ledger, LedgerPhase
 from rdzv.view.reports import JobLine, Loss, Report
 
 NO_STEPS = (
-    "No progress is reported: training counts from the start of the workers, so this is at most "
-    "what it can be."
+    "No progress is reported: training counts from the first collective, or where none is recorded "
+    "from the start of the workers, so this is at most what it can be."
 )
 """Shown where starting, loading and redone steps cannot be told from training."""
 FORGOTTEN = "The beginning of this run is no longer kept, and not counted."

@@ -30,7 +30,7 @@ _STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped":
 _QUIET = {
     *("NodeJoined", "NodeStopped", "NodeSucceeded", "NodeWentAway", "NodeCameBack", "NodeAdopted"),
     *("LastCallBegan", "NodesPlaced", "NodeLeaving"),
-    *("FirstStepMade", "LostStepsRedone", "LastStepMade"),
+    *("FirstCollectiveMade", "FirstStepMade", "LostStepsRedone", "LastStepMade"),
 }
 
 

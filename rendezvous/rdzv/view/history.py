@@ -195,6 +195,7 @@ Kept = (
     | events.RankStraggles
     | events.RankCaughtUp
     | events.WorkersStarted
+    | events.FirstCollectiveMade
     | events.FirstStepMade
     | events.LostStepsRedone
     | events.LastStepMade

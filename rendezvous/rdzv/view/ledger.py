@@ -2,7 +2,8 @@
 
 Every moment from the run's beginning to its end, or to now, lies in exactly one interval. Nothing
 is read from a sentence, and nothing is guessed: where no worker has reported a step, training
-counts from the start of the workers, and the ledger says so (`Ledger.steps_reported`).
+counts from the round's first collective, or where torch has no record of these, from the start of
+the workers; and the ledger says so (`Ledger.steps_reported`).
 
 Some facts arrive late: a failure is reported after it happened, and only a complete round tells
 when enough nodes were ready. So the time of a round is final once the round is over.
@@ -128,8 +129,8 @@ class Ledger:
     goodput: float | None
     """Training's share of the time; None if no time has passed."""
     steps_reported: bool
-    """Whether any worker has reported a step. If not, starting, loading and redone steps count as
-    training, so `goodput` is an upper bound."""
+    """Whether any worker has reported a step. If not, redone steps count as training, and so do
+    starting and loading where no collectives are recorded, so `goodput` is an upper bound."""
     steps_redone: int
     """Steps that were made more than once."""
     node_ms: int
@@ -244,6 +245,8 @@ class _Round:
     way: str = ""
     first: tuple[int, int] | None = None
     """The time and number of its first step."""
+    collective_ms: int | None = None
+    """When its workers entered their first collective."""
     redone_ms: int | None = None
     last_ms: int | None = None
     failed_ms: int | None = None
@@ -282,6 +285,9 @@ class Book:
     _furthest: int | None = None
     """The furthest step of all rounds that are over."""
     _any_steps: bool = False
+    _any_collectives: bool = False
+    _trained: bool = False
+    """Whether a round that is over has made a step, or where none is reported a collective."""
     _steps_redone: int = 0
     _queued: bool = False
     _called_ms: int | None = None
@@ -443,6 +449,8 @@ class Book:
         match event:
             case events.WorkersStarted():
                 self._of(event.round).way = _way_of_start(event)
+            case events.FirstCollectiveMade():
+                self._collective(self._of(event.round), now_ms - event.age_ms)
             case events.FirstStepMade():
                 self._step(self._of(event.round), event, now_ms)
             case events.LostStepsRedone():
@@ -470,11 +478,24 @@ class Book:
             round_.first = now_ms - event.age_ms, event.step
         if not self._any_steps:
             self._any_steps = True
-            self.booked = _starting(self.booked)
-            for sums in (self.folded, self.folded_nodes):
-                if trained_ms := sums.pop(LedgerPhase.TRAINING, 0):
-                    started_ms = sums.get(LedgerPhase.STARTING, 0)
-                    sums[LedgerPhase.STARTING.value] = started_ms + trained_ms
+            self._never_trained()
+
+    def _collective(self, round_: _Round, at_ms: int) -> None:
+        if round_.collective_ms is None:
+            round_.collective_ms = at_ms
+        if not self._any_collectives:
+            self._any_collectives = True
+            if not self._any_steps:
+                self._never_trained()
+
+    def _never_trained(self) -> None:
+        """Count what is booked as training as starting: those rounds had not come so far."""
+        self._trained = False
+        self.booked = _starting(self.booked)
+        for sums in (self.folded, self.folded_nodes):
+            if trained_ms := sums.pop(LedgerPhase.TRAINING, 0):
+                started_ms = sums.get(LedgerPhase.STARTING, 0)
+                sums[LedgerPhase.STARTING.value] = started_ms + trained_ms
 
     def _of(self, number: int) -> _Round:
         """Return a round; facts about any but the last are of no use any more."""
@@ -537,15 +558,19 @@ class Book:
         ended_ms = until_ms if round_.ended_ms is None else round_.ended_ms
         broke_ms = _broke_ms(round_, ended_ms)
         owed = self._cause
-        if not round_.adopted and self._any_steps:
-            first_ms = broke_ms if round_.first is None else min(round_.first[0], broke_ms)
-            phase = LedgerPhase.STARTING if self._furthest is None else LedgerPhase.LOADING
+        began_ms = round_.collective_ms
+        if self._any_steps:
+            began_ms = round_.first[0] if round_.first is not None else None
+        if not round_.adopted and (self._any_steps or self._any_collectives):
+            first_ms = broke_ms if began_ms is None else min(began_ms, broke_ms)
+            phase = LedgerPhase.LOADING if self._trained else LedgerPhase.STARTING
             self._book(first_ms, phase, owed, round_)
         if round_.first is not None and not round_.adopted:
             self._book_redone(round_, min(broke_ms, ended_ms), owed)
         self._book(broke_ms, LedgerPhase.TRAINING, of=round_)
         first = round_.first[1] if round_.first is not None else None
         self._furthest = _further(self._furthest, round_.furthest, first)
+        self._trained = self._trained or began_ms is not None or self._furthest is not None
         if round_.ended_ms is None and broke_ms >= ended_ms:
             return
         self._cause = (round_.cause or Cause.WORKER_FAILURE.value, round_.node_id)

@@ -116,6 +116,8 @@ def _of_round(event: Kept) -> str:
             return f"RANK {event.rank} on {event.node_id} no longer straggles"
         case events.WorkersStarted():
             return f"workers of round {event.round}: {started(event)}"
+        case events.FirstCollectiveMade():
+            return f"first collective of round {event.round}, on {event.node_id}"
         case events.FirstStepMade():
             worker = f"RANK {event.rank} on {event.node_id}"
             return f"first step of round {event.round}: step {event.step} by {worker}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rdzv.core.commands import Fail, FailureReport, Join
 from rdzv.core.model import Moved, Settings
-from rdzv.server.messages import Assignment, Progress, RankProgress
+from rdzv.server.messages import Arrivals, Assignment, GroupArrivals, Progress, RankProgress
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.view.answers import event_in
@@ -12,7 +14,7 @@ from rdzv.view.ledger import Ledger, ledgers_of
 from tests.unit.server.test_driver import FakeClock, Server, join, running, server, settle
 
 SETTINGS = Settings(2, 2, max_restarts=3)
-FACTS = ("FirstStepMade", "LostStepsRedone", "LastStepMade")
+FACTS = ("FirstCollectiveMade", "FirstStepMade", "LostStepsRedone", "LastStepMade")
 
 
 def said(step: int, number: int, rank: int = 0, age_ms: int = 0) -> Progress:
@@ -88,3 +90,40 @@ async def test_a_server_that_is_restarted_takes_no_later_step_for_the_first() ->
         assert [fields["step"] for _, fields in await facts(s)] == [1, 90]
         phases = (await ledger(s)).phases
         assert (phases["starting"], phases["training"]) == (1_000, 9_000)
+
+
+def arrived(number: int, entered_ms: int, error_us: int | None = 500) -> Arrivals:
+    entered_us = {7: {0: 1_000 * entered_ms, 1: 1_000 * entered_ms + 9_000}}
+    group = GroupArrivals("0", 2.0, error_us, entered_us)
+    return Arrivals("job-7", "run-1", number, (group,))
+
+
+@pytest.mark.parametrize(
+    ("entered_ago_ms", "error_us", "age_ms"),
+    [
+        pytest.param(400, 500, 400, id="by the server's clock"),
+        pytest.param(400, None, 0, id="no clock"),
+        pytest.param(10**7, 500, 0, id="too old"),
+        pytest.param(-400, 500, 0, id="in the future"),
+    ],
+)
+async def test_the_first_collective_of_a_round_is_noted_once(
+    entered_ago_ms: int, error_us: int | None, age_ms: int
+) -> None:
+    async with server() as s:
+        n1, n2 = await s.connect("n1"), await s.connect("n2")
+        for node in (n1, n2):
+            await hear(s, node, join(node, settings=SETTINGS))
+        await s.clock.advance(2_000)
+        s.driver.reports.note_arrivals(n1, arrived(1, 0))
+        assert await facts(s) == []
+        entered_ms = s.clock.now_ms() - entered_ago_ms
+        for number in (0, 0):
+            s.driver.reports.note_arrivals(n1, arrived(number, entered_ms, error_us))
+        noted = ("FirstCollectiveMade", {"round": 0, "node_id": "n1", "age_ms": age_ms})
+        assert await facts(s) == [noted]
+        await s.clock.advance(1_000)
+        found = await ledger(s)
+        assert found.phases["starting"] == 2_000 - age_ms
+        assert found.phases["training"] == 1_000 + age_ms
+        assert not found.steps_reported

@@ -36,6 +36,10 @@ def first(number: int, step: int, ago_s: float = 0) -> Kept:
     return events.FirstStepMade(number, "n1", 0, step, round(ago_s * 1000))
 
 
+def collective(number: int, ago_s: float = 0) -> Kept:
+    return events.FirstCollectiveMade(number, "n1", round(ago_s * 1000))
+
+
 def last(number: int, step: int, ago_s: float = 0) -> Kept:
     return events.LastStepMade(number, step, round(ago_s * 1000))
 
@@ -105,7 +109,54 @@ TABLE: dict[str, tuple[Story, float, list[str]]] = {
         99,
         ["0..4 waiting", "4..6 forming", "6..10 starting", "10..20 training"],
     ),
-    "without a step training counts from the start of the workers": (
+    "without a step training counts from the first collective": (
+        [*GATHERED, (9.5, collective(0, ago_s=0.5)), (20, SUCCEEDED)],
+        99,
+        ["0..4 waiting", "4..6 forming", "6..9 starting", "9..20 training"],
+    ),
+    "after a failure workers load until their first collective": (
+        [
+            *GATHERED,
+            (9, collective(0)),
+            (20, ended(0, Cause.WORKER_FAILURE, "n2")),
+            (21, settled(0, Cause.WORKER_FAILURE, "n2")),
+            (22, complete(1, "n1", "n2", enough_s=1)),
+            (26, collective(1)),
+            (30, SUCCEEDED),
+        ],
+        99,
+        [
+            *("0..4 waiting", "4..6 forming", "6..9 starting", "9..20 training"),
+            "20..21 stopping (worker failure) n2",
+            "21..22 forming (worker failure) n2",
+            "22..26 loading (worker failure) n2",
+            "26..30 training",
+        ],
+    ),
+    "steps count, and collectives before them do not": (
+        [*GATHERED, (7, collective(0)), (10, first(0, 1)), (20, SUCCEEDED)],
+        99,
+        ["0..4 waiting", "4..6 forming", "6..10 starting", "10..20 training"],
+    ),
+    "a round that ended before its first collective has not trained": (
+        [
+            *GATHERED,
+            (8, ended(0, Cause.WORKER_FAILURE, "n2")),
+            (9, settled(0, Cause.WORKER_FAILURE, "n2")),
+            (10, complete(1, "n1", "n2", enough_s=1)),
+            (13, collective(1)),
+            (20, SUCCEEDED),
+        ],
+        99,
+        [
+            *("0..4 waiting", "4..6 forming", "6..8 starting"),
+            "8..9 stopping (worker failure) n2",
+            "9..10 forming (worker failure) n2",
+            "10..13 starting (worker failure) n2",
+            "13..20 training",
+        ],
+    ),
+    "without any of both training counts from the start of the workers": (
         [*GATHERED, (20, SUCCEEDED)],
         99,
         ["0..4 waiting", "4..6 forming", "6..20 training"],

@@ -133,7 +133,8 @@ def by_worker(
     for gpu in gpus:
         leaders = [leader for pid in gpu.pids or () if (leader := session_of(pid)) is not None]
         seen = seen or bool(leaders) or gpu.pids == ()
-        for local_rank in {local_ranks[leader] for leader in leaders if leader in local_ranks}:
+        users = {local_ranks[leader] for leader in leaders if leader in local_ranks}
+        for local_rank in users:
             known = found.get(local_rank, gpu.state)
             found[local_rank] = min(known, gpu.state, key=lambda state: state.pace)
     if seen:

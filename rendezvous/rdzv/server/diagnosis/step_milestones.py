@@ -1,6 +1,6 @@
-"""Notes steps for a job's ledger: a round's first and last step, and the redoing of lost steps.
+"""Notes for a job's ledger how far a round is: first collective, first and last step, redone steps.
 
-In memory, for the present round only. A server that takes over notes a first step again; the
+In memory, for the present round only. A server that takes over notes what came first again; the
 first note of a round counts.
 """
 
@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rdzv.core.events import Event, FirstStepMade, LastStepMade, LostStepsRedone
+from rdzv.core.events import (
+    Event,
+    FirstCollectiveMade,
+    FirstStepMade,
+    LastStepMade,
+    LostStepsRedone,
+)
 from rdzv.core.model import State
-from rdzv.server.messages import Progress
+from rdzv.server.messages import Arrivals, Progress
+
+OLDEST_COLLECTIVE_MS = 60_000
+"""A collective that was entered longer ago than this is not the first one, or its time is wrong."""
 
 
 @dataclass(slots=True)
@@ -33,6 +42,8 @@ class StepMilestones:
         """`tell` records events without a command that caused them."""
         self._tell = tell
         self._rounds: dict[str, _Round] = {}
+        self._collectives: dict[str, tuple[str, int]] = {}
+        """Run and round of which the first collective is noted, by rdzv_id."""
 
     def note(self, state: State, node_id: str, said: Progress, now_ms: int) -> None:
         """Note the progress of a node in the live round that it names."""
@@ -55,9 +66,21 @@ class StepMilestones:
         if events:
             self._tell(said.rdzv_id, events)
 
+    def note_collectives(self, state: State, node_id: str, said: Arrivals, now_ms: int) -> None:
+        """Note that the workers of a node have entered collectives in the live round."""
+        key = said.run, said.round
+        if self._collectives.get(said.rdzv_id) == key or not state.membership.is_live(*key):
+            return
+        self._collectives[said.rdzv_id] = key
+        event = FirstCollectiveMade(said.round, node_id, _entered_ago_ms(said, now_ms))
+        self._tell(said.rdzv_id, (event,))
+
     def note_state(self, state: State, now_ms: int) -> None:
         """Note the last step of a round that is over, after a job has changed."""
         membership = state.membership
+        noted = self._collectives.get(membership.rdzv_id)
+        if noted is not None and not membership.is_live(*noted):
+            del self._collectives[membership.rdzv_id]
         known = self._rounds.get(membership.rdzv_id)
         if known is None or membership.is_live(known.run, known.round):
             return
@@ -65,6 +88,18 @@ class StepMilestones:
         if membership.run == known.run and membership.ended is None:
             last = LastStepMade(known.round, known.step, max(now_ms - known.at_ms, 0))
             self._tell(membership.rdzv_id, (last,))
+
+
+def _entered_ago_ms(said: Arrivals, now_ms: int) -> int:
+    """Return how long ago the first of these collectives was entered; 0 if it is not known."""
+    ages_ms = [
+        now_ms - entered_us // 1_000
+        for group in said.groups
+        if group.error_us is not None
+        for entered in group.entered_us.values()
+        for entered_us in entered.values()
+    ]
+    return max((age for age in ages_ms if 0 <= age <= OLDEST_COLLECTIVE_MS), default=0)
 
 
 def _reached_ms(known: _Round, step: int, at_ms: int, furthest: int) -> int:

@@ -168,8 +168,9 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             "/jobs/{rdzv_id}/ledger",
             "What each moment of a run was spent on, and what its failures cost",
             "Every moment from the beginning of the run to its end, or to now, lies in one "
-            "interval. Without progress (`steps_reported` is false) training counts from the start "
-            "of the workers, so `goodput` is an upper bound.",
+            "interval. Without progress (`steps_reported` is false) training counts from the first "
+            "collective, or where none is recorded from the start of the workers, so `goodput` is "
+            "an upper bound.",
             query=(Number("run", "The run of this number; the last one if not given.", 1, U32),),
             schema="LedgerOfRun",
             of="job",

@@ -109,8 +109,11 @@ class Reports:
         state = self._jobs.peek(said.rdzv_id)
         if state is None or not self._streams.is_current(stream):
             return
-        speaker = stream.node_id, stream.incarnation
-        if self._diagnosis.stragglers.note_arrivals(state, *speaker, said, self._clock.now_ms()):
+        speaker, now_ms = (stream.node_id, stream.incarnation), self._clock.now_ms()
+        changed = self._diagnosis.stragglers.note_arrivals(state, *speaker, said, now_ms)
+        if stream.node_id in state.seats:
+            self._diagnosis.milestones.note_collectives(state, stream.node_id, said, now_ms)
+        if changed:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_gpus(self, stream: Stream, said: WorkerGpus) -> None:
