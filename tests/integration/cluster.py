@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 BIN = Path(sys.executable).parent
 WORKERS = Path(__file__).with_name("workers")
+QUICK_TORCH = {"RDZV_TEST_NO_COMPILER": str(WORKERS / "no_compiler.py")}
+"""For workers with optimizers or DDP, which import torch's compiler though they compile nothing."""
 DEADLINE_S = 100.0
 JOB = "job"
 _MODULES = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from cluster import QUICK_TORCH
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -95,6 +96,7 @@ class Launcher:
         mark = uuid.uuid4().hex
         # torchrun's restarts are reliable only when each has a store of its own.
         environ = os.environ | {"EXAMPLE_MARK": mark, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environ |= QUICK_TORCH
         command = [
             *LAUNCHERS[self.name],
             f"--nproc-per-node={nproc}",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import JOB, Cluster, Node, alive, cluster, cluster_without_server
+from cluster import JOB, QUICK_TORCH, Cluster, Node, alive, cluster, cluster_without_server
 from test_agent_restart import Nodes
 
 ROOT = Path(__file__).parents[2]
@@ -374,7 +374,7 @@ def test_a_training_goes_on_in_its_processes_from_the_step_before(c: Cluster) ->
         args=args,
         nnodes="1",
         nproc=2,
-        environ={"PYTHONPATH": where},
+        environ={"PYTHONPATH": where, **QUICK_TORCH},
     )
 
     def printed(round_: int, text: str) -> list[str]:

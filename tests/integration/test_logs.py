@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import BIN, JOB, Cluster, Node, cluster
+from cluster import BIN, JOB, Cluster, Node, cluster, fork
 from test_torchrun_plugin import words
 
 
@@ -26,12 +26,9 @@ class Reading:
         self.output = c.folder / f"logs-{'-'.join(args)}.out"
         self.errors = self.output.with_suffix(".err")
         with self.output.open("w") as out, self.errors.open("w") as err:
-            self.process = subprocess.Popen(
-                [BIN / "rdzvctl", "--server", c.endpoint, "logs", JOB, *args],
-                stdout=out,
-                stderr=err,
-                env=c.environ(),
-            )
+            words = ("--server", c.endpoint, "logs", JOB, *args)
+            streams = (0, out.fileno(), err.fileno())
+            self.process = fork("rdzvctl", words, c.environ(), streams)
 
     @property
     def text(self) -> str:

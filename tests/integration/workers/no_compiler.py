@@ -21,5 +21,7 @@ class _NoCompiler(ModuleType):
 
 if "torch" not in sys.modules:  # As in a fork of a zygote, which has the whole of it.
     sys.modules["torch._dynamo"] = _NoCompiler("torch._dynamo")
-    # What operators do to tensors that have a shape and no values.
+if __name__ == "no_compiler" and "torch" not in sys.modules:
+    # What operators do to tensors that have a shape and no values; and random generators need it,
+    # so only a script that imports this does without.
     sys.modules["torch._meta_registrations"] = ModuleType("torch._meta_registrations")
