@@ -78,6 +78,8 @@ from rdzv.core.model import (
     Round,
     ScaleUp,
     Settings,
+    Snapshot,
+    SnapshotMark,
     State,
     Tuning,
 )
@@ -297,6 +299,7 @@ def _read_join(line: Line, node_id: str, incarnation: int, said: Said) -> Comman
         refuse_reuse=line.take("reuse", "true") == "false",
         moved=_read_moved(line),
         kept=_read_kept(line),
+        snapshots=_read_snapshots(line),
     )
 
 
@@ -316,6 +319,7 @@ def _read_stopped(line: Line, node_id: str, incarnation: int, said: Said) -> Com
         failures=_read_failures(line),
         moved=_read_moved(line),
         kept=_read_kept(line),
+        snapshots=_read_snapshots(line),
         offer=_read_offer(line, node_id),
     )
 
@@ -337,6 +341,31 @@ def write_kept(kept: tuple[KeptWorker, ...]) -> str:
         + (f":{one.step}" if one.step is not None else "")
         + ("torn" if one.torn else "")
         for one in kept
+    )
+
+
+def _read_snapshots(line: Line) -> tuple[Snapshot, ...]:
+    """Read what a node holds: lineage, step, part of how many, of how many workers: `3@50:0/2of4`.
+
+    It is the whole state if no part is named.
+    """
+    held = []
+    for local_rank, word in enumerate(filter(None, line.take("snapshots", "").split(","))):
+        at, _, part = word.partition(":")
+        lineage, _, step = at.partition("@")
+        shard, _, shards = (part or "0/1of1").partition("/")
+        count, _, workers = shards.partition("of")
+        mark = SnapshotMark(int(lineage), int(step), "a", int(count), int(workers))
+        held.append(Snapshot(local_rank, mark, int(shard)))
+    return tuple(held)
+
+
+def write_snapshots(held: tuple[Snapshot, ...]) -> str:
+    """Write what a node holds as `_read_snapshots` reads it."""
+    return ",".join(
+        f"{mark.lineage}@{mark.step}:{one.shard}/{mark.shards}of{mark.world_size}"
+        for one in held
+        for mark in (one.mark,)
     )
 
 
@@ -488,6 +517,8 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
             words += [f"step={command.moved.step}"] if command.moved.step is not None else []
             words += ["snapshot=new"] if command.moved.snapshot else []
             words += [f"kept={write_kept(command.kept)}"] if command.kept else []
+            if command.snapshots:
+                words += [f"snapshots={write_snapshots(command.snapshots)}"]
             return " ".join(words + write_settings(command.settings, default))
         case Resume() | Succeed():
             verb = type(command).__name__.lower()
@@ -550,7 +581,8 @@ def _what(event: Event | NodesEvent) -> str:
         case LastCallBegan():
             return f"{event.nodes} nodes, {write_ms(event.for_ms)}"
         case RoundCompleted():
-            return write_round(event.round) + _write_not_kept(event.not_kept)
+            not_loaded = f" (not loaded: {event.not_loaded})" if event.not_loaded else ""
+            return write_round(event.round) + _write_not_kept(event.not_kept) + not_loaded
         case RoundAdopted():
             return write_round(event.round)
         case NodeAdopted():
@@ -628,6 +660,9 @@ def write_round(round_: Round) -> str:
         parts += [f"restarts={round_.restarts}"]
     if round_.source is not None:
         parts += [f"source={round_.source} resume_step={round_.resume_step}"]
+    if round_.snapshot is not None:
+        word = "loads" if round_.snapshot_loads else "snapshots"
+        parts += [f"{word}={round_.snapshot.lineage}@{round_.snapshot.step}"]
     return " ".join(parts) + f" master={round_.master_addr}:{round_.master_port}{store}"
 
 

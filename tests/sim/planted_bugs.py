@@ -24,6 +24,12 @@ KEEPING_TESTS = (
     "tests/unit/core/rounds/test_recovery_reports.py "
     "tests/unit/server/test_announcements.py"
 )
+SNAPSHOT_TESTS = (
+    "tests/unit/core/test_snapshots.py "
+    "tests/scenarios "
+    "tests/unit/server/test_snapshots_of_jobs.py "
+    "tests/unit/agent/test_agent_snapshots.py"
+)
 ADOPT_TESTS = "tests/unit/core/rounds/test_recovery_reports.py"
 
 
@@ -570,6 +576,62 @@ MUTANTS = (
         "    if round_ is None:\n        return\n    keep = keep and",
     ),
     # ---------------------------------------------------------- keeping
+    Mutant(
+        "snapshots: parts of one step are mixed with those of another",
+        "snapshots.newest_whole",
+        "parts.setdefault(mark, set())",
+        "parts.setdefault(SnapshotMark(mark.lineage, 0, mark.series, mark.shards), set())",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
+        "snapshots: one part is enough",
+        "snapshots.newest_whole",
+        "if len(shards) == mark.shards",
+        "if shards",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
+        "snapshots: parts that other workers shared",
+        "snapshots._fits",
+        "mark.shards == 1 or mark.world_size == world_size",
+        "True",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
+        "snapshots: loaded beside a kept worker that has the state",
+        "snapshots.base",
+        "    if keeping.source is not None and prior is not None:",
+        "    if False:",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
+        "snapshots: outdated ones are loaded",
+        "snapshots.base",
+        "range(origin, number), world_size)",
+        "range(number), world_size)",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
+        "snapshots: what is loaded in vain is loaded for ever",
+        "snapshots._in_vain",
+        ">= MAX_LOADS",
+        "> 1 << 40",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
+        "snapshots: a part that was lost still counts",
+        "HeldByNodes.note",
+        "                del holders[shard]",
+        "                pass",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
+        "snapshots: the watermark goes back",
+        "_raise_watermark",
+        "known is None or mark > known",
+        "mark != known",
+        by=SNAPSHOT_TESTS,
+    ),
     Mutant(
         "keeping: a worker whose failure ended the round",
         "kept_ranks.keep",

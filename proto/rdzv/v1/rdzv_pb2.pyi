@@ -2760,6 +2760,7 @@ class JobStatus(google.protobuf.message.Message):
     RESUME_STEP_FIELD_NUMBER: builtins.int
     WARM_FIELD_NUMBER: builtins.int
     COLD_FIELD_NUMBER: builtins.int
+    SNAPSHOT_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
@@ -2834,6 +2835,10 @@ class JobStatus(google.protobuf.message.Message):
     def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
         """The durations in `reason` that change with time, in order."""
 
+    @property
+    def snapshot(self) -> global___WholeSnapshot:
+        """The newest step of which participants hold every part in memory; unset: there is none."""
+
     def __init__(
         self,
         *,
@@ -2870,9 +2875,10 @@ class JobStatus(google.protobuf.message.Message):
         resume_step: builtins.int | None = ...,
         warm: builtins.int | None = ...,
         cold: builtins.int | None = ...,
+        snapshot: global___WholeSnapshot | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "cold", b"cold", "has_secret", b"has_secret", "kept", b"kept", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "max_restarts", b"max_restarts", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "snapshot", b"snapshot", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_last_end", b"_last_end", "_last_failure_age_ms", b"_last_failure_age_ms", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "cold", b"cold", "has_secret", b"has_secret", "kept", b"kept", "last_end", b"last_end", "last_failure", b"last_failure", "last_failure_age_ms", b"last_failure_age_ms", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "reason_times", b"reason_times", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
     @typing.overload
@@ -2893,6 +2899,37 @@ class JobStatus(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_warm", b"_warm"]) -> typing.Literal["warm"] | None: ...
 
 global___JobStatus = JobStatus
+
+@typing.final
+class WholeSnapshot(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINEAGE_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    LOST_STEPS_FIELD_NUMBER: builtins.int
+    lineage: builtins.int
+    step: builtins.int
+    parts: builtins.int
+    """How many parts the state has."""
+    age_ms: builtins.int
+    lost_steps: builtins.int
+    """How many steps would be done again if all workers failed now; unset: not known."""
+    def __init__(
+        self,
+        *,
+        lineage: builtins.int = ...,
+        step: builtins.int = ...,
+        parts: builtins.int = ...,
+        age_ms: builtins.int = ...,
+        lost_steps: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lost_steps", b"_lost_steps", "lost_steps", b"lost_steps"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lost_steps", b"_lost_steps", "age_ms", b"age_ms", "lineage", b"lineage", "lost_steps", b"lost_steps", "parts", b"parts", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_lost_steps", b"_lost_steps"]) -> typing.Literal["lost_steps"] | None: ...
+
+global___WholeSnapshot = WholeSnapshot
 
 @typing.final
 class ReasonTime(google.protobuf.message.Message):
@@ -3148,6 +3185,8 @@ class NodeStatus(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     WARM_FIELD_NUMBER: builtins.int
     COLD_FIELD_NUMBER: builtins.int
+    SNAPSHOTS_FIELD_NUMBER: builtins.int
+    SNAPSHOT_BYTES_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     state: builtins.str
     """seated, waiting, spare, stopping, away, lost, succeeded, left"""
@@ -3168,6 +3207,9 @@ class NodeStatus(google.protobuf.message.Message):
     """How its workers were started for the live round; unset: the node has not reported it."""
     warm: builtins.int
     cold: builtins.int
+    snapshots: builtins.int
+    """What it holds in memory of the job's state, and how large that is."""
+    snapshot_bytes: builtins.int
     @property
     def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
         """As in JobStatus."""
@@ -3189,9 +3231,11 @@ class NodeStatus(google.protobuf.message.Message):
         kept: builtins.int | None = ...,
         warm: builtins.int | None = ...,
         cold: builtins.int | None = ...,
+        snapshots: builtins.int = ...,
+        snapshot_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "cold", b"cold", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "kept", b"kept", "rank_first", b"rank_first", "warm", b"warm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "address", b"address", "cold", b"cold", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "kept", b"kept", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "reason", b"reason", "reason_times", b"reason_times", "role", b"role", "state", b"state", "state_age_ms", b"state_age_ms", "warm", b"warm"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_drain_left_ms", b"_drain_left_ms", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "address", b"address", "cold", b"cold", "drain_left_ms", b"drain_left_ms", "group_rank", b"group_rank", "kept", b"kept", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "reason", b"reason", "reason_times", b"reason_times", "role", b"role", "snapshot_bytes", b"snapshot_bytes", "snapshots", b"snapshots", "state", b"state", "state_age_ms", b"state_age_ms", "warm", b"warm"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
     @typing.overload

@@ -11,6 +11,7 @@ from enum import StrEnum
 from rdzv.core.gpu_state import GpuState
 from rdzv.core.kept_ranks import NotKept
 from rdzv.core.model import Cause, Ended, Failure, Round, RoundEnd
+from rdzv.core.snapshots import WhyNotLoaded
 from rdzv.structs import struct
 
 
@@ -134,6 +135,8 @@ class RoundCompleted:
     enough_ms: int | None = None
     """For how long enough nodes had been ready; None in rows of older versions."""
     not_kept: tuple[NotKept, ...] = ()
+    not_loaded: WhyNotLoaded | None = None
+    """Why no snapshots are loaded although nodes hold some; None if they are, or need not be."""
 
 
 @struct(frozen=True)

@@ -13,7 +13,8 @@ steps are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import field
 from enum import StrEnum
 
 from rdzv.core.kept_ranks import Keeping
@@ -31,6 +32,15 @@ class WhyNotLoaded(StrEnum):
     OUTDATED = "outdated"
     RESHARDED = "resharded"
     IN_VAIN = "in vain"
+
+
+WHY_NOT_LOADED: Mapping[str, str] = {
+    WhyNotLoaded.NOT_WHOLE: "of no step are all parts held",
+    WhyNotLoaded.OUTDATED: "an earlier round has gone on without them",
+    WhyNotLoaded.RESHARDED: "they are parts of a state that another number of workers shared",
+    WhyNotLoaded.IN_VAIN: f"{MAX_LOADS} rounds in a row that loaded them have failed soon",
+}
+"""The reasons in words."""
 
 
 @struct(frozen=True)
@@ -116,6 +126,34 @@ def _in_vain(membership: Membership, loads: int) -> bool:
 
 def _workers(participants: tuple[Participant, ...]) -> int:
     return sum(p.offer.local_world_size for p in participants)
+
+
+@struct(frozen=True)
+class NodeHolding:
+    """How many snapshots of a job's state a node holds, and their size."""
+
+    snapshots: int
+    bytes: int
+
+
+@struct(frozen=True)
+class SnapshotsKnown:
+    """What is known of a job's snapshots: the newest whole ones, and all by node_id."""
+
+    whole: SnapshotMark | None = None
+    whole_ms: int = 0
+    """Since when they have been whole, as far as known."""
+    held: Mapping[str, NodeHolding] = field(default_factory=dict)
+
+    def lost_steps(self, steps: Iterable[int]) -> int | None:
+        """Return how many steps would be redone if all workers, at `steps`, failed now.
+
+        None: it is not known.
+        """
+        furthest = max(steps, default=None)
+        if self.whole is None or furthest is None:
+            return None
+        return max(furthest - self.whole.step, 0)
 
 
 class HeldByNodes:

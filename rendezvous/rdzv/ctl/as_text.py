@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rdzv.core.model import JobSpec, Settings
-from rdzv.core.words import counted, duration, listed
+from rdzv.core.words import counted, duration, listed, size_text
 from rdzv.ctl.layout import Cell, Page
 from rdzv.view.answers import (
     OWN_BACKEND,
@@ -180,6 +180,7 @@ def facts(job: JobStatus, page: Page) -> list[str]:
         ("MASTER_ADDR", Cell(_of_round(_master(job), job))),
         *((("workers", Cell(text)),) if (text := workers(job)) else ()),
         *((("progress", Cell(progress(job))),) if job.progress else ()),
+        *((("snapshots", Cell(snapshots(job))),) if job.snapshot is not None else ()),
         *((("straggling", Cell(straggling(job), "yellow")),) if job.stragglers else ()),
     )
     return [line for label, value in found for line in page.fact(label, value)]
@@ -293,6 +294,22 @@ def progress(job: JobStatus) -> str:
         text += f" (slowest: RANK {slowest.rank}{since})"
     if job.world_size is not None and len(job.progress) < job.world_size:
         text += f"; of {len(job.progress)} of {job.world_size} workers"
+    return text
+
+
+def snapshots(job: JobStatus) -> str:
+    """Describe the newest whole snapshots in memory, and what a failure would cost now."""
+    found = job.snapshot
+    if found is None:
+        return ""
+    parts = f", in {found.parts} parts" if found.parts > 1 else ""
+    text = f"step {found.step} became whole {duration(found.age_ms)} ago{parts}"
+    if found.lost_steps is not None:
+        text += f"; if all workers failed now, {counted(found.lost_steps, 'step')} would be redone"
+    held = [node for node in job.nodes if node.snapshots]
+    if held:
+        amount = size_text(sum(node.snapshot_bytes for node in held))
+        text += f"; {amount} on {counted(len(held), 'node')}"
     return text
 
 

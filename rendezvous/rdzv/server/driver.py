@@ -337,6 +337,7 @@ class Driver:
             states=self.jobs.states,
             progress=lambda state: self.diagnosis.progress.shown(state, now_ms),
             straggling=lambda state: self.diagnosis.stragglers.shown(state.membership.rdzv_id),
+            snapshots=self.diagnosis.snapshots.shown,
             lease_ms=self.leases.lease_ms,
             silence_ms=max(
                 (now_ms - record.heard_ms for record in records if record.stream is not None),

@@ -71,6 +71,22 @@ class NodeStatus:
     """Its workers in the live round that are kept, forked `warm`, or `cold`; None: unknown."""
     warm: int | None = None
     cold: int | None = None
+    snapshots: int = 0
+    """What it holds in memory of the job's state, with its size."""
+    snapshot_bytes: int = 0
+
+
+@struct(frozen=True)
+class WholeSnapshot:
+    """The newest step of a job's state of which participants hold all `parts` in memory."""
+
+    lineage: int
+    step: int
+    parts: int
+    age_ms: int
+    """For how long it has been whole, as far as this server knows."""
+    lost_steps: int | None = None
+    """How many steps would be done again if all workers failed now; None: unknown."""
 
 
 @struct(frozen=True)
@@ -229,6 +245,8 @@ class JobStatus:
     warm: int | None = None
     """Workers of the live round that were forked warm; None, with `cold`, while that is unknown."""
     cold: int | None = None
+    snapshot: WholeSnapshot | None = None
+    """The newest snapshots in memory that are whole; None: there are none."""
 
 
 @struct(frozen=True)

@@ -75,7 +75,8 @@ class RoundCompleted:
     """A round is complete. `participants` are the first few of its `nodes`.
 
     Of its workers `kept` took part in the round before; RANK `source` heals the others, at
-    `resume_step`.
+    `resume_step`. New workers load `loaded_step` from snapshots in memory; `not_loaded` says why
+    none are loaded although there are some.
     """
 
     round: int
@@ -90,6 +91,8 @@ class RoundCompleted:
     source: int | None = None
     resume_step: int | None = None
     not_kept: tuple[NotKept, ...] = ()
+    loaded_step: int | None = None
+    not_loaded: str = ""
 
 
 @struct(frozen=True)
@@ -270,6 +273,8 @@ def _completed(round_: Round, event: events.RoundCompleted) -> RoundCompleted:
         not_kept=tuple(
             NotKept(one.why.value, len(one.ranks), one.ranks[:LISTED]) for one in event.not_kept
         ),
+        loaded_step=round_.snapshot.step if round_.snapshot and round_.snapshot_loads else None,
+        not_loaded=event.not_loaded.value if event.not_loaded else "",
     )
 
 

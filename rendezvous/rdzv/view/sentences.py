@@ -12,6 +12,7 @@ from rdzv.core import events, gpu_state
 from rdzv.core.kept_ranks import WHY_NEW
 from rdzv.core.model import Failure
 from rdzv.core.root_cause import describe_failure
+from rdzv.core.snapshots import WHY_NOT_LOADED
 from rdzv.core.words import counted, duration, ranks_text
 from rdzv.view import history
 from rdzv.view.history import Fields, Kept, read
@@ -192,15 +193,17 @@ def _round(event: history.RoundCompleted) -> str:
 
 
 def kept(event: history.RoundCompleted) -> str:
-    """Describe which workers of a round are kept, and why others are new; empty if none could be.
+    """Describe which workers of a round are kept, why others are new, and what these load.
+
+    It is empty if none could be kept, and nothing loaded.
 
     >>> torn = history.NotKept("failed", 1, (3,))
     >>> kept(history.RoundCompleted(1, 2, 4, (), "h", 1, None, 3, 0, 7, (torn,)))
     '; 3 of 4 workers kept, from step 7 of RANK 0; new: RANK 3 (failed in the last round)'
     """
-    if not (event.kept or event.not_kept):
-        return ""
-    text = f"; {event.kept} of {event.world_size} workers kept"
+    text = ""
+    if event.kept or event.not_kept:
+        text = f"; {event.kept} of {event.world_size} workers kept"
     if event.source is not None:
         text += f", from step {event.resume_step} of RANK {event.source}"
     new = "; ".join(
@@ -208,7 +211,16 @@ def kept(event: history.RoundCompleted) -> str:
         f"({WHY_NEW.get(one.why, one.why)})"
         for one in event.not_kept
     )
-    return text + (f"; new: {new}" if new else "")
+    return text + (f"; new: {new}" if new else "") + _loaded(event)
+
+
+def _loaded(event: history.RoundCompleted) -> str:
+    if event.loaded_step is not None:
+        return f"; all go on from the snapshots of step {event.loaded_step} in memory"
+    if event.not_loaded:
+        why = WHY_NOT_LOADED.get(event.not_loaded, event.not_loaded)
+        return f"; snapshots in memory are not loaded: {why}"
+    return ""
 
 
 def started(event: events.WorkersStarted) -> str:

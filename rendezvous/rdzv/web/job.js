@@ -18,6 +18,16 @@ function origins(of) {
   return counts.filter(([count]) => count).map(([count, how]) => `${count} ${how}`).join(", ");
 }
 
+/** What is in memory of a job's state, and what a failure of all workers would cost now. */
+function snapshots(job) {
+  const { step, parts, age_ms, lost_steps } = job.snapshot;
+  const held = job.nodes.filter((node) => node.snapshots).length;
+  const text = [`step ${step} whole since ${moment(job.at - age_ms)}${parts > 1 ? `, in ${parts} parts` : ""}`];
+  if (lost_steps !== null) text.push(`a failure of all workers now costs ${counted(lost_steps, "step")}`);
+  if (held) text.push(`held on ${counted(held, "node")}`);
+  return text.join("; ");
+}
+
 /** Return a link to a job's dashboard, if rdzvd has been told where Grafana is. */
 function grafanaLink(name) {
   const url = document.querySelector('meta[name="rdzv-grafana"]')?.content;
@@ -173,6 +183,7 @@ export class JobView {
       ["Restarts", job.max_restarts === null ? "counted by the nodes" : `${job.restarts} of ${job.max_restarts}`],
       ...(job.budgets?.preemptions ? [["Lost or left", spent(job.budgets.preemptions, job.budgets.max_preemptions)]] : []),
       ...(job.budgets?.store_failures ? [["Store hosts failed", spent(job.budgets.store_failures, job.budgets.max_store_failures)]] : []),
+      ...(job.snapshot ? [["Snapshots in memory", snapshots(job)]] : []),
       ...(job.stragglers.length ? [["Straggling", job.stragglers.map((one) => `RANK ${one.rank} (${slowness(one)})`).join("; ")]] : []),
       ["Run", `${orNone(job.run_number)} (${orNone(job.run)})`],
       ["Run began", moment(job.at - job.run_age_ms)],

@@ -253,6 +253,7 @@ def test_status_for_programs(
         "resume_step",
         "warm",
         "cold",
+        "snapshot",
     ]
     assert (document["version"], document["backend"]) == (1, "rdzv")
     assert (document["round"], document["restarts"], document["master_port"]) == (5, 3, 29511)
@@ -271,6 +272,8 @@ def test_status_for_programs(
         "kept": None,
         "warm": None,
         "cold": None,
+        "snapshots": 0,
+        "snapshot_bytes": 0,
     }
     failure = document["last_failure"]
     assert list(failure) == ["age_ms", "root_cause", "others"]
@@ -285,6 +288,45 @@ def test_status_for_programs(
         "message": control_samples.OUT_OF_MEMORY,
         "traceback": control_samples.TRACEBACK,
         "suspect": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("parts", "lost_steps", "shown"),
+    [
+        (1, None, "step 1200 became whole 12 s ago; 3 GiB on 1 node"),
+        (
+            4,
+            1,
+            "step 1200 became whole 12 s ago, in 4 parts; if all workers failed now, 1 step would "
+            "be redone; 3 GiB on 1 node",
+        ),
+    ],
+)
+def test_status_shows_what_is_held_in_memory(
+    control: FakeControl,
+    server: str,
+    capsys: pytest.CaptureFixture[str],
+    parts: int,
+    lost_steps: int | None,
+    shown: str,
+) -> None:
+    status = control_samples.running()
+    status.snapshot.CopyFrom(
+        pb.WholeSnapshot(lineage=3, step=1_200, parts=parts, age_ms=12_000, lost_steps=lost_steps)
+    )
+    status.nodes[0].snapshots, status.nodes[0].snapshot_bytes = 2, 3 << 30
+    control.jobs["gpt-small"] = status
+    assert run(["status", "gpt-small"]) == 0
+    assert shown in " ".join(capsys.readouterr().out.split())
+    assert run(["status", "gpt-small", "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["snapshot"] == {
+        "lineage": 3,
+        "step": 1_200,
+        "parts": parts,
+        "age_ms": 12_000,
+        "lost_steps": lost_steps,
     }
 
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from rdzv.core.model import Snapshot, SnapshotMark
-from rdzv.server.diagnosis.snapshot_tracking import Held
-from rdzv.server.messages import Announcement, Assignment, SnapshotsHeld, SnapshotWatermark
+import pytest
+
+from rdzv.core.events import RoundCompleted
+from rdzv.core.model import Offer, Participant, Round, Snapshot, SnapshotMark
+from rdzv.core.snapshots import NodeHolding, SnapshotsKnown, WhyNotLoaded
+from rdzv.server.messages import (
+    Announcement,
+    Assignment,
+    RankProgress,
+    SnapshotsHeld,
+    SnapshotWatermark,
+)
+from rdzv.server.operations import answer_values
 from rdzv.server.sessions.streams import Stream
+from rdzv.server.telemetry.job_metrics import JobPage
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
+from rdzv.view import answers
+from rdzv.view.history import fields_in, written
+from rdzv.view.sentences import sentence_of
 from tests.unit.server.test_driver import FakeClock, Server, read, running, server
 
 
@@ -24,10 +38,8 @@ def heard(stream: Stream) -> list[Announcement]:
     return [told for told in read(stream) if isinstance(told, SnapshotWatermark)]
 
 
-def whole(s: Server) -> tuple[SnapshotMark, int] | None:
-    state = s.driver.jobs.peek("job-7")
-    assert state is not None
-    return s.driver.diagnosis.snapshots.whole(state)
+def whole(s: Server) -> SnapshotMark | None:
+    return s.driver.views.snapshots("job-7").whole
 
 
 def whole_at(step: int) -> list[SnapshotWatermark]:
@@ -42,15 +54,15 @@ async def test_all_participants_hear_of_a_step_that_is_whole() -> None:
         await s.clock.advance(3)
         s.driver.reports.note_snapshots(n2, holds(1, mark(40)))
         assert heard(n1) == heard(n2) == whole_at(40)
-        assert whole(s) == (mark(40), s.clock.now_ms())
+        assert s.driver.views.snapshots("job-7") == SnapshotsKnown(
+            mark(40), s.clock.now_ms(), {"n1": NodeHolding(1, 1_000), "n2": NodeHolding(1, 1_000)}
+        )
         # Once each; and again when the next is whole.
         s.driver.reports.note_snapshots(n2, holds(1, mark(40), mark(50)))
         assert (heard(n1), heard(n2)) == ([], [])
         s.driver.reports.note_snapshots(n1, holds(0, mark(40), mark(50)))
         assert heard(n1) == heard(n2) == whole_at(50)
-        state = s.driver.jobs.peek("job-7")
-        assert state is not None
-        assert s.driver.diagnosis.snapshots.held(state, "n1") == Held(2, 2_000)
+        assert s.driver.views.snapshots("job-7").held["n1"] == NodeHolding(2, 2_000)
 
 
 async def test_who_has_no_seat_and_other_runs_do_not_count() -> None:
@@ -75,6 +87,56 @@ async def test_a_node_that_missed_it_hears_of_it_when_it_is_back() -> None:
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
         s.driver.reports.note_snapshots(n1, holds(0, mark(40)))
         assert heard(n1) == whole_at(40)
+
+
+async def test_it_is_shown_with_what_a_failure_would_cost() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        s.driver.reports.note_snapshots(n1, holds(0, mark(40)))
+        s.driver.reports.note_snapshots(n2, holds(1, mark(40), mark(50)))
+        await s.clock.advance(3_000)
+        known = s.driver.views.snapshots("job-7")
+        progress = tuple(RankProgress(rank, 50 + rank, 0, 0.0) for rank in range(4))
+        view, now_ms = await s.driver.views.status("job-7"), s.clock.now_ms()
+        shown = answer_values.job_status(view, now_ms, progress, snapshots=known)
+        assert shown.snapshot == answers.WholeSnapshot(0, 40, 2, 3_000, lost_steps=13)
+        assert [(n.snapshots, n.snapshot_bytes) for n in shown.nodes] == [(1, 1_000), (2, 2_000)]
+        unknown = answer_values.job_status(view, now_ms, snapshots=known)
+        assert unknown.snapshot == answers.WholeSnapshot(0, 40, 2, 3_000, lost_steps=None)
+        page, state = JobPage(), s.driver.jobs.peek("job-7")
+        assert state is not None
+        page.add_snapshots(state, known, progress, now_ms)
+        lines = b"".join(page.parts()).decode().splitlines()
+        assert [line for line in lines if line.startswith("rdzv_job_snapshot")] == [
+            'rdzv_job_snapshot_step{rdzv_id="job-7"} 40',
+            'rdzv_job_snapshot_age_seconds{rdzv_id="job-7"} 3.0',
+            'rdzv_job_snapshot_lost_steps{rdzv_id="job-7"} 13',
+            'rdzv_job_snapshots{rdzv_id="job-7"} 3',
+            'rdzv_job_snapshot_bytes{rdzv_id="job-7"} 3000',
+        ]
+
+
+@pytest.mark.parametrize(
+    ("loads", "why_not", "said"),
+    [
+        (1, None, "; all go on from the snapshots of step 40 in memory"),
+        (0, None, ""),
+        (
+            0,
+            WhyNotLoaded.NOT_WHOLE,
+            "; snapshots in memory are not loaded: of no step are all parts held",
+        ),
+    ],
+)
+def test_a_round_says_what_is_loaded_or_why_nothing_is(
+    loads: int, why_not: WhyNotLoaded | None, said: str
+) -> None:
+    participants = (Participant("n1", 1, Offer("h", local_world_size=2), 0, 0, 2),)
+    round_ = Round(1, participants, "h", 1, True, 0, 5, snapshot=mark(40), snapshot_loads=loads)
+    fields = fields_in(written(RoundCompleted(round_, not_loaded=why_not)))
+    assert fields is not None
+    text = sentence_of("RoundCompleted", fields)
+    assert text == f"round 1 complete: n1=0..1, world_size 2, MASTER h:1{said}"
 
 
 A_LINE = Assignment("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)

@@ -791,11 +791,12 @@ def sent_line(view: JobView) -> pb.JobSummary:
 
 def test_status_carries_every_field_of_the_view() -> None:
     status = sent(VIEW, 5_000, (RankProgress(3, 1_204, 300, 14.25),))
-    of_workers = {"progress", "stragglers", "warm", "cold"}
+    of_workers = {"progress", "stragglers", "warm", "cold", "snapshot"}
     names = {*field_names(JobView), *of_workers, "reason_times"} - {"jobs_before"}
     assert names == set(pb.JobStatus.DESCRIPTOR.fields_by_name)
     assert list(status.progress) == [pb.RankProgress(rank=3, step=1_204, age_ms=300, rate=14.25)]
-    names = {*field_names(NodeView), "reason_times", "kept", "warm", "cold"}
+    held = {"snapshots", "snapshot_bytes"}
+    names = {*field_names(NodeView), "reason_times", "kept", "warm", "cold", *held}
     assert names == set(pb.NodeStatus.DESCRIPTOR.fields_by_name)
     for name in field_names(JobView):
         if name not in ("nodes", "last_failure", "submission", "jobs_before", "budgets"):

@@ -92,7 +92,9 @@ def complete_round(work: Draft) -> bool:
     )
     work.state = replace(work.state, superseded={})
     since_ms = work.now_ms if state.enough_since_ms is None else state.enough_since_ms
-    work.events.append(RoundCompleted(round_, work.now_ms - since_ms, keeping.not_kept))
+    work.events.append(
+        RoundCompleted(round_, work.now_ms - since_ms, keeping.not_kept, begins_with.why_not)
+    )
     return True
 
 

@@ -11,17 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rdzv.core.model import SnapshotMark, State
-from rdzv.core.snapshots import HeldByNodes
+from rdzv.core.snapshots import HeldByNodes, NodeHolding, SnapshotsKnown
 from rdzv.server.messages import Announcement, SnapshotsHeld, SnapshotWatermark
-from rdzv.structs import struct
-
-
-@struct(frozen=True)
-class Held:
-    """How many snapshots of a job's state a node holds, and their size."""
-
-    snapshots: int
-    bytes: int
 
 
 @dataclass(slots=True)
@@ -77,22 +68,23 @@ class SnapshotTracking:
         if job is not None and (membership.ended is not None or membership.run != job.run):
             del self._jobs[membership.rdzv_id]
 
-    def whole(self, state: State) -> tuple[SnapshotMark, int] | None:
-        """Return the newest whole mark of a job and since when it has been; None: there is none."""
-        round_ = state.membership.round
-        if round_ is None or state.membership.ended is not None:
-            return None
-        job = self._jobs.get(state.membership.rdzv_id)
-        known = job is not None and (job.run, job.round) == (state.membership.run, round_.number)
-        mark = job.held.whole if known and job is not None else round_.snapshot
-        since_ms = job.whole_ms if known and job is not None else None
-        return None if mark is None else (mark, round_.at_ms if since_ms is None else since_ms)
-
-    def held(self, state: State, node_id: str) -> Held:
-        """Return what a node has reported to hold."""
-        job = self._jobs.get(state.membership.rdzv_id)
-        snapshots = () if job is None else job.held.held_by(node_id)
-        return Held(len(snapshots), sum(one.bytes for one in snapshots))
+    def shown(self, state: State) -> SnapshotsKnown:
+        """Return what is known of a job's snapshots; nothing of one that has ended."""
+        membership, round_ = state.membership, state.membership.round
+        if round_ is None or membership.ended is not None:
+            return SnapshotsKnown()
+        job = self._jobs.get(membership.rdzv_id)
+        if job is None or (job.run, job.round) != (membership.run, round_.number):
+            return SnapshotsKnown(round_.snapshot, round_.at_ms)
+        since_ms = round_.at_ms if job.whole_ms is None else job.whole_ms
+        names = (participant.node_id for participant in round_.participants)
+        held = {node_id: job.held.held_by(node_id) for node_id in names}
+        sizes = {
+            node_id: NodeHolding(len(all_), sum(one.bytes for one in all_))
+            for node_id, all_ in held.items()
+            if all_
+        }
+        return SnapshotsKnown(job.held.whole, since_ms, sizes)
 
     def _job(self, state: State) -> _Job:
         membership, round_ = state.membership, state.membership.live_round

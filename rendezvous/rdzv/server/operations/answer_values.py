@@ -12,6 +12,7 @@ from rdzv.core.evidence.stacks import Report
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import JobView, NodeView
 from rdzv.core.model import Failure, NodeState, Submission
+from rdzv.core.snapshots import NodeHolding, SnapshotsKnown
 from rdzv.core.timed_text import times_of
 from rdzv.server.diagnosis.worker_starts import Starts
 from rdzv.server.messages import LogLines, RankProgress
@@ -19,6 +20,7 @@ from rdzv.server.security.tokens import Token
 from rdzv.transport.same_fields import from_value
 from rdzv.view import answers
 
+NO_SNAPSHOTS = SnapshotsKnown()
 _HERE = (NodeState.SEATED, NodeState.SUCCEEDED, NodeState.AWAY, NodeState.STOPPING)
 
 
@@ -28,6 +30,7 @@ def job_status(
     progress: Sequence[RankProgress] = (),
     stragglers: Iterable[Straggler] = (),
     starts: Mapping[str, Starts] | None = None,
+    snapshots: SnapshotsKnown = NO_SNAPSHOTS,
 ) -> answers.JobStatus:
     """Show one job, the progress of its workers, and by node how these came into the round."""
     starts = starts or {}
@@ -39,7 +42,10 @@ def job_status(
         view,
         reason=str(view.reason) or None,
         reason_times=times_of(view.reason),
-        nodes=tuple(_job_node(node, starts.get(node.node_id)) for node in view.nodes),
+        nodes=tuple(
+            _job_node(node, starts.get(node.node_id), snapshots.held.get(node.node_id))
+            for node in view.nodes
+        ),
         last_failure=_last_failure(view.last_failure, view.last_failure_age_ms),
         progress=answers.rank_progress(said),
         submission=_submission(view.submission, view.jobs_before, now_ms),
@@ -49,10 +55,24 @@ def job_status(
         ),
         warm=sum(one.warm for one in known) if known else None,
         cold=sum(one.cold for one in known) if known else None,
+        snapshot=_whole_snapshot(snapshots, progress, now_ms),
     )
 
 
-def _job_node(view: NodeView, started: Starts | None) -> answers.NodeStatus:
+def _whole_snapshot(
+    snapshots: SnapshotsKnown, progress: Sequence[RankProgress], now_ms: int
+) -> answers.WholeSnapshot | None:
+    mark = snapshots.whole
+    if mark is None:
+        return None
+    age_ms = max(now_ms - snapshots.whole_ms, 0)
+    lost = snapshots.lost_steps(one.step for one in progress)
+    return answers.WholeSnapshot(mark.lineage, mark.step, mark.shards, age_ms, lost)
+
+
+def _job_node(
+    view: NodeView, started: Starts | None, held: NodeHolding | None
+) -> answers.NodeStatus:
     return from_value(
         answers.NodeStatus,
         view,
@@ -61,6 +81,8 @@ def _job_node(view: NodeView, started: Starts | None) -> answers.NodeStatus:
         kept=started.kept if started else None,
         warm=started.warm if started else None,
         cold=started.cold if started else None,
+        snapshots=held.snapshots if held else 0,
+        snapshot_bytes=held.bytes if held else 0,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.explain import JobView, view
 from rdzv.core.model import State
+from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnknownJobError
 from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
@@ -130,6 +131,11 @@ class JobViews:
         """Return by node how the workers of a job's present round were started."""
         state = self._jobs.peek(rdzv_id)
         return self._diagnosis.starts.shown(state) if state is not None else {}
+
+    def snapshots(self, rdzv_id: str) -> SnapshotsKnown:
+        """Return what is known of the snapshots of a job's state in the memory of its nodes."""
+        state = self._jobs.peek(rdzv_id)
+        return self._diagnosis.snapshots.shown(state) if state is not None else SnapshotsKnown()
 
     def hangs(self, rdzv_id: str) -> str:
         """Describe which workers of a job hang now; return "" if none do."""

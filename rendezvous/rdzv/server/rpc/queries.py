@@ -85,7 +85,7 @@ class Queries:
         views = self.replica.driver.views
         rdzv_id, now_ms = view.rdzv_id, self.clock.now_ms()
         found = (views.progress(rdzv_id), views.stragglers(rdzv_id), views.starts(rdzv_id))
-        return answer_values.job_status(view, now_ms, *found)
+        return answer_values.job_status(view, now_ms, *found, snapshots=views.snapshots(rdzv_id))
 
     def summary_of(self, view: JobView) -> answers.JobSummary:
         """Show a job as one line."""

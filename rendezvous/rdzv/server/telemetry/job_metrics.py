@@ -16,6 +16,7 @@ from rdzv.core.explain import job_state
 from rdzv.core.life.charging import restarts_that_count
 from rdzv.core.life.forming import completion_due_ms, holds, restart_due_ms
 from rdzv.core.model import Cause, JobState, Membership, NodeState, State
+from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.server.messages import RankProgress
 from rdzv.view.ledger import LedgerPhase
 
@@ -217,7 +218,25 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "gauge",
         "Share of the time that the others wait for the latest straggler in collectives; 0: none.",
     ),
+<<<<<<< HEAD
     "rdzv_job_progress_workers": ("gauge", "Workers that have reported a step in the live round."),
+=======
+    "rdzv_job_snapshot_step": (
+        "gauge",
+        "Newest step of which participants hold every part in memory; absent if there is none.",
+    ),
+    "rdzv_job_snapshot_age_seconds": ("gauge", "Time since that step became whole."),
+    "rdzv_job_snapshot_lost_steps": (
+        "gauge",
+        "Steps that would be done again if all workers failed now.",
+    ),
+    "rdzv_job_snapshots": (
+        "gauge",
+        "Snapshots that nodes hold in memory; absent if there are none.",
+    ),
+    "rdzv_job_snapshot_bytes": ("gauge", "Size of these snapshots."),
+    "rdzv_job_progress_workers": ("gauge", "Workers that have told of a step in the live round."),
+>>>>>>> f19526d (Status, page, history and metrics show which snapshots in memory are whole)
     "rdzv_job_rounds_completed_total": ("counter", "Rounds that were completed."),
     "rdzv_job_rounds_ended_total": (
         "counter",
@@ -305,6 +324,21 @@ class JobPage:
         self._add("rdzv_job_straggling_ranks", job, len(stragglers))
         most = max((one.wait_share or 0.0 for one in stragglers), default=0.0)
         self._add("rdzv_job_straggler_wait_ratio", job, most)
+
+    def add_snapshots(
+        self, state: State, snapshots: SnapshotsKnown, progress: Sequence[RankProgress], now_ms: int
+    ) -> None:
+        """Write what nodes hold in memory of a live job's state."""
+        job, add = _label("rdzv_id", state.membership.rdzv_id), self._add
+        if (mark := snapshots.whole) is not None:
+            add("rdzv_job_snapshot_step", job, mark.step)
+            age_ms = max(now_ms - snapshots.whole_ms, 0)
+            add("rdzv_job_snapshot_age_seconds", job, age_ms / 1000)
+            if (lost := snapshots.lost_steps(one.step for one in progress)) is not None:
+                add("rdzv_job_snapshot_lost_steps", job, lost)
+        if held := snapshots.held.values():
+            add("rdzv_job_snapshots", job, sum(one.snapshots for one in held))
+            add("rdzv_job_snapshot_bytes", job, sum(one.bytes for one in held))
 
     def _add_progress(self, job: str, progress: Sequence[RankProgress]) -> None:
         """Write extremes and median of a job's workers; a series per worker would be unbounded."""

@@ -512,6 +512,7 @@ class Metrics(Meter, Collector):
             if tally is not None:
                 page.add_live(state, tally, figures.progress(state), now_ms)
                 page.add_straggling(state, figures.straggling(state))
+                page.add_snapshots(state, figures.snapshots(state), figures.progress(state), now_ms)
                 rdzv_id = state.membership.rdzv_id
                 page.add_phases(rdzv_id, *self._ledgers.phases(rdzv_id, now_ms, state))
             if number % SLICE_JOBS == 0:

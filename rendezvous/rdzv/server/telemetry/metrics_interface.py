@@ -13,6 +13,7 @@ from dataclasses import field
 from rdzv.core.events import Event
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import State
+from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.server.messages import RankProgress
 from rdzv.stores.base import Record
 from rdzv.structs import struct
@@ -48,6 +49,8 @@ class Figures:
     """Every job in memory, which is every job that has not ended."""
     straggling: Callable[[State], Sequence[Straggler]] = lambda state: ()
     """The workers of a job that straggle."""
+    snapshots: Callable[[State], SnapshotsKnown] = lambda state: SnapshotsKnown()
+    """What is known of the snapshots of a job's state in memory."""
     progress: Callable[[State], Sequence[RankProgress]] = lambda state: ()
     """The progress of a job's workers, as far as reported."""
     lease_ms: int = 0
