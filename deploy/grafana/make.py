@@ -647,6 +647,26 @@ JOB = Board(
                     (f"max (rdzv_job_straggler_wait_ratio{{{JOB_OF}}})", "of the time"),
                     unit="percentunit",
                 ),
+                panel(
+                    "Snapshots in memory",
+                    "The newest step that is whole, and the steps that a failure of all workers "
+                    "would cost.",
+                    (f"max (rdzv_job_snapshot_step{{{JOB_OF}}})", "whole step"),
+                    (f"max (rdzv_job_snapshot_lost_steps{{{JOB_OF}}})", "steps that would be lost"),
+                    (f"max (rdzv_job_snapshots{{{JOB_OF}}})", "snapshots held"),
+                ),
+                panel(
+                    "Age of the whole snapshot",
+                    "",
+                    (f"max (rdzv_job_snapshot_age_seconds{{{JOB_OF}}})", "age"),
+                    unit="s",
+                ),
+                panel(
+                    "Size of snapshots",
+                    "Memory of all nodes that holds them.",
+                    (f"max (rdzv_job_snapshot_bytes{{{JOB_OF}}})", "bytes"),
+                    unit="bytes",
+                ),
             ),
         ),
     ),

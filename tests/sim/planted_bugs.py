@@ -607,8 +607,8 @@ MUTANTS = (
     Mutant(
         "snapshots: outdated ones are loaded",
         "snapshots.base",
-        "range(origin, number), world_size)",
-        "range(number), world_size)",
+        "newest_whole(held, range(origin, number)",
+        "newest_whole(held, range(number)",
         by=SNAPSHOT_TESTS,
     ),
     Mutant(
@@ -623,6 +623,13 @@ MUTANTS = (
         "HeldByNodes.note",
         "                del holders[shard]",
         "                pass",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
+        "snapshots: a step that is done again is mixed with the first one",
+        "snapshots.before",
+        "if mark.lineage == lineage and mark.step > (step or 0)",
+        "if False",
         by=SNAPSHOT_TESTS,
     ),
     Mutant(

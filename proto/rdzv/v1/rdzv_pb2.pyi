@@ -2004,7 +2004,7 @@ global___Heard = Heard
 @typing.final
 class SnapshotWatermark(google.protobuf.message.Message):
     """The snapshots of this mark are whole: participants of the live round hold each part. Nodes keep
-    theirs until a newer mark is whole. It never goes back within a run.
+    theirs until a newer mark is whole, or a round begins with another.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -89,15 +89,25 @@ def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> 
     origin = prior.origin if prior is not None else number
     world_size = _workers(keeping.participants)
     held = [one.snapshots for one in joins]
-    mark = newest_whole(held, range(origin, number), world_size)
     if keeping.source is not None and prior is not None:
-        return Base(mark, 0, origin, prior.lineage)
+        lineage = prior.lineage
+        past = [before(snapshots, lineage, keeping.resume_step) for snapshots in held]
+        mark = newest_whole(past, range(origin, number), world_size)
+        return Base(mark, 0, origin, lineage)
+    mark = newest_whole(held, range(origin, number), world_size)
     loads = prior.snapshot_loads if prior is not None and prior.snapshot == mark else 0
     if mark is None:
         return Base(None, 0, number, number, _why_not_whole(held, origin, world_size))
     if _in_vain(membership, loads):
         return Base(None, 0, number, number, WhyNotLoaded.IN_VAIN)
     return Base(mark, loads + 1, origin, number)
+
+
+def before(snapshots: Collection[Snapshot], lineage: int, step: int | None) -> tuple[Snapshot, ...]:
+    """Leave out steps of a lineage that kept workers do again: they will not be the same."""
+    marks = (one.mark for one in snapshots)
+    undone = {mark for mark in marks if mark.lineage == lineage and mark.step > (step or 0)}
+    return tuple(one for one in snapshots if one.mark not in undone)
 
 
 def _why_not_whole(
@@ -163,17 +173,18 @@ class HeldByNodes:
     part is lost, and never goes back.
     """
 
-    def __init__(self, round_: Round, before: HeldByNodes | None = None) -> None:
-        """Begin with the mark of the round's record, and what its nodes had reported `before`."""
+    def __init__(self, round_: Round, last: HeldByNodes | None = None) -> None:
+        """Begin with the mark of the round's record, and what its nodes reported in the `last`."""
         self.whole = round_.snapshot
         self._lineages = sealed_in(round_)
         self._world_size = round_.world_size
         self._held: dict[str, tuple[Snapshot, ...]] = {}
         self._holders: dict[SnapshotMark, dict[int, int]] = {}
         """By mark and part, how many nodes hold it."""
-        for participant in round_.participants if before is not None else ():
-            if before is not None and participant.node_id in before._held:
-                self.note(participant.node_id, before._held[participant.node_id])
+        for participant in round_.participants if last is not None else ():
+            if last is not None and (known := last._held.get(participant.node_id)):
+                past = before(known, round_.lineage, round_.resume_step)
+                self.note(participant.node_id, past)
 
     def note(self, node_id: str, snapshots: tuple[Snapshot, ...]) -> bool:
         """Replace what a node holds; return whether a newer mark has become whole."""

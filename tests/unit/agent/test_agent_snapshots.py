@@ -81,6 +81,14 @@ def test_a_round_brings_the_mark_that_it_begins_with() -> None:
     node, loads = Node(), line(snapshot=mark(40), snapshot_loads=1)
     told = node.hear(CONNECTED, JOINED, events.RoundCompleted(loads))
     assert told == [StartWorkers(loads), AnnounceWatermark(mark(40))]
+    # Kept workers may do the last step again: then the mark goes back.
+    node.hear(whole(50), over(), events.WorkersGone(0))
+    again = line(1, snapshot=mark(40))
+    assert node.hear(events.RoundCompleted(again)) == [
+        StartWorkers(again),
+        AnnounceWatermark(mark(40)),
+    ]
+    assert node.hear(whole(50)) == [AnnounceWatermark(mark(50))]
 
 
 def test_what_the_round_begins_with_is_repeated_to_a_server_that_has_forgotten_it() -> None:

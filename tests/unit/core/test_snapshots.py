@@ -202,10 +202,21 @@ def test_a_lineage_goes_on_in_the_next_round_with_those_who_take_part_in_it() ->
     held = held_by_two()
     held.note("n1", holds("5@60/2:0"))
     held.note("n9", holds("5@70/2:1"))
-    carried = HeldByNodes(replace(ROUND, number=6), held)
+    carried = HeldByNodes(replace(ROUND, number=6, source=0, resume_step=70), held)
     assert not carried.note("n2", holds("5@70/2:0"))
     assert carried.note("n2", holds("5@60/2:1"))
     assert carried.whole == mark("5@60/2")
+
+
+def test_a_step_that_kept_workers_do_again_does_not_count() -> None:
+    held = held_by_two()
+    held.note("n1", holds("5@49/2:0 5@50/2:0"))
+    held.note("n2", holds("5@49/2:1"))
+    again = replace(ROUND, number=6, source=0, resume_step=49, snapshot=mark("5@49/2"))
+    carried = HeldByNodes(again, held)
+    # The part of the other node is of the step as it was done again.
+    assert not carried.note("n2", holds("5@49/2:1 5@50/2:1"))
+    assert carried.note("n1", holds("5@49/2:0 5@50/2:0"))
 
 
 # ------------------------------------------------------------------ in a job
@@ -267,9 +278,14 @@ def test_kept_workers_win() -> None:
     job = running("n1", "n2", settings=LASTING)
     job.fail("n1")
     job.stopped("n1", snapshots=held(job, "0@50"))
-    job.stopped("n2", snapshots=held(job, "0@50"), kept=(KeptWorker(0, 49),))
-    assert (job.round.source, job.round.resume_step) == (1, 49)
+    job.stopped("n2", snapshots=held(job, "0@50"), kept=(KeptWorker(0, 50),))
+    assert (job.round.source, job.round.resume_step) == (1, 50)
     assert (job.round.snapshot, job.round.snapshot_loads) == (held(job, "0@50")[0].mark, 0)
+    # Where they do the last step again, snapshots of it are not of the same state any more.
+    job.fail("n1")
+    job.stopped("n1", snapshots=held(job, "0@50 0@60"))
+    job.stopped("n2", snapshots=held(job, "0@50"), kept=(KeptWorker(0, 59),))
+    assert job.round.snapshot == held(job, "0@50")[0].mark
     # The next round has nobody to keep. Its own course began with the first.
     killed(job, "0@50", "0@50")
     assert (job.round.snapshot_loads, job.round.origin) == (1, 0)

@@ -248,6 +248,8 @@ def _start(work: _Step, assignment: Assignment) -> None:
         kept=(),
         resuming=tuple(one for one in state.kept if one.local_rank in assignment.kept),
         resume_due_ms=work.now_ms + resume_ms(state.job),
+        # It may go back: kept workers may do the last step again.
+        watermark=assignment.snapshot,
         ending_kept=False,
         failures=(),
         moved=UNMOVED,
@@ -258,8 +260,8 @@ def _start(work: _Step, assignment: Assignment) -> None:
         store_host_failed="",
     )
     work.do(StartWorkers(assignment))
-    if assignment.snapshot is not None:
-        _raise_watermark(work, assignment.run, assignment.snapshot)
+    if assignment.snapshot is not None and assignment.snapshot != state.watermark:
+        work.do(AnnounceWatermark(assignment.snapshot))
 
 
 def _end_round(work: _Step, event: RoundEnded) -> None:
@@ -609,7 +611,7 @@ def _note_snapshots(work: _Step, event: SnapshotsHeld) -> None:
 
 
 def _raise_watermark(work: _Step, run: str, mark: SnapshotMark) -> None:
-    """Tell the workers of a newer mark: it never goes back, whichever server says so."""
+    """Tell the workers of a newer mark; in a round it never goes back, whichever server says so."""
     known = work.state.watermark
     if run == work.state.run and (known is None or mark > known):
         work.state = replace(work.state, watermark=mark)

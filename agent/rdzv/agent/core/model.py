@@ -226,7 +226,7 @@ class AgentState:
     snapshots: tuple[Snapshot, ...] = ()
     """What the runner holds of the run's state."""
     watermark: SnapshotMark | None = None
-    """The newest snapshots that the server has announced to be whole."""
+    """The newest snapshots that the server has announced to be whole, with the round or since."""
     ending_kept: bool = False
     """Whether the runner was ordered to end the parked workers, and has not confirmed it."""
     failures: tuple[WorkerFailure, ...] = ()

@@ -218,9 +218,6 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "gauge",
         "Share of the time that the others wait for the latest straggler in collectives; 0: none.",
     ),
-<<<<<<< HEAD
-    "rdzv_job_progress_workers": ("gauge", "Workers that have reported a step in the live round."),
-=======
     "rdzv_job_snapshot_step": (
         "gauge",
         "Newest step of which participants hold every part in memory; absent if there is none.",
@@ -235,8 +232,7 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "Snapshots that nodes hold in memory; absent if there are none.",
     ),
     "rdzv_job_snapshot_bytes": ("gauge", "Size of these snapshots."),
-    "rdzv_job_progress_workers": ("gauge", "Workers that have told of a step in the live round."),
->>>>>>> f19526d (Status, page, history and metrics show which snapshots in memory are whole)
+    "rdzv_job_progress_workers": ("gauge", "Workers that have reported a step in the live round."),
     "rdzv_job_rounds_completed_total": ("counter", "Rounds that were completed."),
     "rdzv_job_rounds_ended_total": (
         "counter",
