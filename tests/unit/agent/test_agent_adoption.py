@@ -44,7 +44,16 @@ from rdzv.agent.node.node import daemon_identity
 from rdzv.agent.runner_link import Hello, NotAdoptableError
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.client import Endpoint
-from rdzv.core.model import Cause, JobSpec, LeaveCause, Offer, Result, Settings
+from rdzv.core.model import (
+    Cause,
+    JobSpec,
+    LeaveCause,
+    Offer,
+    Result,
+    Settings,
+    Snapshot,
+    SnapshotMark,
+)
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -280,6 +289,11 @@ class Runner:
         self.last_round: int | None = None
         self.store_hosts: set[int] = set()
         self.served: list[tuple[float, float]] = []
+        self.held_for: list[int | None] = []
+        """The limits with which each of its agents has asked it to hold snapshots."""
+
+    def hold_snapshots(self, limit_bytes: int | None) -> None:
+        self.held_for.append(limit_bytes)
 
     def serve(self, _: Path, orphan_timeout_s: float, grace_s: float) -> None:
         self.served.append((orphan_timeout_s, grace_s))
@@ -440,6 +454,19 @@ async def test_a_round_runs_on_and_is_believed_in(s: Story) -> None:
     written = s.driver.written.at(0)
     assert written is not None and not s.driver.written.is_over(0)
     assert str(written.workers[1].stdout) == str(s.folder / "run/round_0/1/stdout.log")
+
+
+async def test_what_is_held_in_memory_is_known_to_the_next_agent(s: Story) -> None:
+    mark = SnapshotMark(0, 40, "f00d", world_size=4)
+    await s.begin_round(s.line())
+    s.runner.tell(runner_link.SnapshotsHeld((Snapshot(0, mark, bytes=1_000, digest="d"),)))
+    await s.die_and_come_back()
+    believed = s.driver.belief()
+    assert believed is not None
+    (held,) = believed.join.snapshots
+    assert (held.mark.step, held.mark.series, held.bytes) == (40, "f00d", 1_000)
+    # The next agent asks for all that is held, and is told it again.
+    assert s.runner.held_for == [None, None]
 
 
 async def test_an_agent_that_dies_before_it_starts_the_workers_leaves_that_to_the_next(

@@ -43,6 +43,9 @@ class Runner:
         self.closes = 0
         self.survives = 0
 
+    def hold_snapshots(self, limit_bytes: int | None) -> None:
+        pass
+
     def start_workers(self, *what: Any) -> None:
         self.asked.append(("start", *what))
 

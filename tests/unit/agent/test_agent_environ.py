@@ -1,9 +1,12 @@
 """The environment of each worker is torchrun's, variable by variable."""
 
+from typing import Any
+
 import pytest
 
 from rdzv.agent.core.environ import substitute_local_rank, worker_environ
 from rdzv.agent.core.model import Assignment
+from rdzv.core.model import SnapshotMark
 from rdzv.structs import replace
 
 LINE = Assignment(
@@ -52,11 +55,14 @@ BEYOND_TORCHRUN = {
 
 
 def environ(
-    base: dict[str, str] | None = None, local_rank: int = 3, local_world_size: int = 4
+    base: dict[str, str] | None = None,
+    local_rank: int = 3,
+    local_world_size: int = 4,
+    assignment: Assignment = LINE,
 ) -> dict[str, str]:
     return worker_environ(
         base or {},
-        LINE,
+        assignment,
         rdzv_id="job-7",
         role="trainer",
         local_rank=local_rank,
@@ -128,3 +134,24 @@ def test_false_is_spelled_as_torch_reads_it() -> None:
 )
 def test_only_the_local_rank_is_replaced_in_arguments(arg: str, expected: str) -> None:
     assert substitute_local_rank((arg, "x"), 3) == (expected, "x")
+
+
+MARK = SnapshotMark(2, 40, "f00d", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        # A server that does not know of snapshots, and a first round, which has none.
+        ({"round": 3}, None),
+        ({"round": 0}, None),
+        ({"round": 3, "snapshot": MARK, "snapshot_loads": 1, "origin": 0}, "2:40:f00d"),
+        # The round begins from the script's own checkpoint, or kept workers have the state.
+        ({"round": 3, "origin": 3}, ""),
+        ({"round": 3, "source": 1, "snapshot": MARK}, ""),
+    ],
+)
+def test_new_workers_are_told_which_snapshots_they_load(
+    given: dict[str, Any], named: str | None
+) -> None:
+    assert environ(assignment=replace(LINE, **given)).get("RDZV_SNAPSHOT") == named

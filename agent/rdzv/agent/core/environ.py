@@ -30,7 +30,9 @@ def worker_environ(
     GPU, the one that it would have picked. Beyond torchrun's variables a worker gets RDZV_ROUND,
     which grows with every round of a job (TORCHELASTIC_RESTART_COUNT counts only failures),
     RDZV_PROGRESS_FILE, where it may report its progress, and RDZV_NOTICE_FILE, which exists once
-    the node is about to leave; both are empty if there is no place for the files.
+    the node is about to leave; both are empty if there is no place for the files. RDZV_SNAPSHOT
+    names what new workers load from memory, and RDZV_SNAPSHOT_ORIGIN the oldest lineage that is not
+    outdated, for the library.
     """
     environ = dict(base)
     environ.update(
@@ -54,6 +56,9 @@ def worker_environ(
         RDZV_PROGRESS_FILE=progress_file,
         RDZV_NOTICE_FILE=notice_file,
     )
+    if (snapshot := _snapshot(assignment)) is not None:
+        environ["RDZV_SNAPSHOT"] = snapshot
+        environ["RDZV_SNAPSHOT_ORIGIN"] = str(assignment.origin)
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if local_world_size > 1:
         environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,6 +66,18 @@ def worker_environ(
         environ["LOCAL_RANK"] = "0"
         environ["CUDA_VISIBLE_DEVICES"] = _only_gpu(base, local_rank)
     return environ
+
+
+def _snapshot(assignment: Assignment) -> str | None:
+    """Name the snapshots that new workers load; empty: none. None: the server does not say.
+
+    In the first round there are none, and an older server knows of none.
+    """
+    mark = assignment.snapshot
+    if mark is not None and assignment.snapshot_loads:
+        return f"{mark.lineage}:{mark.step}:{mark.series}"
+    begins_anew = assignment.round and assignment.origin == assignment.round
+    return "" if begins_anew or assignment.source is not None else None
 
 
 def _only_gpu(base: Mapping[str, str], local_rank: int) -> str:

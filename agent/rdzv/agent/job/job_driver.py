@@ -199,6 +199,7 @@ class JobDriver:
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
         """Take over a runner, and let it outlive this process if that is wanted."""
         self._context.linked = runner
+        runner.hold_snapshots(None)
         if self._keeping is not None:
             grace_ms = self._context.launch.job.shutdown_timeout_ms
             self._keeper = StateKeeper(self._keeping, runner, grace_ms)

@@ -114,6 +114,8 @@ class RunnerEventRouter:
             case runner_link.WorkersFenced():
                 age_ms = max(runner_link.boottime_ms() - event.at_ms, 0)
                 post(events.Fenced(event.round, age_ms))
+            case runner_link.SnapshotsHeld():
+                post(events.SnapshotsHeld(event.snapshots))
             case runner_link.StoreHostReady():
                 post(events.StoreHostReady(event.round))
             case runner_link.StoreHostExited():
