@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from rdzv.core.events import Event
 from rdzv.core.model import Away, Membership, Round, Seat, State, Stuck, Submission, Waiting
@@ -58,13 +57,3 @@ class Draft:
         """Replace the submission, if it has changed."""
         if submission != self.membership.submission:
             self.store(replace(self.membership, submission=submission))
-
-
-_V = TypeVar("_V")
-
-
-def without(mapping: Mapping[str, _V], key: str) -> dict[str, _V]:
-    """Return a copy of a mapping without this key."""
-    others = dict(mapping)
-    others.pop(key, None)
-    return others

@@ -32,6 +32,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 
+from rdzv.core.shared_map import put, put_all
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConnectionError
 from rdzv.structs import replace, struct
 
@@ -433,7 +434,7 @@ def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
             lease_ms = suits_ms
             grown.append(LeaseGrown(node_id, record.incarnation, lease_ms))
         heard[node_id] = replace(record, heard_ms=now_ms, lease_ms=lease_ms)
-    heard_of = replace(nodes, records={**nodes.records, **heard})
+    heard_of = replace(nodes, records=put_all(nodes.records, heard))
     return NodesTransition(_end_excuses(heard_of, now_ms) if heard else nodes, tuple(grown))
 
 
@@ -451,7 +452,7 @@ def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:
     }
     if not excused:
         return nodes
-    shortened = replace(nodes, records={**nodes.records, **excused})
+    shortened = replace(nodes, records=put_all(nodes.records, excused))
     return replace(shortened, wake_at_ms=_next_expiry(shortened))
 
 
@@ -533,9 +534,9 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
     if nodes.wake_at_ms is None or now_ms < nodes.wake_at_ms:
         return NodesTransition(nodes)
     if excused := _excused(nodes, now_ms):
-        nodes = replace(nodes, records={**nodes.records, **excused}, excused=True)
+        nodes = replace(nodes, records=put_all(nodes.records, excused), excused=True)
     if late := _late(nodes, now_ms):
-        nodes = replace(nodes, records={**nodes.records, **late})
+        nodes = replace(nodes, records=put_all(nodes.records, late))
     lost = [record for record in nodes.records.values() if record.expires_at_ms <= now_ms]
     gone = {record.node_id for record in lost}
     left = replace(
@@ -608,7 +609,8 @@ def _put(nodes: Nodes, record: NodeRecord) -> Nodes:
     """Store one record; the next tick may become earlier here, and later only in a tick."""
     due_ms = record.expires_at_ms
     wake_at_ms = due_ms if nodes.wake_at_ms is None else min(nodes.wake_at_ms, due_ms)
-    return replace(nodes, records={**nodes.records, record.node_id: record}, wake_at_ms=wake_at_ms)
+    records = put(nodes.records, record.node_id, record)
+    return replace(nodes, records=records, wake_at_ms=wake_at_ms)
 
 
 def _next_expiry(nodes: Nodes) -> int | None:

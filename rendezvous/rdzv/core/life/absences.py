@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rdzv.core.commands import MarkAway
-from rdzv.core.draft import Draft, without
+from rdzv.core.draft import Draft
 from rdzv.core.events import NodeCameBack, NodeWentAway
 from rdzv.core.life.conditions import Ignored
 from rdzv.core.model import Away, Participant, Round, State, Tuning, is_placeholder
+from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
 
 
@@ -19,7 +20,7 @@ def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
         return Ignored.KNOWN
     if known is None:
         work.events.append(NodeWentAway(command.node_id, command.until_ms - work.now_ms))
-    work.put(away={**work.state.away, command.node_id: away})
+    work.put(away=put(work.state.away, command.node_id, away))
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rdzv.core.commands import Join
-from rdzv.core.draft import Draft, without
+from rdzv.core.draft import Draft
 from rdzv.core.events import NodeJoined, NodeStopped
 from rdzv.core.life.absences import mark_back, note_heard
 from rdzv.core.life.charging import charge_instead
@@ -17,6 +17,7 @@ from rdzv.core.life.runs import REPLACED, begin_run, close
 from rdzv.core.model import Cause, Result, Round, State, Waiting, is_placeholder
 from rdzv.core.rounds.budgets import further
 from rdzv.core.rounds.reachability import note_reach
+from rdzv.core.shared_map import put, without
 from rdzv.core.words import duration
 from rdzv.structs import replace
 
@@ -120,7 +121,7 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
             waiting, left_round=known.left_round, kept=known.kept, snapshots=known.snapshots
         )
     if known != waiting:
-        work.put(waiting={**work.state.waiting, command.node_id: waiting})
+        work.put(waiting=put(work.state.waiting, command.node_id, waiting))
     note_heard(work, command.node_id)
     mark_back(work, command.node_id)
 

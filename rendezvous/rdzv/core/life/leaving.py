@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rdzv.core.commands import Leave, MarkLost, ReportStuck, Succeed
-from rdzv.core.draft import Draft, without
+from rdzv.core.draft import Draft
 from rdzv.core.events import NodeLeaving, NodeLeft, NodeLost, NodeStuck, NodeSucceeded
 from rdzv.core.life.absences import may_run, note_heard, orphans_end_after_ms, participant_of
 from rdzv.core.life.charging import charge_instead, charge_stuck
@@ -13,6 +13,7 @@ from rdzv.core.life.chosen_nodes import decline, withdraw
 from rdzv.core.life.conditions import Ignored
 from rdzv.core.life.round_end import end_round, some_succeeded
 from rdzv.core.model import Cause, Departure, LeaveCause, NodeState, Offer, Round, State, Stuck
+from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
 
 MAX_DEPARTURES = 64
@@ -29,7 +30,7 @@ def succeed(work: Draft, command: Succeed) -> Ignored | None:
     if seat is not None and seat.incarnation == command.incarnation and round_.live:
         _note_success(work, round_, node_id)
         done = replace(seat, succeeded=True, since_ms=work.now_ms)
-        work.put(seats={**work.state.seats, node_id: done})
+        work.put(seats=put(work.state.seats, node_id, done))
         return None
     own = (
         p
@@ -76,7 +77,7 @@ def leave(work: Draft, command: Leave) -> Ignored | None:
         return Ignored.KNOWN
     else:
         leaving = replace(seat, leaving=command.reason)
-        work.put(seats={**work.state.seats, command.node_id: leaving})
+        work.put(seats=put(work.state.seats, command.node_id, leaving))
         work.events.append(NodeLeaving(command.node_id, command.reason))
     return None
 
@@ -98,7 +99,7 @@ def report_stuck(work: Draft, command: ReportStuck) -> None:
     charge_stuck(work, command.node_id, text)
     _leave_seat(work, command.node_id)
     stuck = Stuck(command.incarnation, round_.number, command.pids, work.now_ms)
-    work.put(stuck={**work.state.stuck, command.node_id: stuck})
+    work.put(stuck=put(work.state.stuck, command.node_id, stuck))
     work.events.append(NodeStuck(command.node_id, round_.number, reason))
 
 

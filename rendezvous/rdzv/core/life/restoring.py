@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rdzv.core.commands import Join, Resume
-from rdzv.core.draft import Draft, without
+from rdzv.core.draft import Draft
 from rdzv.core.events import NodeAdopted, RoundAdopted, RunBegan
 from rdzv.core.life.absences import longest_stop_ms, mark_back
 from rdzv.core.life.conditions import Ignored
@@ -35,6 +35,7 @@ from rdzv.core.rounds.recovery_reports import (
     restarts_known,
     spent_known,
 )
+from rdzv.core.shared_map import put, without
 from rdzv.core.spent import Tally
 from rdzv.structs import replace
 
@@ -79,7 +80,7 @@ def resume(work: Draft, command: Resume) -> Ignored | None:
         return Ignored.NO_SEAT
     if seat.incarnation != command.incarnation:
         moved = replace(seat, incarnation=command.incarnation)
-        work.put(seats={**work.state.seats, command.node_id: moved})
+        work.put(seats=put(work.state.seats, command.node_id, moved))
     mark_back(work, command.node_id)
     return Ignored.KNOWN if work.state is before else None
 
@@ -107,7 +108,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
             _adopt_run(work, command, report.settings)
         _adopt_round(work, round_, report.tally)
     work.put(
-        seats={**work.state.seats, node_id: Seat(incarnation, work.now_ms)},
+        seats=put(work.state.seats, node_id, Seat(incarnation, work.now_ms)),
         waiting=without(work.state.waiting, node_id),
         stuck=without(work.state.stuck, node_id),
         away=without(work.state.away, node_id),

@@ -1,0 +1,156 @@
+"""Mappings that never change, whose changed copies share what has not changed.
+
+A job of ten thousand nodes takes as many steps to form, and each changes one node's place. Copying
+a dict for each of them would be a cost that grows with the square of the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from typing import Any, TypeVar, cast
+
+LARGE = 512
+"""From this size on, copying a dict costs more than to share it."""
+CHANGES = 128
+"""The most changes that a shared map has, beside what it shares."""
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+_GONE: Any = object()
+_NONE: Any = object()
+
+
+def put(mapping: Mapping[_K, _V], key: _K, value: _V) -> Mapping[_K, _V]:
+    """Return a mapping in which a key has this value. Iterates like a dict so changed."""
+    if len(mapping) < LARGE:
+        return {**mapping, key: value}
+    return _shared(mapping).put(key, value)
+
+
+def without(mapping: Mapping[_K, _V], key: _K) -> Mapping[_K, _V]:
+    """Return a mapping without a key; the same one, if it has no such key."""
+    if key not in mapping:
+        return mapping
+    if len(mapping) < LARGE:
+        others = dict(mapping)
+        del others[key]
+        return others
+    return _shared(mapping).without(key)
+
+
+def put_all(mapping: Mapping[_K, _V], changes: Mapping[_K, _V]) -> Mapping[_K, _V]:
+    """Return a mapping with many changes."""
+    # By pairs: to unpack a mapping that is no dict looks up each of its keys.
+    return {**dict(mapping.items()), **changes}
+
+
+def _shared(mapping: Mapping[_K, _V]) -> SharedMap[_K, _V]:
+    if isinstance(mapping, SharedMap):
+        return mapping
+    return SharedMap(mapping, {}, {}, len(mapping))
+
+
+class SharedMap(Mapping[_K, _V]):
+    """A dict that is shared with others, and a few changes to it. Made by `put` and `without`."""
+
+    __slots__ = ("_added", "_base", "_over", "_size")
+
+    def __init__(
+        self, base: Mapping[_K, _V], over: dict[_K, _V], added: dict[_K, _V], size: int
+    ) -> None:
+        """`over` has other values of the base's keys, or `_GONE`; `added` comes after the base.
+
+        A key of the base that was removed and put again is in both.
+        """
+        self._base = base
+        self._over = over
+        self._added = added
+        self._size = size
+
+    def put(self, key: _K, value: _V) -> SharedMap[_K, _V]:
+        """Return a map in which a key has this value."""
+        over, added = self._over, self._added
+        if key in added or key not in self:
+            size = self._size + (key not in added)
+            return self._changed(over, {**added, key: value}, size)
+        return self._changed({**over, key: value}, added, self._size)
+
+    def without(self, key: _K) -> SharedMap[_K, _V]:
+        """Return a map without a key that this one has."""
+        over, added = self._over, self._added
+        if key in added:
+            added = dict(added)
+            del added[key]
+            return self._changed(over, added, self._size - 1)
+        return self._changed({**over, key: _GONE}, added, self._size - 1)
+
+    def _changed(self, over: dict[_K, _V], added: dict[_K, _V], size: int) -> SharedMap[_K, _V]:
+        changed = SharedMap(self._base, over, added, size)
+        if len(over) + len(added) <= CHANGES:
+            return changed
+        return SharedMap(dict(changed._pairs()), {}, {}, size)
+
+    def _pairs(self) -> Iterator[tuple[_K, _V]]:
+        if over := self._over:
+            for key, value in self._base.items():
+                now = over.get(key, value)
+                if now is not _GONE:
+                    yield key, now
+        else:
+            yield from self._base.items()
+        yield from self._added.items()
+
+    def __getitem__(self, key: _K) -> _V:
+        """Return the value of a key."""
+        found = self.get(key, _NONE)
+        if found is _NONE:
+            raise KeyError(key)
+        return cast("_V", found)
+
+    def get(self, key: _K, default: Any = None) -> Any:
+        """Return the value of a key, or the default."""
+        if key in self._added:
+            return self._added[key]
+        found = self._over.get(key, _NONE)
+        if found is _NONE:
+            return self._base.get(key, default)
+        return default if found is _GONE else found
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether it has a key."""
+        return self.get(cast("_K", key), _NONE) is not _NONE
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return self._size
+
+    def __iter__(self) -> Iterator[_K]:
+        """Iterate over the keys, in the order in which they came."""
+        return (key for key, _ in self._pairs())
+
+    def items(self) -> ItemsView[_K, _V]:
+        """Return its pairs."""
+        return _Items(self)
+
+    def values(self) -> ValuesView[_V]:
+        """Return its values."""
+        return _Values(self)
+
+    def __repr__(self) -> str:
+        """Show it as a dict."""
+        return repr(dict(self._pairs()))
+
+
+class _Items(ItemsView[_K, _V]):
+    _mapping: SharedMap[_K, _V]
+
+    def __iter__(self) -> Iterator[tuple[_K, _V]]:
+        return self._mapping._pairs()
+
+
+class _Values(ValuesView[_V]):
+    _mapping: SharedMap[Any, _V]
+
+    def __iter__(self) -> Iterator[_V]:
+        return (value for _, value in self._mapping._pairs())
