@@ -243,6 +243,8 @@ class _Round:
     at_ms: int
     adopted: bool
     way: str = ""
+    alone: bool = False
+    """It has one worker, whose collectives nobody asks for."""
     first: tuple[int, int] | None = None
     """The time and number of its first step."""
     collective_ms: int | None = None
@@ -407,7 +409,8 @@ class Book:
         self._book(enough_ms, LedgerPhase.WAITING, self._cause)
         self._book(now_ms, LedgerPhase.FORMING, self._cause)
         self._called_ms, self._queued = None, False
-        self._round = _Round(event.round, now_ms, adopted=False, way=_way(event))
+        alone = event.world_size == 1
+        self._round = _Round(event.round, now_ms, adopted=False, way=_way(event), alone=alone)
         self._present.update(place.node_id for place in event.participants)
         self._hold(now_ms, event.nodes)
 
@@ -485,7 +488,7 @@ class Book:
             round_.collective_ms = at_ms
         if not self._any_collectives:
             self._any_collectives = True
-            if not self._any_steps:
+            if not self._any_steps and not self._trained:
                 self._never_trained()
 
     def _never_trained(self) -> None:
@@ -558,7 +561,7 @@ class Book:
         ended_ms = until_ms if round_.ended_ms is None else round_.ended_ms
         broke_ms = _broke_ms(round_, ended_ms)
         owed = self._cause
-        began_ms = round_.collective_ms
+        began_ms = round_.at_ms if round_.alone else round_.collective_ms
         if self._any_steps:
             began_ms = round_.first[0] if round_.first is not None else None
         if not round_.adopted and (self._any_steps or self._any_collectives):

@@ -133,6 +133,30 @@ TABLE: dict[str, tuple[Story, float, list[str]]] = {
             "26..30 training",
         ],
     ),
+    "a round of one worker, which needs no collectives, trains from its start": (
+        [
+            *GATHERED,
+            (9, collective(0)),
+            (20, ended(0, Cause.NODE_LOST, "n2")),
+            (20, settled(0, Cause.NODE_LOST, "n2")),
+            (20, complete(1, "n1")),
+            (30, SUCCEEDED),
+        ],
+        99,
+        ["0..4 waiting", "4..6 forming", "6..9 starting", "9..20 training", "20..30 training"],
+    ),
+    "what one worker has trained stays so when others join it": (
+        [
+            *((0, BEGAN), (0, joined("n1")), (0, complete(0, "n1")), (4, joined("n2"))),
+            (5, ended(0, Cause.NODES_JOINED)),
+            (5, settled(0, Cause.NODES_JOINED)),
+            (5, complete(1, "n1", "n2")),
+            (8, collective(1)),
+            (20, SUCCEEDED),
+        ],
+        99,
+        ["0..5 training", "5..8 loading (nodes joined)", "8..20 training"],
+    ),
     "steps count, and collectives before them do not": (
         [*GATHERED, (7, collective(0)), (10, first(0, 1)), (20, SUCCEEDED)],
         99,
