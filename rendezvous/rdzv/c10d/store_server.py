@@ -13,8 +13,8 @@ not to be read again: `{"closed": [...]}`. The answer has
         gone      jobs whose key was removed
         left_out  the number of jobs above the limit
 
-or `error`, if the store cannot be listed. An answer has at most some megabytes; the rest comes with
-the next.
+or `error`, if the store cannot be listed. An answer has a few megabytes at most; the rest follows
+in the next one.
 
 It lives as long as its parent: it ends when the socket closes, is killed when the parent dies, and
 ignores the signals that a terminal or systemd sends to all processes of a service, since the parent

@@ -209,7 +209,7 @@ class Scale:
     """An operator gives this run other bounds than it was launched with.
 
     A round with more than `max_nodes` ends at once, and the highest GROUP_RANKs become spares; one
-    with fewer than `min_nodes` runs on until it ends by itself.
+    with fewer than `min_nodes` continues until something else ends it.
     """
 
     run: str

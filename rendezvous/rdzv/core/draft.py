@@ -1,4 +1,4 @@
-"""One step in the making: the state that command rules and state rules change."""
+"""The mutable state of one step, which command rules and state rules change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rdzv.structs import replace
 
 @dataclass(slots=True)
 class Draft:
-    """The state in the making. Only `step` sees it change."""
+    """The state while a step computes it. Only `step` sees it change."""
 
     state: State
     now_ms: int

@@ -97,7 +97,7 @@ class NodeLost:
     may_run: bool = False
     """Its workers may still run, until it reports from again."""
     silent_ms: int = 0
-    """How long it had been silent; 0 if it was heard until the end."""
+    """How long it had been silent; 0 if it sent messages until the end."""
 
 
 @struct(frozen=True)
@@ -318,7 +318,7 @@ class RankCaughtUp:
 
 
 class WorkerStart(StrEnum):
-    """How a worker came into its round."""
+    """How a worker was started for its round."""
 
     KEPT = "kept"
     """It is the same process as in the previous round."""

@@ -55,7 +55,7 @@ _JOB_STATE_OF_RESULT = {
 
 _NO_DRAINS: Mapping[str, Drain] = MappingProxyType({})
 
-_MOST_TOLD = 4
+_MOST_LEAVERS = 4
 """How many of the nodes about to leave are named with their job."""
 
 
@@ -397,7 +397,7 @@ def _reason(state: State, now_ms: int, wait: Wait | None) -> str:
 def _leavers(drains: Mapping[str, Drain], now_ms: int) -> str:
     """Name the nodes that are about to leave, soonest first."""
     soonest = sorted(drains.items(), key=lambda item: (item[1].due_ms, item[0]))
-    shown = [f"; {name} is " + drain.describe(now_ms) for name, drain in soonest[:_MOST_TOLD]]
+    shown = [f"; {name} is " + drain.describe(now_ms) for name, drain in soonest[:_MOST_LEAVERS]]
     more = len(soonest) - len(shown)
     return reduce(add, shown, "") + (f"; {counted(more, 'other')} too" if more else "")
 
@@ -480,7 +480,7 @@ def _participant_view(
 
 
 def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeState, int, str]:
-    """Return the state of a node with a seat, now or at the end, since when, and why."""
+    """Return the state of a node with a seat, now or at the end, its start, and the reason."""
     round_, ended = _round(state), state.membership.ended
     if ended is not None:
         return _final_state(state, node_id, ended)

@@ -137,7 +137,7 @@ def _counted_seats(old: Round, after: State) -> list[str]:
 
 
 def _anybody_moved(before: State, after: State) -> bool:
-    """Return whether any node has come, gone, or changed its place."""
+    """Return whether any node has joined, left, or changed its place."""
     return not (
         after.away is before.away
         and after.seats is before.seats
@@ -175,7 +175,7 @@ def _placements(before: State, after: State) -> list[str]:
 
 
 def _durability(before: Membership, after: Membership) -> list[str]:
-    """Check that rounds never go back, and that what is closed, spent or announced stays so."""
+    """Check that rounds never go back, and that closed, spent and announced things stay so."""
     found = []
     if after.run_number < before.run_number:
         found.append("durability: run numbers went back")

@@ -152,7 +152,7 @@ class Offer:
     host_name: str = ""
     """A name of the machine that others can use; empty if there is none."""
     machine: str = ""
-    """Which machine (network namespace) the node is on."""
+    """The machine (network namespace) of the node."""
     store_port: int = 0
     can_host_store: bool = False
     shutdown_timeout_ms: int = 30_000
@@ -165,8 +165,8 @@ class Instance:
     id: str = ""
     """Empty in records of older servers."""
     fence_after_ms: int = 0
-    """How long after the server last heard from it the node has killed its own workers; 0 if it
-    does not kill them."""
+    """The time after its last message to the server at which the node has killed its own workers; 0
+    if it does not kill them."""
 
 
 UNKNOWN_INSTANCE = Instance()

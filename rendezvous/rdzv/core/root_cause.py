@@ -1,4 +1,4 @@
-"""Find the first of many failures, from which the others followed."""
+"""Finds the failure that caused the others of a round."""
 
 from __future__ import annotations
 

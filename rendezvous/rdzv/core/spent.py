@@ -27,7 +27,7 @@ MAX_RESTART_AGES = 64
 
 @struct(frozen=True)
 class Tally:
-    """What a run had spent when a round was announced, in addition to the number of its restarts.
+    """The budgets that a run had spent when a round was announced, apart from restarts.
 
     Its nodes keep it, so that a server without memory learns it from their recovery reports.
     """

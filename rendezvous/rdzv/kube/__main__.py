@@ -110,7 +110,7 @@ def main(
     rdzv-kube lifts its own drains and cordons, and no others. SIGTERM or Ctrl-C ends it; its drains
     and cordons stay.
 
-    It needs rdzv[kubernetes], and may get, list and watch nodes and pods.
+    It needs rdzv[kubernetes], and permission to get, list and watch nodes and pods.
 
     Exit codes: 0 ended by a signal; 2 usage or configuration.
     """

@@ -202,7 +202,7 @@ def _credentials() -> list[Option]:
 
 
 def _budgets() -> list[Option]:
-    """List the options that say when a job is given up."""
+    """List the options for giving up a job."""
     return [
         value(
             "--max-restarts",
@@ -257,7 +257,7 @@ def _budgets() -> list[Option]:
 
 
 def _program() -> list[Option]:
-    """List the options that say what a worker runs."""
+    """List the options for the program of a worker."""
     return [
         value("--role", "ROLE", "role of this node's workers", default="default"),
         switch("--module", "run a module, as python -m does", short="-m"),
@@ -267,7 +267,7 @@ def _program() -> list[Option]:
 
 
 def _watching() -> list[Option]:
-    """List the options that say how workers are stopped, watched and kept."""
+    """List the options for stopping, watching and keeping workers."""
     return [
         value(
             "--shutdown-timeout",
@@ -317,7 +317,7 @@ def _watching() -> list[Option]:
 
 
 def _leaving() -> list[Option]:
-    """List the options that say how this node leaves."""
+    """List the options for how this node leaves."""
     return [
         value(
             "--notice-signal",
@@ -345,7 +345,7 @@ def _leaving() -> list[Option]:
 
 
 def _starting() -> list[Option]:
-    """List the options that say how workers are started."""
+    """List the options for starting workers."""
     return [
         switch("--virtual-local-rank", "LOCAL_RANK is 0 for every worker, which sees one GPU"),
         value(

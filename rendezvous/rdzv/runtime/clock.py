@@ -116,7 +116,7 @@ class LoopWatch:
         self._timer = Timer(clock, self._look)
         self._listened_ms = 0
         self.settled_ms = 0
-        """Time until which the input of the last pause is being read."""
+        """The time until which input received during the last pause is read."""
 
     def start(self) -> None:
         """Start to watch the running event loop."""

@@ -87,7 +87,7 @@ async def _beat(every_s: float) -> None:
 def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
     """Return the job that systemd has queued for this process's unit: "stop", "restart", ...
 
-    Return "" if there is nothing to do, if this process is no service, or if systemd does not
+    Return "" if there is nothing to do, if this process is not a service, or if systemd does not
     answer within `ASK_TIMEOUT_S`. Blocks until then.
     """
     try:

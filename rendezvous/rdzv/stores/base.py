@@ -135,7 +135,7 @@ class Store(Protocol):
         """Write a membership and its records in one commit; return the new revision.
 
         `revision` is the loaded one, or 0 if the job must not exist yet. When this returns, the
-        commit survives a crash as far as the store survives one at all.
+        commit survives every crash that the store itself survives.
 
         Raises:
             RevisionConflictError: the job has another revision; nothing was written.

@@ -17,7 +17,7 @@ FORMAT = 3
 """Raised whenever an older server would misread, or silently drop, data of this one."""
 
 _FORMATS_BEFORE = (1, 2)
-"""Written where an older server would lose nothing, so that a downgrade stays possible."""
+"""Written if an older server would lose nothing, so that a downgrade stays possible."""
 
 PACK_ABOVE_BYTES = 16 * 1024
 """Smaller values stay JSON: they fit anywhere, and people can read them."""

@@ -57,7 +57,7 @@ BATCH_BYTES = 24 * 1024
 """The data of one history key; longer data continues in the next key."""
 
 _HISTORY_BYTES = 256 * 1024
-"""The history in one transaction, deflated: the membership needs the rest."""
+"""The compressed history in one transaction; the membership needs the rest."""
 
 _SLOW_BYTES = 64 * 1024
 """Larger stored values are inflated in a thread, ..."""

@@ -208,7 +208,7 @@ class EtcdClient:
         return response.TTL
 
     async def revoke(self, lease: int) -> None:
-        """End a lease, and delete its keys. A lease that is gone already is no error."""
+        """End a lease, and delete its keys. An unknown lease is not an error."""
         try:
             await self._repeated(_REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except _RefusedError as error:
@@ -553,7 +553,7 @@ _AUTHENTICATE = _Method(
 )
 
 _REQUIRE_LEADER = ("hasleader", "true")
-"""Makes a member that has lost the others end such a stream instead of staying silent."""
+"""Makes a member that is cut off from the others end the stream instead of staying silent."""
 
 _DEFINITE = frozenset(
     {

@@ -214,7 +214,7 @@ class Connection:
                 return
             self._rollback()
             if len(batch) > 1:
-                # One write has made all fail; writing each alone shows which.
+                # One write made the batch fail; writing each by itself shows which.
                 for write in batch:
                     self._commit([write])
             return

@@ -175,7 +175,7 @@ class Credentials:
         return token
 
     def stamp(self) -> Stamp:
-        """Return the present stamp of the files that a channel is made of."""
+        """Return the present stamp of the files that a channel depends on."""
         paths = (self.ca, self.cert, self.key)
         return stamp_of(path for path in paths if path is not None)
 
@@ -205,7 +205,7 @@ PLAIN = Credentials()
 # ------------------------------------------------------------------------------------ in words
 
 _NEVER = "failed to connect to all addresses.*"
-"""Matches gRPC's message if a connection never came about, as opposed to one that ended."""
+"""Matches gRPC's message if a connection was never established, as opposed to one that ended."""
 
 _UNTRUSTED = re.compile("unable to get (local )?issuer|self.signed|unable to verify", re.I)
 _EXPIRED = re.compile("certificate has expired", re.I)

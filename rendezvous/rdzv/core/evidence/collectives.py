@@ -214,7 +214,7 @@ def _mismatch(waits: Iterable[_Wait]) -> Cause | None:
         operations = _sides({rank: one.operation for rank, one in wait.entered.items()})
         if len(operations) > 1:
             return _differing(wait, "other_operation", operations)
-        # Where a rank is missing, the collective cannot end whatever the sizes.
+        # If a rank is missing, the collective cannot end, whatever the sizes.
         if not wait.absent and _equal_sizes(wait.operation):
             sizes = _sides({rank: one.sizes for rank, one in wait.entered.items()})
             if len(sizes) > 1:

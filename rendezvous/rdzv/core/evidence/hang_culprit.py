@@ -58,7 +58,7 @@ def describe_hung(workers: Iterable[HungWorker]) -> str:
 
 
 def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Verdict:
-    """Decide which of the hung workers, by node_id, has failed, and describe what they were doing.
+    """Decide which of the hung workers, by node_id, has failed, and describe their positions.
 
     It is the one that the others wait for, as the records of collectives or else the stacks show;
     without these, the one silent longest, the lowest RANK among several. `why` explains a missing

@@ -15,7 +15,7 @@ from rdzv.structs import struct
 SILENT_MS = 10_000
 """A worker that has been silent this much longer than another, ..."""
 SILENT_STEPS = 3
-"""... and for more than this many of its steps, is not assumed to have continued."""
+"""... and for longer than this many of its steps, is assumed to have stopped."""
 ROUNDING_STEPS = 1
 """Workers in lock-step may be reported up to this many steps apart."""
 UNSTEADY = 0.25
@@ -74,7 +74,7 @@ def _lag(word: Word, foremost: Word) -> int:
     """
     before_ms = max(word.age_ms - foremost.age_ms, 0)
     if before_ms and foremost.rate is None:
-        # The foremost worker's step at that time is not known.
+        # The foremost worker's step at that time is unknown.
         return 0
     taken_back = _steps(foremost, before_ms)
     lag = foremost.step - taken_back - word.step

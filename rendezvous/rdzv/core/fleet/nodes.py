@@ -156,7 +156,7 @@ class Nodes:
     excused: bool = False
     """Whether any node was excused since the last message of any node."""
     arrived_ms: int | None = None
-    """When a node expected after a take-over last came."""
+    """When a node expected after a take-over last connected."""
 
 
 # ------------------------------------------------------------------ commands
@@ -241,7 +241,7 @@ class NodeConnected:
     lease_ms: int
     replaced: int | None
     stale_stream: int | None
-    """A stream of the same instance that has not been seen to end, and is to be closed."""
+    """An older stream of the same instance, whose end was not noticed; it must be closed."""
 
 
 @struct(frozen=True)
@@ -265,7 +265,7 @@ class NodeAway:
 
 @struct(frozen=True)
 class NodeLost:
-    """A node was given up. Its stream, if it is still open, is to be closed."""
+    """A node was given up. If its stream is still open, it must be closed."""
 
     node_id: str
     incarnation: int
@@ -547,7 +547,7 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
 
 
 def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
-    """Return until when silence from connected nodes proves nothing; 0 if any of them is heard."""
+    """Return until when silence from connected nodes proves nothing; 0 if any of them sends."""
     tuning = nodes.tuning
     # Usually one of the first few was heard just now, so there is no need to look at all of them.
     fresh_ms = now_ms - tuning.quiet_for(min(tuning.lease_ms, tuning.lease_max_ms))
@@ -563,7 +563,7 @@ def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
 
 
 def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
-    """Excuse nodes whose lease is over while no other node is heard either."""
+    """Excuse nodes whose lease is over while no other node sends anything either."""
     silent = [
         record
         for record in nodes.records.values()

@@ -7,7 +7,7 @@ a cluster,
 
 * one run gets at most one node quarantined: if it keeps failing elsewhere, it is the job's fault;
 * only a limited number of nodes is quarantined at a time, and never the only one;
-* a failed connection is no strike: the other end went away;
+* a failed connection is not a strike: the other end went away;
 * only daemons are judged. Users who start rdzvrun on a node choose that node themselves.
 
 Pure: the record is a value, stored by its owner; `judge` returns the next one.
@@ -27,7 +27,7 @@ from rdzv.structs import replace, struct
 MAX_STRIKES = 1_000
 """Number of strikes remembered over all nodes; the oldest are forgotten first."""
 MAX_BLAMED = 1_000
-"""Number of runs remembered because they got a node quarantined; likewise."""
+"""Number of runs remembered because they got a node quarantined; the oldest go first, too."""
 REASON_CHARS = 200
 """Length to which a failure's text is cut: a line or two of a terminal."""
 
@@ -75,7 +75,7 @@ class Record:
     nodes: Mapping[str, Quarantined] = field(default_factory=dict)
     """By node_id."""
     blamed: tuple[tuple[str, int], ...] = ()
-    """Runs that have had a node quarantined, and until when that is remembered."""
+    """Runs that got a node quarantined, and the time until which that is remembered."""
 
     def quarantined(self, now_ms: int) -> dict[str, Quarantined]:
         """Return the nodes that are quarantined now, by name."""

@@ -68,7 +68,7 @@ def may_run_on(state: State, node_id: str) -> bool:
 
 
 def may_run(state: State, node_id: str) -> bool:
-    """Return whether workers may be left on a node that is given up unheard."""
+    """Return whether workers may be left on a node that is given up without a report."""
     away = state.away.get(node_id)
     if node_id in state.waiting or is_placeholder(node_id):
         return False

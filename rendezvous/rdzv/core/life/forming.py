@@ -57,7 +57,7 @@ def _forming(work: Draft) -> bool:
 
 
 def complete_round(work: Draft) -> bool:
-    """Complete a round once everyone has stopped and its time has come."""
+    """Complete a round once everyone has stopped and the round is due."""
     due_ms = completion_due_ms(work.state) if _forming(work) else None
     if due_ms is None or work.now_ms < due_ms:
         return False
@@ -200,7 +200,7 @@ def admit_newcomers(work: Draft) -> bool:
 
 
 def newcomers_due_ms(state: State, now_ms: int) -> int | None:
-    """Return when the present newcomers end the running round if no more come."""
+    """Return when the present newcomers end the running round if no more arrive."""
     free = _free_seats(state)
     newcomers = _newcomers(state, now_ms) if free > 0 else []
     if not newcomers:

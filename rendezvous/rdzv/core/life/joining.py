@@ -36,7 +36,7 @@ def join(work: Draft, command: Join) -> Ignored | None:
     if confirms and number is not None:
         _confirm_stopped(work, command, number)
     elif held is None and barred:
-        # A late duplicate of a join: the node is being notified of its release.
+        # A late duplicate of a join: the node will learn of its release.
         return Ignored.BARRED
     elif admits:
         if held is not None:

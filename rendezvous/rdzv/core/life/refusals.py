@@ -149,7 +149,7 @@ def replaces_run(state: State, command: Join) -> bool:
 
 
 def _refuse_stranger(state: State, command: Join | Resume) -> None:
-    """Keep strangers out of a run: its participants know its secret, if it has one."""
+    """Refuse a node that does not know the run's secret, if it has one."""
     membership = state.membership
     if membership.secret == command.secret or not state.run_is_open:
         return
@@ -209,7 +209,7 @@ def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatc
 
 
 def _shown(name: str, value: object) -> str:
-    """Write the value of a setting for people; None has a meaning of its own."""
+    """Format the value of a setting for people, including None."""
     if value is None:
         restarts = name == "max_restarts"
         return "left to each node's own agent (torchrun)" if restarts else "without limit"

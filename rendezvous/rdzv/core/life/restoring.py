@@ -1,4 +1,4 @@
-"""How a server that knows less than its nodes rebuilds its state, for example after a restart."""
+"""Rebuilds the state of a server that knows less than its nodes, for example after a restart."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def resume(work: Draft, command: Resume) -> Ignored | None:
 
 
 def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
-    """Adopt a round that is not known here, or replace a placeholder in it."""
+    """Adopt a round that is unknown here, or replace a placeholder in it."""
     node_id, incarnation = command.node_id, command.incarnation
     if not adoptable(work.state, command.run, report.round):
         return

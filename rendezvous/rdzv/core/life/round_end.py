@@ -1,4 +1,4 @@
-"""How a round ends, whatever its cause."""
+"""Ends a round, for any cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def end_round(
 ) -> None:
     """End the live round, if there is one: everyone stops, and with `keep` parks if it can.
 
-    `node_id` is what the cause is about.
+    `node_id` is the node that the cause refers to.
     """
     round_ = work.membership.round
     if round_ is None or not round_.live:

@@ -23,7 +23,7 @@ from rdzv.structs import replace
 MAX_EARLIER_RUNS = 16
 """Number of earlier runs whose end a job remembers."""
 REPLACED = "everyone was gone, and it was launched anew with other settings"
-"""Reason for the end of an empty run, when nodes came that could not join it."""
+"""The reason for ending an empty run when nodes arrive that cannot join it."""
 
 
 def vacant(rdzv_id: str, tuning: Tuning) -> State:

@@ -110,7 +110,7 @@ def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
 
 
 def withdraw_barred(work: Draft) -> bool:
-    """Release barred nodes from a submitted job as soon as none of its workers is left there."""
+    """Release barred nodes from a submitted job once no worker of it is left there."""
     state = work.state
     if not state.barred or state.membership.submission is None or not work.open:
         return False

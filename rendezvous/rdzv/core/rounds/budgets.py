@@ -107,7 +107,7 @@ def backoff_ms(membership: Membership) -> int:
     if round_ is None or round_.end is None or round_.end.cause is not Cause.WORKER_FAILURE:
         return 0
     if membership.spent.soon < 2:
-        # One failure is no loop, and must not cost time.
+        # A single failure is not a loop, and must not cost time.
         return 0
     doublings = min(membership.spent.soon - 2, _MAX_DOUBLINGS)
     return min(settings.restart_backoff_ms << doublings, settings.restart_backoff_max_ms)

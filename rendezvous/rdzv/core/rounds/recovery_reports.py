@@ -1,4 +1,4 @@
-"""How a round that the server does not know is rebuilt from the reports of its nodes.
+"""Rebuilds a round that the server does not know from the reports of its nodes.
 
 A server may know less than its nodes: its memory is gone, or was restored from a backup. Each
 participant of a round sends a *recovery report*. The first report makes the round, with a
@@ -193,7 +193,7 @@ def placeholders_replaced(before: Round, after: Round) -> tuple[Participant, ...
 
 
 def _exchanged(before: Round, after: Round) -> list[tuple[Participant, Participant]]:
-    """Pair the differing participants of two rounds of one size: a report changes one of many."""
+    """Pair the participants that differ between two rounds of one size: usually a single pair."""
     old, new = before.participants, after.participants
     places = compress(range(len(old)), map(is_not, old, new))
     return [(old[place], new[place]) for place in places]

@@ -201,7 +201,8 @@ class Hangs:
     async def _end_round(self, episode: _Episode, report: Report | None, why: str) -> None:
         """End the round, unless it is over or no worker hangs any more.
 
-        A timeout ends it if the records show a cause; else the node's own report does, soon.
+        After a timeout it is ended only if the records show a cause; else the node's own report of
+        the failure ends it soon.
         """
         if episode.timed_out and (report is None or report.cause is None):
             return

@@ -57,7 +57,7 @@ class _Ask:
     taken: int = 0
     """Credit that was used and not yet renewed."""
     deadline_ms: int | None = None
-    """When the node has taken too long."""
+    """The deadline for the node's next message."""
     round: int | None = None
     """The round that is being read."""
     offsets: dict[tuple[int, bool], int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Tracks whether the store takes writes and, if not, since when, why, and which commands wait."""
+"""Tracks whether the store takes writes, why it does not, and which commands wait for it."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ class StoreState:
 
     @property
     def away_ms(self) -> int:
-        """How long the store has been away; 0 while it is there, as far as is known."""
+        """How long the store has been away; 0 while it is believed to be there."""
         return 0 if self._since_ms is None else max(self._clock.now_ms() - self._since_ms, 1)
 
     @property
     def trouble(self) -> str:
-        """Why the store takes no writes, since when, and what waits; empty if all is well.
+        """Why and since when the store takes no writes, and what waits; empty if all is well.
 
         It is a sentence for people, about all jobs.
         """

@@ -32,7 +32,7 @@ TYPES = {
 }
 
 GRAFANA = b'<meta name="rdzv-grafana" content="%s">'
-"""The line of the document that says where Grafana is."""
+"""The line of the document with Grafana's address."""
 
 POLICY = "; ".join(
     (

@@ -133,7 +133,7 @@ class Shown(Queries):
         return list(await self.replica.servers())
 
     async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:
-        """Yield what a job's workers have written; raises as `Driver.read_logs`."""
+        """Yield the output of a job's workers; raises as `WorkerViews.read_logs`."""
         try:
             rdzv_id = bounds.rdzv_id_of(asked, self.limits)
             async with aclosing(self.replica.driver.workers.read_logs(rdzv_id, wanted)) as found:

@@ -1,6 +1,6 @@
 """Converts the server's own values to the answers that gRPC and HTTP share.
 
-An unknown value is None in an answer, however it is represented here.
+An unknown value is None in every answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def job_status(
     starts: Mapping[str, Starts] | None = None,
     snapshots: SnapshotsKnown = NO_SNAPSHOTS,
 ) -> answers.JobStatus:
-    """Show one job, the progress of its workers, and by node how these came into the round."""
+    """Show one job, the progress of its workers, and by node how these were started."""
     starts = starts or {}
     told = sum(one.kept + one.warm + one.cold for one in starts.values())
     known = list(starts.values()) if told == view.world_size else []

@@ -71,7 +71,7 @@ class NodeViews:
         return self._show(sorted(known.intersection(node_ids) if node_ids else known))
 
     def summary(self, node_id: str) -> Node:
-        """Show one node, even one that is no longer known."""
+        """Return the view of one node, even if it is no longer known."""
         (summary,) = self._show([node_id])
         return summary
 

@@ -174,7 +174,7 @@ def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
-    """End a stream before any of its messages was read; does not return.
+    """End a stream before any of its messages is read; does not return.
 
     The first message is awaited and ignored, because a gRPC client that is sending it while the
     refusal arrives reports an INTERNAL error instead of the refusal.

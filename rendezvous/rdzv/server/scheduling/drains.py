@@ -64,7 +64,7 @@ class Drains:
     ) -> None:
         """Make a node leave all its jobs by the deadline, and place nothing more on it.
 
-        `short` names the jobs that would be left with too few nodes, if that is to be refused.
+        `short` names the jobs that would be left with too few nodes; without it, none are checked.
 
         Raises:
             UnknownNodeError: no such node is known.

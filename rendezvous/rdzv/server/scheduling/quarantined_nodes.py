@@ -105,7 +105,7 @@ class Quarantine:
     ) -> tuple[Bar | None, tuple[Row, ...]]:
         """Judge the strikes in a step that is decided and not stored yet.
 
-        Return the command that must come first if the job is to release a node now, and the rows
+        Return the command that must precede the step if the job must release a node, and the rows
         for its history.
 
         Raises:

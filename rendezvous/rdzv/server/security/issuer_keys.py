@@ -84,7 +84,7 @@ class IssuerKeys:
         self._waiting = 0
 
     async def key(self, kid: str) -> jwt.PyJWK:
-        """Return a key; if it is not known, wait for a fetch that begins after this call.
+        """Return a key; if it is unknown, wait for a fetch that begins after this call.
 
         Raises:
             UnauthenticatedError: the issuer has no such key.
@@ -127,7 +127,7 @@ class IssuerKeys:
         return self._keys.get(kid)
 
     async def follow(self) -> None:
-        """Fetch the keys whenever they are old, or one that is not known is wanted."""
+        """Fetch the keys whenever they are old, or a call needs an unknown one."""
         while True:
             self._wanted.clear()
             self._begun += 1

@@ -62,7 +62,7 @@ class Tls:
         """The state of the files at their last read, whether they were usable or not."""
         self._warn()
         self.http = _context(files)
-        """The context of HTTP: each handshake uses the present files."""
+        """The TLS context for HTTP: each handshake uses the present files."""
         self.http.sni_callback = self._choose
         quiet_handshakes()
 

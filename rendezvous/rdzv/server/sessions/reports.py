@@ -163,7 +163,7 @@ class Reports:
             self._watchers.nodes_changed()
 
     async def _note_let_go(self, stream: Stream, rdzv_id: str, run: str) -> None:
-        """Remove a node from a job of which nothing is left on it."""
+        """Remove a node from a job that it has released."""
         node_id, reason = stream.node_id, "nothing of the job is left on it"
         state = self._jobs.peek(rdzv_id)
         if state is None or state.membership.run != run or state.membership.ended is not None:

@@ -98,9 +98,9 @@ class Limits:
     args_bytes: int = 128 * 1024
     """The arguments of a submitted job, which are stored with it and sent to each node."""
     env_bytes: int = 128 * 1024
-    """Its environment, likewise; Linux allows as much in one variable."""
+    """The environment of a submitted job, likewise; Linux allows as much in one variable."""
     env_variables: int = 1_000
-    """The variables of that environment."""
+    """Variables in that environment."""
     labels: int = 64
     """Labels of a node, and labels that a job requires."""
     gpus: int = 1_024
@@ -202,7 +202,7 @@ class Timings:
     hear_every_ms: int = 1_000
     """Heartbeats enter the nodes core in one batch: well below the shortest lease of 5 s."""
     show_progress_every_ms: int = 1_000
-    """How often watchers of a job see progress alone: nodes report it once a second."""
+    """How often watchers see changes of progress alone: nodes report it once a second."""
     watch_every_ms: int = 250
     """How often the event loop checks whether it was held up."""
     settle_ms: int = 1_000

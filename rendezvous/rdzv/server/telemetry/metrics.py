@@ -74,7 +74,7 @@ FIRST, AGAIN = "first", "again"
 """Kinds of formation: of a run's first round, and of any later one."""
 
 NO_CAUSE = "none"
-"""The cause of a hang whose records show none."""
+"""The cause given to a hang if the records show none."""
 
 _LIVE_STATES = (JobState.QUEUED, JobState.JOINING, JobState.RUNNING, JobState.STOPPING)
 _RESULT_STATE = {result: JobState(result.value) for result in Result}

@@ -127,7 +127,7 @@ class OtlpSender:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(done.set)
 
-        # This is no thread of the executor, because the interpreter waits for those at its end.
+        # Not a thread of the executor: the interpreter would wait for it at exit.
         threading.Thread(target=shut_down, name="otlp-close", daemon=True).start()
         try:
             async with asyncio.timeout(within_ms / 1000):
