@@ -164,7 +164,7 @@ class Resuming:
             self._own = content.own
 
     def _say(self, text: str) -> None:
-        sys.stderr.write(f"rdzv: rank {self._round.rank} {text}\n")
+        sys.stderr.write(f"rdzv: rank {self._round.rank}: {text}\n")
 
 
 def _key(header: Header) -> Key:

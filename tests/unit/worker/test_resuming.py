@@ -1,0 +1,213 @@
+"""New processes, and the snapshots that are there for them: which are used, and which are not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rdzv.worker.link import GivenSlots
+from rdzv.worker.resuming import Resuming
+from rdzv.worker.rounds import Round
+from rdzv.worker.sealing import Sealing
+from rdzv.worker.snapshot_slot import TENSORS_AT
+from rdzv.worker.snapshots import Snapshots
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+class Runner:
+    """The runner's end of the links: slots that outlive the processes."""
+
+    watermark = None
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self.size = 0
+        self.said: list[tuple[int, dict[str, Any]]] = []
+        self.refuses = ""
+
+    def reserve(self, size: int) -> GivenSlots:
+        if self.refuses or (not size and not self.fds):
+            return GivenSlots(0, [], self.refuses or "nothing is held")
+        if size > self.size:
+            self.close()
+            self.fds, self.size = [os.memfd_create(f"slot {n}") for n in range(2)], size
+            for fd in self.fds:
+                os.ftruncate(fd, size)
+        return GivenSlots(self.size, [os.dup(fd) for fd in self.fds])
+
+    def saved(self, slot: int, **what: Any) -> None:
+        self.said.append((slot, what))
+
+    def flip(self, step: int, place: int = TENSORS_AT + 3) -> None:
+        """Flip a bit of the slot that has a step."""
+        (slot,) = [slot for slot, what in self.said if what.get("step") == step]
+        octet = os.pread(self.fds[slot], 1, place)[0]
+        os.pwrite(self.fds[slot], bytes([octet ^ 4]), place)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+@pytest.fixture
+def runners() -> Any:
+    made = [Runner(), Runner()]
+    yield made
+    for runner in made:
+        runner.close()
+
+
+def sealing_of(width: int = 3) -> Sealing:
+    """Make a state as a new process has it."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, width)
+    return Sealing({"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 0})
+
+
+def round_of(number: int, rank: int, size: int = 2) -> Round:
+    return Round(number, rank, size, local_rank=0, restarts=0, token="")
+
+
+def train(runner: Runner, steps: int, rank: int = 0, size: int = 2, every: int = 1) -> Sealing:
+    """Train on a node of its own, and save; return what the last step was."""
+    sealing = sealing_of()
+    sealing.begin_round(rank, size, lambda: None)
+    snapshots = Snapshots(sealing, runner, every)  # type: ignore[arg-type]
+    snapshots.begin_round(round_of(0, rank, size))
+    optimizer = sealing.contents.optimizers["optimizer"]
+    for step in range(steps):
+        sealing.contents.modules["model"](torch.ones(2, 4) * step).sum().backward()
+        optimizer.step()
+        sealing.contents.values["step"] += 1
+        sealing.commit()
+        snapshots.committed()
+    snapshots.finish()
+    return sealing
+
+
+def resume(
+    runners: Sequence[Runner], number: int = 1, width: int = 3
+) -> tuple[list[Sealing], list[bool]]:
+    """Start a process on each node; return what they have come to."""
+    from torch._C._distributed_c10d import HashStore
+
+    store, found = HashStore(), [False] * len(runners)
+    sealings = [sealing_of(width) for _ in runners]
+
+    def one(rank: int) -> None:
+        snapshots = Snapshots(sealings[rank], runners[rank], None)  # type: ignore[arg-type]
+        round_ = round_of(number, rank, len(runners))
+        found[rank] = Resuming(snapshots.held, sealings[rank], round_).load(store)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(runners))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return sealings, found
+
+
+def bits(sealing: Sealing) -> list[bytes]:
+    tensors = [one for _, one in sealing.contents.replicated()]
+    return [one.detach().numpy().tobytes() for one in tensors]
+
+
+def test_new_processes_come_to_the_last_step(runners: list[Runner]) -> None:
+    last = [train(runner, 3, rank) for rank, runner in enumerate(runners)]
+    new, found = resume(runners)
+    assert found == [True, True]
+    assert [one.step for one in new] == [3, 3]
+    assert [one.contents.values["step"] for one in new] == [3, 3]
+    assert bits(new[0]) == bits(last[0]) != bits(sealing_of())
+
+
+@pytest.mark.parametrize(
+    ("damaged", "step"),
+    [
+        # On one node: the other one's is used, and heals it.
+        ([(0, 3)], [None, 3]),
+        # On both: both go on from the step before.
+        ([(0, 3), (1, 3)], [2, 2]),
+        # Nothing is left but the script's own file.
+        ([(0, 2), (0, 3), (1, 2), (1, 3)], [None, None]),
+    ],
+)
+def test_a_damaged_snapshot_is_not_used_and_that_is_said(
+    runners: list[Runner],
+    damaged: list[tuple[int, int]],
+    step: list[int | None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for rank, runner in enumerate(runners):
+        train(runner, 3, rank)
+    for rank, of in damaged:
+        runners[rank].flip(of)
+    new, found = resume(runners)
+    assert [one.step for one in new] == step
+    assert found == [any(step)] * 2
+    said = capsys.readouterr().err
+    for rank, of in damaged:
+        assert f"rank {rank}: the snapshot of step {of} is damaged, and is not used" in said
+    untouched = [bits(one) for one, of in zip(new, step, strict=True) if of is None]
+    assert all(one == bits(sealing_of()) for one in untouched)
+    # Nobody takes it for one again.
+    for rank, of in damaged:
+        slot = next(slot for slot, what in runners[rank].said if what.get("step") == of)
+        assert (slot, {}) in runners[rank].said[-2:]
+
+
+def test_a_snapshot_of_another_state_is_refused_in_words(
+    runners: list[Runner], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(runners[0], 3)
+    new, found = resume(runners, width=5)
+    assert found == [False, False] and new[0].step is None
+    refused = "it is of a state with other names, sizes or types"
+    said = capsys.readouterr().err
+    assert f"rank 0: cannot go on from the snapshot of step 3: {refused}" in said
+
+
+@pytest.mark.parametrize(
+    ("named", "step"), [("0:2:", 2), ("0:9:", None), ("1:3:", None), ("", None)]
+)
+def test_the_round_says_which_snapshot_is_gone_on_from(
+    runners: list[Runner], named: str, step: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(runners[0], 3)
+    series = next(what["series"] for _, what in runners[0].said if what)
+    monkeypatch.setenv("RDZV_SNAPSHOT", named and named + series)
+    assert [one.step for one in resume(runners)[0]] == [step, None]
+
+
+def test_without_memory_training_goes_on_and_that_is_said_once(
+    runners: list[Runner], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runners[0].refuses = "two slots need 8.0 GB, and 1.0 GB of memory are free"
+    assert train(runners[0], 5).step == 5
+    said = capsys.readouterr().err
+    assert said == f"rdzv: rank 0: there are no snapshots: {runners[0].refuses}\n"
+
+
+def test_a_killed_writer_leaves_a_whole_snapshot() -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "worker")}
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "killed_writers.py", "20"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert "none torn" in done.stdout, done.stderr
