@@ -1,4 +1,4 @@
-"""Which parked workers are kept in the next round, and which of them has the newest state.
+"""Chooses the parked workers that the next round keeps, and the one with the newest state.
 
 A parked worker has survived the round that ended; its node offers it with the join. It is
 *kept* if it can go on from where the others are: it took part in the round just ended, its failure

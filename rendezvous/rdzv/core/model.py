@@ -407,7 +407,7 @@ class EndedRun:
 
 @struct(frozen=True)
 class JobSpec:
-    """What a submitted job runs, and its requirements for each node."""
+    """The program of a submitted job, and its requirements for each node."""
 
     args: tuple[str, ...]
     """Arguments of rdzvrun: its flags, the script, and the script's own arguments."""
@@ -486,7 +486,7 @@ class Membership:
     """None if nodes join of their own accord and the server does not choose them."""
     spent: Spent = Spent()
     owner: str = ""
-    """Who began the first run of this job, as proven to the server; empty if no proof was required,
+    """The caller that began the first run of this job; empty if the server required no proof,
     or if nodes began it by themselves."""
     secret: str = ""
     """Hash of the secret that a node must know to join this run; empty if none is needed."""

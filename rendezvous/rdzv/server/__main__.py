@@ -144,8 +144,8 @@ def main(
     """Run the rendezvous server: it decides rounds and ranks, and pushes them to the nodes.
 
     When it is ready it prints one line on stdout. SIGTERM or Ctrl-C ends it; workers run on, and it
-    continues from the stored state when it is started again. SIGHUP makes it read its configuration
-    again; the log lists what that has changed, and what needs a restart.
+    continues from the stored state when it is started again. SIGHUP reloads the configuration; the
+    log lists what has changed, and what needs a restart.
 
     Exit codes: 0 ended by a signal; 1 could not start or continue, or --check has found a problem;
     2 usage or configuration.

@@ -35,7 +35,7 @@ OLDEST_FORMAT = 1
 
 _EVERY_ROW = 2**31 - 1
 _MOST_READS = 10
-"""How often a job is read before it counts as changing too fast."""
+"""The most attempts to read a job that keeps changing."""
 _MOST_LINE_BYTES = 64 * 1024 * 1024
 """Far above the membership of the largest job. A file that is no backup may have no lines at
 all."""

@@ -1,4 +1,4 @@
-"""How far workers are behind the foremost one, compared at the same moment.
+"""Computes how far workers lag behind the foremost one, compared at the same moment.
 
 Pure. Workers last reported at different moments: a worker that reported step 87 a second ago is at
 100 by now if it makes 13 steps a second. So the foremost worker's position is moved back, by its

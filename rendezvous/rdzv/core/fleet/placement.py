@@ -1,4 +1,4 @@
-"""Which nodes a submitted job gets: a pure function of all jobs and nodes.
+"""Chooses the nodes of submitted jobs: a pure function of all jobs and nodes.
 
 The rules, in the order in which they hold:
 

@@ -1,4 +1,4 @@
-"""Which nodes get no more submitted jobs for a while, because workers fail there again and again.
+"""Quarantines nodes on which workers keep failing: they get no submitted jobs for a while.
 
 A *strike* is a round that ended by the fault of one node: the root cause was one of its workers, or
 its processes survived SIGKILL. After enough strikes within a window, the node is quarantined.

@@ -1,4 +1,4 @@
-"""How a node joins: its place in the next round, and what its join reports about the last one."""
+"""Joins: they give a node its place in the next round, and report about the last one."""
 
 from __future__ import annotations
 

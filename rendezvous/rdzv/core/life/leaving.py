@@ -1,4 +1,4 @@
-"""How a node leaves a round or a job: because it is done, by choice, stuck, or lost."""
+"""Takes nodes out of a round or a job: they are done, leave by choice, are stuck, or lost."""
 
 from __future__ import annotations
 

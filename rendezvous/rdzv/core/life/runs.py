@@ -1,4 +1,4 @@
-"""How a run begins, and how it is closed."""
+"""Begins and closes runs."""
 
 from __future__ import annotations
 

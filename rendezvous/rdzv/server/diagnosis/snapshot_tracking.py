@@ -1,4 +1,4 @@
-"""What the nodes of live rounds hold of each job's state, and the newest step that is whole.
+"""Tracks the snapshots that nodes of live rounds hold, and the newest step that is whole.
 
 In memory: nodes repeat what they hold after a reconnect, and with each join, by which the next
 round decides. Nodes are sent each newer mark that has become whole: they keep their snapshots of

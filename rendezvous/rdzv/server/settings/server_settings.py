@@ -192,7 +192,7 @@ class Notify(Table, frozen=True):
 
 
 class Lease(Table, frozen=True):
-    """When a node is given up."""
+    """How long nodes may be silent."""
 
     duration: Annotated[Duration, _sets("nodes_tuning.lease_ms", ge=2, le=10 * MINUTE, reason="""
         How long a node may be silent before its seat is given away. Raise it on a network that
@@ -252,7 +252,7 @@ class Forming(Table, frozen=True):
 
 
 class Quarantine(Table, frozen=True):
-    """When nodes that fail get no more jobs."""
+    """Quarantine of nodes on which workers keep failing."""
 
     failures: Annotated[int, _sets("quarantine.failures", ge=0, le=1_000, unit="rounds", reason="""
         The node of a daemon is quarantined after it caused the end of this number of rounds: its
@@ -269,7 +269,7 @@ class Quarantine(Table, frozen=True):
 
 
 class Progress(Table, frozen=True):
-    """When slow workers are named."""
+    """When a slow worker counts as a straggler."""
 
     straggler_after: Annotated[Duration, _sets(
         "timings.straggler_after_ms", ge=1, le=DAY, reason="""
@@ -279,7 +279,7 @@ class Progress(Table, frozen=True):
 
 
 class Retention(Table, frozen=True):
-    """What is kept of ended jobs."""
+    """How long ended jobs are kept."""
 
     ended_for: Annotated[Duration, _sets(
         "timings.ended_kept_ms", ge=1, le=3650 * DAY, reload=True, reason="""
@@ -299,7 +299,7 @@ class Retention(Table, frozen=True):
 
 
 class LimitSettings(Table, frozen=True):
-    """What is accepted, and kept for callers."""
+    """Limits of what is accepted, and kept for callers."""
 
     jobs: Annotated[int, _sets(
         "limits.jobs", ge=1, le=1_000_000, unit="jobs", reload=True, reason="""

@@ -62,13 +62,13 @@ SLICE_JOBS = 50
 """The number of jobs written before other tasks run; it takes two or three milliseconds."""
 
 ENDED_JOBS = 1_000
-"""How many ended jobs are still shown, at most."""
+"""The most ended jobs that are still shown."""
 
 KEPT, NEW = "kept", "new"
 """The workers of a round: those that took part in the one before, and the others."""
 
 STARTS = tuple(WorkerStart)
-"""How workers came into their rounds, as their nodes say."""
+"""How workers were started for their rounds, as their nodes report."""
 
 FIRST, AGAIN = "first", "again"
 """Kinds of formation: of a run's first round, and of any later one."""

@@ -142,7 +142,9 @@ class Traces(Meter):
             if number % SLICE == 0:
                 await asyncio.sleep(0)
         if self._dropped:
-            log.warning("%d rows of history are in no trace: too many at once", self._dropped)
+            log.warning(
+                "%d rows of history were left out of traces: too many at once", self._dropped
+            )
             self._dropped = 0
 
     async def _take(self, row: Record | None) -> None:
