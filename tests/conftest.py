@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -124,6 +125,12 @@ def _same_logging_afterwards() -> Iterator[None]:
 
 
 def _our_loggers() -> list[logging.Logger]:
+    return _ours_of(len(logging.root.manager.loggerDict))
+
+
+@functools.lru_cache(maxsize=1)
+def _ours_of(count: int) -> list[logging.Logger]:
+    """Return our loggers, while no more than `count` loggers are known; none is ever forgotten."""
     known = logging.root.manager.loggerDict
     names = [name for name in known if name.partition(".")[0] == "rdzv"]
     return [logging.getLogger(), *map(logging.getLogger, names)]

@@ -32,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let the collector rest: all that is imported and collected stays."""
+    if session.config.option.forks:
+        gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run all tests in forked processes, and report here what they report."""
     config = session.config
@@ -46,6 +53,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()
+    gc.enable()
     sys.stdout.flush()
     workers = [_Worker(session, files, turns) for _ in range(config.option.forks)]
     try:
