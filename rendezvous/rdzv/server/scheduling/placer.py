@@ -151,6 +151,10 @@ class Placer:
         """Return the commands that are due now, and arm the timer for later ones."""
         now_ms = self._clock.now_ms()
         states = [state for state in self._jobs.states if state.membership.submission is not None]
+        if not states:
+            # Nothing waits for nodes: there is no need to look at thousands of them.
+            self._waits = {}
+            return []
         going = self._drains.all()
         asked = [demand(state, now_ms, going.keys()) for state in states]
         demands = {d.rdzv_id: d for d in asked if d is not None}

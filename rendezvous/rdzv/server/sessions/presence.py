@@ -28,9 +28,9 @@ from rdzv.server.sessions.streams import Streams
 
 log = logging.getLogger("rdzv.driver")
 
-MARKED_AT_ONCE = 16
+MARKED_AT_ONCE = 128
 """The most nodes of a job that are marked together, with one commit. In a job of ten thousand
-nodes, each loss takes 30 ms."""
+nodes, each loss takes 0.12 ms."""
 
 
 class Presence:
