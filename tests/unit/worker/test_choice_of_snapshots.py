@@ -56,31 +56,24 @@ ALONE, LATER = Key(0, 40, "c", 1), Key(3, 10, "a", 2)
 
 
 @pytest.mark.parametrize(
-    ("found", "named", "newest"),
+    ("found", "newest"),
     [
-        ([], None, None),
-        ([(ALONE, 0)], None, ALONE),
-        ([(ALONE, 0), (ALONE, 0)], None, ALONE),
+        ([], None),
+        ([(ALONE, 0)], ALONE),
+        ([(ALONE, 0), (ALONE, 0)], ALONE),
         # A part is missing.
-        ([(NEW, 0)], None, None),
-        ([(NEW, 0), (NEW, 0)], None, None),
+        ([(NEW, 0)], None),
+        ([(NEW, 0), (NEW, 0)], None),
         # The last step was not saved by all.
-        ([(OLD, 0), (NEW, 0), (OLD, 1)], None, OLD),
-        ([(OLD, 0), (NEW, 0), (OLD, 1), (NEW, 1)], None, NEW),
+        ([(OLD, 0), (NEW, 0), (OLD, 1)], OLD),
+        ([(OLD, 0), (NEW, 0), (OLD, 1), (NEW, 1)], NEW),
         # Parts of two layouts, or two steps, are no state.
-        ([(NEW, 0), (OTHER, 1)], None, None),
-        ([(OLD, 0), (NEW, 1)], None, None),
+        ([(NEW, 0), (OTHER, 1)], None),
+        ([(OLD, 0), (NEW, 1)], None),
         # A later training goes before one that has come further and was given up.
-        ([(NEW, 0), (NEW, 1), (LATER, 0), (LATER, 1)], None, LATER),
-        ([(NEW, 0), (NEW, 1), (LATER, 0)], None, NEW),
-        # The round names one, or none.
-        ([(OLD, 0), (OLD, 1), (NEW, 0), (NEW, 1)], "0:20:a", OLD),
-        ([(OLD, 0), (OLD, 1)], "0:30:a", None),
-        ([(OLD, 0), (OLD, 1)], "1:20:a", None),
-        ([(OLD, 0), (OLD, 1)], "", None),
+        ([(NEW, 0), (NEW, 1), (LATER, 0), (LATER, 1)], LATER),
+        ([(NEW, 0), (NEW, 1), (LATER, 0)], NEW),
     ],
 )
-def test_the_newest_step_that_is_whole(
-    found: list[tuple[Key, int]], named: str | None, newest: Key | None
-) -> None:
-    assert newest_whole(found, named) == newest
+def test_the_newest_step_that_is_whole(found: list[tuple[Key, int]], newest: Key | None) -> None:
+    assert newest_whole(found) == newest

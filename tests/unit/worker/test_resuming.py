@@ -180,14 +180,30 @@ def test_a_snapshot_of_another_state_is_refused_in_words(
 
 
 @pytest.mark.parametrize(
-    ("named", "step"), [("0:2:", 2), ("0:9:", None), ("1:3:", None), ("", None)]
+    ("newest", "origin", "damaged", "step"),
+    [
+        ("0:2:series", None, False, 2),
+        ("0:2:series", "0", True, 1),
+        ("0:9:series", None, False, 3),
+        ("1:1:series", None, False, 3),
+        ("1:1:series", "1", False, None),
+        ("", None, False, None),
+    ],
 )
-def test_the_round_says_which_snapshot_is_gone_on_from(
-    runners: list[Runner], named: str, step: int | None, monkeypatch: pytest.MonkeyPatch
+def test_the_round_says_which_snapshots_may_be_used(
+    runners: list[Runner],
+    newest: str,
+    origin: str | None,
+    damaged: bool,
+    step: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    train(runners[0], 3)
-    series = next(what["series"] for _, what in runners[0].said if what)
-    monkeypatch.setenv("RDZV_SNAPSHOT", named and named + series)
+    train(runners[0], 2 if damaged else 3)
+    if damaged:
+        runners[0].flip(2)
+    monkeypatch.setenv("RDZV_SNAPSHOT", newest)
+    if origin is not None:
+        monkeypatch.setenv("RDZV_SNAPSHOT_ORIGIN", origin)
     assert [one.step for one in resume(runners)[0]] == [step, None]
 
 

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from .snapshot_slot import Header, Slot
     from .snapshots import HeldSlots
 
-NAMED_VARIABLE = "RDZV_SNAPSHOT"
-"""What the round goes on from, as LINEAGE:STEP:SERIES; empty: from no snapshot. Not set: from the
-newest that the ranks find."""
+NEWEST_VARIABLE = "RDZV_SNAPSHOT"
+"""What the round goes on from, as LINEAGE:STEP:SERIES, or from what is older, if that is damaged;
+empty: from no snapshot. Not set: the ranks decide alone."""
+ORIGIN_VARIABLE = "RDZV_SNAPSHOT_ORIGIN"
+"""The lineage from which on snapshots may be used: the job has gone on without those before."""
 
 
 class Key(NamedTuple):
@@ -40,11 +42,10 @@ class Key(NamedTuple):
     shards: int
 
 
-def newest_whole(found: Iterable[tuple[Key, int]], named: str | None = None) -> Key | None:
+def newest_whole(found: Iterable[tuple[Key, int]]) -> Key | None:
     """Return the newest state of which every part was found; None if there is none.
 
-    `found` has a key and a part of it for each snapshot. If one is `named`, as LINEAGE:STEP:SERIES,
-    it has to be this one.
+    `found` has a key and a part of it for each snapshot.
 
     >>> one, two = Key(0, 20, "a", 2), Key(0, 30, "a", 2)
     >>> newest_whole([(one, 0), (two, 0), (one, 1)])
@@ -53,9 +54,26 @@ def newest_whole(found: Iterable[tuple[Key, int]], named: str | None = None) -> 
     """
     parts: dict[Key, set[int]] = {}
     for key, shard in found:
-        if named is None or named == f"{key.lineage}:{key.step}:{key.series}":
-            parts.setdefault(key, set()).add(shard)
+        parts.setdefault(key, set()).add(shard)
     return max((key for key, held in parts.items() if len(held) == key.shards), default=None)
+
+
+def may_be_used(lineage: int, step: int, environ: Mapping[str, str]) -> bool:
+    """Whether the round leaves it to its workers to go on from a snapshot.
+
+    >>> names = {NEWEST_VARIABLE: "3:20:a", ORIGIN_VARIABLE: "2"}
+    >>> [may_be_used(*mark, names) for mark in ((3, 20), (2, 90), (3, 30), (4, 0), (1, 10))]
+    [True, True, False, False, False]
+    >>> may_be_used(3, 20, {NEWEST_VARIABLE: ""}), may_be_used(3, 20, {})
+    (False, True)
+    """
+    newest = environ.get(NEWEST_VARIABLE)
+    if newest is None:
+        return True
+    if not newest:
+        return False
+    last = tuple(map(int, newest.split(":", 2)[:2]))
+    return lineage >= int(environ.get(ORIGIN_VARIABLE) or 0) and (lineage, step) <= last
 
 
 class Resuming:
@@ -81,13 +99,12 @@ class Resuming:
         Blocks as long as ranks are missing. Snapshots that are damaged are given up, on all ranks.
         """
         begun = time.monotonic()
-        named = os.environ.get(NAMED_VARIABLE)
         attempt, are_sound = 0, False
         while not are_sound:
             mine = [(_key(one), one.shard) for _, one in self._found if one.shards]
             said = self._exchange(store, f"snapshots/{attempt}", mine)
             held = [[(Key(*key), shard) for key, shard in one] for one in said]
-            newest = newest_whole(itertools.chain(*held), named)
+            newest = newest_whole(itertools.chain(*held))
             if newest is None:
                 return False
             key = newest
@@ -133,7 +150,9 @@ class Resuming:
         return [json.loads(one) for one in store.multi_get([f"{name}/{rank}" for rank in ranks])]
 
     def _fits(self, header: Header) -> bool:
-        """Whether a snapshot is of this state; else say why not."""
+        """Whether a snapshot may be used, and is of this state; else say why not."""
+        if not may_be_used(header.lineage, header.step, os.environ):
+            return False
         reason = ""
         if header.state != described(self._sealing.contents)[1]:
             reason = "it is of a state with other names, sizes or types"
