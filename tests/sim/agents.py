@@ -29,6 +29,7 @@ from rdzv.transport.node_stream import FINAL_REFUSALS, PROTOCOL_VERSION
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.sim.network import Connection, End
 from tests.sim.parking import Parked, Parking
+from tests.sim.snapshots import Slots
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -89,6 +90,7 @@ class Runner:
         self.hung: set[int] = set()
         """LOCAL_RANKs that do nothing any more, and would do so for ever."""
         self.parking = Parking(self)
+        self.slots = Slots(self)
         self._keeping = False
         """Whether workers are asked to park, and not to end."""
         self._not_kept: set[int] = set()
@@ -133,6 +135,7 @@ class Runner:
         self.hung, self._not_kept = set(), set()
         self._stop_due_ms = None
         self.stood_still = False
+        self.slots.begin(workers, assignment, self.parking.base)
         if self.world.happens("start fails"):
             self.tell(events.StartFailed(assignment.round, "no such script"))
             self.vanish()
@@ -143,6 +146,11 @@ class Runner:
                 return
             ready_ms = self.world.random.choice((1, 100, 3_000))
             self.world.agenda.after(ready_ms, lambda: self._store_ready(workers))
+
+    def trains(self, workers: Workers, local_rank: int) -> bool:
+        """Whether a worker of this round makes steps."""
+        here = self.workers == workers and local_rank in self.alive - self.hung
+        return here and not (self.stuck or self._stop_due_ms or self.part.agent.frozen)
 
     def _store_ready(self, workers: Workers) -> None:
         if self.workers == workers:
@@ -493,6 +501,10 @@ class Part:
                 self.runner.take_back_notice(command.round)
             case commands.StopStoreHost():
                 pass
+            case commands.SaySnapshots():
+                self.agent.say(encoding.snapshots_held(command, self.rdzv_id))
+            case commands.AnnounceWatermark():
+                self.runner.slots.watermark = command.mark
             case commands.Exit():
                 self.outcome = command.outcome
                 self.agent.ended(self)

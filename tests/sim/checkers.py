@@ -52,10 +52,12 @@ from rdzv.core.model import (
     Moved,
     Result,
     Round,
+    Snapshot,
     State,
     placeholder,
 )
 from rdzv.core.rendezvous import Transition
+from rdzv.core.snapshots import MAX_LOADS
 from rdzv.errors import RendezvousError
 from rdzv.server.engine.job import News
 from rdzv.server.scheduling import placer
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from tests.sim.cluster import Server
     from tests.sim.loop import Process
     from tests.sim.parking import Parked
+    from tests.sim.snapshots import Saved
     from tests.sim.world import World
 
 
@@ -118,6 +121,10 @@ class Judge:
         """No worker has failed by itself so far, and none for a reason that nobody can know."""
         self.honest = True
         """No node has claimed of a parked worker what is not so."""
+        self.honest_of_snapshots = True
+        """Likewise of snapshots."""
+        self.lineages: dict[Workers, int] = {}
+        """The round in which the workers of each round, or those that they carry on, were new."""
         self.offered: dict[tuple[str, Workers], int] = {}
         """The most steps that a parked worker of a round has sealed, as its node said last."""
         self.stored: dict[str, Membership] = {}
@@ -453,6 +460,7 @@ class Judge:
             self.first_rounds.setdefault(workers, round_)
             if workers not in self.rounds and not round_.adopted:
                 self._check_kept(workers, before, round_)
+                self._check_snapshots(workers, before, round_, decided)
             first = self.rounds.setdefault(workers, round_)
             self.known_ms.setdefault(workers, self.world.agenda.now_ms)
             if first.participants != round_.participants:
@@ -502,6 +510,55 @@ class Judge:
                         known[rank] = parked
         if any(parked.shards > 1 for parked in known.values()):
             self._check_parts(workers, last, round_, known)
+
+    def lineage(self, workers: Workers, *, carried: bool) -> int:
+        """Return which lineage the workers of a round carry on, or begin."""
+        before = self._round_before(workers) if carried else None
+        known = self.lineages.get(before, workers[2]) if before else workers[2]
+        return self.lineages.setdefault(workers, known)
+
+    def _check_snapshots(
+        self, workers: Workers, before: Membership | None, round_: Round, decided: Decided | None
+    ) -> None:
+        """What a round loads is claimed by its nodes part by part, and really one state."""
+        mark = round_.snapshot
+        held = [one for p in round_.participants for one in self._saved(p.node_id, workers[0])]
+        if mark is not None and decided is not None:
+            self.world.count("rounds with snapshots")
+            self.world.counts["rounds that load snapshots"] += bool(round_.snapshot_loads)
+            names = {p.node_id for p in round_.participants}
+            said = _said_of_snapshots(decided)
+            parts = {one.shard for name in names for one in said.get(name, ()) if one.mark == mark}
+            if parts != set(range(mark.shards)):
+                self.fail(f"snapshots: {workers} begins with {mark}, and of it are {parts}")
+            sealed = {one.workers for one in held if one.mark == mark}
+            if len(sealed) > 1 and not self.era and self.honest_of_snapshots:
+                self.fail(f"snapshots: {mark} of {workers} is mixed from {sealed}")
+        if before is not None and before.round is not None and before.run == workers[1]:
+            self._check_pinned(workers, before.round, round_, held)
+
+    def _check_pinned(
+        self, workers: Workers, last: Round, round_: Round, held: Sequence[Saved]
+    ) -> None:
+        """What the last round has begun with is loaded again, or what came after it."""
+        mark = last.snapshot
+        if mark is None or round_.source is not None or self.era or not self.honest_of_snapshots:
+            return
+        if not last.snapshot_loads or last.snapshot_loads >= MAX_LOADS:
+            return
+        parts = {one.shard for one in held if one.mark == mark}
+        fits = mark.shards == 1 or mark.world_size == round_.world_size
+        if fits and parts == set(range(mark.shards)):
+            if round_.snapshot is None or round_.snapshot < mark:
+                self.fail(f"snapshots: {workers} does not load {mark}, of which all is held")
+            self.world.count("rounds that could load what was pinned")
+
+    def _saved(self, node_id: str, rdzv_id: str) -> Iterator[Saved]:
+        """Yield what is really in the slots of a node; where it comes twice, of both."""
+        for agent in self.world.agents:
+            if agent.name == node_id and rdzv_id in agent.parts:
+                for slots in agent.parts[rdzv_id].runner.slots.held.values():
+                    yield from (one for one in slots if one is not None)
 
     def _check_parts(
         self, workers: Workers, last: Round, round_: Round, known: Mapping[int, Parked]
@@ -576,6 +633,7 @@ class Judge:
             return
         mine = self.tallies.setdefault((after.rdzv_id, after.run), Counter())
         round_, seats = before.membership.round, {*before.seats}
+        held = _said_of_snapshots((before, command, transition, 0))
         for event in transition.events:
             match event:
                 case NodeStopped():
@@ -589,23 +647,29 @@ class Judge:
                     assert round_ is not None
                     round_ = replace(round_, end=event.end)
                 case NodeLost() | NodeLeft() | NodeStuck() if round_ and event.node_id in seats:
+                    held.pop(event.node_id, None)
                     round_ = replace(round_, gone=(*round_.gone, event.node_id))
                 case RoundSettled():
                     assert round_ is not None
-                    self._count_end(mine, after, round_, event)
+                    self._count_end(mine, after, round_, event, held)
                     self._check_spent(mine, after, event)
                 case RoundCompleted():
                     self._check_backoff(mine, after, event.round)
                     round_ = event.round
 
     def _count_end(
-        self, mine: Counter[str], after: Membership, round_: Round, settled: RoundSettled
+        self,
+        mine: Counter[str],
+        after: Membership,
+        round_: Round,
+        settled: RoundSettled,
+        held: Mapping[str, Sequence[Snapshot]],
     ) -> None:
         """Count an end by its cause, and the rounds in a row that failed soon, or in vain."""
         assert round_.end is not None
         mine[settled.cause] += 1
         failed = settled.cause is Cause.WORKER_FAILURE
-        moved = self._moved_on(mine, after, round_)
+        moved = self._moved_on(mine, after, round_) or _is_saved(round_, held)
         if moved or round_.end.at_ms - round_.at_ms >= 60_000:
             mine["row"] = 0
         elif failed:
@@ -849,6 +913,7 @@ class Judge:
             (round_.master_addr, round_.master_port, round_.use_agent_store),
             round_.restarts,
             (seat.kept, round_.source, round_.resume_step, seat.charged_suspects),
+            (round_.snapshot is not None, round_.snapshot_loads, round_.origin, round_.lineage),
         )
         heard = (
             part.node_id,
@@ -865,6 +930,7 @@ class Judge:
                 line.resume_step if line.HasField("resume_step") else None,
                 tuple(line.charged_suspects),
             ),
+            (line.HasField("snapshot"), line.snapshot_loads, line.origin, line.lineage),
         )
         if heard != expected and self.era == 0:
             self.fail(f"consistency: {part.node_id} hears {heard} of {workers}, not {expected}")
@@ -1034,3 +1100,25 @@ def _is_reason_to_stop(before: AgentState, event: agent_events.Event, after: Age
             return True
         case _:
             return False
+
+
+def _said_of_snapshots(decided: Decided) -> dict[str, tuple[Snapshot, ...]]:
+    """Return what nodes that wait have said to hold, the one that is heard now included."""
+    before, command = decided[:2]
+    said = {node_id: one.snapshots for node_id, one in before.waiting.items()}
+    if isinstance(command, Join) and command.run == before.membership.run:
+        said[command.node_id] = command.snapshots
+    return said
+
+
+def _is_saved(round_: Round, held: Mapping[str, Sequence[Snapshot]]) -> bool:
+    """Whether all parts of a step that is newer than the round are held."""
+    marks = {one.mark for snapshots in held.values() for one in snapshots}
+    for mark in marks:
+        of_round = round_.lineage <= mark.lineage <= round_.number
+        fits = mark.shards == 1 or mark.world_size == round_.world_size
+        newer = round_.snapshot is None or mark > round_.snapshot
+        parts = {one.shard for all_ in held.values() for one in all_ if one.mark == mark}
+        if of_round and fits and newer and len(parts) == mark.shards:
+            return True
+    return False

@@ -59,7 +59,7 @@ class Parking:
         """LOCAL_RANKs of workers that have parked by themselves, in a round that may yet run."""
         self._ending: set[int] | None = None
         """Process ids of those that were told to end; None: nobody was."""
-        self._base = 0
+        self.base = 0
         """How many steps each worker had sealed when the round began."""
         self._rank_first = 0
         self._world_size = 1
@@ -78,7 +78,9 @@ class Parking:
             for rank in range(self._runner.part.job.local_world_size)
         }
         self.parked, self.suspects = {}, set()
-        self._base = assignment.resume_step or 0
+        self.base = assignment.resume_step or 0
+        if assignment.snapshot is not None and assignment.snapshot_loads:
+            self.base = assignment.snapshot.step
         self._rank_first, self._world_size = assignment.rank_first, assignment.world_size
         for rank in kept:
             if world.happens("goes on never"):
@@ -117,8 +119,8 @@ class Parking:
         parked = {}
         for local_rank in sorted(self.able.intersection(among)):
             if local_rank in self.suspects or not world.happens("parks never"):
-                step = world.steps_sealed(workers) + self._base
-                step -= world.random.choice((0, 0, 1)) if step > self._base else 0
+                step = world.steps_sealed(workers) + self.base
+                step -= world.random.choice((0, 0, 1)) if step > self.base else 0
                 torn = world.happens("torn")
                 one = Parked(workers, self.pids[local_rank], step or None, torn)
                 parked[local_rank] = self._sharded(one, self._rank_first + local_rank)
@@ -136,7 +138,7 @@ class Parking:
             return one
         # One that was touched since has what it held before; nothing, if it held nothing.
         touched = world.random.random() < 0.3
-        older = swarm.holds_last and not touched and one.sealed > self._base
+        older = swarm.holds_last and not touched and one.sealed > self.base
         return replace(
             one,
             torn=one.torn or (touched and not swarm.holds_last),

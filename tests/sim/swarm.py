@@ -104,6 +104,13 @@ SHARDED_SHARE = 0.5
 """In how many of these histories each worker has a part of the state."""
 
 
+SNAPSHOT_SHARE = 0.4
+"""In how many histories workers save snapshots in memory."""
+
+SNAPSHOT_CHANCES = ("slot is damaged", "wrong snapshots")
+"""What may happen there whenever it can."""
+
+
 FENCED_SHARE = 0.25
 """In how many histories nodes kill their own workers once they are cut off."""
 
@@ -147,6 +154,8 @@ class Swarm:
     """When a node that is cut off kills its own workers; 0: never."""
     replicas: int = 0
     """How many workers have each part of a sharded state; 0: each has all of a state."""
+    snapshot_every_ms: int = 0
+    """How long workers take from one snapshot to the next; 0: they save none."""
     holds_last: bool = True
     """Whether workers hold the step before the last one as well, if their state is sharded."""
 
@@ -159,6 +168,7 @@ class Swarm:
         swarm = _with_keeping(swarm, Random(f"{seed}, with keeping"), without)
         swarm = _with_fence(swarm, Random(f"{seed}, with a fence"))
         swarm = _with_shards(swarm, Random(f"{seed}, with shards"))
+        swarm = _with_snapshots(swarm, Random(f"{seed}, with snapshots"))
         swarm = cls._with_aim(swarm, Random(f"{seed}, with aim"), without)
         return cls._with_operators(swarm, seed, without)
 
@@ -217,7 +227,7 @@ class Swarm:
             servers=random.choice((1, 1, 2, 3)),
             rates={**rates, "starts": 2.0},
             chances={name: random.choice((0.0, 0.0, 0.05, 0.3)) for name in CHANCES}
-            | dict.fromkeys(KEEPING_CHANCES, 0.0),
+            | dict.fromkeys((*KEEPING_CHANCES, *SNAPSHOT_CHANCES), 0.0),
             latencies_ms=random.choice(((1,), (1, 2, 5), (1, 5, 20, 200), (1, 2, 1_500))),
             store_latencies_ms=random.choice(((0,), (0,), (1, 3), (1, 20, 300))),
             server_timeout_ms=random.choice((20_000, 600_000)),
@@ -305,6 +315,22 @@ def _with_shards(swarm: Swarm, random: Random) -> Swarm:
     if not swarm.keep_timeout_ms or random.random() >= SHARDED_SHARE:
         return swarm
     return replace(swarm, replicas=random.choice((1, 2, 2, 2, 3)), holds_last=random.random() < 0.7)
+
+
+def _with_snapshots(swarm: Swarm, random: Random) -> Swarm:
+    """Save snapshots in some histories; all others are what they are without."""
+    if random.random() >= SNAPSHOT_SHARE:
+        return swarm
+    chances = {
+        "slot is damaged": random.choice((0.0, 0.0, 0.1)),
+        "wrong snapshots": random.choice((0.0, 0.0, 0.0, 0.1)),
+    }
+    return replace(
+        swarm,
+        snapshot_every_ms=random.choice((100, 2_000, 20_000)),
+        replicas=swarm.replicas if swarm.keep_timeout_ms else random.choice((0, 1, 2)),
+        chances={**swarm.chances, **chances},
+    )
 
 
 def _with_budgets(swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:

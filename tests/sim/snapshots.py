@@ -1,0 +1,129 @@
+"""Snapshots of a job's state in a simulation: saved now and then, in slots that outlive workers.
+
+What is in a slot really is kept here beside what its mark says, so that an onlooker sees whether
+what would be loaded fits together.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rdzv.agent.core import events
+from rdzv.agent.core.model import Assignment
+from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.structs import replace, struct
+
+if TYPE_CHECKING:
+    from tests.sim.agents import Runner, Workers
+
+SLOTS = 2
+
+
+@struct(frozen=True)
+class Saved:
+    """What a slot holds."""
+
+    mark: SnapshotMark
+    shard: int
+    workers: Workers
+    """The round that has really sealed the step."""
+
+
+class Slots:
+    """The slots of one job on one node."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.held: dict[int, list[Saved | None]] = {}
+        """By LOCAL_RANK."""
+        self.watermark: SnapshotMark | None = None
+        self._round: Assignment | None = None
+        self._lineage = 0
+
+    def begin(self, workers: Workers, assignment: Assignment, base: int) -> None:
+        """Save now and then in a round whose workers go on from step `base`."""
+        world, part = self._runner.world, self._runner.part
+        every_ms = world.swarm.snapshot_every_ms
+        if not every_ms:
+            return
+        self._round = assignment
+        self._lineage = world.judge.lineage(workers, carried=assignment.source is not None)
+        for local_rank, slots in self.held.items():
+            # A step that is done again is another one.
+            self.held[local_rank] = [
+                None if one and one.mark.lineage == self._lineage and one.mark.step > base else one
+                for one in slots
+            ]
+        self._tell()
+        shards = self._shards()
+        ranks = range(part.job.local_world_size) if shards > 1 else range(1)
+        for number in range(1, world.steps_sealed(workers) + 1):
+            for local_rank in ranks:
+                in_ms = number * every_ms + world.random.choice((0, 1, every_ms // 2))
+                save = partial(self._save, workers, local_rank, base + number)
+                world.agenda.after(in_ms, save)
+
+    def _shards(self) -> int:
+        line, replicas = self._round, self._runner.world.swarm.replicas
+        assert line is not None
+        if not replicas:
+            return 1
+        return line.world_size // replicas if line.world_size % replicas == 0 else line.world_size
+
+    def _save(self, workers: Workers, local_rank: int, step: int) -> None:
+        """Begin to save; while that lasts, the slot holds nothing."""
+        world = self._runner.world
+        if not self._runner.trains(workers, local_rank):
+            return
+        slots = self.held.setdefault(local_rank, [None] * SLOTS)
+        number = self._free(slots)
+        if number is None:
+            world.count("snapshot skipped")
+            return
+        slots[number] = None
+        self._tell()
+        in_ms = world.random.choice((0, 5, 300))
+        world.agenda.after(in_ms, partial(self._saved, workers, local_rank, step, number))
+
+    def _saved(self, workers: Workers, local_rank: int, step: int, number: int) -> None:
+        world, line = self._runner.world, self._round
+        if not self._runner.trains(workers, local_rank) or line is None:
+            return
+        shards = self._shards()
+        mark = SnapshotMark(self._lineage, step, "a", shards, line.world_size)
+        shard = (line.rank_first + local_rank) % shards
+        damaged = world.happens("slot is damaged")
+        self.held[local_rank][number] = None if damaged else Saved(mark, shard, workers)
+        world.count("snapshot saved")
+        self._tell()
+
+    def _free(self, slots: list[Saved | None]) -> int | None:
+        """Return the slot that may be overwritten; None if neither may."""
+        for number, one in enumerate(slots):
+            if one is None:
+                return number
+        ours = [n for n, one in enumerate(slots) if one and one.mark.lineage == self._lineage]
+        if not ours:
+            pinned = [n for n, one in enumerate(slots) if one and one.mark == self.watermark]
+            return 1 - pinned[0] if pinned else 0
+        kept = max(ours, key=lambda n: slots[n].mark)  # type: ignore[union-attr]
+        newest = slots[kept]
+        assert newest is not None
+        mark = self.watermark
+        known = mark is not None and mark.lineage == self._lineage and newest.mark.step <= mark.step
+        return 1 - kept if known else None
+
+    def _tell(self) -> None:
+        world = self._runner.world
+        held = tuple(
+            Snapshot(local_rank, one.mark, one.shard, 1_000, "digest")
+            for local_rank, slots in sorted(self.held.items())
+            for one in slots
+            if one is not None
+        )
+        if held and world.happens("wrong snapshots"):
+            world.judge.honest_of_snapshots = False
+            one, step = held[-1], world.random.choice((0, 1, 7, 1 << 53))
+            held = (*held[:-1], replace(one, mark=replace(one.mark, step=step)))
+        self._runner.tell(events.SnapshotsHeld(held))
