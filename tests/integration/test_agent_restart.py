@@ -243,7 +243,7 @@ def test_a_planned_restart_has_the_time_that_was_announced(d: Nodes) -> None:
     agent = d.agents["n1"]
     agent.process.send_signal(signal.SIGUSR2)
     assert agent.wait() == 0
-    assert "the jobs of this node are left to the next agent, which must start" in agent.text
+    assert "leaving this node's jobs to the next agent, which must start" in agent.text
     d.until("the server knows", lambda: "its place is kept for 300 s" in d.cluster.server_log)
     d.counts_on(pids)
     d.come_back("n1")

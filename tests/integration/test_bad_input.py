@@ -79,8 +79,8 @@ USAGE = [
     ("--role=\udcff", r"--role='\udcff' has characters that cannot be printed"),
     ("--topology=a\x07b", r"--topology='a\x07b' has characters that cannot be printed"),
     ("--local-addr=\udcff", r"--local-addr='\udcff' has characters that cannot be printed"),
-    ("--log-dir=finish", "finish is no directory; give another"),
-    ("--log-dir=finish/a/b", "finish is no directory; give another"),
+    ("--log-dir=finish", "finish is not a directory; give another"),
+    ("--log-dir=finish/a/b", "finish is not a directory; give another"),
 ]
 
 
@@ -338,7 +338,7 @@ def test_a_node_that_can_not_start_any_more_leaves_and_the_job_goes_on(c: Cluste
     said = {
         "script": f"the script '{needs['script']}' is not on this node",
         "python": f"the interpreter '{needs['python']}' is not on this node",
-        "logs": f"--log-dir={needs['logs']}: {needs['logs']} is no directory; give another",
+        "logs": f"--log-dir={needs['logs']}: {needs['logs']} is not a directory; give another",
     }
     for name, node in nodes.items():
         assert node.wait() == 1
@@ -382,7 +382,7 @@ def test_a_program_without_its_interpreter_fails_the_job_in_its_own_words(c: Clu
     program.chmod(0o755)
     node = c.start_node("n1", "--no-python", nnodes="1", worker=str(program))
     assert node.wait() == 1
-    assert f"'{program}': No such file or directory; the file is there, so it is the" in node.text
+    assert f"'{program}': No such file or directory; the file exists, so the" in node.text
     assert c.status().state == "failed"
 
 

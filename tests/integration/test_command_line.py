@@ -413,7 +413,7 @@ BAD_CONFIGS = [
     (f"server = 5\n{JOB_TABLE}", "`server` = 5 must be HOST:PORT in quotes"),
     (f'server = "a:b"\n{JOB_TABLE}', "'b' is not a port; a port is a number from 1 to 65535"),
     (f'server = "a"\nnode_id = 7\n{JOB_TABLE}', "`node_id` = 7 must be a text in quotes"),
-    (f'server = "a"\nnode_id = "a/b"\n{JOB_TABLE}', "it is not a name of a node; give 1 to 128"),
+    (f'server = "a"\nnode_id = "a/b"\n{JOB_TABLE}', "it is not a valid node name; give 1 to 128"),
     ('server = "a"\njob = "b"', '`job` = "b" must be a list of tables; begin with [[job]]'),
     ('server = "a"\njob = [1]', "`job` = [1] must be a list of tables; begin with [[job]]"),
     ('server = "a"\n[[job]]', "`job[1].args` is missing: The arguments of rdzvrun"),
@@ -424,7 +424,10 @@ BAD_CONFIGS = [
         "two [[job]] tables have the --rdzv-id a; rename one",
     ),
     ('server = "a"\n[[job]]\nargs = ["script.py"]', "--rdzv-id is missing"),
-    ('server = "a"\n[[job]]\nargs = ["--no-such"]', "args ['--no-such'] are not rdzvrun's"),
+    (
+        'server = "a"\n[[job]]\nargs = ["--no-such"]',
+        "args ['--no-such'] are not valid rdzvrun arguments",
+    ),
     (
         'server = "a"\n[[job]]\nargs = ["--rdzv-id=a", "no-such.py"]',
         "the script 'no-such.py' is not on this node",
@@ -432,7 +435,7 @@ BAD_CONFIGS = [
 ] + [
     (
         f'server = "a"\n[[job]]\nargs = ["--rdzv-id=a", "{own}", "script.py"]',
-        "leave --node-id, --rdzv-endpoint and --standalone to `node_id` and `server`",
+        "replace --node-id, --rdzv-endpoint and --standalone by the settings `node_id`",
     )
     for own in ("--node-id=b", "--rdzv-endpoint=b", "--standalone")
 ]

@@ -266,8 +266,8 @@ def test_a_folder_that_is_not_there_is_declined_by_name(d: Daemons) -> None:
     ("args", "reason"),
     [
         (("no-such-script.py",), "the script 'no-such-script.py' is not on this node"),
-        (("--rdzv-id=other", REPORT), "name a job, a node or a server of their own"),
-        (("--standalone", REPORT), "name a job, a node or a server of their own"),
+        (("--rdzv-id=other", REPORT), "name their own job, node or server"),
+        (("--standalone", REPORT), "name their own job, node or server"),
     ],
 )
 def test_arguments_that_can_not_be_launched_are_declined_with_the_reason(
@@ -330,7 +330,7 @@ def test_the_next_agent_starts_no_job_while_workers_that_it_can_not_adopt_are_le
         agent.process.kill()
         agent.process.wait()
         again = d.launch("n1")
-        d.until("it waits", lambda: f"waiting until runner pid {runner} of" in again.text)
+        d.until("it waits", lambda: f"waiting for runner pid {runner} of" in again.text)
         assert "is not adopted, and left to its end: it does not answer within 3 s" in again.text
         assert alive(first["pid"])
     finally:

@@ -214,7 +214,7 @@ def test_a_restart_of_the_agent_disturbs_no_worker(machine: Booted) -> None:
     before = agent_pid(machine)
     machine.do("systemctl", "restart", "rdzv-agent")
     goes_on(machine, worker, before, 1)
-    assert "SIGTERM, of a restart by systemd; the jobs of this node are left" in machine.log
+    assert "SIGTERM from systemd's restart; leaving this node's jobs" in machine.log
 
 
 def steady_worker(machine: Booted) -> int:

@@ -41,7 +41,7 @@ def test_a_full_shm_is_named(tmp_path: Path) -> None:
     small = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
     said = run(["unshare", "--mount", "sh", "-c", small, "sh"], tmp_path, BUS_ERROR)
     assert "received SIGBUS" in said
-    assert "/dev/shm has no room: enlarge it (docker: --shm-size;" in said
+    assert "/dev/shm is full: enlarge it (docker: --shm-size;" in said
     assert "its size is 1 MiB" in said
 
 

@@ -71,7 +71,7 @@ def test_the_root_cause_its_followers_and_the_ended_are_told_apart_on_every_node
         assert lines[1].startswith("  rank 2 (local_rank 0) on n2 (127.0.0.1), pid ")
         assert lines[1].endswith(": exit code 1")
         assert lines[2:4] == ["  ValueError: no such column", "  the stack of it"]
-        assert lines[4] == "Failed because of it, as their connections broke:"
+        assert lines[4] == "Failed because of it, when their connections broke:"
         assert lines[5].startswith("  rank 0 (local_rank 0) on n1 (127.0.0.1), pid ")
         assert lines[5].endswith(": RuntimeError: [gloo] Connection closed by peer [10.0.0.2]:4711")
         assert lines[6] == "Ended by this node's agent, no failures (1 worker of 2):"

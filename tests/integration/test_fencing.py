@@ -92,7 +92,7 @@ def test_a_node_behind_a_black_hole_has_no_worker_left_when_the_other_is_seated_
     link.black_hole()
     wait_for_seats(c, 1)
     assert not alive(cut_off)
-    c.wait_for_text(far, "fenced: the server was out of reach for 3 s (--fence-after)")
+    c.wait_for_text(far, "fenced: the server was unreachable for 3 s (--fence-after)")
     [alone] = c.wait_for_round(1, workers=1)
     assert (alone["GROUP_WORLD_SIZE"], alone["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0")
     link.restore()
@@ -213,4 +213,4 @@ def test_a_node_with_a_server_of_its_own_has_no_fence(c: Cluster) -> None:
     script.touch()
     ended = c.run("rdzvrun", "--standalone", FENCE, str(script))
     assert ended.returncode == 2
-    assert ended.stderr.startswith("rdzvrun: --fence-after=3 has no use here")
+    assert ended.stderr.startswith("rdzvrun: --fence-after=3 has no effect here")

@@ -92,7 +92,7 @@ def test_a_job_whose_files_hang_keeps_nothing_else_from_going_on(
     # That of the job which needs the server begins no other round, and the agent says what it
     # waits for; the other job is where it was.
     d.until("far's failure is told", lambda: "the error file cannot be read" in d.agent.text)
-    assert "no answer within 2 s from the file system that it is on" in d.agent.text
+    assert "no answer within 2 s from its file system" in d.agent.text
     d.reports("near", 2)
     d.until("near runs", lambda: d.status("near").state == "running")
     d.until("far's restart is spent", lambda: d.status("far").restarts == 1)

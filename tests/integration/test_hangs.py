@@ -103,12 +103,12 @@ def test_a_worker_that_hangs_ends_its_round_and_the_job_goes_on(c: Cluster) -> N
     assert (cause.rank, cause.pid, cause.exit_code, cause.signal) == (1, hung, None, None)
     assert cause.message is not None
     assert "; RANK 1 stopped by a signal, in " in cause.message
-    assert "(RANK 1: no word of its progress for " in cause.message
+    assert "(RANK 1: no progress reported for " in cause.message
     assert ", in <module>" in (cause.traceback or "")
     text = c.run("rdzvctl", "--server", c.endpoint, "status", JOB).stdout
     assert "  how          it hung\n" in text
     kept = stacks(c, "--round=0")
-    assert kept["reason"].startswith("it hung: RANK 1: no word of its progress for ")
+    assert kept["reason"].startswith("it hung: RANK 1: no progress reported for ")
     assert {one["rank"]: one["state"] for one in kept["stacks"]}[1] == "T"
     c.kill_server()
     c.start_server()
@@ -118,7 +118,7 @@ def test_a_worker_that_hangs_ends_its_round_and_the_job_goes_on(c: Cluster) -> N
     assert [node.wait() for node in c.nodes] == [0, 0]
     (node,) = {n.name for n in c.nodes if n.name == cause.node_id}
     log = next(n.text for n in c.nodes if n.name == node)
-    assert f"RANK 1 (pid {hung}) hangs: no word of its progress for " in log
+    assert f"RANK 1 (pid {hung}) hangs: no progress reported for " in log
 
 
 def test_a_hang_that_the_server_could_not_hear_of_is_told_when_it_is_back(c: Cluster) -> None:

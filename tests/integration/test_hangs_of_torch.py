@@ -208,4 +208,4 @@ def test_where_it_cannot_work_the_log_says_so_once(tmp_path: Path) -> None:
     done = rdzvrun(*options, sys.executable, "-I", script)
     assert done.returncode == 1
     assert done.stderr.count("no record of the collectives of pid ") == 1, done.stderr
-    assert "give -E, -I or -S?" in done.stderr
+    assert "use -E, -I or -S?" in done.stderr

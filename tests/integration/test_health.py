@@ -128,7 +128,7 @@ def test_a_node_that_is_not_well_after_a_failure_leaves_and_a_free_one_takes_its
     # It failed, and that costs a restart; but no round was formed with it again.
     assert (status.round, status.restarts) == (1, 1)
     assert f"n2 left: {UNWELL}" in ctl(d, "events", "job-1")
-    d.cluster.wait_for_text(agent, "job-1: leaving the job, for this node is unhealthy")
+    d.cluster.wait_for_text(agent, "job-1: leaving the job because this node is unhealthy")
     d.until("n2 is free", lambda: d.node("n2")["jobs"] == {})
     # An operator has it look at once, and it heals.
     (d.folder / "n2 is well").touch()

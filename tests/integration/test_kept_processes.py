@@ -119,7 +119,7 @@ def test_a_worker_that_blocks_is_replaced_alone(c: Cluster) -> None:
     assert after[0] == before[0]
     assert after[1] != before[1]
     assert not alive(before[1])
-    c.wait_for_text(node, "is killed, not kept: it has not parked in time")
+    c.wait_for_text(node, "is killed, not kept: it did not park in time")
 
 
 def test_a_worker_that_says_it_cannot_park_is_replaced_at_once(c: Cluster) -> None:

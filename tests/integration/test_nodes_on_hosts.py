@@ -138,7 +138,7 @@ def test_agents_that_die_are_restarted_reloaded_and_upgraded_cost_no_step(t: Tra
         agent.process.send_signal(signal.SIGUSR2)
     for agent in left:
         assert agent.wait() == 0
-        assert "the jobs of this node are left to the next agent" in agent.text
+        assert "leaving this node's jobs to the next agent" in agent.text
     hosts.restart_server()
     t.trains(0, 3)
     upgraded = [hosts.start_agent(name) for name in ("n2", "n3")]

@@ -414,7 +414,7 @@ def log_is_a_pipe_that_nobody_reads(node: Node) -> WorkerSpec:
     [
         (lambda node: node.spec("/nonexistent"), "argv[0] '/nonexistent': No such file"),
         (lambda node: node.spec("/"), "argv[0] '/': Permission denied"),
-        (no_interpreter, "it is the interpreter named in its first line that is not"),
+        (no_interpreter, "the interpreter named in its first line is missing"),
         (
             lambda node: replace(node.spec("true"), cwd="/nonexistent"),
             "cwd '/nonexistent': No such",
@@ -629,7 +629,7 @@ def test_a_second_zygote_is_refused() -> None:
         agent.sendall(2 * frame(request))
         while (event := read_event(agent))["type"] != "error":
             pass
-    assert event["reason"] == "there is a zygote for this job"
+    assert event["reason"] == "this job already has a zygote"
 
 
 def test_a_runner_whose_files_are_gone_does_not_run_the_script_for_a_zygote(tmp_path: Path) -> None:
@@ -662,7 +662,7 @@ STOP = {"type": "stop_workers", "round": 0, "signal": 15}
         ({"type": "dance"}, "there is no request 'dance'"),
         ({"type": "start_workers"}, "round: expected int"),
         ({"type": "start_workers", "round": True}, "round: expected int, got True"),
-        ({"type": "start_workers", "round": 0, "workers": []}, "workers: there are none"),
+        ({"type": "start_workers", "round": 0, "workers": []}, "workers: the list is empty"),
         ({"type": "start_workers", "round": 0, "workers": [3]}, "workers: expected objects"),
         ({"type": "start_workers", "round": 0, "workers": [WORKER] * 2}, "occurs twice"),
         ({"type": "start_workers", "round": 0, "workers": [{**WORKER, "argv": []}]}, "argv: "),

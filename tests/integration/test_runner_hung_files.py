@@ -141,7 +141,7 @@ def test_a_start_that_takes_long_is_told_with_what_it_waits_for(
         agent.send({"type": "start_workers", "round": 7, "workers": [worker]})
         said = stderr.readline()
     assert said.startswith("rdzv: round 7: the worker of local_rank 3, pid ")
-    assert said.endswith(f" is not started after 0.1 s, and waits for this: stdout {log!r}\n")
+    assert said.endswith(f" has not started after 0.1 s; it is still at: stdout {log!r}\n")
 
 
 @contextmanager

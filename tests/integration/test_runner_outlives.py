@@ -202,7 +202,7 @@ async def test_a_second_agent_is_refused_while_there_is_one(
     node: Orphanage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await node.begin()
-    with pytest.raises(NotAdoptableError, match=r"has an agent; pid .* is one too many"):
+    with pytest.raises(NotAdoptableError, match=r"already has an agent and refuses pid"):
         await FoundRunner.meet(node.path, timeout_s=2.0)
     # The first is not disturbed by that.
     await node.start(0, node.spec("sleep", "1000"))

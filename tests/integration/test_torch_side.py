@@ -342,8 +342,8 @@ async def test_the_class_says_where_workers_write_and_may_change_their_environme
         ("hang", "--logs-specs: it has not answered within 0.3 s"),
         (
             "garbage",
-            "--logs-specs: its answer makes no sense: "
-            "TypeError('a value of the environment is not a text')",
+            "--logs-specs: its answer is invalid: "
+            "TypeError('a value of the environment is not a string')",
         ),
     ],
 )

@@ -469,7 +469,7 @@ async def test_workers_do_not_wait_for_a_zygote_that_imports(node: WarmNode) -> 
     zygote = node.zygote(sys.executable, "-u", script, "pause", "x", modules=["slow"])
     await start_pausing(node, 0, zygote)
     cold = await node.heard(WorkersStartedCold)
-    assert cold == WorkersStartedCold(0, (0, 1), "the zygote still imports")
+    assert cold == WorkersStartedCold(0, (0, 1), "the zygote is still importing")
 
 
 async def test_workers_wait_for_a_zygote_if_they_are_to(node: WarmNode) -> None:
@@ -494,7 +494,7 @@ async def test_a_zygote_that_takes_longer_than_workers_wait_is_not_waited_for(
     script = shutil.copy(CASES, node.folder)
     zygote = node.zygote(sys.executable, "-u", script, "pause", "x", modules=["slow"])
     await start_pausing(node, 0, replace(zygote, wait_s=0.1))
-    assert (await node.heard(WorkersStartedCold)).reason == "the zygote still imports"
+    assert (await node.heard(WorkersStartedCold)).reason == "the zygote is still importing"
 
 
 async def test_a_zygote_that_dies_is_replaced_and_meanwhile_all_start_cold(

@@ -1984,7 +1984,7 @@ MUTANTS = (
     Mutant(
         "a worker that has never said anything hangs",
         "why_hung",
-        "        if (self.word is None and not self.counts) or self.silent_ms < timeout_ms:",
+        "        if (self.report is None and not self.counts) or self.silent_ms < timeout_ms:",
         "        if self.silent_ms < timeout_ms:",
         by="tests/unit/agent/test_agent_hangs.py",
     ),

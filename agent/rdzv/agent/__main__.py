@@ -1,4 +1,4 @@
-"""rdzv-agent: the daemon of a node, which takes up the jobs that the server places on it."""
+"""rdzv-agent: the daemon of a node, which runs the jobs that the server places on it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ log = logging.getLogger("rdzv.agent")
     default=DEFAULT_FILE,
     show_default=True,
     metavar="FILE",
-    help="The configuration, in TOML; --print-config shows all that may be in it.",
+    help="The configuration file, in TOML; --print-config shows every setting.",
 )
 @click.option("--check-config", is_flag=True, help="Check the configuration and exit.")
 @click.option(
     "--print-config",
     is_flag=True,
-    help="Print the configuration as it is in effect, with what each line means, and exit.",
+    help="Print the effective configuration with an explanation of each line, and exit.",
 )
 @click.version_option(
     VERSION,
@@ -79,16 +79,18 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
     """
     set_up_logging("rdzv-agent")
     try:
-        # When root checks it, the unit may still run the agent under another account.
+        # When root runs the check, the unit may still run the agent under another account.
         as_root = (check_config or print_config) and os.geteuid() == 0
         config = read_config(path, for_another=as_root)
         if as_root and (why := why_not_here(config.settings)):
-            click.echo(f"rdzv-agent: it does not start as root, the account here: {why}", err=True)
+            click.echo(
+                f"rdzv-agent: it cannot start as root, the account used here: {why}", err=True
+            )
         if check_config and not config.launches:
             check_state_dir(config)
         if check_config or print_config:
             click.echo(
-                render(config.loaded) if print_config else f"rdzv-agent: {path} is in order",
+                render(config.loaded) if print_config else f"rdzv-agent: {path} is valid",
                 nl=not print_config,
             )
             sys.exit(EXIT_SUCCESS)
@@ -130,7 +132,7 @@ async def _run(path: Path, config: Config) -> int:
         raise
     except Exception:
         # A node is useless without its agent, and another start may succeed.
-        log.exception("rdzv-agent cannot go on")
+        log.exception("rdzv-agent cannot continue")
         return EXIT_TRY_AGAIN
     return EXIT_SUCCESS
 
@@ -140,11 +142,11 @@ def _set_log_level(level: str) -> None:
 
 
 async def _take_part(config: Config) -> int:
-    """Take part in the jobs that the configuration names, and in no other."""
+    """Take part only in the jobs named in the configuration."""
     from rdzv.agent.node.node import take_part
 
     with systemd.watched():
-        systemd.notify("READY=1", "STATUS=takes part in the jobs of its configuration")
+        systemd.notify("READY=1", "STATUS=running the jobs named in its configuration")
         outcomes = await take_part(
             config.settings.node_id,
             config.endpoints,

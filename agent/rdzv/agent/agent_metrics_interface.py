@@ -1,6 +1,6 @@
-"""Hooks for an agent's metrics. These do nothing; those of `agent_metrics` count.
+"""Hooks for an agent's metrics. These do nothing; `agent_metrics` overrides them.
 
-So an agent without /metrics loads no metrics library.
+An agent without /metrics therefore loads no metrics library.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class JobMeter:
         """
 
     def decided(self, command: commands.Command) -> None:
-        """Note a command that is carried out for the job."""
+        """Note a command that is being carried out for the job."""
 
     def runner_said(self, event: RunnerEvent) -> None:
         """Note an event from the runner."""
 
     def closed(self) -> None:
-        """Note that nothing is left of the job."""
+        """Note that nothing of the job is left."""
 
 
 class Meter:

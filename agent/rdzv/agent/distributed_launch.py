@@ -1,4 +1,4 @@
-"""Replaces `python -m torch.distributed.launch`: rdzvrun for scripts that want --local-rank.
+"""Replaces `python -m torch.distributed.launch`: rdzvrun for scripts that need --local-rank.
 
     python -m rdzv.agent.distributed_launch [--use-env] [rdzvrun's options] script ...
 

@@ -1,9 +1,8 @@
 """rdzvrun: one job in the foreground, as a replacement for torchrun.
 
 Exit codes: 0 the job succeeded; 1 it failed; 2 usage; 75 a retry may help (no server, too few nodes
-in time, or this node's runner was killed); 77 the server does not permit this to the caller; 93 it
-failed repeatedly without progress and should not be queued again; 128+n ended by signal n; 130
-Ctrl-C.
+in time, or this node's runner was killed); 77 the caller lacks the permission; 93 it failed
+repeatedly without progress and should not be queued again; 128+n ended by signal n; 130 Ctrl-C.
 """
 
 # ruff: noqa: E402
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # The many imported objects all stay, so collecting them is wasted time.
+gc.disable()  # The many imported objects stay anyway, so collecting them is wasted time.
 
 import asyncio
 import contextlib
@@ -43,9 +42,9 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, *, legacy: bool = False) -> NoReturn:
-    """Run rdzvrun and exit as the module's docstring says.
+    """Run rdzvrun and exit as described in the module's docstring.
 
-    `legacy` is the command line of torch.distributed.launch.
+    `legacy` accepts the command line of torch.distributed.launch.
     """
     try:
         _run(argv, legacy=legacy)
@@ -80,10 +79,10 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
 
 def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
     """Take part in the job until it has ended for this node."""
-    # The error that follows is clearer than the log of gRPC's core.
+    # The resulting error is clearer than the log of gRPC's core.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     credentials = meeting.credentials(os.environ)
-    # The runner gets ready while this process imports its client of the server.
+    # The runner starts up while this process imports its client of the server.
     runner = StartedRunner()
     try:
         with _without_garbage():
@@ -107,7 +106,7 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
 
 @contextlib.contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Exclude the objects imported in the body from garbage collection, for the reason above."""
+    """Exclude objects imported in the body from garbage collection, for the reason above."""
     gc.disable()
     try:
         yield
@@ -124,7 +123,7 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
 def set_up_logging(program: str) -> None:
     """Log to stderr at LOGLEVEL (default INFO); stdout belongs to the workers.
 
-    An embedded server logs only problems: the agent itself logs the events.
+    An embedded server logs only problems, because the agent itself logs the events.
     """
     level = os.environ.get("LOGLEVEL", "INFO").upper()
     handler = logging.StreamHandler(sys.stderr)

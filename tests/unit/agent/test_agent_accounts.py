@@ -124,15 +124,15 @@ def test_a_submitter_has_the_account_that_is_mapped(
     ("rules", "submitter", "wanted", "why"),
     [
         ([SubmitterRule("ada")], "bob", "", "no account is mapped to its submitter 'bob'"),
-        ([SubmitterRule(EVERYONE)], "", "", "its submitter is not known"),
+        ([SubmitterRule(EVERYONE)], "", "", "its submitter is unknown"),
         ([SubmitterRule(EVERYONE)], "nobody7", "", "this node has no account 'nobody7'"),
         ([SubmitterRule("ada")], "ada", "team", "may not run jobs as 'team' on this node, only as"),
         ([SubmitterRule("ada")], "ada", "root", "may not run jobs as 'root'"),
         ([SubmitterRule(EVERYONE)], "root", "", "it would run as root"),
-        ([SubmitterRule(EVERYONE)], "toor", "", "it would run as root, for that is what 'toor' is"),
+        ([SubmitterRule(EVERYONE)], "toor", "", "it would run as root, because 'toor' is root"),
         ([SubmitterRule("toor")], "toor", "", "it would run as root"),
         ([SubmitterRule(EVERYONE, ("toor",))], "ada", "", "it would run as root"),
-        ([SubmitterRule(EVERYONE)], "daemon", "", "'daemon' is an account of a service here"),
+        ([SubmitterRule(EVERYONE)], "daemon", "", "'daemon' is a service account here"),
         ([], "ada", "team", "it asks for the account 'team', but jobs run here as"),
     ],
 )
@@ -152,7 +152,7 @@ def test_without_a_mapping_jobs_run_as_the_agent() -> None:
 def test_an_agent_that_is_not_root_has_its_own_account_alone() -> None:
     mine = accounts(SubmitterRule(EVERYONE), own_uid=2001)
     assert mine.account_for("ada") is None
-    with pytest.raises(InvalidRequestError, match="only root can start jobs as others"):
+    with pytest.raises(InvalidRequestError, match="only root can start jobs under other accounts"):
         mine.account_for("team")
 
 
@@ -391,7 +391,7 @@ def test_a_job_is_declined_whose_folder_its_account_can_not_enter(shared: Path) 
     private.mkdir(mode=0o700)
     check_chdir(home, ADA)
     check_chdir(private)
-    with pytest.raises(InvalidRequestError, match="cannot be entered on this node by the account"):
+    with pytest.raises(InvalidRequestError, match="the account that jobs run as cannot enter"):
         check_chdir(private, ADA)
 
 

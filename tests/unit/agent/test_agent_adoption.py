@@ -130,7 +130,7 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "it was about to begin, and keeps no placement"),
+        (None, "it had not begun, and keeps no placement"),
         ("{", "its placement cannot be read"),
         ("[]", "its placement cannot be read"),
         ("{}", "its placement cannot be read: .*node_id"),
@@ -237,10 +237,14 @@ async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
 @pytest.mark.parametrize(
     ("said", "placement", "why"),
     [
-        ({"boot_id": "another"}, PLACEMENT, "is of instance instance-1 of this node, which is not"),
-        ({}, replace(PLACEMENT, instance="other"), "is of instance other of this node, which is"),
-        ({}, replace(PLACEMENT, node_id="n9"), "it is of node n9, and this one is n1"),
-        ({"incarnation": "x"}, PLACEMENT, "is of instance instance-1 of this node, which is not"),
+        ({"boot_id": "another"}, PLACEMENT, "belongs to instance instance-1 of this node, not to"),
+        (
+            {},
+            replace(PLACEMENT, instance="other"),
+            "belongs to instance other of this node, not to",
+        ),
+        ({}, replace(PLACEMENT, node_id="n9"), "it belongs to node n9, and this one is n1"),
+        ({"incarnation": "x"}, PLACEMENT, "belongs to instance instance-1 of this node, not to"),
     ],
 )
 async def test_a_runner_of_somebody_else_is_left_to_its_end(
@@ -269,7 +273,7 @@ async def test_one_that_can_not_be_adopted_keeps_nobody_from_the_others(
     meets["a.sock"] = NotAdoptableError("pid 4 speaks version 9")
     meets["b.sock"] = found(tmp_path / "b")
     assert len(await heritage.take_up()) == 1
-    assert "is not adopted, and left to its end: pid 4 speaks version 9" in caplog.text
+    assert "is not adopted, and left to its orphan timeout: pid 4 speaks version 9" in caplog.text
 
 
 # ---------------------------------------------------------------------- one job
@@ -503,7 +507,7 @@ async def test_a_store_whose_socket_died_with_the_agent_ends_its_round(s: Story)
     await s.die_and_come_back()
     await s.begin_round(s.line(group_rank=0, master_port=port))
     (failed,) = [m.store_host_failed for m in s.link.said if m.HasField("store_host_failed")]
-    assert f"the agent that had offered port {port} was restarted before the" in failed.reason
+    assert f"the agent that offered port {port} was restarted before the" in failed.reason
     assert s.runner.store_hosts == set()
 
 
@@ -641,7 +645,10 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     state = handover_state.decode_state(s.runner.keeps[handover_state.STATE])
     s.driver.resume(s.runner, state)  # type: ignore[arg-type]
     await s.driver.get_ready("its arguments are refused")
-    assert "no further round can be started here; its workers run on: its arguments" in caplog.text
+    assert (
+        "no further round can be started here; its workers keep running: its arguments"
+        in caplog.text
+    )
     assert s.phase() == pb.Belief.RUNNING
     assert s.runner.asked == [("start", 0, 2)]
     # The next round fails here, and says why; nothing else does.

@@ -201,7 +201,7 @@ def test_a_torch_that_gives_no_record_is_left_alone(
 
 async def test_a_reason_that_is_a_pipe_does_not_hold_the_agent_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"collectives.{PID}.why")
-    with pytest.raises(NoRecordError, match="it has not begun"):
+    with pytest.raises(NoRecordError, match="it has not started"):
         await ask(tmp_path)
 
 

@@ -72,7 +72,7 @@ def test_it_connects_with_the_credentials_of_its_file(
 
 def test_a_job_of_its_file_has_no_credentials_of_its_own(tmp_path: Path) -> None:
     args = '["--rdzv-id=a", "--nnodes=2", "--tls-ca=/ca.crt", "train.py"]'
-    with pytest.raises(InvalidRequestError, match="have credentials of their own"):
+    with pytest.raises(InvalidRequestError, match="include credentials"):
         read_config(written(tmp_path, f"[[job]]\nargs = {args}"))
 
 
@@ -93,18 +93,21 @@ def test_what_is_printed_is_the_same_configuration(tmp_path: Path) -> None:
         ("capacity = 0", "`capacity` = 0 must be a whole number without quotes, 1 to 256"),
         ('gpus = "0,1"', "'0' is not the UUID of a GPU; give those of `nvidia-smi -L`"),
         ('gpus = "GPU-a,GPU-a"', "GPU-a is named twice"),
-        ('node_id = "../n1"', "it is not a name of a node; give 1 to 128 letters"),
+        ('node_id = "../n1"', "it is not a valid node name; give 1 to 128 letters"),
         ('state_dir = "runs"', '`state_dir` = "runs" must be a path from / on, such as'),
-        ('pass_env = ["A*B"]', "'A*B' is not a name of a variable"),
+        ('pass_env = ["A*B"]', "'A*B' is not a variable name"),
         ('python = "/no/python"', "`python` = '/no/python' is not a program on this node"),
-        ('[env]\n"A=B" = "x"', "`env` has 'A=B', which is not a name of a variable"),
-        ('[env]\n"A B" = "x"', "`env` has 'A B', which is not a name of a variable; give letters"),
-        ('[env]\nA = "\\u0000"', "`env` has 'A', whose value has a NUL character; leave it out"),
-        ('[env]\nRANK = "1"', "`env` has RANK, of which every worker gets its own"),
-        ('[env]\nCUDA_VISIBLE_DEVICES = "3"', "every job is given its GPUs; name those in `gpus`"),
+        ('[env]\n"A=B" = "x"', "`env`: 'A=B' is not a variable name"),
+        ('[env]\n"A B" = "x"', "`env`: 'A B' is not a variable name; give letters"),
+        ('[env]\nA = "\\u0000"', "`env`: the value of 'A' contains a NUL character; remove it"),
+        ('[env]\nRANK = "1"', "`env` sets RANK, which is different in every worker"),
+        (
+            '[env]\nCUDA_VISIBLE_DEVICES = "3"',
+            "every job is assigned its own GPUs; name those to use in `gpus`",
+        ),
         ('[labels]\n"a=b" = "x"', "`labels` has the name 'a=b', which no job could ask for"),
         ('[labels]\n"a b" = "x"', "`labels` has the name 'a b', which no job could ask for"),
-        (f'[labels]\na = "{"x" * 256}"', "a value of 256 characters, that of a; give at most 255"),
+        (f'[labels]\na = "{"x" * 256}"', "the value of a has 256 characters; give at most 255"),
         ('[labels]\ngpu = "\\u0007"', "has characters that cannot be printed"),
         ("[logs]\nkeep = -1", "`logs.keep` = -1 must be a number of seconds, or a text such as"),
         (
@@ -114,8 +117,11 @@ def test_what_is_printed_is_the_same_configuration(tmp_path: Path) -> None:
         ('[[health]]\ncheck = "command"', "`command` is missing, or empty; give the program"),
         ('[[health]]\ncheck = "disk"\nmin_free = 1', "`path` is missing; name a folder"),
         ('[[health]]\ncheck = "disk"\npath = "/"', "`min_free` or `min_free_percent` is missing"),
-        ('[[health]]\ncheck = "gpu"\npath = "/"', "`path` is not for a check gpu; leave it out"),
-        ('[[health]]\ncheck = "xid"\ncodes = ["x"]', "'x' is not a number of an Xid"),
+        (
+            '[[health]]\ncheck = "gpu"\npath = "/"',
+            "`path` is not a setting of gpu checks; leave it out",
+        ),
+        ('[[health]]\ncheck = "xid"\ncodes = ["x"]', "'x' is not an Xid number"),
         (
             '[[health]]\ncheck = "gpu"\ntimeout = "1 min"',
             "with one of d, h, min, s, ms, 100 ms to 15 s",
@@ -139,7 +145,7 @@ def test_root_takes_jobs_only_if_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(InvalidRequestError, match='say account = "root"'):
+    with pytest.raises(InvalidRequestError, match='set account = "root"'):
         read_config(written(tmp_path, "", account=""))
     assert read_config(written(tmp_path, "", account="root"))
 
@@ -156,7 +162,9 @@ def test_root_may_look_at_the_file_as_it_is_shipped(
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
     result = CliRunner().invoke(main.main, [f"--config={SHIPPED}", option])
     assert result.exit_code == 0, result.output
-    assert "it does not start as root, the account here: rdzv-agent runs as root" in result.stderr
+    assert (
+        "it cannot start as root, the account used here: rdzv-agent runs as root" in result.stderr
+    )
     with pytest.raises(InvalidRequestError, match="rdzv-agent runs as root"):
         read_config(SHIPPED)
 
@@ -198,13 +206,17 @@ def test_submitters_are_mapped_to_accounts(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("lines", "uid", "why"),
     [
-        ('[[user]]\nname = "a"\n[[user]]\nname = "a"', 0, "two [[user]] have the name 'a'"),
-        ('account = "root"\n[[user]]\nname = "a"', 0, "both say what submitted jobs run as"),
-        ('[[user]]\nname = "*"\naccounts = ["root"]', 0, "gives root to '*', which is everyone"),
+        ('[[user]]\nname = "a"\n[[user]]\nname = "a"', 0, "two [[user]] entries are named 'a'"),
+        ('account = "root"\n[[user]]\nname = "a"', 0, "both set the account of submitted jobs"),
+        ('[[user]]\nname = "*"\naccounts = ["root"]', 0, "gives root to '*', which means everyone"),
         ('[[user]]\nname = "a"\nlimits = {x = "1"}', 0, "'x' cannot be limited; give one of as"),
         ('[[user]]\nname = "a"\numask = "9"', 0, "'9' is not a umask"),
         ('[[user]]\naccounts = ["a"]', 0, "`user[1].name` is missing"),
-        ('[[user]]\nname = "a"\naccounts = ["mail"]', 65534, "only root can start jobs as others"),
+        (
+            '[[user]]\nname = "a"\naccounts = ["mail"]',
+            65534,
+            "only root can start jobs under other accounts",
+        ),
     ],
 )
 def test_a_mapping_that_makes_no_sense_is_refused(
@@ -228,7 +240,7 @@ def test_accounts_must_be_able_to_reach_their_folders(
 def test_no_job_runs_as_somebody_else(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         read_config(written(tmp_path, "", account="somebody"))
-    assert f"`account` = 'somebody' is not the one that rdzv-agent runs as, {OWN}" in str(
+    assert f"`account` = 'somebody' is not the account that rdzv-agent runs as, {OWN}" in str(
         refused.value
     )
 
@@ -283,7 +295,7 @@ async def test_a_configuration_that_does_not_fit_the_machine_is_refused(
 ) -> None:
     (tmp_path / "file").touch()
     path = written(tmp_path, f'state_dir = "{tmp_path / "file" / "state"}"')
-    with pytest.raises(InvalidRequestError, match=r"`state_dir` = .* cannot be made"):
+    with pytest.raises(InvalidRequestError, match=r"`state_dir` = .* cannot be created"):
         await main._run(path, read_config(path))
 
 
@@ -297,9 +309,9 @@ def checked(path: Path) -> Result:
 @pytest.mark.parametrize(
     ("state_dir", "said"),
     [
-        ("{folder}/file/a/b", "cannot be made in {folder}/file: Not a directory; give another"),
+        ("{folder}/file/a/b", "cannot be created in {folder}/file: Not a directory; give another"),
         ("{folder}/file", "cannot be written: Not a directory; give another"),
-        ("/proc/a/b", "cannot be made in /proc: "),
+        ("/proc/a/b", "cannot be created in /proc: "),
     ],
 )
 def test_a_check_refuses_a_folder_that_can_not_be_made(
@@ -332,8 +344,11 @@ def test_an_agent_with_jobs_of_its_own_needs_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ('["--rdzv-id=night"]', "are not rdzvrun's: the following arguments are required: "),
-        ('["--help"]', "args ['--help'] are not rdzvrun's; see rdzvrun --help"),
+        (
+            '["--rdzv-id=night"]',
+            "are not valid rdzvrun arguments: the following arguments are required: ",
+        ),
+        ('["--help"]', "args ['--help'] are not valid rdzvrun arguments; see rdzvrun --help"),
     ],
 )
 def test_of_arguments_that_are_not_rdzvruns_the_reason_alone_is_said(
@@ -399,5 +414,5 @@ codes = ["79"]
 
 def test_checks_are_for_an_agent_that_takes_submitted_jobs(tmp_path: Path) -> None:
     lines = '[[health]]\ncheck = "gpu"\n[[job]]\nargs = ["--rdzv-id=a", "--no-python", "true"]'
-    with pytest.raises(InvalidRequestError, match="`health` is for an agent that takes submitted"):
+    with pytest.raises(InvalidRequestError, match="`health` applies to submitted jobs"):
         read_config(written(tmp_path, lines))

@@ -44,8 +44,8 @@ def test_a_directory_that_somebody_else_has_made_is_refused(shared: Path) -> Non
     (planted / "rdzv-agent").mkdir()
     for path in (planted, planted / "rdzv-agent"):
         assert refusal(path) == (
-            f"`runtime_dir` = {str(path)!r} is not safe: {planted} belongs to {ADA.uid}, who may "
-            "put anything in its place; remove that, or give another"
+            f"`runtime_dir` = {str(path)!r} is not safe: {planted} belongs to {ADA.uid}, who could "
+            "put anything in its place; remove it, or give another directory"
         )
 
 
@@ -84,8 +84,8 @@ def test_a_directory_that_everybody_may_write_to_is_refused_where_jobs_have_acco
         place = shared if path == shared else open_
         with caplog.at_level(logging.WARNING):
             assert refusal(path) == ""
-        assert f"everybody may write to {place}" in caplog.text
-        assert f"everybody may write to {place}; chmod o-w" in refusal(path, strictly=True)
+        assert f"everyone may write to {place}" in caplog.text
+        assert f"everyone may write to {place}; chmod o-w" in refusal(path, strictly=True)
         caplog.clear()
 
 

@@ -42,19 +42,17 @@ def words(*numbers: int | None, state: str = "S") -> tuple[Look, ...]:
     [
         pytest.param(words(*[None] * 60), "", id="never a word: nobody knows what it does"),
         pytest.param(words(1, 1, 1, 1, 1), "", id="4 s of silence"),
-        pytest.param(
-            words(1, 1, 1, 1, 1, 1), "no word of its progress for 5 s, limit 5 s", id="5 s"
-        ),
+        pytest.param(words(1, 1, 1, 1, 1, 1), "no progress reported for 5 s, limit 5 s", id="5 s"),
         pytest.param(words(1, 1, 1, 1, 1, 1, 2), "", id="it has said something again"),
         pytest.param(
             words(1, *[None] * 5),
-            "no word of its progress for 5 s, limit 5 s",
+            "no progress reported for 5 s, limit 5 s",
             id="the file is gone",
         ),
         pytest.param(words(1, *[1] * 9, state="t"), "", id="a debugger holds it"),
         pytest.param(
             words(1, *[1] * 9, state="T"),
-            "no word of its progress for 9 s, limit 5 s",
+            "no progress reported for 9 s, limit 5 s",
             id="stopped",
         ),
     ],
@@ -95,7 +93,7 @@ def test_one_uninterruptible_sleep_is_a_hang_without_any_word(looks: list[Look],
     ],
 )
 def test_what_is_learned(intervals: tuple[int, ...], longest_ms: int, expected_ms: int) -> None:
-    vigil = Vigil(word=(1,), intervals_ms=intervals)
+    vigil = Vigil(report=(1,), intervals_ms=intervals)
     assert timeout_ms(AUTO, vigil, longest_ms) == expected_ms
     assert timeout_ms(FIXED, vigil, longest_ms) == 5_000
 
@@ -128,7 +126,7 @@ def test_a_worker_that_starts_slowly_does_not_hang_by_its_few_collectives() -> N
 
 def test_a_worker_that_reports_progress_is_not_judged_by_its_collectives() -> None:
     vigil = watched(*words(1, 1), *counts(10, 20, 30, 40))
-    assert vigil.why_hung(5_000) == "no word of its progress for 5 s, limit 5 s"
+    assert vigil.why_hung(5_000) == "no progress reported for 5 s, limit 5 s"
 
 
 def test_a_worker_that_cannot_be_asked_is_not_silent() -> None:
@@ -212,7 +210,7 @@ async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
     assert (report.run, report.round) == ("run-1", 4)
     (told,) = report.workers
     assert (told.rank, told.local_rank, told.pid) == (9, 1, pid)
-    assert told.reason.startswith("no word of its progress for ")
+    assert told.reason.startswith("no progress reported for ")
     w.watch.say_again()
     assert w.reported == [[9], [9]]
     clock[0] += hang_watch.SAY_AGAIN_MS

@@ -176,9 +176,9 @@ async def test_one_that_hangs_fails_and_is_not_asked_again_before_it_has_come_ba
     nfs.timeout_s, nfs.gate = 0.05, asyncio.Event()
     node = Health((nfs, fan))
     (found,) = await node.look()
-    assert str(found) == "nfs did not come back within 0.05 s"
+    assert str(found) == "nfs did not return within 0.05 s"
     (found,) = await node.look(fresh_s=0.0)
-    assert "has not come back for" in found.reason
+    assert "has not returned for" in found.reason
     assert (len(nfs.asked), len(fan.asked)) == (1, 2)
     nfs.gate.set()
     await asyncio.sleep(0)
@@ -252,9 +252,9 @@ async def test_a_command_that_is_not_there_fails() -> None:
 async def test_a_disk_has_room_or_says_how_much_it_has(tmp_path: Path) -> None:
     assert await Disk("disk", 5.0, tmp_path, min_free_bytes=1).look(NONE) == ""
     found = await Disk("disk", 5.0, tmp_path, min_free_percent=100.0).look(NONE)
-    assert "% free (" in found and found.endswith("and 100 % are asked for")
+    assert "% free (" in found and found.endswith("but 100 % are required")
     found = await Disk("disk", 5.0, tmp_path, min_free_bytes=1 << 60).look(NONE)
-    assert found.endswith(" free, and 1048576 TiB are asked for")
+    assert found.endswith(" free, but 1048576 TiB are required")
     found = await Disk("disk", 5.0, tmp_path / "gone", min_free_bytes=1).look(NONE)
     assert found == "cannot be looked at: No such file or directory"
 
@@ -280,7 +280,7 @@ async def test_memory_counts_only_where_no_job_is() -> None:
     used = {"GPU-a": 40 * GIB, "GPU-b": 0}
     assert await gpus(used).look(frozenset({"GPU-b"})) == ""
     found = await gpus(used).look(frozenset({"GPU-a", "GPU-b"}))
-    assert found == "GPU-a: 40 GiB are in use, and no job has it"
+    assert found == "GPU-a: 40 GiB are in use, but no job uses it"
 
 
 @pytest.mark.slow
@@ -387,7 +387,7 @@ async def test_a_log_that_can_not_be_read_is_a_reason(tmp_path: Path) -> None:
     found = await Xids("xid", 5.0, log=tmp_path / "kmsg").look(NONE)
     assert found == (
         f"the log {tmp_path / 'kmsg'} cannot be read: No such file or directory; give the agent "
-        "CAP_SYSLOG, or leave this check out"
+        "CAP_SYSLOG, or remove this check"
     )
 
 

@@ -72,7 +72,7 @@ async def test_a_timeout_is_told_and_held_until_the_round_is_over(tmp_path: Path
     assert (run, round_, worker.rank, worker.pid) == (LINE.run, LINE.round, 3, PID)
     assert worker.timed_out
     assert worker.silent_ms >= 3_200
-    assert worker.reason == "its collective failed after 3 s, before all had entered it"
+    assert worker.reason == "its collective failed after 3 s, before all ranks had entered it"
     node.exits.close_round()
     await ends_in_time(held)
 

@@ -340,7 +340,7 @@ async def test_a_file_that_is_gone_is_named_and_the_rest_comes(node: Node) -> No
     await node.last()
     assert node.text() == "x"
     (error,) = [piece.error for piece in node.pieces if piece.error]
-    assert error == f"{node.path(0, 0)} is not there any more"
+    assert error == f"{node.path(0, 0)} no longer exists"
 
 
 async def test_only_the_files_that_workers_write_are_read(node: Node, tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ async def test_what_was_removed_meanwhile_is_said_to_be_gone(node: Node) -> None
     await node.last()
     errors = [piece.error for piece in node.of(1) if piece.error]
     assert len(errors) == 4
-    assert "is not there any more" in errors[0]
+    assert "no longer exists" in errors[0]
 
 
 async def test_a_job_that_is_not_here_is_refused(node: Node) -> None:
@@ -419,7 +419,7 @@ async def test_requests_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch)
     node.ask(follow=True)
     second = node.ask(follow=True)
     third = node.ask(follow=True)
-    assert "answers 2 readers already" in (await node.last(third)).error
+    assert "already answers 2 readers" in (await node.last(third)).error
     node.reading.cancel(second)
     fourth = node.ask()
     assert (await node.last(fourth)).error == ""

@@ -964,7 +964,7 @@ def test_a_fenced_node_without_a_server_says_so_in_the_end() -> None:
     node.hear(LOST, fenced(), exited(0, None), exited(1, None), gone())
     outcome = outcome_of(node.wait(600_000))
     assert outcome.exit_code == 75
-    assert outcome.text.endswith("they were killed, as --fence-after asks for")
+    assert outcome.text.endswith("they were killed because of --fence-after")
 
 
 def test_workers_that_survive_the_fence_are_reported_to_the_server_that_comes_back() -> None:

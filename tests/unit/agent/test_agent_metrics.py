@@ -354,7 +354,7 @@ async def test_the_page_is_served_and_its_place_is_announced() -> None:
         async with client.get(f"http://{bound}/metrics") as answer:
             assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             assert "rdzv_agent_connected 0.0" in await answer.text()
-        with pytest.raises(InvalidRequestError, match=f"'{bound}' cannot be listened on"):
+        with pytest.raises(InvalidRequestError, match=f"'{bound}': cannot listen there"):
             async with serving_metrics(bound, link):
                 pass
 

@@ -1,4 +1,4 @@
-"""A node that is about to leave: its workers are told first, and it goes when they have exited.
+"""A node about to leave: its workers are notified first, and it goes when they have exited.
 
 Told by an operator's drain or by the node itself, it makes no difference here. The stories drive
 the pure core as those of `test_agent_machine` do, and then the parts around it: what the node knows

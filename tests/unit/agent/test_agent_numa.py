@@ -405,7 +405,9 @@ async def test_a_driver_that_fails_is_refused(stub: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 async def test_a_driver_that_crashes_takes_nobody_along(stub: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"signal 9 \(SIGKILL\); see whether nvidia-smi"):
+    with pytest.raises(
+        InvalidRequestError, match=r"signal 9 \(SIGKILL\); check whether nvidia-smi"
+    ):
         await seen(stub, "crash", tmp_path)
 
 

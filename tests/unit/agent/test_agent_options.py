@@ -121,7 +121,9 @@ def test_workers_are_fenced_only_if_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("alone", [(), ("--standalone",)])
 def test_a_node_that_can_not_be_cut_off_has_no_fence(alone: tuple[str, ...]) -> None:
-    with pytest.raises(InvalidRequestError, match=r"--fence-after=3 has no use here: .* its own"):
+    with pytest.raises(
+        InvalidRequestError, match=r"--fence-after=3 has no effect here: .* its own"
+    ):
         launch(*alone, "--fence-after=3")
 
 
@@ -359,11 +361,11 @@ REFUSED = [
     ),
     (
         "--nnodes=2 --standalone",
-        "--standalone is for one node, and --nnodes=2 asks for more; leave one of them out",
+        "--standalone is for one node, but --nnodes=2 asks for more; leave one of them out",
     ),
     (
         "--nnodes=2 --rdzv-endpoint=head",
-        "--rdzv-id is missing: without a name of its own the job could be mixed up with another; "
+        "--rdzv-id is missing; without it this job could be mixed up with another; "
         "give all nodes of this job the same --rdzv-id=NAME",
     ),
     (
@@ -380,7 +382,7 @@ REFUSED = [
     ),
     (
         "--rdzv-backend=etcd-v2 --rdzv-endpoint=e:2379",
-        "--rdzv-id is missing: with --rdzv-backend=etcd-v2 all jobs share one etcd, and this one "
+        "--rdzv-id is missing; with --rdzv-backend=etcd-v2 all jobs share one etcd, and this one "
         "could be mixed up with another; give all nodes of this job the same --rdzv-id=NAME",
     ),
     (
@@ -398,8 +400,8 @@ REFUSED = [
     ),
     (
         "--nnodes=2:3 --node-rank=1",
-        "--nnodes=2:3: the static back-end has a fixed number of nodes; give one number, or use an "
-        "rdzvd",
+        "--nnodes=2:3: the static back-end needs a fixed number of nodes; give one number, or use "
+        "an rdzvd",
     ),
     (
         "--nnodes=2 --node-rank=2",
@@ -611,8 +613,8 @@ def test_one_node_with_an_endpoint_serves_itself_there_as_under_torchrun() -> No
         taken = parse_launch([*line, "train.py"])[1]
     assert [str(endpoint) for endpoint in taken.endpoints] == [at]
     assert (
-        taken.why == f"rdzvd at {at}, where this node cannot serve itself: the port is taken, "
-        "or another machine's"
+        taken.why == f"rdzvd at {at}; this node cannot serve there: the port is taken, or on "
+        "another machine"
     )
     found, meeting = parse_launch([*line, "train.py"])
     assert (meeting.endpoints, str(meeting.host_at), meeting.rdzv_id) == ((), at, "101")
@@ -645,7 +647,7 @@ def test_at_port_0_c10d_serves_this_node_alone() -> None:
         assert (meeting.endpoints, meeting.host_at, meeting.rdzv_id) == ((), None, "none")
         assert found.event_log.backend == "c10d"
     for more in (["--nnodes=2"], ["--rdzv-endpoint=192.0.2.1:0"], ["--rdzv-conf=is_host=0"]):
-        with pytest.raises(InvalidRequestError, match="no other node can find it; give a port"):
+        with pytest.raises(InvalidRequestError, match="other nodes cannot know; give a port"):
             parse_launch([*line, *more, "train.py"])
 
 

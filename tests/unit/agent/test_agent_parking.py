@@ -217,7 +217,7 @@ def test_a_kept_worker_that_does_not_go_on_in_time_is_suspect() -> None:
     assert isinstance(said, SayFailed)
     (failure,) = said.failures
     assert (failure.local_rank, failure.pid, failure.suspect) == (1, 101, True)
-    assert "has not gone on within 600 s" in failure.message
+    assert "did not continue within 600 s" in failure.message
     assert stop == StopWorkers(1, GRACE_MS, keep_ms=10_000)
 
 

@@ -334,7 +334,7 @@ async def test_more_gpus_than_there_are_is_declined(gpu_node: Node) -> None:
     gpu_node.place(gpus_per_node=4)
     await gpu_node.until_free()
     ((_, _, reason),) = gpu_node.declined
-    assert "4 GPUs are requested, and this node has 3" in reason
+    assert "4 GPUs are requested, but this node has 3" in reason
 
 
 @pytest.mark.parametrize(
@@ -672,7 +672,7 @@ async def test_one_that_can_not_be_gone_on_with_is_left_to_another_agent_and_not
     lost = orphan(node)
     await node.placements.adopt([lost])
     assert lost.runner.left == [True]
-    assert "old: cannot be adopted; its workers run on until the server gives" in caplog.text
+    assert "old: cannot be adopted; its workers continue until the server gives" in caplog.text
     assert (node.held(), node.runners) == (set(), set())
     node.trouble = None
     await node.placements.adopt([orphan(node)])

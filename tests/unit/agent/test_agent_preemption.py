@@ -133,7 +133,7 @@ async def test_a_command_gives_notice_by_exiting_with_0(tmp_path: Path) -> None:
     async with watched(command=sh(script)) as notices:
         assert notices.none
         go.touch()
-        assert await notices.next() == (90_000, "preempted, as sh says")
+        assert await notices.next() == (90_000, "preemption reported by sh")
 
 
 async def test_a_command_that_fails_is_started_again(
@@ -147,7 +147,7 @@ async def test_a_command_that_fails_is_started_again(
             assert (await notices.next())[0] == 7_000
     assert tries.read_text() == "x\n" * 4
     # The same is told once.
-    assert caplog.text.count("`preemption.command` (sh) exited with 7; it is started again") == 1
+    assert caplog.text.count("`preemption.command` (sh) exited with 7; it is restarted") == 1
 
 
 async def test_a_command_that_can_not_be_started_is_tried_again(

@@ -32,7 +32,7 @@ async def test_who_was_written_down_is_waited_for(
     Runners(tmp_path).note(process.pid)
     waiting = asyncio.create_task(Runners(tmp_path).former_gone())
     async with asyncio.timeout(PATIENCE_S):
-        while caplog.text.count(f"waiting until runner pid {process.pid}") < 2:  # noqa: ASYNC110
+        while caplog.text.count(f"waiting for runner pid {process.pid}") < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert not waiting.done()
         process.kill()

@@ -350,7 +350,7 @@ async def test_without_a_place_workers_run_all_the_same(
     desk.files.say_again()
     desk.files.close_round()
     desk.files.close()
-    assert "no place for progress files (" in caplog.text
+    assert "no folder for progress files (" in caplog.text
 
 
 def test_what_is_said_becomes_a_message() -> None:

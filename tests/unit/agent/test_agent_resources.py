@@ -194,16 +194,16 @@ def test_gpus_that_are_named_are_taken_in_that_order() -> None:
 
 
 def test_a_gpu_that_is_named_and_not_there_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"names GPU-c, .* NVML knows: GPU-a, GPU-b"):
+    with pytest.raises(InvalidRequestError, match=r"names GPU-c, .* NVML lists: GPU-a, GPU-b"):
         found("GPU-c", Nvml())
 
 
 @pytest.mark.parametrize("broken", ["init", "handle"])
 def test_where_nvml_can_not_be_asked_none_may_be_named(broken: str) -> None:
-    said = f"names GPU-c, and NVML cannot be asked .* {broken} fails; see that `nvidia-smi -L`"
+    said = f"names GPU-c, but NVML cannot be asked .* {broken} fails; check that `nvidia-smi -L`"
     with pytest.raises(InvalidRequestError, match=said):
         find_gpus("GPU-c", nvml=Nvml(broken=broken))
-    with pytest.raises(InvalidRequestError, match="names GPU-c, and NVML cannot be asked"):
+    with pytest.raises(InvalidRequestError, match="names GPU-c, but NVML cannot be asked"):
         find_gpus("GPU-c", library="/no/such/library")
 
 
@@ -213,7 +213,7 @@ def test_an_agent_that_was_given_some_of_the_gpus_gives_no_others() -> None:
 
 
 def test_numbers_of_gpus_have_no_meaning_here() -> None:
-    with pytest.raises(InvalidRequestError, match="CUDA_VISIBLE_DEVICES=0,1, in which numbers"):
+    with pytest.raises(InvalidRequestError, match="CUDA_VISIBLE_DEVICES=0,1, whose numbers"):
         found("nvml", Nvml(), visible="0,1")
     assert found("nvml", Nvml(uuids=()), visible="0,1") == []
 
@@ -311,5 +311,5 @@ def test_what_was_never_given_can_be_taken_back() -> None:
 
 def test_more_gpus_than_there_are_is_refused_and_not_waited_for() -> None:
     ledger().check(4)
-    with pytest.raises(InvalidRequestError, match="5 GPUs are requested, and this node has 4"):
+    with pytest.raises(InvalidRequestError, match="5 GPUs are requested, but this node has 4"):
         ledger().check(5)

@@ -255,7 +255,7 @@ async def test_stacks_are_asked_of_the_job_that_is_meant_and_refused_for_others(
             pass
         assert message is not None
         assert (message.stacks.request, message.stacks.last) == (6, True)
-        assert message.stacks.error == "it takes no part in this job any more"
+        assert message.stacks.error == "it no longer takes part in this job"
         assert other.asked.empty()
 
 

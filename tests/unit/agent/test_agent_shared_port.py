@@ -80,10 +80,10 @@ async def test_a_connection_for_nobody_is_closed_with_a_word(
         async with one_port(store=False, rendezvous=False) as port:
             assert await ask(port, STORE) == b""
             assert await ask(port, GRPC) == b""
-    words = [record.getMessage().partition("closed: ")[2] for record in caplog.records]
+    words = [record.getMessage().partition(": ")[2] for record in caplog.records]
     assert words == [
-        "it is for a store, and no round is running",
-        "this is the store of a job of one node, and no rdzvd",
+        "it is for a store, but no round is running",
+        "this is the store of a single-node job, not an rdzvd",
     ]
 
 

@@ -85,7 +85,7 @@ async def test_one_that_is_late_is_told_once_and_nothing_else_hangs(server: Serv
 async def test_the_loop_goes_on_meanwhile(server: Server) -> None:
     server.answers.clear()
     began_s = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s from the file system"):
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s from its file system"):
         await in_time(0.01, server.read, "x")
     assert time.monotonic() - began_s < PATIENCE_S / 2
 

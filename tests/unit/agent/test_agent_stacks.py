@@ -272,7 +272,7 @@ async def test_those_who_ask_too_often_hear_so(
     for _ in range(stack_sampling.MAX_ASKED + 1):
         answers.answer(ASKED, [Target(0, 0, sleeper.pid)], "")
     await _until(lambda: bool(said))
-    assert said == ["this node looks at its workers 8 times already"]
+    assert said == ["this node already answers 8 requests for stacks"]
     await answers.close()
 
 

@@ -148,7 +148,7 @@ async def test_workers_that_the_node_counts_are_counted_as_the_job_sees_them(
     "own", ["--rdzv-id=other", "--node-id=other", "--rdzv-endpoint=other", "--standalone"]
 )
 async def test_nothing_may_name_a_job_a_node_or_a_server_of_its_own(share: Share, own: str) -> None:
-    with pytest.raises(InvalidRequestError, match="a job, a node or a server of their own"):
+    with pytest.raises(InvalidRequestError, match="their own job, node or server"):
         await make_launch(placed(own, "a.py"), AROUND, share)
 
 
@@ -157,7 +157,7 @@ async def test_arguments_that_are_not_rdzvruns_are_refused_in_silence(
 ) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await make_launch(placed("--max-restarts=many", "a.py"), AROUND, share)
-    said = "['--max-restarts=many', 'a.py'] are not rdzvrun's: argument --max-restarts/"
+    said = "['--max-restarts=many', 'a.py'] are not valid for rdzvrun: argument --max-restarts/"
     assert said in str(refused.value)
     assert capfd.readouterr() == ("", "")
 

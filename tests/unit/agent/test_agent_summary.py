@@ -64,7 +64,7 @@ Root cause, the first failure of the job:
   ValueError: no such column
   Traceback ...
   ValueError: no such column
-Failed because of it, as their connections broke:
+Failed because of it, when their connections broke:
   rank 0 (local_rank 0) on n1 (n1.net), pid 4000: exit code 1: {LOST}
 Failed at the same time, perhaps because of it:
   rank 4 (local_rank 0) on n2 (n2.net), pid 4004: signal 11 (SIGSEGV): received SIGSEGV (pid 4004)
@@ -97,8 +97,8 @@ def test_a_worker_may_answer_the_signal_in_its_own_way() -> None:
 
 def test_a_broken_connection_as_the_first_failure_points_to_its_other_end() -> None:
     told = ended(failure(0, "n1", LOST), failure(1, "n1", LOST))
-    assert "It is a broken connection itself: see what became of its other end.\n" in told
-    assert "Failed because of it, as their connections broke:\n  rank 1" in told
+    assert "It is itself a broken connection: look at its other end.\n" in told
+    assert "Failed because of it, when their connections broke:\n  rank 1" in told
 
 
 def test_workers_that_were_never_started_were_not_ended_either() -> None:

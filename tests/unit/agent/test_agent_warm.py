@@ -56,7 +56,7 @@ def test_a_default_for_all_jobs_is_in_the_environment(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("text", ["a-b", "torch,", "1", "a..b"])
 def test_what_is_no_module_is_refused(text: str) -> None:
     with pytest.raises(
-        InvalidRequestError, match="is not the name of a module; give names such as --warm=torch"
+        InvalidRequestError, match="is not a module name; give names such as --warm=torch"
     ):
         launch(f"--warm={text}")
 
@@ -186,9 +186,9 @@ def test_the_zygote_has_what_workers_of_all_rounds_have_in_common() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"TORCH_LOGS": "all"}, "its TORCH_LOGS is 'all', what was preloaded has seen unset"),
-        ({"OMP_NUM_THREADS": "4"}, "its OMP_NUM_THREADS is '4', what was preloaded has seen '1'"),
-        ({"MINE": ""}, "its MINE is '', what was preloaded has seen unset"),
+        ({"TORCH_LOGS": "all"}, "its TORCH_LOGS is 'all', but the zygote has unset"),
+        ({"OMP_NUM_THREADS": "4"}, "its OMP_NUM_THREADS is '4', but the zygote has '1'"),
+        ({"MINE": ""}, "its MINE is '', but the zygote has unset"),
         ({"CUDA_VISIBLE_DEVICES": "3"}, ""),
         ({"NCCL_DEBUG": "INFO"}, ""),
     ],
@@ -202,7 +202,7 @@ def test_a_worker_whose_environment_a_module_may_have_read_is_cold(
 
 def test_a_variable_that_a_worker_lacks_counts_as_well() -> None:
     zygote = zygote_of(environ_of(0, LANG="C"))
-    why = "its LANG is unset, what was preloaded has seen 'C'"
+    why = "its LANG is unset, but the zygote has 'C'"
     assert warm.why_cold(zygote, worker(environ_of(0))) == why
 
 
@@ -214,13 +214,16 @@ def test_bound_workers_are_cold_only_where_openmp_counts_cpus() -> None:
     del environ["OMP_NUM_THREADS"]
     assert warm.why_cold(zygote_of(environ, (0, 1)), worker(environ, (0, 1))) == ""
     why = warm.why_cold(zygote_of(environ, (0,), (1,)), worker(environ, (0,)))
-    assert why == "its CPUs, by which OpenMP counts threads on import, are not the zygote's"
+    assert (
+        why
+        == "its CPUs, which determine OpenMP's number of threads on import, are not the zygote's"
+    )
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "601", "nan"])
 def test_a_wait_that_makes_no_sense_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RDZV_WARM_WAIT", text)
-    with pytest.raises(InvalidRequestError, match=f"RDZV_WARM_WAIT={text}: give a number of sec"):
+    with pytest.raises(InvalidRequestError, match=f"RDZV_WARM_WAIT={text}: give how many seconds"):
         zygote_of({})
 
 
@@ -344,4 +347,4 @@ async def test_an_interpreter_that_does_not_answer_means_cold(
     python.chmod(0o755)
     monkeypatch.setattr(warm, "ASK_TIMEOUT_S", 0.05)
     why = await warm.check_warm(replace(launch("--warm=json"), python=str(python)))
-    assert why == f"{python} does not say what it has: no answer in time"
+    assert why == f"{python} does not list its modules: no answer in time"

@@ -64,14 +64,14 @@ def test_kept_and_new_workers_are_told_apart(s: Story, caplog: pytest.LogCapture
     assert not caplog.messages
     s.resume(1, 0, 1)
     assert caplog.messages == [
-        "job: round 1: 2 workers kept (local_rank 0, 1), parked in 0.12 s and gone on in 0.05 s, "
+        "job: round 1: 2 workers kept (local_rank 0, 1), parked in 0.12 s and continued in 0.05 s, "
         "1 worker new (local_rank 2 is warm: its worker ended with signal 9 (SIGKILL))"
     ]
 
 
 def test_each_reason_is_that_of_its_round(s: Story, caplog: pytest.LogCaptureFixture) -> None:
     s.stop(0)
-    s.starts.runner_said(WorkerNotKept(0, 0, 100, "it has not parked in time"))
+    s.starts.runner_said(WorkerNotKept(0, 0, 100, "it did not park in time"))
     s.starts.runner_said(WorkerExited(0, 0, 100, None, 9, 0))
     s.starts.runner_said(WorkersGone(0, (KeptWorker(1, 101), KeptWorker(2, 102))))
     s.starts.runner_said(KeptExited(1, 101, None, 9))
@@ -82,8 +82,8 @@ def test_each_reason_is_that_of_its_round(s: Story, caplog: pytest.LogCaptureFix
     s.start(2, "cold", "cold", "cold")
     parked = "local_rank 1 is cold: its worker was parked, and has ended"
     assert caplog.messages == [
-        "job: round 1: 1 worker kept (local_rank 2), parked in 0.12 s and gone on in 0.05 s, "
-        f"2 workers new (local_rank 0 is cold: it has not parked in time; {parked})",
+        "job: round 1: 1 worker kept (local_rank 2), parked in 0.12 s and continued in 0.05 s, "
+        f"2 workers new (local_rank 0 is cold: it did not park in time; {parked})",
         "job: round 2: 3 workers new (local_rank 0 is cold; local_rank 1 is cold; "
         "local_rank 2 is cold)",
     ]

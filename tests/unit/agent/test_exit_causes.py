@@ -60,7 +60,7 @@ def test_a_kill_in_the_cgroup_is_named_with_limit_and_peak(machine: Machine) -> 
     before = machine.count()
     machine.write(machine.job / "memory.events", "oom 2\noom_kill 2\n")
     assert machine.explain(before) == (
-        "most likely the kernel killed it: meanwhile it has killed a process because cgroup "
+        "most likely the kernel killed it: since it started, a process was killed because cgroup "
         "/jobs/a was out of memory (limit 16 GiB, peak 16 GiB)"
     )
 
@@ -184,7 +184,7 @@ def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
         f"its core dump: coredumpctl info {PID}"
     )
     where = kernel(tmp_path, "|/usr/share/apport/apport %p")
-    assert "given to /usr/share/apport/apport" in find_core_dump(
+    assert "piped to /usr/share/apport/apport" in find_core_dump(
         PID, signal.SIGSEGV, None, None, where
     )
 

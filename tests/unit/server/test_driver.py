@@ -1636,7 +1636,7 @@ def every_event() -> list[events.Event]:
         events.NodeDrained("n1", "drained by ada: new kernel", 300_000),
         events.NodeUndrained("n1"),
         events.JobQueued("join timeout"),
-        events.WorkersHang(0, "n1", "RANK 3: no word of its progress for 61 s"),
+        events.WorkersHang(0, "n1", "RANK 3: no progress reported for 61 s"),
         events.StacksTaken(0, "RANK 0-2 in all_reduce at train.py:41; RANK 3 in read at data.py:7"),
         events.HangOver(0),
         events.RankStraggles(0, 3, "n1", 2.1, 0.5),

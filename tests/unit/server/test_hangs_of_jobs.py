@@ -26,7 +26,7 @@ GATHER_MS, ANSWER_MS = 2_000, 10_000
 
 
 def worker(rank: int, silent_ms: int = 60_000) -> HungWorker:
-    return HungWorker(rank, rank % 2, 100 + rank, silent_ms, "no word of its progress")
+    return HungWorker(rank, rank % 2, 100 + rank, silent_ms, "no progress reported")
 
 
 def hang(s: Server, stream: Stream, *ranks: int, run: str = "run-1", number: int = 0) -> None:
@@ -72,7 +72,7 @@ def test_it_is_the_failure_of_the_one_that_the_others_wait_for() -> None:
     assert (found.node_id, found.rank, found.local_rank, found.pid) == ("n2", 2, 0, 102)
     assert found.message == (
         "hung: RANK 0-1 in step at train.py:41; RANK 2 in step at train.py:7 "
-        "(RANK 0-1: no word of its progress)"
+        "(RANK 0-1: no progress reported)"
     )
     assert found.traceback.endswith('File "/home/ada/train.py", line 7, in step')
 
@@ -115,7 +115,7 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
             hang(s, n1, 0, 1)
             await clock.advance(GATHER_MS - 1)
             assert was_asked(n1, n2) == [False, False]
-            assert s.driver.views.hangs("job-7") == "RANK 0-1: no word of its progress"
+            assert s.driver.views.hangs("job-7") == "RANK 0-1: no progress reported"
             await clock.advance(1)
             await say(s, n1, stack(0), stack(1))
             assert await live(s)
@@ -129,11 +129,11 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
         assert over.end.broken
         assert over.end.reason.startswith("rank 2 (local_rank 0) on n2: hung: RANK 0-1,3 in step")
         lines = [record.getMessage() for record in caplog.records]
-        assert lines[0] == "job-7: n1: workers hang in round 0: RANK 0-1: no word of its progress"
+        assert lines[0] == "job-7: n1: workers hang in round 0: RANK 0-1: no progress reported"
         assert lines[1].startswith("job-7: stacks of round 0: RANK 0-1,3 in step at train.py:41; ")
         kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 0)
         assert kept is not None
-        assert kept.reason == "it hung: RANK 0-1: no word of its progress"
+        assert kept.reason == "it hung: RANK 0-1: no progress reported"
         assert s.driver.diagnosis.hangs.episodes == 0
         rows = [row.name for row in await s.driver.views.history("job-7", 100)]
         assert rows[-4:] == ["WorkersHang", "StacksTaken", "RoundEnded", "WorkerFailed"]

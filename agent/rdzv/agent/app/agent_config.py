@@ -43,7 +43,7 @@ class Config:
 
     @property
     def settings(self) -> AgentSettings:
-        """The file, with defaults."""
+        """The settings from the file, with defaults filled in."""
         return self.loaded.settings
 
     @property
@@ -68,7 +68,7 @@ class Config:
         )
 
     def checks(self, resources: Resources, own: Mapping[str, str]) -> list[Check]:
-        """Return the checks that this node has to pass; commands get the environment `own`."""
+        """Return the checks that this node must pass; commands get the environment `own`."""
         return [self._check(check, resources, own) for check in self.settings.health]
 
     def _check(self, check: HealthCheck, resources: Resources, own: Mapping[str, str]) -> Check:
@@ -101,7 +101,7 @@ class Config:
 
 
 def _account_environ() -> dict[str, str]:
-    """Return the variables that a login sets, for services that start without one."""
+    """Return the variables that a login would set, for services started without one."""
     environ = {"PATH": os.defpath}
     try:
         account = pwd.getpwuid(os.geteuid())
@@ -112,13 +112,12 @@ def _account_environ() -> dict[str, str]:
 
 
 def check_state_dir(config: Config) -> None:
-    """Check that the folder of runs can be made and written, without making it.
+    """Check that the run folders' parent can be created and written, without creating it.
 
-    The other folder is not checked: the service manager makes it at each start.
+    The runtime directory is not checked: the service manager creates it at each start.
 
     Raises:
-        InvalidRequestError: it cannot be made or written.
-
+        InvalidRequestError: it cannot be created or written.
     """
     path = config.settings.state_dir
     if config.settings.user:
@@ -126,12 +125,12 @@ def check_state_dir(config: Config) -> None:
             _check_passable(place)
     above = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
-        # Permissions are only one of the possible obstacles.
+        # Permissions are not the only possible obstacle.
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
         where = "" if above == path else f" in {above}"
-        done = "written" if above == path else "made"
+        done = "written" if above == path else "created"
         raise InvalidRequestError(
             f"`state_dir` = {str(path)!r} cannot be {done}{where}: {error.strerror}; give another"
         ) from error
@@ -149,11 +148,10 @@ def _check_passable(path: Path) -> None:
 
 
 def read_config(path: Path, *, for_another: bool = False) -> Config:
-    """Read and check a configuration; `for_another` if another account starts that agent.
+    """Read and check a configuration, `for_another` account than this process's if set.
 
     Raises:
-        InvalidRequestError: it cannot be read, or has errors; all of them are listed.
-
+        InvalidRequestError: it cannot be read, or has errors; the message lists them all.
     """
     loaded = load(AgentSettings, path)
     settings = loaded.settings
@@ -184,7 +182,7 @@ def _read_job(args: tuple[str, ...], endpoints: tuple[Endpoint, ...], node_id: s
     given = list(args)
     said = io.StringIO()
     try:
-        # The reason is the end of the usage message.
+        # The usage message ends with the reason.
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             launch, meeting = parse_launch(
                 [
@@ -195,18 +193,20 @@ def _read_job(args: tuple[str, ...], endpoints: tuple[Endpoint, ...], node_id: s
     except SystemExit as error:
         _, _, why = said.getvalue().rpartition("error: ") if error.code else ("", "", "")
         raise InvalidRequestError(
-            f"args {given} are not rdzvrun's{': ' if why else ''}{why.strip()}; see rdzvrun --help "
-            "for what it takes"
+            f"args {given} are not valid rdzvrun "
+            f"arguments{': ' if why else ''}{why.strip()}; see rdzvrun --help for its "
+            "options"
         ) from error
     if any((meeting.files or {}).values()):
         raise InvalidRequestError(
-            f"args {given} have credentials of their own, and a node has one connection; leave "
-            "--tls-* and --token-file to `tls` and `token_file`"
+            f"args {given} include credentials, but all jobs of a node share one "
+            "connection; replace --tls-* and --token-file by the settings `tls` and "
+            "`token_file`"
         )
     check_startable(launch)
     if launch.job.node_id != node_id or meeting.endpoints != endpoints:
         raise InvalidRequestError(
-            f"args {given} name a node or a server of their own; leave --node-id, "
-            "--rdzv-endpoint and --standalone to `node_id` and `server`"
+            f"args {given} name their own node or server; replace --node-id, "
+            "--rdzv-endpoint and --standalone by the settings `node_id` and `server`"
         )
     return launch

@@ -1,6 +1,6 @@
 """The settings of rdzv-agent: the content of agent.toml, with bounds, defaults and reasons."""
 
-# The annotations are data, so they are not postponed.
+# The annotations are read at run time, so they are not postponed.
 import json
 import os
 import re
@@ -38,7 +38,7 @@ PASSED_ON = (
 """The variables of the agent's environment that jobs get by default."""
 
 MEMORY_USED = 2 * GIB
-"""The part of an unused GPU's memory that may be in use by default."""
+"""How much memory of an unused GPU may be in use by default, in bytes."""
 
 _NODE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,127}")
 _PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?|\*")
@@ -50,13 +50,13 @@ _PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?|\*")
 def _name(text: str) -> None:
     if not _NODE_ID.fullmatch(text):
         raise InvalidRequestError(
-            "it is not a name of a node; give 1 to 128 letters, digits and . _ : @ -, of which the "
-            "first is a letter, a digit or _"
+            "it is not a valid node name; give 1 to 128 letters, digits and . _ : @ -, "
+            "starting with a letter, a digit or _"
         )
 
 
 def _check_default_node_id(settings: "AgentSettings") -> str:
-    """Check the name also where it comes from the environment, or from the host."""
+    """Check the name even if it comes from the environment or the host."""
     try:
         _name(settings.node_id)
     except InvalidRequestError as error:
@@ -76,13 +76,13 @@ def _gpus(text: str) -> None:
 def _pattern(text: str) -> None:
     if not _PATTERN.fullmatch(text):
         raise InvalidRequestError(
-            f"{text!r} is not a name of a variable; give one, which may end in a star, such as LC_*"
+            f"{text!r} is not a variable name; give one, optionally ending in a star, such as LC_*"
         )
 
 
 def _code(text: str) -> None:
     if not text.isascii() or not text.isdecimal():
-        raise InvalidRequestError(f'{text!r} is not a number of an Xid; give one such as "79"')
+        raise InvalidRequestError(f'{text!r} is not an Xid number; give one such as "79"')
 
 
 # ---------------------------------------------------------------------- defaults
@@ -122,59 +122,65 @@ _OF_CHECK = {
     "gpu": ("count", "memory_used"),
     "xid": ("codes", "log"),
 }
-"""The settings of each kind of check, besides `name` and `timeout`."""
+"""The settings that each kind of check has besides `name` and `timeout`."""
 
 
 def _check_of_kind(check: "HealthCheck") -> str:
     mine = _OF_CHECK[check.check]
     for name in (name for names in _OF_CHECK.values() for name in names):
         if name not in mine and getattr(check, name) is not None:
-            return f"`{name}` is not for a check {check.check}; leave it out, or see docs/health.md"
+            return (
+                f"`{name}` is not a setting of {check.check} checks; leave it out, or see "
+                "docs/health.md"
+            )
     if check.check == "command" and not check.command:
         return "`command` is missing, or empty; give the program and its arguments"
     if check.check == "disk":
         if check.path is None:
-            return "`path` is missing; name a folder on the disk that is to have room"
+            return "`path` is missing; name a folder on the disk to check"
         if not check.min_free and not check.min_free_percent:
-            return "`min_free` or `min_free_percent` is missing; say how much room there has to be"
+            return "`min_free` or `min_free_percent` is missing; say how much space must be free"
     return ""
 
 
 class HealthCheck(Table, frozen=True):
-    """A check that the node has to pass."""
+    """A health check that the node must pass."""
 
     rules = (Rule(("check", "command", "path", "min_free", "min_free_percent"), _check_of_kind),)
 
     check: Annotated[Literal["command", "disk", "gpu", "xid"], setting(reason="""
-        The kind: a command of yours, room on a disk, whether GPUs answer and are not in use, or the
-        kernel's log of their errors.""")]
+        The kind of check: "command" runs a program, "disk" checks free space, "gpu" checks that
+        GPUs answer and that unused ones are idle, "xid" searches the kernel's log for GPU errors.
+        """)]
     name: Annotated[str | None, setting(
         check=_printable, default_words="the kind, with the path or the program", reason="""
-        The name of the check where its result is shown.""")] = None
+        The name of the check in its results.""")] = None
     timeout: Annotated[Duration, setting(ge=0.1, le=15, reason="""
-        A check that takes longer has failed. The other nodes of a job wait for it when workers have
-        failed here.""")] = 10
+        A check that takes longer fails. After a worker failure on this node, the job's other nodes
+        wait for it.""")] = 10
     command: Annotated[tuple[str, ...] | None, setting(reason="""
-        The program and its arguments. The node is healthy if it exits with 0; if not, the last line
-        it printed is the reason. RDZV_UNUSED_GPUS names the GPUs that no job has.""")] = None
+        The program and its arguments. Exit code 0 means that the node is healthy; otherwise the
+        last line of output is the reason. RDZV_UNUSED_GPUS lists the GPUs that no job uses.
+        """)] = None
     path: Annotated[Path | None, setting(reason="""
-        A folder on the disk that is to have room.""")] = None
+        A folder on the disk to check.""")] = None
     min_free: Annotated[Size | None, setting(ge=0, reason="""
-        How much of the disk has to be free for accounts other than root.""")] = None
+        How much space must be free on the disk for accounts other than root.""")] = None
     min_free_percent: Annotated[float | None, setting(ge=0, le=100, unit="percent", reason="""
-        The same as a share of the disk.""")] = None
+        The same, as a percentage of the disk.""")] = None
     count: Annotated[int | None, setting(
         ge=0, le=1_024, unit="GPUs", default_words="`0`", reason="""
-        How many GPUs have to answer at least, beside those that were there at the agent's start.
+        How many GPUs must answer at least, besides all those present when the agent started.
         """)] = None
     memory_used: Annotated[Size | None, setting(ge=0, default_words='`"2 GiB"`', reason="""
-        How much of a GPU's memory may be in use while no job has it: the driver itself uses some
-        hundred MiB.""")] = None
+        How much of a GPU's memory may be in use while no job uses the GPU: the driver itself takes
+        a few hundred MiB.""")] = None
     codes: Annotated[tuple[str, ...] | None, setting(
         check=_code, default_words=f"`{json.dumps(CODES)}`", reason="""
-        The Xid errors after which a node gets no job until a person has looked at it.""")] = None
+        The Xid errors that take a node out of service until an operator has looked at it.
+        """)] = None
     log: Annotated[Path | None, setting(default_words=f"`{KMSG}`", reason="""
-        The kernel's log, or a file in its form.""")] = None
+        The kernel's log, or a file in the same format.""")] = None
 
 
 def _check_user(user: "User") -> str:
@@ -184,8 +190,8 @@ def _check_user(user: "User") -> str:
         return f"`limits`: {error}"
     if user.name == EVERYONE and "root" in user.accounts:
         return (
-            f"`accounts` gives root to {EVERYONE!r}, which is everyone; give it to submitters by "
-            "their names"
+            f"`accounts` gives root to {EVERYONE!r}, which means everyone; give it only "
+            "to submitters listed by name"
         )
     return ""
 
@@ -196,24 +202,25 @@ class User(Table, frozen=True):
     rules = (Rule(("name", "accounts", "limits"), _check_user),)
 
     name: Annotated[str, setting(check=_printable, reason="""
-        The submitter, by the name that the server knows its callers by; `*` is everyone without an
+        The submitter's name, as the server knows it; `*` stands for every submitter without an
         entry.""")]
     accounts: Annotated[tuple[str, ...], setting(
         check=_printable, default_words="the account of the same name", reason="""
-        The accounts of this node that its jobs may run as: the first, or the one that `rdzvctl
-        submit --user` asks for. Root has to be named here, and never for `*`.""")] = ()
+        The accounts of this node that the submitter's jobs may run as: the first one, unless
+        `rdzvctl submit --user` asks for another. Root must be listed explicitly, and never for `*`.
+        """)] = ()
     umask: Annotated[str, setting(check=parse_umask, reason="""
-        The umask of its processes, in octal.""")] = "0022"
+        The umask of the jobs' processes, in octal.""")] = "0022"
     limits: Annotated[Mapping[str, str], setting(reason="""
-        The limits of its processes, such as nofile = "1024:65536", core = "0" or memlock =
-        "unlimited", by the names of setrlimit(2). PAM is not consulted.""")] = NOTHING
+        The resource limits of the jobs' processes, by the names of setrlimit(2), such as nofile =
+        "1024:65536", core = "0" or memlock = "unlimited". PAM is not consulted.""")] = NOTHING
 
 
 class Job(Table, frozen=True):
     """A job named in the file itself."""
 
     args: Annotated[tuple[str, ...], setting(reason="""
-        The arguments of rdzvrun, with --rdzv-id, the script and its own arguments.""")]
+        The arguments of rdzvrun: --rdzv-id, the script and the script's own arguments.""")]
 
 
 # ---------------------------------------------------------------------- tables
@@ -224,26 +231,27 @@ class Tls(Table, frozen=True):
 
     ca: Annotated[Path | None, setting(
         default_words="`$RDZV_TLS_CA` if set; else connections are plain", reason="""
-        Reach rdzvd by TLS: the CA of its certificate (PEM). These files are read again for each
-        connection, so they may be renewed at any time.""")] = None
+        The CA of rdzvd's certificate (PEM); if set, the agent connects with TLS. The TLS files are
+        read again for each connection, so they can be renewed at any time.""")] = None
     cert: Annotated[Path | None, setting(default_words="`$RDZV_TLS_CERT` if set", reason="""
-        The certificate of this node for rdzvd, with its `node_id`.""")] = None
+        This node's certificate for rdzvd, which contains its `node_id`.""")] = None
     key: Annotated[Path | None, setting(default_words="`$RDZV_TLS_KEY` if set", reason="""
-        The key of that certificate.""")] = None
+        The private key of that certificate.""")] = None
 
 
 class PreemptionSettings(Table, frozen=True):
-    """How the agent learns that this machine is about to be taken away."""
+    """How the agent learns that this machine is about to be preempted."""
 
     file: Annotated[Path | None, setting(reason="""
-        When this file appears, this machine is about to be taken away: workers get a notice, and
-        the node leaves its jobs. Its first line may be the seconds that are left.""")] = None
+        When this file appears, this machine is about to be preempted: workers are notified, and the
+        node leaves its jobs. The first line of the file may say how many seconds are left.
+        """)] = None
     command: Annotated[tuple[str, ...], setting(reason="""
-        A program and its arguments that runs all the time, and exits with 0 when this machine is
-        about to be taken away; its first line may be the seconds that are left. With any other code
-        it is started again.""")] = ()
+        A program and its arguments. It runs all the time, and exits with 0 when this machine is
+        about to be preempted; its first line of output may say how many seconds are left. After any
+        other exit code it is restarted.""")] = ()
     deadline: Annotated[Duration, setting(ge=0, le=DAY, reason="""
-        How much time is left after such a notice, if it does not tell.""")] = 30
+        How much time is left after a notice that does not say so.""")] = 30
 
 
 class Logs(Table, frozen=True):
@@ -252,8 +260,8 @@ class Logs(Table, frozen=True):
     keep: Annotated[Duration, setting(ge=0, le=3650 * DAY, reload=True, reason="""
         How long the folder of a run is kept after its last change.""")] = 14 * DAY
     keep_size: Annotated[Size, setting(ge=0, reload=True, reason="""
-        How much of the disk the folders of all runs may take; above it, the oldest of the ended
-        ones are removed.""")] = 20 * GIB
+        How much disk space the folders of all runs may use; above it, the oldest folders of ended
+        runs are removed.""")] = 20 * GIB
 # fmt: on
 
 
@@ -264,12 +272,12 @@ def _check_labels(settings: "AgentSettings") -> str:
     for name, value in settings.labels.items():
         if not LABEL.fullmatch(name):
             return (
-                f"`labels` has the name {name!r}, which no job could ask for; give 1 to 128 "
-                "letters, digits and . _ / -, of which the first is a letter or a digit"
+                f"`labels` has the name {name!r}, which no job could ask for; give 1 to "
+                "128 letters, digits and . _ / -, starting with a letter or a digit"
             )
         if len(value) > LABEL_CHARS:
             return (
-                f"`labels` has a value of {len(value)} characters, that of {name}; give at most "
+                f"`labels`: the value of {name} has {len(value)} characters; give at most "
                 f"{LABEL_CHARS}"
             )
     return ""
@@ -279,23 +287,26 @@ def _check_env(settings: "AgentSettings") -> str:
     for name, value in settings.env.items():
         if not VARIABLE.fullmatch(name):
             return (
-                f"`env` has {name!r}, which is not a name of a variable; give letters, digits and "
-                "_, not beginning with a digit"
+                f"`env`: {name!r} is not a variable name; give letters, digits and _, not "
+                "starting with a digit"
             )
         if "\0" in value:
-            return f"`env` has {name!r}, whose value has a NUL character; leave it out"
+            return f"`env`: the value of {name!r} contains a NUL character; remove it"
         if name in WORKERS_OWN:
-            return f"`env` has {name}, of which every worker gets its own; leave it out"
+            return f"`env` sets {name}, which is different in every worker; leave it out"
         if name == "CUDA_VISIBLE_DEVICES":
-            return f"`env` has {name}, but every job is given its GPUs; name those in `gpus`"
+            return (
+                f"`env` sets {name}, but every job is assigned its own GPUs; name those to "
+                "use in `gpus`"
+            )
     return ""
 
 
 def _check_python(settings: "AgentSettings") -> str:
     if settings.python is not None and shutil.which(settings.python) is None:
         return (
-            f"`python` = {str(settings.python)!r} is not a program on this node; name an "
-            "interpreter"
+            f"`python` = {str(settings.python)!r} is not a program on this node; give the "
+            "path of a Python interpreter"
         )
     return ""
 
@@ -303,8 +314,8 @@ def _check_python(settings: "AgentSettings") -> str:
 def _check_account(settings: "AgentSettings") -> str:
     if settings.account is not None and settings.user:
         return (
-            f"`account` = {settings.account!r} and [[user]] both say what submitted jobs run as; "
-            "leave `account` out"
+            f"`account` = {settings.account!r} and [[user]] both set the account of "
+            "submitted jobs; leave `account` out"
         )
     return ""
 
@@ -314,15 +325,15 @@ def why_not_here(settings: "AgentSettings") -> str:
     account, own = settings.account, own_account()
     if account is not None and account != own:
         return (
-            f"`account` = {account!r} is not the one that rdzv-agent runs as, {own}; leave it out, "
-            f"run rdzv-agent as {account}, or run it as root with [[user]] entries that name "
-            f"{account}"
+            f"`account` = {account!r} is not the account that rdzv-agent runs as, {own}; "
+            f"leave it out, run rdzv-agent as {account}, or run it as root with [[user]] "
+            f"entries that name {account}"
         )
     if account is None and os.geteuid() == 0 and not (settings.job or settings.user):
         return (
-            "rdzv-agent runs as root, and so would every job that anyone submits; say in [[user]] "
-            "what they run as, run it as another user, or, if that is what you want, say account = "
-            '"root"'
+            "rdzv-agent runs as root, and so would every job that anyone submits; name "
+            "the jobs' accounts in [[user]], run rdzv-agent as another user, or, if you "
+            'do want this, set account = "root"'
         )
     return ""
 
@@ -331,16 +342,19 @@ def _check_users(settings: "AgentSettings") -> str:
     names = [user.name for user in settings.user]
     for name in names:
         if names.count(name) > 1:
-            return f"two [[user]] have the name {name!r}; put the accounts of both into one"
+            return f"two [[user]] entries are named {name!r}; list the accounts of both in one"
     if settings.user and settings.job:
-        return "[[user]] is for submitted jobs, and this agent has [[job]]; leave either out"
+        return (
+            "[[user]] applies to submitted jobs, and an agent with [[job]] takes none; leave "
+            "either out"
+        )
     for user in settings.user if os.geteuid() != 0 else ():
         for account in user.accounts:
             if account != own_account():
                 return (
-                    f"[[user]] {user.name!r} has the account {account!r}, but rdzv-agent runs as "
-                    f"{own_account()}, and only root can start jobs as others; run it as root, or "
-                    "leave that account out"
+                    f"[[user]] {user.name!r} has the account {account!r}, but rdzv-agent "
+                    f"runs as {own_account()}, and only root can start jobs under other "
+                    "accounts; run it as root, or leave that account out"
                 )
     return ""
 
@@ -350,17 +364,17 @@ def _check_metrics_listen(settings: "AgentSettings") -> str:
     if listen is None or listen.loopback or settings.insecure:
         return ""
     return (
-        f"`metrics_listen` = {str(listen)!r} can be reached from other machines, and nothing there "
-        "is encrypted or authenticated; listen on loopback, or say insecure = true if everyone who "
-        "reaches it may read the numbers of this node"
+        f"`metrics_listen` = {str(listen)!r} can be reached from other machines, without "
+        "encryption or authentication; listen on loopback, or set insecure = true if "
+        "everyone who can reach it may read this node's metrics"
     )
 
 
 def _check_health(settings: "AgentSettings") -> str:
     if settings.health and settings.job:
         return (
-            "`health` is for an agent that takes submitted jobs, and this one has `job`; leave "
-            "either out"
+            "`health` applies to submitted jobs, and an agent with [[job]] takes none; "
+            "leave either out"
         )
     return ""
 
@@ -382,81 +396,84 @@ class AgentSettings(Table, frozen=True, kw_only=True):
     )
 
     server: Annotated[str, setting(unit="HOST:PORT", check=parse_endpoints, reason="""
-        The address of rdzvd; several with commas between them, if they share an etcd.""")]
+        The address of rdzvd; several, separated by commas, if they share an etcd.""")]
     token_file: Annotated[Path | None, setting(default_words="`$RDZV_TOKEN_FILE` if set", reason="""
-        The token for rdzvd, where nodes have no certificates of their own; it is sent only by TLS,
-        or to this machine.""")] = None
+        The token for rdzvd, for nodes without their own certificates; it is sent only over TLS, or
+        to this machine.""")] = None
     node_id: Annotated[str, setting(
         check=_name, default_words="`$RDZV_NODE_ID` if set, else the host name", reason="""
-        The name of this node in every job; no two nodes of a server have the same.""",
+        This node's name in every job; it must be unique among the nodes of a server.""",
     )] = os.environ.get("RDZV_NODE_ID") or socket.gethostname()
     address: Annotated[str | None, setting(
         check=_printable, default_words="its address towards the server", reason="""
-        The host name or address at which other nodes reach this one.""")] = None
+        The host name or address by which other nodes reach this one.""")] = None
     topology: Annotated[str | None, setting(check=_printable, reason="""
-        This node's place in the network, such as its rack; a job gets nodes of one place if
-        possible, and their ranks are next to each other.""")] = None
+        This node's position in the network, such as its rack; a job gets nodes of one position if
+        possible, with adjacent ranks.""")] = None
     capacity: Annotated[int, setting(ge=1, le=256, unit="jobs", reload=True, reason="""
-        How many submitted jobs run here at once; GPUs are divided among them, CPUs and memory are
-        not.""")] = 1
+        How many submitted jobs may run here at once. GPUs are divided among them; CPUs and memory
+        are not.""")] = 1
     gpus: Annotated[str, setting(check=_gpus, reason="""
-        The GPUs that jobs may have: "nvml" for all that NVML names, "none", or UUIDs as
-        `nvidia-smi -L` shows them, with commas between them.""")] = NVML
+        The GPUs that jobs may use: "nvml" for all that NVML lists, "none", or UUIDs as shown by
+        `nvidia-smi -L`, separated by commas.""")] = NVML
     python: Annotated[Path | None, setting(
         reload=True, default_words="the interpreter that runs rdzv-agent", reason="""
-        The interpreter of jobs whose environment sets no PYTHON_EXEC.""")] = None
+        The interpreter for jobs whose environment does not set PYTHON_EXEC.""")] = None
     account: Annotated[str | None, setting(
         default_words="the agent's own, unless that is root", reason="""
-        The account that all submitted jobs run as. It can only be the agent's own; an agent that is
-        root takes them only if this names root, or if there are [[user]] entries instead.""",
+        The account that all submitted jobs run as. It can only be the agent's own. An agent that
+        runs as root takes submitted jobs only if this is "root", or if there are [[user]] entries
+        instead.""",
     )] = None
     state_dir: Annotated[Path, setting(
         default_words="`$STATE_DIRECTORY`, else `/var/lib/rdzv-agent` for root, else "
         "`~/.local/state/rdzv-agent`", reason="""
-        The place of the folders of submitted jobs, with what their workers write.""",
+        Where the folders of submitted jobs are kept, with their workers' output.""",
     )] = _state_dir()
     runtime_dir: Annotated[Path, setting(
         default_words="`$RUNTIME_DIRECTORY`, else `/run/rdzv-agent` for root, else "
         "`$XDG_RUNTIME_DIR/rdzv-agent`", reason="""
-        The place of the agent's short-lived files; a local disk or memory.""")] = _runtime_dir()
+        Where the agent keeps short-lived files; use a local disk or memory.""")] = _runtime_dir()
     restart_within: Annotated[Duration, setting(ge=1, le=HOUR, reload=True, reason="""
-        When this agent is restarted on purpose: how long the server keeps its seats, and its
-        workers run on, until the next agent starts.""")] = 5 * MINUTE
+        After a deliberate restart of this agent: how long the server keeps the node's seats, and
+        its workers keep running, while no agent runs.""")] = 5 * MINUTE
     metrics_listen: Annotated[Listen | None, setting(
         unit="HOST:PORT", default_words="nowhere", reason="""
-        Serve /metrics and /healthz here; the server's /sd lists it, if other machines can reach it.
-        Port 0 takes a free one. Any address but loopback needs `insecure`.""")] = None
+        Serve /metrics and /healthz here; the server's /sd lists it if other machines can reach it.
+        Port 0 picks a free port. Any address other than loopback needs `insecure`.""")] = None
     insecure: Annotated[bool, setting(reason="""
-        Listen beyond loopback without encryption or authentication: everyone who reaches
-        `metrics_listen` may read the numbers of this node.""")] = False
+        Listen beyond loopback without encryption or authentication: everyone who can reach
+        `metrics_listen` may read this node's metrics.""")] = False
     pass_env: Annotated[tuple[str, ...], setting(check=_pattern, reload=True, reason="""
         The variables of the agent's own environment that submitted jobs get; a star at the end
-        stands for any rest. They get no others.""")] = PASSED_ON
+        matches any suffix. Jobs get no others.""")] = PASSED_ON
     log_level: Annotated[Literal["debug", "info", "warning", "error"], setting(
         reload=True, default_words="`$LOGLEVEL`, else `info`", reason="""
-        The lowest level that is logged, to stderr.""")] = _log_level()
+        The lowest level logged to stderr.""")] = _log_level()
     log_format: Annotated[Literal["human", "json"], setting(reason="""
-        Lines for people, or one JSON object a line.""")] = "human"
+        Log lines for people, or one JSON object per line.""")] = "human"
     labels: Annotated[Mapping[str, str], setting(check=_printable, reload=True, reason="""
         Labels that submitted jobs may ask for, such as gpu = h100.""")] = NOTHING
     env: Annotated[Mapping[str, str], setting(reload=True, reason="""
-        Variables for every submitted job; those of the submission win.""")] = NOTHING
+        Environment variables for every submitted job; those set by the submission take precedence.
+        """)] = NOTHING
     drain_deadline: Annotated[Duration, setting(ge=0, le=DAY, reload=True, reason="""
-        How long workers have to save and exit when SIGTERM ends the agent; then they are ended.""",
+        How long workers may take to save and exit after a SIGTERM to the agent; then they are
+        killed.""",
     )] = MINUTE
     tls: Tls
     preemption: PreemptionSettings
     logs: Logs
     health_interval: Annotated[Duration, setting(ge=0, le=DAY, reason="""
         How often the node checks itself while it has no job, so that `rdzvctl nodes` shows an
-        unhealthy one before a job is placed there; 0: only when there is need.""",
+        unhealthy node before a job is placed there; 0: only when needed.""",
     )] = 5 * MINUTE
     health: Annotated[tuple[HealthCheck, ...], setting(reason="""
-        A check that the node has to pass before it takes a submitted job, and before it goes on
+        A check that the node must pass before it takes a submitted job, and before it continues
         after a failure of its workers.""")] = ()
     user: Annotated[tuple[User, ...], setting(reason="""
-        What the jobs of a submitter run as; this needs an agent that is root. With any of these,
-        this node declines the jobs of submitters that it has no account for.""")] = ()
+        The accounts of a submitter's jobs; this requires an agent that runs as root. With any such
+        entry, this node declines the jobs of submitters without an account.""")] = ()
     job: Annotated[tuple[Job, ...], setting(reason="""
-        A job that this node takes part in of its own accord, with the agent's own environment. An
-        agent with such jobs takes no submitted ones, and ends with them.""")] = ()
+        A job that this node joins on its own, with the agent's own environment. An agent with such
+        jobs takes no submitted ones, and exits when its jobs have ended.""")] = ()

@@ -1,9 +1,8 @@
-"""rdzv-agent as a daemon: one stream to the server, and the jobs that are placed over it.
+"""rdzv-agent as a daemon: one stream to the server, and the jobs placed over it.
 
-It keeps running without jobs and without a server. SIGTERM notifies the workers, makes every job
-leave in order, and ends the agent. SIGUSR2 ends it too, but leaves its jobs to the agent that is
-started next, as does SIGTERM where systemd is about to restart it. SIGHUP makes it reload its
-configuration.
+It keeps running without jobs and without a server. SIGTERM notifies the workers, leaves every job
+in order, and ends the agent. SIGUSR2 ends it too, but leaves its jobs to the next agent; SIGTERM
+does the same if systemd is about to restart the agent. SIGHUP reloads the configuration.
 """
 
 from __future__ import annotations
@@ -49,20 +48,20 @@ RESTARTS = ("restart", "try-restart", "reload-or-restart")
 """The systemd jobs that stop this agent and then start another one."""
 
 SWEEP_EVERY_S = 3_600.0
-"""The interval of searches for old logs: small compared with their retention time."""
+"""The interval of searches for old logs: short compared with their retention time."""
 
 READ_CONFIG_WITHIN_S = 30.0
 """How long checking the files named in a configuration may take."""
 
 END_MS = 60_000
-"""How long after the drain deadline the last job process may take to end."""
+"""How long the last job process may take to end after the drain deadline."""
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 HAND_OVER_SIGNAL = signal.SIGUSR2
 
 
 async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]) -> None:
-    """Take up submitted jobs until a signal ends the agent, with all their processes gone.
+    """Run submitted jobs until a signal ends the agent; on return all their processes are gone.
 
     The configuration is reloaded from `path`.
 
@@ -70,7 +69,6 @@ async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]
         InvalidRequestError: the configuration does not fit this machine.
         NodeSupersededError: another agent has taken over this node's name.
         OSError: one of its directories cannot be used.
-
     """
     with single_error(), systemd.watched(), _own_directories(config):
         daemon = await Daemon.start(path, config, set_log_level)
@@ -98,7 +96,7 @@ class Daemon:
         orphans: Sequence[Orphan],
         health: Health,
     ) -> None:
-        """Connect parts that exist already. Use `start` instead."""
+        """Assemble existing parts. Use `start` instead."""
         self._health = health
         self._path = path
         self._config = config
@@ -119,7 +117,7 @@ class Daemon:
         cls, path: Path, config: Config, set_log_level: Callable[[str], None]
     ) -> Daemon:
         """Inspect this machine, and get ready."""
-        # This comes first, because the previous agent's runners wait no longer than a lease.
+        # This comes first because the previous agent's runners wait for only one lease.
         settings = config.settings
         heritage = Heritage(settings.runtime_dir, settings.node_id)
         orphans = await heritage.take_up()
@@ -135,8 +133,9 @@ class Daemon:
         except InvalidRequestError as error:
             if not orphans:
                 raise
-            log.error("%s; until this agent is started again, jobs get no GPU here; the previous "
-                      "agent's workers run on", error)  # fmt: skip
+            log.error(
+                "%s; until this agent is restarted, jobs get no GPU here; the previous "
+                "agent's workers continue", error)  # fmt: skip
             resources = await in_thread(find, NONE)
         around = Surroundings(
             node_id=settings.node_id,
@@ -172,7 +171,7 @@ class Daemon:
         return self._placements
 
     def describe(self) -> str:
-        """Describe this node's resources in words."""
+        """Describe this node's resources."""
         return describe(self._placements.resources)
 
     async def adopt(self) -> None:
@@ -183,8 +182,8 @@ class Daemon:
         """Serve until a signal ends it."""
         with self._signals():
             if not self._orphans:
-                # The first Hello is to have the result. If workers run, it is sent at once instead,
-                # because the server waits for it.
+                # The first Hello should include the result. If workers run, it is sent at once
+                # instead, because the server is waiting for it.
                 await self._health.look()
             async with asyncio.TaskGroup() as tasks:
                 talk = tasks.create_task(self._link.run())
@@ -226,7 +225,7 @@ class Daemon:
                 loop.remove_signal_handler(signum)
 
     def _end(self, signum: signal.Signals) -> None:
-        """Handle SIGTERM, whose meaning depends on the sender."""
+        """Handle SIGTERM, whose meaning depends on its sender."""
         if self._handing_over:
             return
         if signum is signal.SIGTERM and not self._ending.is_set() and self._asking is None:
@@ -239,19 +238,19 @@ class Daemon:
         if self._ending.is_set():
             return  # Another signal has ended the agent in the meantime.
         if job in RESTARTS:
-            self._hand_over(f"{signum.name}, of a {job} by systemd")
+            self._hand_over(f"{signum.name} from systemd's {job}")
         else:
             self._leave(signum)
 
     def _hand_over(self, why: str) -> None:
-        """End without the jobs: their runners wait for the agent that is started next."""
+        """End without the jobs: their runners wait for the next agent."""
         if self._handing_over or self._ending.is_set():
             return
         self._handing_over = True
         held = self._placements.holdings()
-        jobs = ", ".join(holding.rdzv_id for holding in held) or "no job is here"
+        jobs = ", ".join(holding.rdzv_id for holding in held) or "there are no jobs here"
         log.warning(
-            "received %s; the jobs of this node are left to the next agent, which must start "
+            "received %s; leaving this node's jobs to the next agent, which must start "
             "within %g s (`restart_within`): %s",
             why,
             self._restart_within_ms / 1000,
@@ -267,15 +266,15 @@ class Daemon:
         return round(self._config.settings.restart_within * 1000)
 
     async def _notice_superseded(self) -> None:
-        """End when another agent has taken over this node."""
+        """End once another agent has taken over this node."""
         await self._link.is_superseded.wait()
         log.error("this agent ends: %s", self._link.superseded)
-        self._placements.leave(signal.SIGTERM, "word that it is superseded")
+        self._placements.leave(signal.SIGTERM, "notice of supersession")
         self._ending.set()
 
     def _leave(self, signum: signal.Signals) -> None:
         held = self._placements.holdings()
-        jobs = ", ".join(holding.rdzv_id for holding in held) or "no job is here"
+        jobs = ", ".join(holding.rdzv_id for holding in held) or "there are no jobs here"
         log.warning("received %s; leaving every job: %s", signum.name, jobs)
         systemd.notify("STOPPING=1", "STATUS=leaving every job")
         self._leave_jobs(signum)
@@ -287,8 +286,7 @@ class Daemon:
             self._placements.leave(signum, signum.name)
             return
         deadline_ms = round(self._config.settings.drain_deadline * 1000)
-        # This may take longer than the unit's timeout: saving takes long, and so may ending the
-        # workers.
+        # Saving and ending the workers may take longer than the unit's timeout.
         systemd.notify(f"EXTEND_TIMEOUT_USEC={(deadline_ms + END_MS) * 1000}")
         self._placements.take_no_more()
         self._link.drain_node(deadline_ms, f"its agent received {signum.name}")
@@ -305,7 +303,7 @@ class Daemon:
             try:
                 await self._reload_once()
             except Exception:
-                log.exception("the configuration was not reloaded: a bug in rdzv-agent")
+                log.exception("the configuration was not reloaded because of a bug in rdzv-agent")
 
     async def _reload_once(self) -> None:
         """Reload the configuration; an invalid one changes nothing."""
@@ -315,11 +313,11 @@ class Daemon:
             found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
             change = compare(self._config.loaded, found.loaded)
         except (ConfigurationError, InvalidRequestError, TimeoutError) as error:
-            log.error("the configuration was not reloaded, and nothing was changed: %s", error)
-            systemd.notify("READY=1", "STATUS=the configuration has errors, see the log")
+            log.error("the configuration was not reloaded; nothing was changed: %s", error)
+            systemd.notify("READY=1", "STATUS=the configuration has errors; see the log")
             return
         for line in change.lines or ("nothing in it has changed",):
-            log.info("the configuration was reloaded: %s", line)
+            log.info("configuration reloaded: %s", line)
         self._config = replace(self._config, loaded=change.loaded)
         self._apply()
         systemd.notify("READY=1", f"STATUS={self.describe()}")
@@ -337,7 +335,7 @@ class Daemon:
     # ------------------------------------------------------------------ logs
 
     async def _sweep_now_and_then(self) -> None:
-        """Remove run folders that are too old or use too much disk space, at intervals."""
+        """At intervals, remove run folders that are too old or use too much disk space."""
         while True:
             logs = self._config.settings.logs
             try:
@@ -345,7 +343,7 @@ class Daemon:
                     self._folders.sweep, logs.keep, logs.keep_size, time.time()
                 )
             except Exception:
-                # Whatever the error is, jobs do not depend on the removal.
+                # No error here may affect jobs.
                 log.exception("old logs cannot be removed")
             else:
                 for path in removed:
@@ -358,14 +356,13 @@ class Daemon:
 
 @contextlib.contextmanager
 def _own_directories(config: Config) -> Iterator[None]:
-    """Make the agent's directories, and ensure that no other agent uses them.
+    """Create the agent's directories, and ensure that no other agent uses them.
 
     Raises:
-        InvalidRequestError: another agent uses them, they cannot be made, or another account owns
-            them.
-
+        InvalidRequestError: another agent uses them, they cannot be created, or another account
+            owns them.
     """
-    # The accounts of jobs can traverse it to their own folders, but cannot list it.
+    # Job accounts can traverse it to reach their own folders, but cannot list it.
     settings = config.settings
     mode = 0o711 if settings.user else 0o700
     for key, path in (("state_dir", settings.state_dir), ("runtime_dir", settings.runtime_dir)):
@@ -373,7 +370,7 @@ def _own_directories(config: Config) -> Iterator[None]:
             path.mkdir(mode=mode, parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidRequestError(
-                f"`{key}` = {str(path)!r} cannot be made: {error.strerror}; give another"
+                f"`{key}` = {str(path)!r} cannot be created: {error.strerror}; give another"
             ) from error
         check_own(key, path, strictly=bool(settings.user))
     with locked("state_dir", settings.state_dir), locked("runtime_dir", settings.runtime_dir):
@@ -381,40 +378,40 @@ def _own_directories(config: Config) -> Iterator[None]:
 
 
 def check_own(key: str, path: Path, *, strictly: bool) -> None:
-    """Refuse a directory that another account may have made, or may replace.
+    """Refuse a directory that another account may have created or could replace.
 
-    The agent trusts its content: it removes files, and kills the processes of a dead runner.
-    A directory that everybody may write to is refused if `strictly`, else there is a warning: the
-    agent may be alone in its container. So is one below another account's folder, unless anybody
-    may have made that: a home in the folder of a group, say, is where root has put it.
+    The agent trusts its contents: it removes files, and kills the processes of a dead runner. A
+    world-writable directory is refused if `strictly`; otherwise a warning is logged, because the
+    agent may be alone in its container. A directory below another account's folder is refused, too,
+    unless everyone could have created that folder: root has placed a home in a group's folder, say.
 
     Raises:
         InvalidRequestError: another account owns it, a directory above it, or a link to it.
-
     """
     path = path.absolute()
     ends = (path, path.resolve())
-    # This includes "/": in a container root may have any uid.
+    # This includes "/": in a container, root may have any uid.
     trusted = {0, os.geteuid(), Path("/").lstat().st_uid}
     for place in dict.fromkeys(above for end in ends for above in (end, *end.parents)):
         found = place.lstat()
         anybodys = place in ends or place.parent.stat().st_mode & stat.S_IWOTH
         if found.st_uid not in trusted and (strictly or anybodys):
             raise InvalidRequestError(
-                f"`{key}` = {str(path)!r} is not safe: {place} belongs to {name_of(found.st_uid)}, "
-                "who may put anything in its place; remove that, or give another"
+                f"`{key}` = {str(path)!r} is not safe: {place} belongs to "
+                f"{name_of(found.st_uid)}, who could put anything in its place; remove "
+                "it, or give another directory"
             )
         # The entries of a sticky folder, such as /tmp, are safe.
         safe = stat.S_ISLNK(found.st_mode) or (found.st_mode & stat.S_ISVTX and place not in ends)
         if found.st_mode & stat.S_IWOTH and not safe:
-            why = f"`{key}` = {str(path)!r} is not safe: everybody may write to {place}"
+            why = f"`{key}` = {str(path)!r} is not safe: everyone may write to {place}"
             if strictly:
                 raise InvalidRequestError(f"{why}; chmod o-w {place}, or give another")
             log.warning("%s; chmod o-w %s, unless this agent is alone there", why, place)
 
 
 def _remove_leftovers(runtime_dir: Path, orphans: Iterable[Orphan]) -> None:
-    """Remove the files of an agent that was killed, except files still in use."""
+    """Remove the files of an agent that was killed, except those still in use."""
     in_use = {orphan.state.progress_folder for orphan in orphans}
     for path in runtime_dir.glob(f"{PREFIX}*"):
         if str(path) not in in_use:
@@ -424,11 +421,10 @@ def _remove_leftovers(runtime_dir: Path, orphans: Iterable[Orphan]) -> None:
 
 @contextlib.contextmanager
 def locked(key: str, path: Path) -> Iterator[None]:
-    """Hold the lock of a directory; links that another account puts there are not followed.
+    """Hold the lock of a directory, without following links that another account put there.
 
     Raises:
         InvalidRequestError: another process holds it, or it cannot be written.
-
     """
     lock = path / "lock"
     try:

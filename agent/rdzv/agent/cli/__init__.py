@@ -1,1 +1,1 @@
-"""rdzvrun's command line on this node: its meaning, and where the nodes of the job meet."""
+"""rdzvrun's command line on this node: its meaning, and where the job's nodes meet."""

@@ -1,10 +1,10 @@
-"""Where the nodes of a job meet: torchrun's back-ends by their names, and a standing rdzvd.
+"""Where the nodes of a job meet: one of torchrun's back-ends, or a standing rdzvd.
 
-A command line either names a server, or means that one of the job's own nodes serves it. That node
-needs no discovery: it is the one with node rank 0 (`static`), or the one that owns the endpoint's
-host (`c10d`). It serves from memory, for the life of its rdzvrun, as torchrun's store lives on a
-training node. Or the nodes elect it in an etcd (`etcd`), which keeps the state, and elect another
-when it is gone. A standing `rdzvd` outlives every node without an election.
+A command line either names a server, or makes one of the job's own nodes serve. Finding that node
+needs no discovery: it has node rank 0 (`static`), or owns the endpoint's host (`c10d`). It serves
+from memory for the life of its rdzvrun, as torchrun's store lives on a training node. With `etcd`
+the nodes instead elect the server in an etcd, which keeps the state, and elect another when it is
+gone. A standing `rdzvd` outlives every node without an election.
 
 Source: `torch/distributed/run.py` (`config_from_args`) and the rendezvous back-ends of torch 2.13.
 """
@@ -24,7 +24,7 @@ from rdzv.transport.addresses import listen_at
 from rdzv.transport.endpoints import DEFAULT_PORT, Endpoint, parse_endpoint, parse_endpoints
 
 if TYPE_CHECKING:
-    # gRPC is not imported before the command line is known to be valid.
+    # gRPC is imported only once the command line is known to be valid.
     from rdzv.stores.etcd_config import EtcdConfig
     from rdzv.transport.channels import Credentials
 
@@ -42,26 +42,26 @@ class Meeting:
     """Where this node meets the others."""
 
     endpoints: tuple[Endpoint, ...]
-    """The servers to connect to; if there are none, this node hosts a server for itself alone."""
+    """The servers to connect to; if empty, this node hosts a server for itself only."""
     rdzv_id: str
     host_at: Endpoint | None = None
-    """Where this node serves the job itself; without endpoints, only its own workers."""
+    """Where this node serves the job; without `endpoints`, only its own workers."""
     elect_by: EtcdConfig | None = None
-    """The etcd in which the nodes elect the one that serves them."""
+    """The etcd in which the nodes elect their server."""
     node_id: str = ""
-    """The name that the back-end gives this node, if it does."""
+    """The node name assigned by the back-end, if any."""
     why: str = ""
-    """The choice, as a log line."""
+    """The reason for the choice, for the log."""
     files: Mapping[str, Path | None] | None = None
     """The files of `Credentials` given for a standing rdzvd; None if the server is one of the
-    nodes, which serve without TLS."""
+    nodes, which serve without TLS.
+    """
 
     def credentials(self, environ: Mapping[str, str]) -> Credentials:
-        """Return the credentials; the environment supplies files that the command line does not.
+        """Return the credentials; the environment supplies files missing from the command line.
 
         Raises:
             InvalidRequestError: they cannot be used.
-
         """
         from rdzv.transport.channels import PLAIN, Credentials
 
@@ -84,15 +84,15 @@ class Wish:
     master_port: int | None
     is_host: bool | None
     conf: Mapping[str, str]
-    """--rdzv-conf, from which the etcd back-ends read how to reach etcd."""
+    """--rdzv-conf, which tells the etcd back-ends how to reach etcd."""
     files: Mapping[str, Path | None]
     """The given files of `Credentials`."""
     places_node: bool = False
-    """Whether it gives a server the node's name, or its place in the network."""
+    """Whether the server is given the node's name or its position in the network."""
 
     @property
     def static(self) -> bool:
-        """Whether any option refers to a node of torchrun's static back-end."""
+        """Whether any option belongs to torchrun's static back-end."""
         return bool(self.master_addr) or self.node_rank is not None or self.master_port is not None
 
     @property
@@ -104,12 +104,12 @@ class Wish:
 def choose(wish: Wish) -> Meeting:
     """Choose where to meet, as torchrun would interpret the same command line.
 
-    If no back-end is given, it is: this node alone, if there is no endpoint or port and at most one
-    node; `static`, if --node-rank or --master-* is given, or an endpoint for one node where this
-    node can serve as torchrun would; otherwise an rdzvd at the endpoint.
+    Without a back-end, the choice is: this node alone, if there is no endpoint or port and at most
+    one node; `static`, if --node-rank or --master-* is given, or an endpoint for one node where
+    this node can serve as torchrun would; otherwise an rdzvd at the endpoint.
 
     Raises:
-        InvalidRequestError: the line does not say enough, or contradicts itself.
+        InvalidRequestError: the command line is incomplete or contradicts itself.
     """
     if wish.standalone or _alone(wish):
         return _standalone(wish)
@@ -133,8 +133,9 @@ def choose(wish: Wish) -> Meeting:
 def _means_static(wish: Wish) -> bool:
     """Return whether a command line without a back-end means torchrun's default, the static one.
 
-    One node with an endpoint does, unless the endpoint can only be a standing rdzvd: the line has
-    options for it, or the endpoint is on another machine, or a server already listens there.
+    With an endpoint and one node it does, unless the endpoint can only be a standing rdzvd: the
+    command line has options for it, the endpoint is on another machine, or a server already listens
+    there.
     """
     if wish.static or wish.max_nodes > 1:
         return wish.static
@@ -155,8 +156,8 @@ def _alone(wish: Wish) -> bool:
 def _standalone(wish: Wish) -> Meeting:
     if wish.max_nodes > 1:
         raise InvalidRequestError(
-            f"--standalone is for one node, and --nnodes={wish.nnodes} asks for more; leave one "
-            "of them out"
+            f"--standalone is for one node, but --nnodes={wish.nnodes} asks for more; "
+            "leave one of them out"
         )
     rdzv_id = wish.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
     return Meeting((), rdzv_id, why="one node, with a server of its own")
@@ -170,18 +171,18 @@ def _standing(wish: Wish) -> Meeting:
         )
     if not wish.rdzv_id:
         raise InvalidRequestError(
-            "--rdzv-id is missing: without a name of its own the job could be mixed up with "
-            "another; give all nodes of this job the same --rdzv-id=NAME"
+            "--rdzv-id is missing; without it this job could be mixed up with another; "
+            "give all nodes of this job the same --rdzv-id=NAME"
         )
     endpoints = parse_endpoints(wish.endpoint)
     why = f"rdzvd at {', '.join(map(str, endpoints))}"
     if not wish.backend and wish.max_nodes == 1 and not wish.for_rdzvd:
-        why += ", where this node cannot serve itself: the port is taken, or another machine's"
+        why += "; this node cannot serve there: the port is taken, or on another machine"
     return Meeting(endpoints, wish.rdzv_id, why=why, files=wish.files)
 
 
 def _c10d(wish: Wish) -> Meeting:
-    """Meet at the endpoint; the node that owns its host serves."""
+    """Meet at the endpoint, where the node that owns its host serves."""
     if not wish.endpoint:
         raise InvalidRequestError(
             f"--rdzv-backend=c10d with --nnodes={wish.nnodes} needs --rdzv-endpoint=HOST:PORT, "
@@ -211,41 +212,44 @@ def _host_at_any_port(endpoint: str) -> str | None:
 
 
 def _c10d_at_any_port(wish: Wish, host: str) -> Meeting:
-    """Serve this node alone: no other node can know a port that the system chooses."""
+    """Serve only this node: no other node can know a port chosen by the system."""
     hosts = owns(parse_endpoint(host).host) if wish.is_host is None else wish.is_host
     if wish.min_nodes > 1 or not hosts:
         raise InvalidRequestError(
-            f"--rdzv-endpoint={wish.endpoint}: port 0 is any free port of the node that owns "
-            f"{host}, and no other node can find it; give a port, e.g. {host}:{DEFAULT_PORT}"
+            f"--rdzv-endpoint={wish.endpoint}: port 0 means any free port of the node "
+            f"that owns {host}, which other nodes cannot know; give a port, e.g. "
+            f"{host}:{DEFAULT_PORT}"
         )
-    why = "c10d at a free port, which only this node knows: it has a server of its own"
+    why = "c10d at a free port, which only this node knows: it has its own server"
     return Meeting((), wish.rdzv_id or "none", why=why)
 
 
 def _etcd(wish: Wish) -> Meeting:
-    """Meet at the node that the others elect; the same for torchrun's etcd and etcd-v2.
+    """Meet at the node that the others elect; torchrun's etcd and etcd-v2 mean the same here.
 
-    This requires etcd v3; the v2 API, which torchrun's back-ends use, was removed in etcd 3.6.
+    This requires the v3 API of etcd; the v2 API, used by torchrun's back-ends, was removed in etcd
+    3.6.
     """
     given = f"--rdzv-backend={wish.backend}"
     if not wish.endpoint:
         raise InvalidRequestError(f"{given} needs --rdzv-endpoint=HOST:PORT of an etcd v3")
     if not wish.rdzv_id:
         raise InvalidRequestError(
-            f"--rdzv-id is missing: with {given} all jobs share one etcd, and this one could be "
-            "mixed up with another; give all nodes of this job the same --rdzv-id=NAME"
+            f"--rdzv-id is missing; with {given} all jobs share one etcd, and this one "
+            "could be mixed up with another; give all nodes of this job the same "
+            "--rdzv-id=NAME"
         )
     etcd = _etcd_config(wish)
     return Meeting(
         etcd.endpoints,
         wish.rdzv_id,
         elect_by=etcd,
-        why=f"served by whichever node is elected, {etcd.place}",
+        why=f"served by an elected node, {etcd.place}",
     )
 
 
 def _etcd_config(wish: Wish) -> EtcdConfig:
-    """Read how to reach etcd: the keys of torchrun's etcd and etcd-v2, and user and password."""
+    """Read how to reach etcd: the keys of torchrun's etcd and etcd-v2, plus user and password."""
     from rdzv.stores.etcd_config import EtcdConfig, first_line
 
     conf = wish.conf
@@ -261,7 +265,7 @@ def _etcd_config(wish: Wish) -> EtcdConfig:
     prefix = conf.get("etcd_prefix", DEFAULT_ETCD_PREFIX).rstrip("/")
     return EtcdConfig.parse(
         ",".join(e if "://" in e else f"{protocol}://{e}" for e in endpoints),
-        # Each job elects its own server, so each has its own part of etcd.
+        # Each job elects its own server, so each has its own key prefix in etcd.
         prefix=f"{prefix}/{_as_path(wish.rdzv_id)}",
         user=conf.get("etcd_user", ""),
         password=first_line(password) if password else "",
@@ -272,7 +276,7 @@ def _etcd_config(wish: Wish) -> EtcdConfig:
 
 
 def _as_path(rdzv_id: str) -> str:
-    """Encode a job's name with path-safe characters; different names stay different."""
+    """Encode a job's name as a path component; different names stay different."""
     return re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", rdzv_id)
 
 
@@ -280,8 +284,8 @@ def _static(wish: Wish) -> Meeting:
     """Meet at the master's address; node rank 0 serves, and GROUP_RANKs are the node ranks."""
     if wish.min_nodes != wish.max_nodes:
         raise InvalidRequestError(
-            f"--nnodes={wish.nnodes}: the static back-end has a fixed number of nodes; give one "
-            "number, or use an rdzvd"
+            f"--nnodes={wish.nnodes}: the static back-end needs a fixed number of nodes; "
+            "give one number, or use an rdzvd"
         )
     node_rank = wish.node_rank or 0
     if not 0 <= node_rank < wish.max_nodes:
@@ -296,7 +300,7 @@ def _static(wish: Wish) -> Meeting:
         endpoint = Endpoint(wish.master_addr or "127.0.0.1", port)
     where = "this node serves" if node_rank == 0 else "served by node rank 0"
     return Meeting(
-        # One node needs no rendezvous there; its workers may meet in the store.
+        # One node needs no rendezvous there; its workers may use the address for their store.
         (endpoint,) if wish.max_nodes > 1 else (),
         wish.rdzv_id or "none",
         host_at=endpoint if node_rank == 0 else None,
@@ -306,7 +310,7 @@ def _static(wish: Wish) -> Meeting:
 
 
 def owns(host: str) -> bool:
-    """Return whether a host name or address is this machine's: whether it can be bound."""
+    """Return whether a host name or address belongs to this machine, i.e. can be bound."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:

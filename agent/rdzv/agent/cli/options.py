@@ -1,4 +1,4 @@
-"""rdzvrun's command line on this node: turned into a launch, or refused with a remedy."""
+"""Parses rdzvrun's command line into a launch, or refuses it with a remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rdzv.transport.job_secret import without_secrets
 log = logging.getLogger("rdzv.agent")
 
 _LOCAL_RANK_ARGUMENT = "--local-rank=${local_rank}"
-"""The argument that torch.distributed.launch passes to a script, before its own."""
+"""The argument that torch.distributed.launch inserts before the script's own."""
 
 
 def parse_launch(
@@ -52,16 +52,15 @@ def parse_launch(
     chdir: Path | None = None,
     counted: int | None = None,
 ) -> tuple[Launch, Meeting]:
-    """Turn a command line into a launch, and the place to meet the other nodes.
+    """Parse a command line into a launch, and the place to meet the other nodes.
 
-    `legacy` is the command line of torch.distributed.launch. `environ` and `chdir` are the job's;
-    by default this process's own. `counted` is the number of workers where --nproc-per-node is a
-    word; by default it is counted, which may take a while.
+    `legacy` accepts the command line of torch.distributed.launch. `environ` and `chdir` are the
+    job's, by default this process's own. `counted` is the number of workers if --nproc-per-node is
+    a word such as `gpu`; by default the devices are counted, which may take a while.
 
     Raises:
-        InvalidRequestError: a value makes no sense; the message names it, why, and a remedy.
+        InvalidRequestError: a value makes no sense; the message names it, the reason and a remedy.
         SystemExit: usage (2), --help and --version (0).
-
     """
     environ = dict(os.environ if environ is None else environ)
     args = flags.parse(argv, environ, legacy=legacy)
@@ -107,7 +106,7 @@ def parse_launch(
 
 
 def _may_restart(settings: Settings) -> bool:
-    """Return whether a round may be followed by another in the same run, as far as is known."""
+    """Return whether the run may have another round after this one."""
     return settings.max_restarts != 0 or settings.min_nodes < settings.max_nodes
 
 
@@ -121,8 +120,8 @@ def parse_modules(text: str | None) -> tuple[str, ...]:
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise InvalidRequestError(
-                f"--warm={text}: {name!r} is not the name of a module; give names "
-                "such as --warm=torch,numpy"
+                f"--warm={text}: {name!r} is not a module name; give names such as "
+                "--warm=torch,numpy"
             )
     return names
 
@@ -144,7 +143,7 @@ def _output(
         or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         logs_specs=args.logs_specs or "",
     )
-    # As under torchrun, without files all output goes to the console, whatever else is requested.
+    # As under torchrun, without log files all output goes to the console, whatever the options say.
     if output.log_dir == NO_FILES and not output.logs_specs:
         return Output(log_dir=NO_FILES)
     return output
@@ -176,7 +175,7 @@ def _wish(args: argparse.Namespace, conf: Mapping[str, str]) -> Wish:
 
 
 def _backend(given: str, meeting: Meeting) -> str:
-    """Return the back-end's name in torchrun's events, where a single node is c10d."""
+    """Return the back-end name used in torchrun's events, where a single node counts as c10d."""
     if meeting.node_id:
         return "static"
     return (given or "rdzv") if meeting.endpoints else "c10d"
@@ -215,17 +214,17 @@ def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:
         return path.absolute() if chdir is None else chdir / path
     except OSError as error:
         raise InvalidRequestError(
-            f"{flag}={path}: the working directory cannot be found ({error.strerror}); "
-            "give an absolute path"
+            f"{flag}={path}: the current directory is gone ({error.strerror}); give an "
+            "absolute path"
         ) from error
 
 
 def _conf(text: str) -> dict[str, str]:
-    """Parse --rdzv-conf; warn of unknown keys, and list the known ones."""
+    """Parse --rdzv-conf; warn about unknown keys, and list the known ones."""
     conf = parse_conf(text)
     for key in conf:
         if key in declared_flags.TORCH_CONF_KEYS:
-            log.info("--rdzv-conf: %s is a key of torchrun's store, and has no effect here", key)
+            log.info("--rdzv-conf: %s configures torchrun's store, and has no effect here", key)
     for key in unknown_keys(conf):
         known = ", ".join(declared_flags.CONF_KEYS)
         log.warning("--rdzv-conf: unknown key %s; known: %s", key, known)
@@ -233,13 +232,13 @@ def _conf(text: str) -> dict[str, str]:
 
 
 def _python(environ: Mapping[str, str], chdir: Path | None) -> str:
-    """Return the job's interpreter; a path is resolved against the workers' working directory."""
+    """Return the job's interpreter; a path is relative to the workers' working directory."""
     python = environ.get("PYTHON_EXEC", sys.executable)
     return python if chdir is None or os.sep not in python else str(chdir / python)
 
 
 def _count(text: str, python: str, environ: Mapping[str, str]) -> int:
-    """Count the CPUs or devices that get one worker each."""
+    """Count the CPUs or devices, each of which gets one worker."""
     return count_cpus() if text == "cpu" else count_devices(text, python, environ)
 
 
@@ -254,7 +253,7 @@ def _fence_after_ms(seconds: float | None, meeting: Meeting) -> int:
     fence_ms = fence_after_ms(seconds)
     if fence_ms and not meeting.endpoints:
         raise InvalidRequestError(
-            f"--fence-after={seconds:g} has no use here: this node has a server of its own, from "
-            "which it cannot be cut off; leave it out, or give --rdzv-endpoint"
+            f"--fence-after={seconds:g} has no effect here: this node has its own server "
+            "and cannot be cut off from it; leave it out, or give --rdzv-endpoint"
         )
     return fence_ms

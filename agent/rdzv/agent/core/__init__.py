@@ -1,4 +1,4 @@
-"""The agent's rules: one job on one node, without I/O and without a clock.
+"""The agent's rules for one job on one node, without I/O and without a clock.
 
 ::
 
@@ -8,9 +8,9 @@
        |                          | the round ended           v
        +---- workers gone ---- stopping <---------------------+
 
-A signal to the agent, or the withdrawal of a submitted job from this node, leads from anywhere to
-*leaving*, and from there, once the workers are gone, to the exit. Commands to the driver need no
-answer: all their results are events.
+A signal to the agent, or the withdrawal of a submitted job, leads from any phase to *leaving*, and
+from there to the exit once the workers are gone. Commands to the driver need no answer: all their
+results are events.
 """
 
 from rdzv.agent.core.machine import Transition, begin, step

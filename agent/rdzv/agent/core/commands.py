@@ -9,7 +9,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class SayJoin:
-    """Ask for a place in the next round; the driver adds the offer, with a fresh store port."""
+    """Request a place in the next round; the driver adds the offer, with a fresh store port."""
 
     run: str
     left_round: int | None
@@ -40,7 +40,7 @@ class SaySucceeded:
 
 @struct(frozen=True)
 class SayLeave:
-    """Announce that the node leaves; with `left_round`, confirm that its workers are gone."""
+    """Announce that the node leaves; `left_round` confirms that its workers are gone."""
 
     run: str
     leaving: Leaving
@@ -58,7 +58,7 @@ class SayStuck:
 
 @struct(frozen=True)
 class SayStoreHostFailed:
-    """Report that the round's store is not served."""
+    """Report that the round's store is not being served."""
 
     run: str
     round: int
@@ -84,7 +84,7 @@ class AnnounceWatermark:
 class StartWorkers:
     """Start the local worker group, and the round's store host if this node serves it.
 
-    The parked workers in `assignment.kept` enter the round. Those that are not end first.
+    Parked workers listed in `assignment.kept` enter the round; the others are ended first.
     """
 
     assignment: Assignment
@@ -94,8 +94,8 @@ class StartWorkers:
 class StopWorkers:
     """End every process of the round: the signal, then SIGKILL after `grace_ms`.
 
-    Without `signum`, the runner's usual SIGTERM. With `keep_ms`, workers that can be kept are asked
-    to park instead, and killed if they have not after that time; those in `not_kept` are killed at
+    Without `signum`, the runner's usual SIGTERM is sent. With `keep_ms`, workers that can be kept
+    are asked to park instead, and killed if they take longer; those in `not_kept` are killed at
     once.
     """
 
@@ -110,7 +110,7 @@ class StopWorkers:
 class EndKept:
     """End all parked workers: SIGTERM, then SIGKILL after `grace_ms`; `KeptGone` follows.
 
-    Those in `charged` raise the exception that they had reported as suspects instead.
+    Workers in `charged` instead raise the exception that made them suspects.
     """
 
     grace_ms: int
@@ -119,9 +119,9 @@ class EndKept:
 
 @struct(frozen=True)
 class NotifyWorkers:
-    """Notify the workers of the round that the node leaves in `left_ms`, in the job's notice file.
+    """Notify the workers, in the job's notice file, that the node leaves in `left_ms`.
 
-    With `signum`, also send this signal, once to each worker.
+    With `signum`, also send this signal once to each worker.
     """
 
     round: int
@@ -132,7 +132,7 @@ class NotifyWorkers:
 
 @struct(frozen=True)
 class TakeBackNotice:
-    """Remove the notice file, so that workers that have not read it yet do not."""
+    """Remove the notice file, so that workers that have not read it yet never do."""
 
     round: int
 

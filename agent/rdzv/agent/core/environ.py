@@ -26,13 +26,13 @@ def worker_environ(
 ) -> dict[str, str]:
     """Return the complete environment of one worker.
 
-    `base` is the agent's own. With `virtual_local_rank` every worker is LOCAL_RANK 0 and sees one
-    GPU, the one that it would have picked. Beyond torchrun's variables a worker gets RDZV_ROUND,
-    which grows with every round of a job (TORCHELASTIC_RESTART_COUNT counts only failures),
-    RDZV_PROGRESS_FILE, where it may report its progress, and RDZV_NOTICE_FILE, which exists once
-    the node is about to leave; both are empty if there is no place for the files. RDZV_SNAPSHOT
-    names what new workers load from memory, and RDZV_SNAPSHOT_ORIGIN the oldest lineage that is not
-    outdated, for the library.
+    `base` is the agent's own. With `virtual_local_rank` every worker is LOCAL_RANK 0 and sees only
+    the GPU that it would have picked. In addition to torchrun's variables, a worker gets
+    RDZV_ROUND, which grows with every round of a job (TORCHELASTIC_RESTART_COUNT counts only
+    failures), RDZV_PROGRESS_FILE, where it may report progress, and RDZV_NOTICE_FILE, which exists
+    once the node is about to leave; both are empty if there is no folder for the files. For the
+    library, RDZV_SNAPSHOT names what new workers load from memory, and RDZV_SNAPSHOT_ORIGIN the
+    oldest lineage that is not outdated.
     """
     environ = dict(base)
     environ.update(

@@ -1,4 +1,4 @@
-"""Events: at the server, in the runner, or in the agent itself."""
+"""Events that reach the agent's core: from the server, the runner, or the agent itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RoundEnded:
 
 @struct(frozen=True)
 class Unhealthy:
-    """The node was checked after its failure had ended the round, and is unhealthy."""
+    """The health check after this node's failure had ended the round found the node unhealthy."""
 
     round: int
     reason: str
@@ -90,12 +90,12 @@ class WorkerExited:
     traceback: str
     age_ms: int
     by_itself: bool = False
-    """Whether nothing that ends a worker was sent to it, though its round is ending."""
+    """Whether nothing that would end it was sent to the worker, although its round is ending."""
 
 
 @struct(frozen=True)
 class WorkerSuspected:
-    """A collective has failed in a worker `age_ms` ago, perhaps because of a peer; it parks."""
+    """A collective failed in a worker `age_ms` ago, perhaps because of a peer; the worker parks."""
 
     round: int
     local_rank: int
@@ -171,9 +171,9 @@ class WorkersStuck:
 
 @struct(frozen=True)
 class Fenced:
-    """Workers are killed: for `fence_after_ms` nothing proved that the server hears this node.
+    """Workers are being killed: `fence_after_ms` passed without proof of contact with the server.
 
-    It happened `age_ms` ago. `WorkersGone` follows.
+    This began `age_ms` ago. `WorkersGone` follows.
     """
 
     round: int
@@ -197,7 +197,7 @@ class StoreHostExited:
 
 @struct(frozen=True)
 class RunnerLost:
-    """This node can start no more workers; those it had, and all their processes, are gone."""
+    """The runner and all its processes are gone, and this node can start no more workers."""
 
     reason: str
 
@@ -212,7 +212,7 @@ class Signalled:
 
 @struct(frozen=True)
 class Withdrawn:
-    """The server withdraws its choice of this node for the run."""
+    """The server has withdrawn this node from the run."""
 
     run: str
     reason: str
@@ -222,7 +222,7 @@ class Withdrawn:
 class NoticeGiven:
     """The node must be empty in `left_ms`: its workers are notified, and it leaves when they exit.
 
-    A repetition changes only the deadline.
+    A repetition only changes the deadline.
     """
 
     left_ms: int
@@ -231,7 +231,7 @@ class NoticeGiven:
 
 @struct(frozen=True)
 class NoticeLifted:
-    """The node may stay after all. Workers that got the notice cannot be notified of this."""
+    """The node may stay after all. There is no way to tell this to workers already notified."""
 
 
 @struct(frozen=True)

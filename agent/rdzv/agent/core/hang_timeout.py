@@ -1,8 +1,8 @@
-"""Detects a hung worker: it has reported progress, and then reports none for too long.
+"""Detects hung workers: those that have reported progress, and then report none for too long.
 
-One that has reported none is judged by the collectives that it completes, where they are counted.
-Pure: the looks at a worker add up to a `Vigil`, which tells whether it hangs. Only time under
-observation counts, so a pause of the agent or of the machine does not make a worker silent.
+A worker that never reports is judged by the collectives that it completes, if they are counted.
+Pure: observations of a worker add up to a `Vigil`, which says whether it hangs. Only time under
+observation counts, so a pause of the agent or the machine does not make a worker look silent.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.structs import replace, struct
 
 AUTO_LEAST_MS = 60_000
-"""Lower bound of the learned timeout: a worker may pause longer than it has so far."""
+"""Lower bound of the learned timeout: a worker may pause for longer than it has so far."""
 AUTO_INTERVALS = 50
-"""Number of a worker's latest intervals that the timeout is learned from, ..."""
+"""The timeout is learned from this many of a worker's latest intervals, ..."""
 AUTO_FACTOR = 20
-"""... and how many times the longest of them a silence may last; ..."""
+"""... and is this many times the longest of them; ..."""
 AUTO_LONGEST_FACTOR = 2
 """... or this many times the longest pause ever seen on this node, in any round, ..."""
 AUTO_LONGEST_MS = 30 * 60_000
-"""... which counts for at most this: one silence must not hide all later ones."""
+"""... of which at most this much counts: one long silence must not hide all later ones."""
 
 START_COLLECTIVES = 16
-"""A worker that has completed fewer collectives is starting: it imports, wraps, compiles, ..."""
+"""A worker that has completed fewer collectives is still starting: it imports, wraps, compiles, ...
+"""
 START_LEAST_MS = 60_000
-"""Time that it may take at least for one of these, whatever the limit: a slow start is no hang."""
+"""Minimum time allowed for each of these, whatever the limit: a slow start is not a hang."""
 
 UNINTERRUPTIBLE, TRACED = "D", "t"
 
@@ -33,79 +34,80 @@ UNINTERRUPTIBLE, TRACED = "D", "t"
 class Look:
     """An observation of a worker at one moment."""
 
-    word: tuple[int, ...] | None
-    """Identifies its last report, even of an unchanged step; None: there was none."""
+    report: tuple[int, ...] | None
+    """Identifies its last report, even of an unchanged step; None if there was none."""
     state: str
-    """State of its process, as in /proc."""
+    """The state of its process, as in /proc."""
     switches: int | None = None
-    """Its context switches so far; the number stands still while the process sleeps."""
+    """Its context switches so far; the number does not change while the process sleeps."""
     completed: int | None = None
-    """The collectives that it has completed, which count without reports; None: not known."""
+    """How many collectives it has completed; None if not known. They count if there are no reports.
+    """
     counted_every_ms: int = 0
-    """How often they are counted: a pause may be that much shorter than it seems."""
+    """The interval at which they are counted: a pause may be that much shorter than it looks."""
     known: bool = True
-    """Whether anything new would have been seen."""
+    """Whether this observation would have shown anything new."""
 
 
 @struct(frozen=True)
 class Vigil:
     """The observations of one worker in one round."""
 
-    word: tuple[int, ...] | None = None
+    report: tuple[int, ...] | None = None
     silent_ms: int = 0
     """Time since its last report, or its start."""
     intervals_ms: tuple[int, ...] = ()
-    """Intervals between its latest reports, oldest first; including start to first report."""
+    """Intervals between its latest reports, oldest first; the first one begins at its start."""
     blocked_ms: int = 0
-    """How long it has been seen in the same uninterruptible sleep."""
+    """How long it has been in the same uninterruptible sleep."""
     switches: int | None = None
     completed: int | None = None
-    """The collectives that it had completed when they were last counted."""
+    """How many collectives it had completed when they were last counted."""
 
     def after(self, look: Look, passed_ms: int) -> Vigil:
-        """Return the vigil after a look, `passed_ms` after the one before."""
+        """Return the vigil after an observation, `passed_ms` after the previous one."""
         blocked = look.state == UNINTERRUPTIBLE and look.switches == self.switches is not None
         seen = replace(
             self,
-            word=look.word if look.word is not None else self.word,
+            report=look.report if look.report is not None else self.report,
             silent_ms=self.silent_ms + passed_ms if look.known else self.silent_ms,
             blocked_ms=self.blocked_ms + passed_ms if blocked else 0,
             switches=look.switches if look.state == UNINTERRUPTIBLE else None,
             completed=look.completed if look.completed is not None else self.completed,
         )
-        if seen.word != self.word:
+        if seen.report != self.report:
             return seen._heard(seen.silent_ms)
         if seen.counts and seen.completed != self.completed:
             more = (seen.completed or 0) - (self.completed or 0)
             pause_ms = max(seen.silent_ms - look.counted_every_ms, seen.silent_ms // max(more, 1))
             return seen._heard(seen.silent_ms if self.completed is None else pause_ms)
-        # A user who holds it with a debugger knows that it does not run.
+        # Whoever holds it in a debugger knows that it does not run.
         return replace(seen, silent_ms=self.silent_ms) if look.state == TRACED else seen
 
     def _heard(self, pause_ms: int) -> Vigil:
-        """Return the vigil after a sign of life, which came after this pause or a shorter one."""
+        """Return the vigil after a sign of life, which followed at most this long a pause."""
         intervals = (*self.intervals_ms, pause_ms)[-AUTO_INTERVALS:]
         return replace(self, silent_ms=0, intervals_ms=intervals)
 
     @property
     def counts(self) -> bool:
-        """Whether its collectives are its signs of life, since it reports none itself."""
-        return self.word is None and self.completed is not None
+        """Whether its collectives serve as signs of life, because it reports none itself."""
+        return self.report is None and self.completed is not None
 
     def why_hung(self, timeout_ms: int) -> str:
         """Explain why it hangs; empty if it does not.
 
-        >>> Vigil(word=(1,), silent_ms=61_500).why_hung(60_000)
-        'no word of its progress for 62 s, limit 60 s'
+        >>> Vigil(report=(1,), silent_ms=61_500).why_hung(60_000)
+        'no progress reported for 62 s, limit 60 s'
         """
         if self.blocked_ms >= timeout_ms:
             return f"in D state for {self.blocked_ms / 1000:.0f} s without a break"
         if self.counts and (self.completed or 0) < START_COLLECTIVES:
             timeout_ms = max(timeout_ms, START_LEAST_MS)
-        if (self.word is None and not self.counts) or self.silent_ms < timeout_ms:
+        if (self.report is None and not self.counts) or self.silent_ms < timeout_ms:
             return ""
         silent_s, limit_s = self.silent_ms / 1000, timeout_ms / 1000
-        what = "no collective completed" if self.counts else "no word of its progress"
+        what = "no collective completed" if self.counts else "no progress reported"
         return f"{what} for {silent_s:.0f} s, limit {limit_s:g} s"
 
 
@@ -113,7 +115,7 @@ def timeout_ms(timeout: HangTimeout, vigil: Vigil, longest_ms: int) -> int:
     """Return how long this worker may report nothing.
 
     `longest_ms` is the longest pause between two reports ever seen on this node, including silences
-    that were taken for hangs: so a false alarm is not repeated soon.
+    taken for hangs, so that a false alarm does not recur soon.
     """
     if timeout.ms is not None:
         return timeout.ms

@@ -1,7 +1,7 @@
 """One job on one node: turns events into commands.
 
-`step()` is pure. Its messages to the server need no answer: after a reconnect the node's
-`Belief` (the state itself) is sent in full, so a message lost with its stream is not missed.
+`step()` is pure. Its messages to the server need no answer: after a reconnect the node's `Belief`
+(the state itself) is sent in full, so a message lost with its stream does no harm.
 """
 
 from __future__ import annotations
@@ -73,37 +73,38 @@ EXIT_SUCCESS = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TRY_AGAIN = 75
-"""Trying again is sensible: no server, the join timed out, the job was placed elsewhere, the node
-was drained, or its runner was lost."""
+"""Exit code when a retry may succeed: no server, the join timed out, the job was placed elsewhere,
+the node was drained, or its runner was lost.
+"""
 EXIT_DENIED = 77
-"""This caller may never do that, so retrying is useless: sysexits' EX_NOPERM."""
+"""Exit code when the caller lacks the permission, so a retry is useless: sysexits' EX_NOPERM."""
 EXIT_NO_PROGRESS = 93
-"""Trying again makes no sense: the job kept failing without progress."""
+"""Exit code when a retry is useless because the job kept failing without progress."""
 
 _NEEDS_STORE = (Phase.RUNNING, Phase.SUCCEEDED)
-"""Phases in which the round may need its store, here or on other nodes."""
+"""The phases in which the round may need its store, here or on other nodes."""
 
 _SAME_DEADLINE_MS = 1_000
-"""Tolerance for a repeated deadline, which took some time to arrive."""
+"""Differences below this count as the same deadline, which takes some time to arrive."""
 
 _DONE_MS = 500
-"""How long after its own workers those of other nodes may exit, if all are done."""
+"""How much later than its own workers those of other nodes may exit, if all have finished."""
 
 _RESUME_LEAST_MS = 600_000
-"""How long kept workers may at least wait, in a new round, for the start of others."""
+"""Minimum time for kept workers to wait, in a new round, for others to start."""
 
 _SIGTERM = 15
 
 _OVER_FOR_THIS_NODE = ("RendezvousClosedError", "NodeSupersededError")
-"""Refusals that end running workers, too: they state that the node has lost its place."""
+"""Refusals that end even running workers: they mean that the node has lost its place."""
 
 _DENIED = ("DeniedError", "UnauthenticatedError")
-"""Refusals of the caller rather than of the request."""
+"""Refusals of the caller rather than the request."""
 
 
 @struct(frozen=True)
 class Transition:
-    """The next state, what to do, in order, and when to tick at the latest."""
+    """The next state, the commands in order, and the latest time of the next tick."""
 
     state: AgentState
     commands: tuple[Command, ...] = ()
@@ -111,17 +112,17 @@ class Transition:
 
 
 def begin(job: Job, now_ms: int, run: str = "") -> AgentState:
-    """Return the state of an agent about to join; if a run is named, only that one."""
+    """Return the state of an agent about to join; if `run` is given, only that run."""
     return AgentState(job, run=run, idle_since_ms=now_ms, disconnected_since_ms=now_ms)
 
 
 def step(state: AgentState, event: Event, now_ms: int) -> Transition:
     """Apply one event and decide what follows from it.
 
-    Guarantees: workers of a round are started once, and only when none takes part in the round
-    before any more: each is gone, or parked; running workers are stopped only by their own failure,
-    a signal to this agent, or a positive statement of the server about this run and round; nothing
-    more is done after the end.
+    Guarantees: the workers of a round are started once, and only when every worker of earlier
+    rounds is gone or parked. Running workers are stopped only by their own failure, a signal to
+    this agent, or a positive statement of the server about this run and round. Nothing happens
+    after the end.
     """
     work = _Step(state, now_ms)
     if state.phase is not Phase.ENDED:
@@ -234,7 +235,7 @@ def _start(work: _Step, assignment: Assignment) -> None:
     if state.phase is not Phase.JOINING or stale or (state.run and assignment.run != state.run):
         return
     if state.outcome is not None:
-        return  # Only the end of the parked workers is awaited.
+        return  # It only waits for the parked workers to end.
     parked = () if state.ending_kept else tuple(worker.local_rank for worker in state.kept)
     assignment = replace(assignment, kept=tuple(n for n in assignment.kept if n in parked))
     due_ms = work.now_ms + state.job.store_host_timeout_ms
@@ -275,7 +276,7 @@ def _end_round(work: _Step, event: RoundEnded) -> None:
     elif work.state.phase is Phase.RUNNING:
         job, notice = work.state.job, work.state.notice
         if notice is not None and notice.due_ms is not None:
-            # Its workers may be saving after the notice; no broken collective hinders them.
+            # After the notice its workers may be saving; a broken collective does not prevent that.
             _leave(work, _leaving(notice), _notice_grace_ms(work), signum=None)
             return
         grace_ms = job.failure_stop_timeout_ms if event.broken else job.shutdown_timeout_ms
@@ -292,7 +293,7 @@ def _confirm_unheard(work: _Step, round_: int) -> None:
     if state.left_round is None or state.left_round < round_:
         work.state = replace(state, left_round=round_, failures=(), moved=UNMOVED, fenced=False)
         if state.kept:
-            # They took part in an earlier round, so they can be kept in none any more.
+            # They took part in an earlier round, so no round can keep them any more.
             _end_kept(work)
         work.do(rejoin(work.state))
 
@@ -315,7 +316,7 @@ def _close(work: _Step, event: RunClosed) -> None:
 
 
 def _accept_refusal(work: _Step, event: Refused) -> None:
-    """Accept a refusal as final for a node that wants a place: repeating would not change it.
+    """Accept a refusal as final for a node that wants a place, because repeating changes nothing.
 
     Workers continue unless the refusal means that they have no place. Once they are gone, the node
     asks again, and is refused then.
@@ -369,12 +370,12 @@ def _apply_to_workers(
 
 
 def _is_current(state: AgentState, round_: int) -> bool:
-    """Whether this is the round whose workers this node has, or last had."""
+    """Return whether this node has, or last had, workers of this round."""
     return state.assignment is not None and state.assignment.round == round_
 
 
 def _is_empty(state: AgentState) -> bool:
-    """Whether no worker is left on this node, parked or not."""
+    """Return whether no worker is left on this node, parked or not."""
     return state.workers_gone and not state.kept and not state.ending_kept
 
 
@@ -392,10 +393,11 @@ def _note_exit(work: _Step, event: WorkerExited) -> None:
 
 
 def _note_failure(work: _Step, event: WorkerExited | WorkerSuspected) -> None:
-    """Record a worker that failed by itself; one stopped by the agent is no failure.
+    """Record a worker that failed by itself; one stopped by the agent has not failed.
 
-    A suspect may end the round before the exit that it felt is noticed, so an exit counts that
-    nothing sent to the worker explains. The join reports it, before the end is charged.
+    A suspect may end the round before the peer's exit that broke its collective is noticed. So an
+    exit still counts if nothing sent to the worker explains it. The join reports it, before the end
+    of the round is charged.
     """
     state, failed_at_ms = work.state, work.now_ms - event.age_ms
     assignment = state.assignment
@@ -423,7 +425,7 @@ def _note_failure(work: _Step, event: WorkerExited | WorkerSuspected) -> None:
 
 
 def _note_suspect(work: _Step, event: WorkerSuspected) -> None:
-    """Record a broken collective as a failure that may be a peer's; its worker parks by itself."""
+    """Record a broken collective, which may be a peer's fault; its worker parks by itself."""
     state = work.state
     if event.local_rank not in state.alive:
         return
@@ -437,7 +439,7 @@ def _note_suspect(work: _Step, event: WorkerSuspected) -> None:
 def _note_fence(work: _Step, event: Fenced) -> None:
     """Note that the runner kills the rest of the round; the next step follows once all is gone.
 
-    This is no worker failure. If all had succeeded, only their remaining processes are killed.
+    This is not a worker failure. If all had succeeded, only their leftover processes are killed.
     """
     state = work.state
     if state.phase is Phase.SUCCEEDED:
@@ -451,7 +453,7 @@ def _note_fence(work: _Step, event: Fenced) -> None:
 
 
 def rejoins_after_failure(state: AgentState, round_: int) -> bool:
-    """Whether this node, whose workers have failed, joins again as soon as they are gone."""
+    """Return whether this node, whose workers have failed, joins again as soon as they are gone."""
     return (
         _is_current(state, round_)
         and bool(state.failures or state.stuck_pids)
@@ -499,7 +501,7 @@ def _stop(
 
 
 def _fail_store_host(work: _Step, reason: str) -> None:
-    """Ask for the end of the round: without its store no worker can join or cleanly leave it."""
+    """Ask for the end of the round: without its store no worker can join it or leave it cleanly."""
     state = work.state
     if state.phase in _NEEDS_STORE and not state.store_host_failed:
         assert state.assignment is not None
@@ -508,7 +510,7 @@ def _fail_store_host(work: _Step, reason: str) -> None:
 
 
 def _lose_runner(work: _Step, event: RunnerLost) -> None:
-    """Note that the runner and its workers are dead. This node cannot continue; the job may."""
+    """Note that the runner and its workers are gone. This node cannot continue; the job may."""
     leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
     work.state = replace(
         work.state,
@@ -528,7 +530,7 @@ def _lose_runner(work: _Step, event: RunnerLost) -> None:
 
 
 def _note_kept_exit(work: _Step, event: KeptExited) -> None:
-    """Offer a parked worker that has exited no more."""
+    """Stop offering a parked worker that has exited."""
     state = work.state
     kept = tuple(worker for worker in state.kept if worker.pid != event.pid)
     if kept == state.kept:
@@ -539,7 +541,7 @@ def _note_kept_exit(work: _Step, event: KeptExited) -> None:
 
 
 def _note_kept_gone(work: _Step) -> None:
-    """Go on without parked workers: those that were told to end are gone, or the fence has come."""
+    """Continue without parked workers: they have ended as ordered, or the fence has killed them."""
     state = work.state
     if not state.kept and not state.ending_kept:
         return
@@ -559,14 +561,14 @@ def _end_kept(work: _Step, charged: tuple[int, ...] = ()) -> None:
 
 
 def _park_due_ms(state: AgentState) -> int | None:
-    """Return when the parked workers of a node without a place in a round end."""
+    """Return when the parked workers of a node without a place in a round must end."""
     if state.phase is not Phase.JOINING or not state.kept or state.ending_kept:
         return None
     return state.idle_since_ms + state.job.park_timeout_ms
 
 
 def resume_ms(job: Job) -> int:
-    """Return how long kept workers may take to go on in a new round."""
+    """Return how long kept workers may take to continue in a new round."""
     return max(job.park_timeout_ms, _RESUME_LEAST_MS)
 
 
@@ -577,18 +579,18 @@ def _note_resumed(work: _Step, event: WorkerResumed) -> None:
 
 
 def _resume_due_ms(state: AgentState) -> int | None:
-    """Return when kept workers of a running round must have gone on; None if they have."""
+    """Return when the kept workers of a running round must have continued; None if all have."""
     waits = any(one.local_rank in state.alive for one in state.resuming)
     return state.resume_due_ms if waits and state.phase is Phase.RUNNING else None
 
 
 def _suspect_waiting(work: _Step) -> None:
-    """Report a kept worker that does not go on: what it waits for may be on another node."""
+    """Report a kept worker that does not continue: it may be waiting for another node."""
     state = work.state
     assert state.assignment is not None
     one = next(one for one in state.resuming if one.local_rank in state.alive)
     seconds = resume_ms(state.job) / 1000
-    message = f"it was kept, and has not gone on within {seconds:g} s"
+    message = f"it was kept, and did not continue within {seconds:g} s"
     number = state.assignment.round
     _note_suspect(work, WorkerSuspected(number, one.local_rank, one.pid, message, "", age_ms=0))
 
@@ -622,7 +624,7 @@ def _raise_watermark(work: _Step, run: str, mark: SnapshotMark) -> None:
 
 
 def _ends(state: AgentState) -> bool:
-    """Whether the job is about to end for this node."""
+    """Return whether the job is about to end for this node."""
     return state.leaving is not None or state.outcome is not None
 
 
@@ -642,7 +644,7 @@ def _leave_by_signal(work: _Step, event: Signalled) -> None:
 def _withdraw(work: _Step, event: Withdrawn) -> None:
     """Return the job to the server, which may place it here again.
 
-    The server is notified of the leave: a join of this node may have crossed the withdrawal.
+    The leave is announced even so, because a join of this node may have crossed the withdrawal.
     """
     if event.run == work.state.run and work.state.outcome is None:
         leaving = Leaving(LeaveCause.SIGNAL, event.reason, EXIT_TRY_AGAIN)
@@ -688,7 +690,7 @@ def _lift_notice(work: _Step) -> None:
 
 
 def _follows_notice(work: _Step, event: WorkerExited | WorkerSuspected) -> bool:
-    """Whether a worker has exited or failed after it was notified that the node leaves."""
+    """Return whether a worker exited or failed after it was notified that the node leaves."""
     notice = work.state.notice
     return notice is not None and work.now_ms - event.age_ms >= notice.since_ms
 
@@ -696,8 +698,8 @@ def _follows_notice(work: _Step, event: WorkerExited | WorkerSuspected) -> bool:
 def _leave_with_workers(work: _Step, event: WorkerExited) -> None:
     """Leave once all workers have exited, or as soon as one exits with an error.
 
-    If all have exited with 0, they may have finished their work, as those of other nodes have; the
-    server should learn of these first.
+    If all exited with 0, they may have finished their work, as may those of other nodes; the server
+    should receive those results first.
     """
     notice, alive = work.state.notice, work.state.alive
     assert notice is not None
@@ -712,7 +714,7 @@ def _leaving(notice: Notice) -> Leaving:
 
 
 def _notice_grace_ms(work: _Step) -> int:
-    """Return how long workers that know of the notice have to exit once the round is over."""
+    """Return how long notified workers may take to exit once the round is over."""
     notice, grace_ms = work.state.notice, work.state.job.shutdown_timeout_ms
     if notice is None or notice.due_ms is None:
         return grace_ms
@@ -720,7 +722,7 @@ def _notice_grace_ms(work: _Step) -> int:
 
 
 def _keep_notice(work: _Step) -> None:
-    """Carry out what is due for a notice, if there is one."""
+    """Do what the notice requires by now, if there is one."""
     state, notice = work.state, work.state.notice
     if notice is None:
         return
@@ -733,7 +735,7 @@ def _keep_notice(work: _Step) -> None:
     elif state.phase is Phase.RUNNING and work.now_ms >= notice.due_ms:
         _end_late_workers(work, notice)
     elif state.phase is Phase.SUCCEEDED and state.workers_gone:
-        # Others may need the store that this node serves.
+        # Other nodes may need the store that this node serves.
         stays = state.assignment is not None and state.assignment.hosts_store
         if work.now_ms >= notice.due_ms or not stays:
             _leave(work, _leaving(notice), grace_ms=0, signum=None)
@@ -752,7 +754,7 @@ def _notice_due_ms(state: AgentState) -> int | None:
 
 
 def _end_late_workers(work: _Step, notice: Notice) -> None:
-    """End workers that have not exited in time; those that already got SIGTERM at once."""
+    """End workers that have not exited in time, at once if they already got SIGTERM."""
     job = work.state.job
     told = job.notice_signum == _SIGTERM
     reason = f"{notice.reason}; its workers had not exited by the deadline"
@@ -778,7 +780,7 @@ def _leave(work: _Step, leaving: Leaving, grace_ms: int, signum: int | None) -> 
 def _finish(work: _Step, outcome: Outcome, charged: tuple[int, ...] = ()) -> None:
     """Set the outcome and end any remaining workers; `charged` ones raise their exceptions."""
     if work.state.leaving is not None and work.state.workers_gone:
-        return  # It has left, and only its parked workers still end.
+        return  # It has left, and only waits for its parked workers to end.
     if work.state.outcome is None:
         work.state = replace(work.state, outcome=outcome)
     if work.state.workers_gone:
@@ -788,7 +790,7 @@ def _finish(work: _Step, outcome: Outcome, charged: tuple[int, ...] = ()) -> Non
 
 
 def _conclude(work: _Step, charged: tuple[int, ...] = ()) -> None:
-    """Join again, or end, now that no worker takes part in a round; first end parked workers."""
+    """Join again or end, now that no worker takes part in a round; parked workers end first."""
     state = work.state
     notice = state.notice
     if notice is not None and notice.due_ms is not None and not _ends(state):
@@ -849,7 +851,7 @@ def _check_deadlines(work: _Step) -> None:
 
 
 def _store_host_due_ms(state: AgentState) -> int | None:
-    """Return when a store host that is not ready counts as failed, while it may be needed."""
+    """Return when a store host that is not ready counts as failed; None if none is needed."""
     return state.store_host_due_ms if state.phase in _NEEDS_STORE else None
 
 
@@ -859,7 +861,7 @@ def _server_due_ms(state: AgentState) -> int | None:
     if since_ms is None or not state.workers_gone or state.phase is Phase.ENDED:
         return None
     if _ends(state):
-        return None  # Only the end of the parked workers is awaited.
+        return None  # It only waits for the parked workers to end.
     if state.assignment is None:
         return since_ms + state.job.settings.join_timeout_ms
     return max(since_ms, state.idle_since_ms) + state.job.server_timeout_ms
@@ -876,12 +878,12 @@ def _without_server(state: AgentState) -> Outcome:
     text = f"no server for {seconds:g} s ({why}); judging by this node's own workers"
     if state.phase is Phase.SUCCEEDED:
         return Outcome(EXIT_SUCCESS, f"{text}: all exited 0")
-    # A suspect may have felt the death of a peer.
+    # A suspect may have been hit by the death of a peer.
     own = [failure for failure in state.failures if not failure.suspect]
     if own:
         return Outcome(EXIT_FAILED, f"{text}: {own[0].message}")
     if state.fenced:
-        return Outcome(EXIT_TRY_AGAIN, f"{text}: they were killed, as --fence-after asks for")
+        return Outcome(EXIT_TRY_AGAIN, f"{text}: they were killed because of --fence-after")
     return Outcome(EXIT_TRY_AGAIN, f"{text}: they were stopped for a new round that never came")
 
 

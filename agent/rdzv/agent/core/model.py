@@ -29,17 +29,19 @@ class Job:
     shutdown_timeout_ms: int = 30_000
     """Time between the stop signal and SIGKILL, for workers that can still save."""
     failure_stop_timeout_ms: int = 5_000
-    """The same after a failure or loss: no handler can work inside a broken collective."""
+    """The same after a failure or loss, when no handler can work inside a broken collective."""
     server_timeout_ms: int = 600_000
     """How long a node without workers waits for an absent server."""
     store_host_timeout_ms: int = 60_000
     """How long the store host may take to get ready."""
     fence_after_ms: int = 0
-    """Time without proof that the server hears this node after which its workers are killed; 0:
-    they are not, and keep training."""
+    """How long workers may run without proof that the server receives this node's messages; then
+    they are killed. 0: they keep training.
+    """
     notice_signum: int = 15
-    """Signal that notifies workers that their node is about to leave, beside the notice file; 0:
-    none."""
+    """The signal that notifies workers that their node is about to leave, in addition to the notice
+    file; 0: none.
+    """
     keep_timeout_ms: int = 0
     """How long workers may take to park when a round ends; 0: no worker is kept."""
     park_timeout_ms: int = 600_000
@@ -59,7 +61,7 @@ class Phase(StrEnum):
 
 @struct(frozen=True)
 class Assignment:
-    """This node's part of a complete round: all that it needs to start its workers."""
+    """This node's part of a complete round: everything needed to start its workers."""
 
     run: str
     round: int
@@ -75,7 +77,7 @@ class Assignment:
     restarts: int
     max_restarts: int
     tally: Tally | None = field(default=None, compare=False)
-    """What the run had spent by then. Only kept for a server that has forgotten it."""
+    """What the run had spent by then, kept in case the server loses its state."""
     heard_at_ms: int = field(default=0, compare=False)
     kept: tuple[int, ...] = ()
     """LOCAL_RANKs of the parked workers that take part; the others are new processes."""
@@ -84,7 +86,7 @@ class Assignment:
     resume_step: int | None = None
     """The last sealed step of the source."""
     charged_suspects: tuple[int, ...] = ()
-    """LOCAL_RANKs of the suspects that were the failure; each raises its exception, and exits."""
+    """LOCAL_RANKs of the suspects charged with the failure; each raises its exception and exits."""
     snapshot: SnapshotMark | None = None
     """The newest snapshots that were whole when the round was formed."""
     snapshot_loads: int = 0
@@ -101,7 +103,7 @@ class Assignment:
 
 @struct(frozen=True)
 class WorkerFailure:
-    """One of this node's failed workers, at the agent's own time."""
+    """A failed worker of this node, with times of the agent's own clock."""
 
     local_rank: int
     rank: int
@@ -112,7 +114,7 @@ class WorkerFailure:
     traceback: str
     at_ms: int
     suspect: bool = False
-    """Whether it only reports a broken collective, so that a peer may be the cause."""
+    """Whether it only reports a broken collective, whose cause may be a peer."""
 
 
 @struct(frozen=True)
@@ -122,29 +124,29 @@ class KeptWorker:
     local_rank: int
     pid: int
     step: int | None = None
-    """The last step that it has sealed; None: none yet."""
+    """The last step that it has sealed; None if there is none yet."""
     torn: bool = False
     """Whether an unsealed step has changed its parameters."""
     shard: int = 0
     shards: int = 1
-    """Which part of a sharded state it holds, of how many."""
+    """Its state is part `shard` of this many; 1 if the state is not sharded."""
     oldest_step: int | None = None
-    """The oldest sealed step that it can go back to; None: only `step`."""
+    """The oldest sealed step that it can go back to; None means only `step`."""
 
 
 @struct(frozen=True)
 class StartedWorker:
-    """How one worker came into its round: kept, warm or cold."""
+    """How one worker entered its round: kept, warm or cold."""
 
     local_rank: int
     how: str
     why: str = ""
-    """Why it is not kept, or not warm; empty if that is not known here."""
+    """Why it is not kept, or not warm; empty if not known here."""
 
 
 @struct(frozen=True)
 class StartReport:
-    """How all workers of this node came into a round."""
+    """How each worker of this node entered a round."""
 
     run: str
     round: int
@@ -174,7 +176,7 @@ class Leaving:
     reason: str
     exit_code: int
     exited_zero: bool = False
-    """All workers exited 0 after the notice: they may have left, or have been done."""
+    """Whether all workers exited with 0 after the notice: they may have left, or have finished."""
 
 
 @struct(frozen=True)
@@ -184,7 +186,7 @@ class Notice:
     reason: str
     since_ms: int
     due_ms: int | None
-    """When they are ended; None: the notice was lifted, and they may keep running."""
+    """When the workers are ended; None if the notice was lifted, and they may keep running."""
     forget_ms: int = 0
     """When a lifted notice no longer counts as a reason to exit."""
     exited_ms: int | None = None
@@ -204,7 +206,7 @@ class Outcome:
 
 @struct(frozen=True)
 class AgentState:
-    """One job on one node."""
+    """The state of one job on one node."""
 
     job: Job
     phase: Phase = Phase.JOINING
@@ -220,27 +222,27 @@ class AgentState:
     kept: tuple[KeptWorker, ...] = ()
     """The parked workers on this node."""
     resuming: tuple[KeptWorker, ...] = ()
-    """The kept workers of the present round that do not go on yet: they may wait for others."""
+    """The kept workers of the present round that have not continued: they may wait for others."""
     resume_due_ms: int = 0
-    """When they must have gone on."""
+    """When they must have continued."""
     snapshots: tuple[Snapshot, ...] = ()
     """What the runner holds of the run's state."""
     watermark: SnapshotMark | None = None
     """The newest snapshots that the server has announced to be whole, with the round or since."""
     ending_kept: bool = False
-    """Whether the runner was ordered to end the parked workers, and has not confirmed it."""
+    """Whether the runner was told to end the parked workers, and has not confirmed it."""
     failures: tuple[WorkerFailure, ...] = ()
     """Failures of the last round on this node."""
     moved: Moved = UNMOVED
-    """Progress of the last round's workers by the time they were gone."""
+    """How far the last round's workers had got by the time they were gone."""
     stopping_since_ms: int | None = None
-    """When the workers of the last round were first asked to stop; None: they were not."""
+    """When the workers of the last round were first asked to stop; None if they were not."""
     stuck_pids: tuple[int, ...] = ()
     """Processes of the last round that survived SIGKILL."""
     fenced: bool = False
-    """Whether the last round ended here because the server was out of reach."""
+    """Whether the last round ended here because the server was unreachable."""
     store_host_due_ms: int | None = None
-    """When the store host must be ready; None: it is, or none is needed."""
+    """When the store host must be ready; None if it is, or none is needed."""
     store_host_failed: str = ""
     disconnected_since_ms: int | None = 0
     """Since when there has been no server; None while there is one."""
@@ -249,7 +251,7 @@ class AgentState:
     idle_since_ms: int = 0
     """Since when no worker on this node has taken part in a round."""
     notice: Notice | None = None
-    """Set while the node is about to leave, or its workers still believe so."""
+    """Set while the node is about to leave, or its workers still believe that it is."""
     leaving: Leaving | None = None
     outcome: Outcome | None = None
     """Set once only the end of the workers is awaited."""

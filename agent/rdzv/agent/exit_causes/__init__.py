@@ -1,8 +1,8 @@
-"""Why a worker ended, beyond its exit code: actions of the kernel, and its final messages.
+"""Why a worker ended, beyond its exit code: what the kernel did, and the worker's final messages.
 
-`explain_exit` reads the worker's error file and adds what the machine knows: that the kernel killed
-the process for lack of memory, that /dev/shm is full, where the core dump is, and what a known
-message of NCCL, CUDA or torch means. It decides nothing and stores nothing.
+`explain_exit` reads the worker's error file and adds what is known on this machine: whether the
+kernel killed the process for lack of memory, whether /dev/shm is full, where the core dump is, and
+what a known message of NCCL, CUDA or torch means. It decides nothing and stores nothing.
 """
 
 from __future__ import annotations

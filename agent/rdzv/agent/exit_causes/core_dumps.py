@@ -22,7 +22,7 @@ DUMPING = (
 """Signals that dump core."""
 
 RECENT_S = 60.0
-"""An older file of the expected name may be another process's."""
+"""A file older than this may be another process's dump."""
 
 KERNEL = Path("/proc/sys/kernel")
 
@@ -34,10 +34,10 @@ def find_core_dump(
     identity: Identity | None = None,
     kernel: Path = KERNEL,
 ) -> str:
-    """Describe where a dead worker's core dump is; empty if there is none that can be found.
+    """Describe where a dead worker's core dump is; empty if none can be found.
 
-    `folder` is the worker's working folder, or None if that is the agent's. The worker's account
-    has to be able to see the file.
+    `folder` is the worker's working folder, or None for the agent's. The worker's account must be
+    able to see the file.
     """
     if signum not in DUMPING:
         return ""
@@ -46,7 +46,7 @@ def find_core_dump(
         program = pattern[1:].split(" ")[0]
         if program.endswith("/systemd-coredump"):
             return f"its core dump: coredumpctl info {pid}"
-        return f"its core dump was given to {program}" if program else ""
+        return f"its core dump was piped to {program}" if program else ""
     if "%p" not in pattern and read_text(kernel / "core_uses_pid").strip() != "0":
         pattern += ".%p"
     names = {"%p": str(pid), "%P": str(pid), "%s": str(signum), "%h": os.uname().nodename}

@@ -15,7 +15,7 @@ from rdzv.core.words import size_text
 from rdzv.structs import replace, struct
 
 TAIL_BYTES = 64 << 10
-"""The part of a worker's log that is searched for its last words."""
+"""How much of the end of a worker's log is searched for known messages."""
 
 SHM = Path("/dev/shm")
 SHM_IS_FULL_BYTES = 1 << 20

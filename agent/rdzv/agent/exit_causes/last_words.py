@@ -1,4 +1,4 @@
-"""Known last words of NCCL, CUDA and torch, and what they mean."""
+"""Known final messages of NCCL, CUDA and torch, and their meaning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LastWords:
 
 
 SHM_FULL = (
-    "/dev/shm has no room: enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium "
+    "/dev/shm is full: enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium "
     "Memory), or use fewer DataLoader workers"
 )
 
@@ -37,8 +37,8 @@ KNOWN: tuple[LastWords, ...] = (
     ),
     LastWords(
         r"DataLoader worker \(pid\(?s?\)?.*\) (?:is killed by signal: Killed|exited unexpectedly)",
-        "a DataLoader worker was killed, often because memory ran out: each worker has a copy of "
-        "what the dataset holds",
+        "a DataLoader worker was killed, often because memory ran out: each worker holds "
+        "its own copy of the dataset's data",
         "torch: torch/utils/data/dataloader.py, DataLoader.cpp",
     ),
     LastWords(
@@ -61,8 +61,8 @@ KNOWN: tuple[LastWords, ...] = (
     ),
     LastWords(
         r"an illegal memory access was encountered|unspecified launch failure|misaligned address",
-        "a CUDA kernel accessed memory that is not its own: a bug in a kernel, or a GPU that "
-        "fails; see Xid errors in `rdzvctl nodes`",
+        "a CUDA kernel accessed memory that does not belong to it: a bug in a kernel, or "
+        "a failing GPU; see Xid errors in `rdzvctl nodes`",
         "CUDA: cudaErrorIllegalAddress, cudaErrorLaunchFailure, cudaErrorMisalignedAddress",
     ),
     LastWords(
@@ -94,7 +94,8 @@ KNOWN: tuple[LastWords, ...] = (
     ),
     LastWords(
         r"std::bad_alloc|DefaultCPUAllocator: (?:can't|not enough memory)",
-        "this process could not allocate memory: the machine's or its limit (ulimit -v) is used up",
+        "this process could not allocate memory: the machine's memory, or the process's "
+        "limit (ulimit -v), is used up",
         "C++ standard library; torch: c10/core/impl/alloc_cpu.cpp",
     ),
     LastWords(
@@ -104,13 +105,15 @@ KNOWN: tuple[LastWords, ...] = (
     ),
     LastWords(
         r"terminate called without an active exception",
-        "the process ended while threads of a library still ran; if that was at the script's end, "
-        "call torch.distributed.destroy_process_group() there (docs/torchrun.md)",
+        "the process ended while library threads were still running; if this happened at "
+        "the end of the script, call torch.distributed.destroy_process_group() there "
+        "(docs/torchrun.md)",
         "C++ standard library: a thread that was not joined",
     ),
 )
-"""Causes stand before the messages that follow from them. Lost connections to peers are not
-listed: the server tells causes and consequences apart (`rdzv.core.root_cause`)."""
+"""Causes come before messages that follow from them. Lost connections to peers are not listed: the
+server tells causes from consequences (`rdzv.core.root_cause`).
+"""
 
 
 _TIMEOUT = re.compile(
@@ -120,7 +123,7 @@ _TIMEOUT = re.compile(
 
 
 def says_timeout(text: str) -> bool:
-    """Return whether a text says that a collective timed out."""
+    """Return whether a text reports a collective's timeout."""
     return _TIMEOUT.search(text) is not None
 
 

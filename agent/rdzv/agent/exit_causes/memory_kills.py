@@ -1,8 +1,8 @@
 """Processes that the kernel killed because memory ran out.
 
 The kernel's log names the process, if this agent may read it and sees the kernel's own pids.
-Elsewhere, as in most containers, the counters of the cgroups and of the machine are compared with
-those at the start of the round. The kernel counts a kill before it sends the signal.
+Elsewhere, as in most containers, the counters of the cgroups and the machine are compared with
+their values at the start of the round. The kernel counts a kill before it sends the signal.
 
 Sources: `Documentation/admin-guide/cgroup-v2.rst` (`memory.events`, `memory.max`, `memory.peak`),
 `cgroup-v1/memory.rst` and `mm/oom_kill.c` (the lines of the log) of Linux 6.1.
@@ -22,7 +22,7 @@ from rdzv.core.words import size_text
 from rdzv.structs import struct
 
 RECENT_S = 60.0
-"""An older record of the log may be about an earlier process with the worker's pid."""
+"""An older log record may be about an earlier process with the worker's pid."""
 
 _KILLED = re.compile(r"^oom-kill:constraint=(\w+),.*\bpid=(\d+),uid=\d+$")
 _CGROUP = re.compile(r",oom_memcg=([^,]*),")
@@ -30,7 +30,7 @@ _CGROUP = re.compile(r",oom_memcg=([^,]*),")
 
 @struct(frozen=True)
 class MemoryKills:
-    """The numbers of processes that the kernel has killed for lack of memory."""
+    """How many processes the kernel has killed for lack of memory."""
 
     machine: int | None = None
     """On the whole machine; None if the kernel does not count them."""
@@ -39,7 +39,7 @@ class MemoryKills:
 
 
 def count_memory_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryKills:
-    """Return the present counts; those that cannot be read are missing."""
+    """Return the present counts; those that cannot be read are omitted."""
     cgroups = {}
     for place in memory_cgroups(proc, cgroup):
         count = _value_of("oom_kill", read_text(place.events))
@@ -56,9 +56,9 @@ def explain_memory_kill(
     cgroup: Path = CGROUP,
     kernel_log: Path = KMSG,
 ) -> str:
-    """Explain that the kernel killed a process for lack of memory; empty if there is no sign of it.
+    """Explain that the kernel killed a process for lack of memory; empty without evidence.
 
-    `before` are the counts from before the process started.
+    `before` holds the counts from before the process started.
     """
     now = count_memory_kills(proc, cgroup)
     risen = [place for place, n in now.cgroups.items() if n > before.cgroups.get(place, n)]
@@ -71,19 +71,19 @@ def explain_memory_kill(
         return f"the kernel killed it because cgroup {named[1]} was out of memory{limit}"
     if risen:
         return (
-            "most likely the kernel killed it: meanwhile it has killed a process because cgroup "
-            f"{risen[0].name} was out of memory{_limit(risen[0])}"
+            "most likely the kernel killed it: since it started, a process was killed "
+            f"because cgroup {risen[0].name} was out of memory{_limit(risen[0])}"
         )
     if now.machine is not None and before.machine is not None and now.machine > before.machine:
         return (
-            "most likely the kernel killed it: meanwhile it has killed a process because memory "
-            f"ran out on this machine{_machine(proc)}"
+            "most likely the kernel killed it: since it started, a process was killed "
+            f"because memory ran out on this machine{_machine(proc)}"
         )
     return ""
 
 
 def _kills_logged(kernel_log: Path, pid: int) -> Iterator[str]:
-    """Yield the recent lines of the kernel's log about this process, the latest first."""
+    """Yield the recent lines of the kernel's log about this process, latest first."""
     try:
         records = read_records(kernel_log)
     except OSError:

@@ -5,9 +5,9 @@
     RUNTIME_DIR/instance.json       the instance of the node, as the server knows it
     RUNTIME_DIR/runners/*.sock      the sockets of its runners
 
-The agent that holds the lock on the runtime directory knows that the previous one is gone. If there
-is a runner to adopt, it continues as the same instance: the server sees a node that was away and
-is back, and nothing is re-formed. Without one it is a new instance, as after a reboot.
+The agent that holds the lock on the runtime directory knows that the previous one is gone. If it
+can adopt a runner, it continues as the same instance: the server sees a node that was away and is
+back, and nothing is re-formed. Otherwise it is a new instance, as after a reboot.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Instance:
     incarnation: int = 0
     leadership: int = 0
     lease_ms: int | None = None
-    """The server's tolerance of silence. Runners wait this long for an agent, even if the one that
-    adopted them dies before any server has answered it."""
+    """How much silence the server tolerates. Runners wait this long for an agent, even if the one
+    that adopted them dies before any server has answered it.
+    """
 
 
 @struct(frozen=True)
@@ -71,7 +72,7 @@ class Heritage:
         self._sockets = runtime_dir / "runners"
         self._node_id = node_id
         self.instance = Instance(uuid.uuid4().hex)
-        """The instance of the node that this agent is; decided by `take_up`."""
+        """The instance that this agent runs as; decided by `take_up`."""
 
     def new_socket(self) -> Path:
         """Return a socket path for a new runner."""
@@ -84,7 +85,6 @@ class Heritage:
 
         Raises:
             OSError: the directory cannot be written.
-
         """
         self._sockets.mkdir(mode=0o700, exist_ok=True)
         former = self._read()
@@ -107,8 +107,9 @@ class Heritage:
             try:
                 self._write()
             except OSError as error:
-                log.warning("%s cannot be written: %s; an agent that follows after a crash of "
-                            "this one will be another instance", self._file, error)  # fmt: skip
+                log.warning(
+                    "%s cannot be written: %s; if this agent crashes, the next one will be "
+                    "another instance", self._file, error)  # fmt: skip
 
     # ------------------------------------------------------------------ runners
 
@@ -134,12 +135,12 @@ class Heritage:
             state = decode_state(found.hello.kept.get(STATE))
             if placement.node_id != self._node_id:
                 raise NotAdoptableError(
-                    f"it is of node {placement.node_id}, and this one is {self._node_id}"
+                    f"it belongs to node {placement.node_id}, and this one is {self._node_id}"
                 )
             if former is None or placement.instance != former.instance:
                 raise NotAdoptableError(
-                    f"it is of instance {placement.instance} of this node, which is not the one "
-                    f"in {self._file}"
+                    f"it belongs to instance {placement.instance} of this node, not to "
+                    f"the one in {self._file}"
                 )
         except NotAdoptableError as error:
             found.leave()
@@ -149,7 +150,9 @@ class Heritage:
         return Orphan(found, placement, state)
 
     def _tell_left(self, path: Path, why: str) -> None:
-        log.warning("the runner at %s is not adopted, and left to its end: %s", path, why)
+        log.warning(
+            "the runner at %s is not adopted, and left to its orphan timeout: %s", path, why
+        )
 
     # ------------------------------------------------------------------ the instance
 
@@ -159,7 +162,7 @@ class Heritage:
             said = json.loads(self._file.read_bytes())
             if said["boot_id"] != _boot_id() or said["node_id"] != self._node_id:
                 return None
-            # An older agent did not write its lease.
+            # Older agents did not store the lease.
             lease_ms = None if said.get("lease_ms") is None else int(said["lease_ms"])
             return Instance(
                 str(said["instance"]), int(said["incarnation"]), int(said["leadership"]), lease_ms

@@ -1,8 +1,8 @@
 """The state of a job that its runner keeps, so that the next agent can continue the job.
 
-The runner keeps it, not a file, so it exists exactly as long as the workers and is never older than
-the last request to the runner. A newer agent can read the state of an older one: new fields have
-defaults, and unknown fields are ignored.
+It is kept by the runner rather than in a file, so it exists exactly as long as the workers and is
+never older than the last request to the runner. Newer agents can read the state of older ones: new
+fields have defaults, and unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -87,13 +87,14 @@ class KeptState:
     """The outputs of the last round, by LOCAL_RANK."""
     progress_folder: str | None = None
     progress_by_worker: bool = False
-    """Whether each worker keeps its progress file from round to round; older agents made new ones
-    for each round."""
+    """Whether each worker keeps its progress file from round to round; older agents created new
+    files for each round.
+    """
 
 
 @struct(frozen=True)
 class Keeping:
-    """The data that a driver needs to let its job outlive the agent."""
+    """What a driver needs to let its job outlive the agent."""
 
     socket: Path
     """The socket on which the runner listens."""
@@ -107,7 +108,7 @@ def format_for(account: Account | None) -> int:
 
 def encode(kept: KeptPlacement | KeptState) -> str:
     """Return the text from which the matching `decode_*` function restores an equal value."""
-    # This uses json, which also accepts file names that are not valid text.
+    # json also accepts file names that are not valid text.
     return json.dumps(msgspec.to_builtins(kept), separators=(",", ":"))
 
 
@@ -139,7 +140,7 @@ def decode_state(text: str | None) -> KeptState:
 
 def _load(name: str, text: str | None) -> dict[str, Any]:
     if text is None:
-        raise NotAdoptableError(f"it was about to begin, and keeps no {name}")
+        raise NotAdoptableError(f"it had not begun, and keeps no {name}")
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -153,7 +154,7 @@ def _convert(name: str, raw: dict[str, Any], kind: type[_T]) -> _T:
     try:
         return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        # msgspec quotes the wrong value in its error, and a lone surrogate cannot be encoded there.
+        # msgspec's error quotes the wrong value, and a lone surrogate in it cannot be encoded.
         raise NotAdoptableError(f"its {name} cannot be read: {error}") from error
 
 

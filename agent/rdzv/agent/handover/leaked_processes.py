@@ -1,10 +1,10 @@
-"""Processes that a dead runner leaked: they no longer descend from an agent of this node.
+"""Processes leaked by a dead runner: they no longer descend from an agent of this node.
 
 A runner is a child subreaper, so no process escapes it while it lives; if it dies, its agent
-inherits its children. But an adopted runner's parent is init, so init then inherits the processes
-that a worker had started, and such a process may hold a GPU forever. A variable in its initial
-environment shows which runner it belongs to. All descendants of a worker have it, except processes
-deliberately started with a different value; systemd stops those with the unit.
+inherits its children. But the parent of an adopted runner is init, which then inherits the
+processes that a worker had started, and such a process may hold a GPU forever. A variable in its
+initial environment shows which runner it belongs to. All descendants of a worker have it, except
+processes deliberately started with a different value; systemd stops those with the unit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rdzv.core.words import counted
 log = logging.getLogger("rdzv.agent")
 
 RUNNER = "RDZV_RUNNER"
-"""The environment variable of all processes of a job that identifies their runner."""
+"""The environment variable that identifies the runner of each process of a job."""
 
 SWEEP_TIMEOUT_S = 2.0
-"""How long killed processes may take to disappear: one may be in the kernel."""
+"""How long killed processes may take to disappear: one may be inside the kernel."""
 _LOOK_AGAIN_S = 0.02
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that mean that this process or the machine is short of resources."""
@@ -43,8 +43,7 @@ def kill_strays(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
     mark on; the next scan finds its child.
 
     Raises:
-        OSError: at the timeout a process cannot be inspected, so it may have the mark.
-
+        OSError: at the timeout, a process that may have the mark cannot be inspected.
     """
     deadline, killed = time.monotonic() + timeout_s, set[int]()
     while True:
@@ -80,7 +79,7 @@ def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:
             if pid != os.getpid() and _kill_if_marked(pid, wanted):
                 found.append(pid)
         except OSError as error:
-            # In other cases it is gone, is another user's, or has made its environment unreadable.
+            # Otherwise it is gone, belongs to another user, or has made its environment unreadable.
             if error.errno in _LACKING:
                 unseen = error
     return found, unseen

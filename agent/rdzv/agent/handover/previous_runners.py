@@ -1,8 +1,8 @@
-"""Runners of a former agent that this one has not adopted. They end, but not at once.
+"""Runners of the previous agent that this one has not adopted. They end, but not at once.
 
-A runner that cannot be adopted ends at its orphan timeout or earlier; a process in the kernel may
-take longer. Until then its GPUs must not be given to other jobs. So each runner is recorded in the
-state directory, and the next agent starts no job before the runners recorded there have ended.
+A runner that cannot be adopted ends at its orphan timeout at the latest, unless a process is stuck
+in the kernel. Until then its GPUs must not be given to other jobs. So each runner is recorded in
+the state directory, and the next agent starts no job before the runners recorded there have ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 log = logging.getLogger("rdzv.agent")
 
 TELL_EVERY_S = 10.0
-"""The interval of log lines about runners that are still waited for."""
+"""The interval of log lines about runners that are still running."""
 
 
 class Runners:
@@ -48,7 +48,7 @@ class Runners:
         for path in self._former():
             pid = int(path.name)
             while (process := self._open(path)) is not None:
-                log.warning("waiting until runner pid %d of the previous agent has ended", pid)
+                log.warning("waiting for runner pid %d of the previous agent to end", pid)
                 await _exited(process, TELL_EVERY_S)
             self.forget(pid)
 
@@ -78,7 +78,7 @@ class Runners:
             return False
 
     def _started_at(self, pid: int) -> str:
-        """Return the start time of a process since boot, with the id of that boot."""
+        """Return a process's start time since boot, with the boot's id."""
         # The command is in parentheses and may contain any character.
         fields = (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         state, started = fields[0], fields[19]
@@ -89,7 +89,7 @@ class Runners:
 
 
 async def _exited(process: int, within_s: float) -> None:
-    """Wait for the end of a process, up to a timeout; close its pidfd."""
+    """Wait up to a timeout for the end of a process; close its pidfd."""
     loop, exited = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(process, exited.set)
     try:

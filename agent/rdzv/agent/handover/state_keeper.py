@@ -7,7 +7,7 @@ from rdzv.agent.runner_link import RunnerLink
 
 
 class StateKeeper:
-    """The part of one job's runner that outlives this agent and keeps state for the next one."""
+    """Keeps state for the next agent in the runner of one job, which outlives this one."""
 
     def __init__(self, keeping: Keeping, runner: RunnerLink, grace_ms: int) -> None:
         """Let `runner` outlive this process; its workers get `grace_ms` if no agent adopts it."""

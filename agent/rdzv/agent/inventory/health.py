@@ -1,8 +1,8 @@
 """This node's health: checks before it gets work, and before it continues after a failure.
 
-Each check runs in a thread or a process of its own, with a deadline; one that hangs is not run
-again before it has returned. Failures are reported at once to the server, which then places nothing
-here, and are retried with growing waits; recovery is reported, too.
+Each check runs in a thread or a process of its own, with a deadline; a hung check is not run again
+before it returns. Failures are reported at once to the server, which then places nothing here, and
+are retried at growing intervals. Recovery is reported, too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FRESH_S = 5.0
 """How long a result is valid for jobs that are about to begin here."""
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
-"""The bounds of the wait before a failed check is retried; it doubles each time."""
+"""The upper bound of the wait before a failed check is retried; the wait doubles each time."""
 END_S = 2.0
-"""The time after its deadline in which a check may end its processes."""
+"""How long after its deadline a check may take to end its processes."""
 
 
 class Check(Protocol):
@@ -33,7 +33,7 @@ class Check(Protocol):
     timeout_s: float
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Return what is wrong, in words that follow the name; empty if nothing is."""
+        """Return what is wrong, phrased to follow the check's name; empty if nothing is."""
         ...
 
     async def lift(self) -> None:
@@ -61,8 +61,9 @@ class Health:
         """Call `on_change` when `failing` changes; `unused_gpus` returns the GPUs without a job."""
         self.unused_gpus = unused_gpus
         self.is_idle: Callable[[], bool] = lambda: True
-        """Returns whether no job is on this node. While there is one, checks run only when needed,
-        since they must not slow down workers."""
+        """Whether no job is on this node. While there is one, checks run only when needed, because
+        they must not slow down workers.
+        """
         self.idle_interval_s = 0.0
         """The interval of checks while the node is idle; 0 if they run only when needed."""
         self.on_change = on_change
@@ -70,21 +71,21 @@ class Health:
         """The last result."""
         self._checks = tuple(checks)
         self._began_s: float | None = None
-        """The start of the last checks."""
+        """When the last checks started."""
         self._looked_at: frozenset[str] = frozenset()
         self._hung: dict[Check, _Hung] = {}
         self._lock = asyncio.Lock()
         self._asked = False
-        """Whether checks were requested now."""
+        """Whether checks were requested."""
         self._lifting = False
         self._woken = asyncio.Event()
 
     async def look(
         self, mine: frozenset[str] = frozenset(), *, fresh_s: float = FRESH_S
     ) -> tuple[FailingCheck, ...]:
-        """Return what is wrong with the node, from a result not older than `fresh_s`.
+        """Return what is wrong with the node, from a result no older than `fresh_s`.
 
-        `mine` are the GPUs of the calling job, whose processes are gone: they are idle.
+        `mine` are the GPUs of the calling job, whose processes are gone, so they are idle.
         """
         if not self._checks:
             return ()
@@ -92,7 +93,7 @@ class Health:
         since_s = loop.time() - fresh_s
         async with self._lock:
             unused = self.unused_gpus() | mine
-            # A caller that waited here takes the result of the one before it.
+            # A caller that waited here uses the result of the one before it.
             at_s = self._began_s
             if at_s is None or at_s < since_s or not unused <= self._looked_at:
                 self._began_s, self._looked_at = loop.time(), unused
@@ -112,11 +113,11 @@ class Health:
                 async with asyncio.timeout(check.timeout_s):
                     await check.lift()
             except OSError as error:
-                # A timeout is an OSError as well.
+                # A timeout is also an OSError.
                 log.error("%s: earlier errors still count: %s", check.name, error)
 
     async def run(self) -> None:
-        """Run the checks if there is no result yet, on request, and as long as one fails.
+        """Run the checks if there is no result yet, on request, and while one fails.
 
         They also run at intervals while the node is idle, so that no job is placed on a node that
         has become unhealthy.
@@ -136,7 +137,7 @@ class Health:
                         continue
                     retry_s = min(retry_s * 2, LONGEST_RETRY_S)
                 else:
-                    # A check was requested, or a failure was just found, which is retried in time.
+                    # A check was requested, or a failure was just found and is due for a retry.
                     retry_s = FIRST_RETRY_S
                     continue
             self._asked = False
@@ -152,12 +153,12 @@ class Health:
     # ------------------------------------------------------------------ one check
 
     async def _ask(self, check: Check, unused_gpus: frozenset[str]) -> FailingCheck | None:
-        """Run one check, and wait for it until its deadline; raise nothing."""
+        """Run one check, and wait until its deadline; never raises."""
         loop = asyncio.get_running_loop()
         if (hung := self._hung.get(check)) is not None:
             if not hung.task.done():
                 return FailingCheck(
-                    check.name, f"has not come back for {loop.time() - hung.since_s:.0f} s"
+                    check.name, f"has not returned for {loop.time() - hung.since_s:.0f} s"
                 )
             del self._hung[check]
         task = asyncio.create_task(check.look(unused_gpus), name=f"health {check.name}")
@@ -168,7 +169,7 @@ class Health:
             raise
         if not done:
             self._hung[check] = _Hung(task, loop.time() - check.timeout_s)
-            return FailingCheck(check.name, f"did not come back within {check.timeout_s:g} s")
+            return FailingCheck(check.name, f"did not return within {check.timeout_s:g} s")
         if (error := task.exception()) is not None:
             log.error("%s: a bug in this check", check.name, exc_info=error)
             return FailingCheck(check.name, f"could not be checked: {error!r}")

@@ -19,24 +19,25 @@ from rdzv.agent.system.side_thread import find_program, in_thread, in_time
 from rdzv.core.words import counted, listed, size_text
 
 SAID_BYTES = 16 * 1024
-"""How many of the last bytes of a command's output are kept."""
+"""How much of the end of a command's output is kept."""
 SAID_CHARS = 200
 KILLED_S = 1.0
 """How long a killed command's process may take to end."""
 MEMORY_SETTLES_S = 3.0
-"""How long to wait for the driver, which frees a killed process's memory only after its end."""
+"""How long to wait for the driver to free a killed process's memory, which happens after its end.
+"""
 MEMORY_AGAIN_S = 0.2
 
 
 @dataclass(eq=False)
 class Plain:
-    """The interface of checks."""
+    """The base class of checks that remember no earlier results."""
 
     name: str
     timeout_s: float
 
     async def lift(self) -> None:
-        """Do nothing: these checks remember no earlier results."""
+        """Do nothing."""
 
 
 # ---------------------------------------------------------------------- a command
@@ -50,7 +51,7 @@ class Command(Plain):
     environ: Mapping[str, str] = field(default_factory=dict)
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Run the command; all processes that it has started end with it."""
+        """Run the command; all its processes end with it."""
         try:
             await in_time(self.timeout_s, find_program, self.args[0])
             process = await runner_link.start_spared(
@@ -71,11 +72,11 @@ class Command(Plain):
         except TimeoutError:
             return f"did not end within {self.timeout_s:g} s{_last_line(said)}"
         finally:
-            # Its whole session, even if the command has ended and left processes behind.
+            # This kills the whole session, even if the command ended and left processes behind.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
-                # A process that survives SIGKILL is left alone.
+                # A process that survives SIGKILL is ignored.
                 async with asyncio.timeout(KILLED_S):
                     await process.wait()
             runner_link.spare_no_more(process.pid)
@@ -104,7 +105,7 @@ def _last_line(said: bytearray) -> str:
 
 @dataclass(eq=False)
 class Disk(Plain):
-    """Free space on a path's disk, as available to users other than root."""
+    """Free space on a path's disk, as available to accounts other than root."""
 
     path: Path = Path("/")
     min_free_bytes: int = 0
@@ -120,9 +121,9 @@ class Disk(Plain):
         percent = 100 * free / (found.f_blocks * found.f_frsize or 1)
         if percent < self.min_free_percent:
             least = f"{self.min_free_percent:g} %"
-            return f"has {percent:.2g} % free ({size_text(free)}), and {least} are asked for"
+            return f"has {percent:.2g} % free ({size_text(free)}), but {least} are required"
         if free < self.min_free_bytes:
-            return f"has {size_text(free)} free, and {size_text(self.min_free_bytes)} are asked for"
+            return f"has {size_text(free)} free, but {size_text(self.min_free_bytes)} are required"
         return ""
 
 
@@ -130,7 +131,7 @@ class Disk(Plain):
 
 
 def look_at_gpus() -> tuple[dict[str, int], list[str]]:
-    """Return the used memory of each GPU that answers, by UUID, and the errors of others."""
+    """Return the used memory of each GPU that answers, by UUID, and the errors of the others."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
@@ -156,7 +157,7 @@ def _ask_each(nvml: Any) -> tuple[dict[str, int], list[str]]:
                 memory = nvml.nvmlDeviceGetMemoryInfo(part)
                 used[nvml.nvmlDeviceGetUUID(part)] = int(memory.used)
         except nvml.NVMLError as error:
-            # A GPU that has fallen off the bus does not even answer with its name.
+            # A GPU that has fallen off the bus does not even return its name.
             wrong.append(f"number {index}: {error}")
     return used, wrong
 
@@ -166,11 +167,11 @@ class Gpus(Plain):
     """Check that each GPU answers, and that GPUs without a job are not in use."""
 
     uuids: Sequence[str] = ()
-    """The GPUs that jobs may have."""
+    """The GPUs that jobs may use."""
     count: int = 0
-    """The least number of GPUs."""
+    """The minimum number of GPUs."""
     memory_used: int = 0
-    """The most bytes that may be in use on an idle GPU."""
+    """How many bytes may be in use on an idle GPU."""
     look_at: Callable[[], tuple[dict[str, int], list[str]]] = look_at_gpus
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
@@ -186,7 +187,7 @@ class Gpus(Plain):
                 return ""
             if loop.time() >= until_s:
                 most = max(used[uuid] for uuid in full)
-                return f"{listed(full)}: {size_text(most)} are in use, and no job has it"
+                return f"{listed(full)}: {size_text(most)} are in use, but no job uses it"
             await asyncio.sleep(MEMORY_AGAIN_S)
 
     def _missing(self, used: Mapping[str, int], wrong: Sequence[str]) -> str:
@@ -217,12 +218,12 @@ class Xids(Plain):
         except OSError as error:
             return (
                 f"the log {self.log} cannot be read: {error.strerror}; give the agent "
-                "CAP_SYSLOG, or leave this check out"
+                "CAP_SYSLOG, or remove this check"
             )
         after = await in_thread(self.lifted.number)
         return xid.describe(xid.parse(records), self.codes, after)
 
     async def lift(self) -> None:
-        """Ignore from now on the errors that are in the log now."""
+        """From now on, ignore the errors that are in the log now."""
         records = await in_thread(xid.read_records, self.log)
         await in_thread(self.lifted.lift, records)

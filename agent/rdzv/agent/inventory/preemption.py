@@ -1,8 +1,9 @@
 """Detects that this machine is about to be preempted, from a file that appears or from a command.
 
-The site provides both, because each cloud has its own signal (`docs/drain.md` has loops for some).
-inotify waits for the file; the command may run indefinitely, and gives notice by exiting with 0.
-Either may give the seconds left in its first line. Their errors are logged and affect no job.
+The site provides either, because each cloud has its own signal (`docs/drain.md` has loops for
+some). inotify waits for the file; the command may run indefinitely, and gives notice by exiting
+with 0. Either may say in its first line how many seconds are left. Errors are logged and affect no
+job.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
-"""The bounds of the wait before a failed command is restarted; it doubles unless it ran long."""
+"""The bounds of the wait before a failed command is restarted; it doubles unless the command ran
+long.
+"""
 STEADY_S = 60.0
-"""A command that has run this long did not fail because it is misconfigured."""
+"""A command that has run this long is not misconfigured, whatever ended it."""
 HALF_WRITTEN_S = 1.0
 """How long a file may stay empty before it counts as a notice without details."""
 MAX_LINE_BYTES = 4_096
 MAX_LEFT_S = 7 * 86_400
 START_WITHIN_S = 10.0
-"""How long finding the command in its file system may take."""
+"""How long it may take to find the command in its file system."""
 KILL_TIMEOUT_S = 2.0
 
 Give = Callable[[int, str], None]
@@ -49,12 +52,12 @@ class Preemption:
     file: Path | None = None
     command: tuple[str, ...] = ()
     left_ms: int = 30_000
-    """The time left if the notice does not give one."""
+    """The time left if the notice does not say."""
 
 
 @asynccontextmanager
 async def heeded(preemption: Preemption, give: Give) -> AsyncIterator[None]:
-    """Give notice of each preemption until the body ends."""
+    """Report each preemption to `give` until the body ends."""
     watching, works = _Watching(preemption, give), []
     if preemption.file is not None:
         works.append(watching.file(preemption.file))
@@ -86,14 +89,14 @@ class _Watching:
     # ------------------------------------------------------------------ the file
 
     async def file(self, path: Path) -> None:
-        """Wait for the file, and for later changes of it."""
+        """Wait for the file, and for later changes to it."""
         changed, watches = asyncio.Event(), Watches(asyncio.get_running_loop())
         source = _Source(path, changed.set)
         last: str | None = None
         try:
             while True:
                 changed.clear()
-                # The watch is set before the read, so that a later write wakes us again.
+                # The watch is set before the read, so that a later write wakes this loop again.
                 await in_thread(watches.arm, source)
                 text = await in_thread(_read, path)
                 if text == "" and await _soon(changed, HALF_WRITTEN_S):
@@ -118,13 +121,13 @@ class _Watching:
                 why = f"cannot be started: {error.strerror or error}"
             else:
                 if code == 0:
-                    self._take(line, f"preempted, as {command[0]} says")
+                    self._take(line, f"preemption reported by {command[0]}")
                     return
                 why = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
             if loop.time() - began_s >= STEADY_S:
                 wait_s = BACKOFF_FIRST_S
             level = logging.DEBUG if why == told else logging.WARNING
-            text = "`preemption.command` (%s) %s; it is started again in %g s"
+            text = "`preemption.command` (%s) %s; it is restarted in %g s"
             log.log(level, text, command[0], why, wait_s)
             told = why
             await asyncio.sleep(wait_s)
@@ -143,7 +146,7 @@ class _Watching:
 
 
 def left_ms_of(text: str) -> int | None:
-    """Parse the seconds left, and return milliseconds; None if the text has none.
+    """Parse the seconds left, and return milliseconds; None if the text is no number.
 
     >>> left_ms_of("120"), left_ms_of("1.5 s"), left_ms_of(""), left_ms_of("soon")
     (120000, 1500, None, None)
@@ -186,7 +189,7 @@ def _line(data: bytes) -> str:
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    """The file, in the form that `Watches` needs."""
+    """The file, as a source for `Watches`."""
 
     path: Path
     woken: Callable[[], None]
@@ -201,11 +204,10 @@ class _Source:
 async def _run(command: Sequence[str]) -> tuple[int, str]:
     """Run a command to its end; return its exit code, and its first line.
 
-    It runs in a session of its own, and the whole session ends with it.
+    It runs in a session of its own, which ends with it.
 
     Raises:
         OSError: it cannot be started.
-
     """
     await in_time(START_WITHIN_S, find_program, command[0])
     async with _pipe() as (said, write_fd):
@@ -215,8 +217,7 @@ async def _run(command: Sequence[str]) -> tuple[int, str]:
 async def _run_into(
     command: Sequence[str], said: asyncio.StreamReader, write_fd: int
 ) -> tuple[int, str]:
-    # This is no pipe of asyncio's, which would wait for all processes that have inherited it, and
-    # not just for the command.
+    # An asyncio pipe would wait for every process that has inherited it, not just for the command.
     try:
         process = await runner_link.start_spared(
             *command, stdin=subprocess.DEVNULL, stdout=write_fd, start_new_session=True

@@ -1,8 +1,8 @@
-"""The resources of this node for jobs that the server places on it: CPUs, memory, GPUs, labels.
+"""This node's resources for jobs that the server places on it: CPUs, memory, GPUs, labels.
 
 GPUs are identified by UUIDs, which survive restarts and do not depend on the order of devices. NVML
-lists them where its library is present; MIG devices count as GPUs, instead of the GPU that they
-are parts of.
+lists them if its library is present; MIG devices count as GPUs, instead of the GPU that they are
+parts of.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 NVML = "nvml"
-"""Value of `gpus`: all that NVML lists."""
+"""Value of `gpus` for all GPUs that NVML lists."""
 NONE = "none"
-"""Value of `gpus`: none, even if the machine has some."""
+"""Value of `gpus` for no GPUs, even if the machine has some."""
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
 _UUID_PREFIXES = ("GPU-", "MIG-")
 _NO_LIMIT_BYTES = 1 << 62
-"""cgroup v1 expresses "no limit" by a number above any machine's memory."""
+"""Larger than any machine's memory: cgroup v1 expresses "no limit" by such a number."""
 _V1_FILES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")
 
 
 def find_resources(
     gpus: str, *, labels: Mapping[str, str], capacity: int, topology: str
 ) -> Resources:
-    """Return this machine's resources; may take seconds where a GPU has to wake up.
+    """Return this machine's resources; may take seconds if a GPU has to wake up.
 
     Raises:
         InvalidRequestError: `gpus` names a GPU that is not here.
-
     """
     return Resources(
         cpus=count_cpus(),
@@ -57,7 +56,7 @@ def find_resources(
 
 
 def describe(has: Resources) -> str:
-    """Describe a node's resources in words.
+    """Describe a node's resources.
 
     >>> describe(Resources(cpus=8, memory_bytes=64 << 30, labels=(("zone", "a"),)))
     '8 CPUs, 64 GiB, 0 GPUs, 1 at once, zone=a'
@@ -102,10 +101,10 @@ def _cgroup_bytes(proc: Path, cgroup: Path) -> list[int]:
 
 @struct(frozen=True)
 class MemoryCgroup:
-    """One cgroup that bounds memory, and its files."""
+    """A cgroup that limits memory, and its files."""
 
     name: str
-    """Its path as the kernel names it, from the top of the hierarchy."""
+    """Its path from the top of the hierarchy, as the kernel writes it."""
     limit: Path
     peak: Path
     events: Path
@@ -113,7 +112,7 @@ class MemoryCgroup:
 
 
 def memory_cgroups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryCgroup]:
-    """Yield this process's memory cgroup and its ancestors; their files need not exist."""
+    """Yield this process's memory cgroup and its ancestors; their files may not exist."""
     for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -125,14 +124,15 @@ def memory_cgroups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryC
         else:
             continue
         below = Path(path.lstrip("/"))
-        # Inside a container the path may be the host's, and only its top is visible.
+        # Inside a container the path may be the host's, and only the top of the hierarchy is
+        # visible.
         for place in (below, *below.parents):
             limit, peak, events = (top / place / name for name in files)
             yield MemoryCgroup("/" if place == Path() else f"/{place}", limit, peak, events)
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of the kernel; empty if it cannot be read."""
+    """Return the text of a kernel file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -143,7 +143,7 @@ def read_text(path: Path) -> str:
 
 
 class Nvml(Protocol):
-    """The part of module `pynvml` that is used here."""
+    """The functions of module `pynvml` that are used here."""
 
     NVMLError: type[Exception]
 
@@ -166,16 +166,15 @@ def find_gpus(
     nvml: Nvml | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Gpu, ...]:
-    """Return the GPUs that jobs may have: `nvml`, `none`, or a comma-separated list of UUIDs.
+    """Return the GPUs that jobs may use: `nvml`, `none`, or a comma-separated list of UUIDs.
 
-    `library` is NVML's, if not the system's; `nvml` is its Python module. Where NVML cannot be
-    queried, there are no GPUs, and none may be named. If this process itself was given only some of
-    the GPUs (CUDA_VISIBLE_DEVICES), the jobs get no others.
+    `library` is the path of NVML's library, empty for the system's; `nvml` is its Python module. If
+    NVML cannot be queried, there are no GPUs, and naming any is an error. If this process itself
+    was given only some of the GPUs (CUDA_VISIBLE_DEVICES), the jobs get no others.
 
     Raises:
         InvalidRequestError: NVML does not find a named GPU; or CUDA_VISIBLE_DEVICES has numbers,
             whose meaning depends on an order that NVML does not know.
-
     """
     if wanted == NONE:
         return ()
@@ -183,7 +182,7 @@ def find_gpus(
     if wanted != NVML:
         return _named_gpus(parse_gpus(wanted), present, trouble)
     if trouble:
-        log.info("no GPU is seen: %s", trouble)
+        log.info("no GPU is visible: %s", trouble)
     visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     return present if visible is None or not present else _visible(visible, present)
 
@@ -195,15 +194,14 @@ def parse_gpus(text: str) -> tuple[str, ...]:
     ('GPU-aa', 'GPU-bb')
 
     Raises:
-        InvalidRequestError: something else.
-
+        InvalidRequestError: the text is anything else.
     """
     uuids = tuple(part.strip() for part in text.split(",") if part.strip())
     for uuid in uuids:
         if not uuid.startswith(_UUID_PREFIXES) or not uuid.isascii() or not uuid.isprintable():
             raise InvalidRequestError(
-                f"{uuid!r} is not the UUID of a GPU; give those of `nvidia-smi -L`, with commas "
-                f'between them, or "{NVML}", or "{NONE}"'
+                f"{uuid!r} is not the UUID of a GPU; give those of `nvidia-smi -L`, separated by "
+                f'commas, or "{NVML}", or "{NONE}"'
             )
         if uuids.count(uuid) > 1:
             raise InvalidRequestError(f"{uuid} is named twice; name each GPU once")
@@ -215,16 +213,16 @@ def parse_gpus(text: str) -> tuple[str, ...]:
 def _named_gpus(uuids: Sequence[str], present: Sequence[Gpu], trouble: str) -> tuple[Gpu, ...]:
     if trouble:
         raise InvalidRequestError(
-            f"`gpus` names {uuids[0]}, and NVML cannot be asked whether it is on this node: "
-            f'{trouble}; see that `nvidia-smi -L` shows it, or say gpus = "{NONE}"'
+            f"`gpus` names {uuids[0]}, but NVML cannot be asked whether it is on this node: "
+            f'{trouble}; check that `nvidia-smi -L` shows it, or set gpus = "{NONE}"'
         )
     by_uuid = {gpu.uuid: gpu for gpu in present}
     for uuid in uuids:
         if uuid not in by_uuid:
             there = ", ".join(by_uuid) or "none"
             raise InvalidRequestError(
-                f"`gpus` names {uuid}, which is not on this node; NVML knows: {there}; name one "
-                f'of these, or say gpus = "{NVML}" or "{NONE}"'
+                f"`gpus` names {uuid}, which is not on this node; NVML lists: {there}; name one "
+                f'of these, or set gpus = "{NVML}" or "{NONE}"'
             )
     return tuple(by_uuid[uuid] for uuid in uuids)
 
@@ -233,18 +231,19 @@ def _visible(visible: str, present: Sequence[Gpu]) -> tuple[Gpu, ...]:
     tokens = [token.strip() for token in visible.split(",") if token.strip()]
     if not all(token.startswith(_UUID_PREFIXES) for token in tokens):
         raise InvalidRequestError(
-            f"rdzv-agent was started with CUDA_VISIBLE_DEVICES={visible}, in which numbers depend "
-            "on an order that only CUDA knows; give UUIDs there, or name the GPUs in `gpus`"
+            f"rdzv-agent was started with CUDA_VISIBLE_DEVICES={visible}, whose numbers "
+            "depend on an order that only CUDA knows; give UUIDs there, or name the GPUs "
+            "in `gpus`"
         )
     return tuple(gpu for gpu in present if gpu.uuid.startswith(tuple(tokens)))
 
 
 def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that NVML lists; or none, and why it cannot be queried."""
+    """Return the GPUs that NVML lists; or none, and why NVML cannot be queried."""
     try:
         module: Any = importlib.import_module("pynvml") if nvml is None else nvml
         if library:
-            # pynvml would do the same, with the name of the system's library.
+            # pynvml would do the same with the system's library.
             module.nvmlLib = ctypes.CDLL(library)
     except (ImportError, OSError) as error:
         return (), str(error)
@@ -270,11 +269,11 @@ def _gpus_of(nvml: Nvml) -> list[Gpu]:
 
 
 def parts_of(nvml: Nvml, handle: Any) -> list[Any]:
-    """Return the MIG devices of a divided GPU, else the GPU itself."""
+    """Return the MIG devices of a partitioned GPU, otherwise the GPU itself."""
     try:
         divided = nvml.nvmlDeviceGetMigMode(handle)[0]
     except nvml.NVMLError:
-        divided = 0  # This GPU cannot be divided.
+        divided = 0  # This GPU cannot be partitioned.
     if not divided:
         return [handle]
     parts = []

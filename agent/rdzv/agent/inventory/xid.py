@@ -1,8 +1,8 @@
 """Broken GPUs, as NVIDIA's driver reports them: the Xid errors in the kernel's log.
 
-The log is /dev/kmsg: one record a read, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`. Numbers grow
-from one boot to the next. The kernel drops the oldest records, so an error may be lost before an
-operator has looked at the node; then the other checks have to find its effects.
+The log is /dev/kmsg: each read returns one record, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`.
+Numbers start anew at each boot. The kernel drops the oldest records, so an error may be lost before
+an operator has looked at the node; then the other checks have to find its effects.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ KMSG = Path("/dev/kmsg")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 CODES = ("48", "62", "64", "74", "79", "95", "110", "119", "120", "140", "143")
-"""The codes after which a GPU has to be reset or replaced. Others are caused by programs, such as
-31 and 13, or are counted and repaired by the driver, such as 63 and 94."""
+"""The codes after which a GPU must be reset or replaced. Others are caused by programs, such as 31
+and 13, or are counted and repaired by the driver, such as 63 and 94.
+"""
 
 RECORD_BYTES = 8_192
 """The largest record that the kernel writes."""
 LARGEST_FILE_BYTES = 16 << 20
-"""The most that is read, from the end of a file: no kernel keeps more."""
+"""How much of the end of a file is read: no kernel keeps more."""
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): ([0-9]+)(?:, ?(.*))?$")
 
 
 @struct(frozen=True)
 class Xid:
-    """One error."""
+    """One Xid error."""
 
     number: int
     """The number of its record."""
@@ -90,15 +91,15 @@ def _read_device(fd: int) -> Iterator[str]:
             continue
         if not data:
             return
-        # The lines after the first describe the device, in the kernel's own words.
+        # The lines after the first are the kernel's description of the device.
         yield data.decode(errors="replace").partition("\n")[0]
 
 
 class Lifted:
-    """The last record that an operator has dismissed; remembered until the next boot."""
+    """The last record that an operator has dismissed, remembered until the next boot."""
 
     def __init__(self, file: Path, boot_id: Path = BOOT_ID) -> None:
-        """Store the number in this file."""
+        """Store its number in this file."""
         self._file = file
         self._boot_id = boot_id
 
@@ -134,7 +135,7 @@ class Lifted:
 def describe(found: Iterable[Xid], codes: Collection[str], after: int) -> str:
     """Describe the relevant errors after a record; empty if there are none.
 
-    Only the last of each GPU and code is named, because a broken GPU repeats its errors.
+    Only the latest error of each GPU and code is named, because a broken GPU repeats its errors.
     """
     last = {(xid.place, xid.code): xid for xid in found if xid.code in codes and xid.number > after}
     return "; ".join(map(str, last.values()))

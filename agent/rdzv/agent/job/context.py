@@ -1,4 +1,4 @@
-"""The tools and the job's state on this node that the parts of one job's driver share."""
+"""The state and tools that the parts of one job's driver share on this node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ERROR_FILE_WITHIN_S = 2.0
 
 @dataclass(eq=False)
 class JobContext:
-    """One job on this node, as its driver, its rounds and its runner's events share it."""
+    """One job on this node, as shared by its driver, its rounds and its event router."""
 
     launch: Launch
     workers: LocalWorkerGroup
@@ -38,14 +38,14 @@ class JobContext:
     keep: Callable[[], None]
     """Stores the present state in the runner for the next agent."""
     examine: Callable[[], Awaitable[str]] | None
-    """Returns what is wrong with this node, empty if nothing; None: the node is not examined."""
+    """Returns what is wrong with this node, empty if nothing; None if the node is not examined."""
     offer: StoreOffer = field(default_factory=lambda: StoreOffer(Offer(address="")))
     linked: RunnerLink | None = None
     """The job's runner; None until the job is prepared."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it is known whether workers can be started here."""
     unready: str = ""
-    """Why workers cannot be started here; empty: they can."""
+    """Why workers cannot be started here; empty if they can."""
     error_files: Aside = field(default_factory=lambda: Aside(ERROR_FILE_WITHIN_S))
     ended: asyncio.Future[NodeOutcome] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()

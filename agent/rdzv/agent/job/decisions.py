@@ -1,4 +1,4 @@
-"""Feeds the events of one job to the agent core, one by one, and has its decisions carried out."""
+"""Feeds one job's events to the agent core, one by one, and has its decisions carried out."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ class Decisions:
 
 
 def now_ms() -> int:
-    """Return the time by the clock of the agent core."""
+    """Return the agent core's time."""
     return time.monotonic_ns() // 1_000_000

@@ -1,8 +1,8 @@
 """One job on one node: feeds events to the agent core, and carries out its decisions.
 
-Everything here runs in one event loop and nothing blocks it: the core answers at once, the runner
-and the server get messages, and their results come back as events. A `Round`, which is one task,
-owns the workers of a round; `Reports` sends the messages to the server.
+Everything here runs in one event loop, and nothing blocks it: the core decides at once, and
+messages to the runner and the server are answered by events. A `Round`, which is one task, owns the
+workers of a round; `Reports` sends the messages to the server.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LET_GO_TIMEOUT_S = 2.0
 class JobDriver:
     """Drives one job on this node until the job has ended for the node.
 
-    An error ends this job only, never another one: `wait` raises it.
+    An error ends only this job, never another; `wait` raises it.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class JobDriver:
     ) -> None:
         """Drive this launch; `run` is the run that it takes part in, if already known.
 
-        With `keeping` its workers outlive this process, and the next agent continues the job.
-        `examine` returns what is wrong with this node, if anything: it is called after a round
-        that ended by a failure here, once its workers are gone and before the node joins the next.
-        `started` is a runner that was started ahead; without one the driver starts its own.
+        With `keeping`, its workers outlive this process, and the next agent continues the job.
+        `examine` returns what is wrong with this node, if anything; it is called after a round that
+        ended by a failure here, once its workers are gone and before the node joins the next.
+        `started` is a runner that was started ahead; without it the driver starts its own.
         """
         self.rdzv_id = launch.job.rdzv_id
         self.fence_after_ms = launch.job.fence_after_ms
@@ -107,10 +107,10 @@ class JobDriver:
             self._starts,
         )
 
-    # ------------------------------------------------------------------ from begin to end
+    # ------------------------------------------------------------------ life cycle
 
     async def prepare(self, endpoint: Endpoint) -> None:
-        """Get ready to join: find out what this node offers, and start its runner."""
+        """Get ready to join: determine this node's offer, and start its runner."""
         context = self._context
         await context.fates.open()
         await context.workers.prepare()
@@ -122,13 +122,13 @@ class JobDriver:
             runner = await runner_link.RunnerLink.spawn(self._runner_event_router.hear)
         self.meter.runner_started()
         context.ready.set()
-        # Before anything is started, so that the next agent finds it at any time.
+        # The placement is stored before anything starts, so that the next agent always finds it.
         self._take_charge(runner)
         if self._keeper is not None:
             self._keeper.keep_placement()
             self._keep()
         if context.workers.zygote is not None:
-            # Now, so that it imports while this node waits for the others.
+            # The zygote starts now, so that it imports while this node waits for the others.
             runner.keep_zygote(context.workers.zygote)
         self._serve_server()
         self.post(events.Ticked())
@@ -139,8 +139,8 @@ class JobDriver:
     def resume(self, found: runner_link.FoundRunner, kept: KeptState) -> None:
         """Continue the job where the previous agent left it; every Hello includes it from now on.
 
-        Its runner was adopted. Events since then are handled as if they had just arrived.
-        Call `get_ready` next.
+        Its runner was adopted. Events since then are handled as if they had just arrived. Call
+        `get_ready` next.
         """
         state, context = kept.state, self._context
         if state.disconnected_since_ms is None:
@@ -156,7 +156,7 @@ class JobDriver:
             self._link.drain.remember(state.notice.due_ms, state.notice.reason)
         if line is not None:
             self._context.last_round = Round(context, line)
-            # Otherwise its workers were never requested: the round begins here.
+            # Otherwise its workers were never requested, and the round begins here.
             started = found.hello.last_round == line.round
             self._context.fates.resume(line, found.hello.workers if started else {})
             if started or state.phase is not Phase.RUNNING:
@@ -170,7 +170,7 @@ class JobDriver:
         self.post(events.Ticked())
 
     def _redo(self, kept: KeptState, hello: runner_link.Hello) -> None:
-        """Carry out the previous agent's decisions that it may not have carried out itself."""
+        """Repeat the previous agent's decisions that it may not have carried out."""
         state, line = self._decisions.state, self._decisions.state.assignment
         if state.outcome is not None and state.phase is Phase.ENDED:
             self._do(commands.Exit(state.outcome))
@@ -186,7 +186,8 @@ class JobDriver:
         elif state.phase is not Phase.RUNNING:
             stop = kept.stop
             if stop is None or stop.round != line.round:
-                # The fence has come. The event that no worker is left may have arrived unrecorded.
+                # The fence has struck. The event that no worker is left may have arrived
+                # unrecorded.
                 stop = KeptStop(line.round, 0, None, now_ms())
             spent_ms = now_ms() - stop.at_ms
             left_ms = max(stop.grace_ms - spent_ms, 0)
@@ -197,7 +198,7 @@ class JobDriver:
             self._do(stop_again)
 
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
-        """Take over a runner, and let it outlive this process if that is wanted."""
+        """Take over a runner, and let it outlive this process if requested."""
         self._context.linked = runner
         runner.hold_snapshots(None)
         if self._keeping is not None:
@@ -214,7 +215,7 @@ class JobDriver:
         """After `resume`, get ready for the next rounds, unless `why_not` forbids it.
 
         That reason, or an error here, makes the next round fail to start. Meanwhile the workers
-        run on and are supervised.
+        keep running under supervision.
         """
         context, unready = self._context, why_not
         if not why_not:
@@ -227,7 +228,7 @@ class JobDriver:
                 log.exception("%s: a bug in rdzv-agent", self.rdzv_id)
                 unready = f"a bug in its rdzv-agent: {error!r}"
         if unready:
-            text = "%s: no further round can be started here; its workers run on: %s"
+            text = "%s: no further round can be started here; its workers keep running: %s"
             log.error(text, self.rdzv_id, unready)
         context.unready = unready
         context.ready.set()
@@ -254,8 +255,7 @@ class JobDriver:
         """End whatever is left of the job on this node; may be called again if that fails.
 
         Raises:
-            TimeoutError: its runner, or a process of it, survives SIGKILL.
-
+            TimeoutError: its runner, or one of its processes, survives SIGKILL.
         """
         context = self._context
         self._decisions.cancel_tick()
@@ -287,7 +287,7 @@ class JobDriver:
 
     @property
     def handed_over(self) -> bool:
-        """Whether the job is left to another agent, so that nothing of it must be ended here."""
+        """Whether the job is left to another agent, so that nothing of it may be ended here."""
         return self._handed_over
 
     def describe(self) -> str:
@@ -297,7 +297,7 @@ class JobDriver:
 
     @property
     def runner_pid(self) -> int | None:
-        """The pid of its runner, which starts the workers; None while there is none yet."""
+        """The pid of its runner, which starts the workers; None if there is none yet."""
         return None if self._context.linked is None else self._context.linked.pid
 
     @property
@@ -323,7 +323,7 @@ class JobDriver:
         self._reports.start_failed(self._decisions.state, reason)
 
     def renew_fence(self, heard_at_ms: int) -> None:
-        """Renew the fence: the server received a message of this node at that time or later."""
+        """Renew the fence: the server received a message from this node no earlier than that."""
         if self.fence_after_ms:
             self._context.runner.renew_fence(heard_at_ms + self.fence_after_ms)
 
@@ -347,7 +347,7 @@ class JobDriver:
     def _current_offer(self) -> Offer | None:
         """Return the offer, with a port reserved if this node waits for a round.
 
-        If no port can be reserved, this node leaves and there is no offer.
+        If no port can be reserved, the node leaves, and None is returned.
         """
         offer = self._context.offer
         if self._decisions.state.phase is not Phase.JOINING:
@@ -371,7 +371,7 @@ class JobDriver:
     def _fail(self, error: Exception) -> None:
         """End the job on this node because of an unexpected error."""
         if self._context.ended.done():
-            log.error("%s: an error after its end", self.rdzv_id, exc_info=error)
+            log.error("%s: an error after the job's end", self.rdzv_id, exc_info=error)
         else:
             self._decisions.stop()
             self._context.ended.set_exception(error)
@@ -394,11 +394,11 @@ class JobDriver:
             self._keeper.outlive(self._link.tolerated_ms)
 
     def _keep(self) -> None:
-        """Store this driver's state in the runner, if it has changed."""
+        """Store this driver's state in the runner if it has changed."""
         if self._keeper is None:
             return
         folder, line = self._context.observers.progress.folder, self._decisions.state.assignment
-        # Between a round's announcement and its begin, `last_round` is still the previous one.
+        # Between a round's announcement and its start, `last_round` is still the previous one.
         round_ = None if line is None else self._context.round_of(line.round)
         self._keeper.keep(
             KeptState(

@@ -14,9 +14,9 @@ log = logging.getLogger("rdzv.agent")
 
 
 def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
-    """Log one line for an event of interest to a user; `state` is the state before it.
+    """Log one line for an event that interests a user; `state` is the state before it.
 
-    `joined` says whether the server has admitted the node before.
+    `joined` says whether the server had admitted the node before.
     """
     rdzv_id = state.job.rdzv_id
     match event:
@@ -38,9 +38,9 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
             log.error("%s: processes survive SIGKILL: pid %s", rdzv_id, pids)
         case events.Fenced():
             log.error(
-                "%s: fenced: the server was out of reach for %g s (--fence-after), so the "
-                "workers of round %d are killed before others take their place; "
-                "this node joins again once the server answers",
+                "%s: fenced: the server was unreachable for %g s (--fence-after), so the "
+                "workers of round %d are killed before others take their place; this "
+                "node joins again once the server answers",
                 rdzv_id,
                 state.job.fence_after_ms / 1000,
                 event.round,
@@ -51,14 +51,14 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
         case events.Signalled():
             log.warning("%s: received %s; leaving the job", rdzv_id, event.name)
         case events.Unhealthy():
-            text = "%s: leaving the job, for this node is unhealthy: %s"
+            text = "%s: leaving the job because this node is unhealthy: %s"
             log.warning(text, rdzv_id, event.reason)
         case events.Withdrawn():
             log.warning("%s: withdrawn from this node: %s", rdzv_id, event.reason)
         case events.NoticeGiven() if state.notice is None:
             _log_notice(event, state)
         case events.NoticeLifted() if state.notice is not None:
-            text = "%s: this node may stay; workers that were told to leave may still exit"
+            text = "%s: this node may stay; notified workers may still exit"
             log.warning(text, rdzv_id)
         case _:
             log.debug("%s", event)
@@ -69,7 +69,7 @@ def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:
         log.warning("%s: leaving the job: %s", state.job.rdzv_id, event.reason)
         return
     log.warning(
-        "%s: its workers are told that this node leaves, and have %s to exit: %s",
+        "%s: notified its workers that this node leaves; they have %s to exit: %s",
         state.job.rdzv_id,
         duration(event.left_ms),
         event.reason,
@@ -77,7 +77,7 @@ def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:
 
 
 def _serves(state: AgentState, round_: int) -> bool:
-    """Whether this node has to serve the store of a round that is not over."""
+    """Return whether this node has to serve the store of a round that is not over."""
     line, phase = state.assignment, state.phase
     return line is not None and line.round == round_ and phase is Phase.RUNNING
 

@@ -28,7 +28,7 @@ Belief: TypeAlias = pb.Belief
 
 
 class Reports:
-    """The messages of one job on this node. Only sending stacks waits for the server."""
+    """Sends one job's messages from this node. Only sending stacks waits for the server."""
 
     def __init__(self, launch: Launch, link: ServerLink) -> None:
         self._launch = launch
@@ -71,7 +71,7 @@ class Reports:
         self._link.say(encoding.progress(report, self._rdzv_id))
 
     def started(self, report: StartReport) -> None:
-        """Report how the workers came into their round."""
+        """Report how the workers entered their round."""
         self._link.say(encoding.started(report, self._rdzv_id))
 
     def snapshots(self, say: commands.SaySnapshots, nodes: int) -> None:
@@ -94,7 +94,7 @@ class Reports:
         self._link.say(encoding.gpus(report, self._rdzv_id))
 
     def read_clock(self) -> Reading | None:
-        """Return what is known of the server's clock, and ask for it once more."""
+        """Return the present estimate of the server's clock, and request another reading."""
         self._link.ask_clock()
         return self._link.server_clock.read(time.monotonic_ns())
 

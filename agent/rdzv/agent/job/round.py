@@ -1,4 +1,4 @@
-"""One round of a job on this node is one task: from its announcement to the end of its processes.
+"""One round of a job on this node, as one task: from its announcement to the end of its processes.
 
 ::
 
@@ -36,7 +36,7 @@ log = logging.getLogger("rdzv.agent")
 
 
 class Round:
-    """The workers of one round on this node. `begin` or `resume` it once.
+    """The workers of one round on this node. Call `begin` or `resume` once.
 
     An exception in its task, other than a failed start, ends the job on this node.
     """
@@ -44,21 +44,21 @@ class Round:
     def __init__(self, context: JobContext, assignment: Assignment) -> None:
         self.assignment = assignment
         self.kept_stop: KeptStop | None = None
-        """The last stop command to the workers; None: there was none."""
+        """The last stop command to the workers; None if there was none."""
         self.outputs: tuple[WorkerOutput, ...] = ()
-        """Each worker's output paths, by LOCAL_RANK; empty before the files are made."""
+        """Each worker's output paths, by LOCAL_RANK; empty until the files are created."""
         self._context = context
         self._pids: dict[int, int] = {}
         """The pids of the workers that have been started, by LOCAL_RANK."""
         self._notified_by: int | None = None
-        """The signal that told the workers that the node leaves."""
+        """The signal that notified the workers that the node leaves."""
         self._task: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._start_is_over = False
         """Whether no more workers will be started."""
         self._start_failed = False
         self._memory_kills = count_memory_kills()
-        """The kernel's counts from before the workers start; after an adoption, from then."""
+        """The kernel's counts from before the workers started, or from the adoption."""
         self._gone = asyncio.Event()
         self._kept: tuple[KeptWorker, ...] = ()
         """The workers that were parked when the round was over."""
@@ -87,7 +87,7 @@ class Round:
         self._task = self._context.tasks.start(work, name)
 
     def cancel(self) -> None:
-        """Stop handling this round; ending its processes is left to others."""
+        """Stop handling this round, without ending its processes."""
         if self._task is not None:
             self._task.cancel()
 
@@ -131,8 +131,7 @@ class Round:
 
         Raises:
             InvalidRequestError: no workers can be started here.
-            OSError: their files cannot be made.
-
+            OSError: their files cannot be created.
         """
         context = self._context
         await context.ready.wait()
@@ -152,7 +151,7 @@ class Round:
             context.decisions.post(events.WorkersGone(number, kept=self._kept))
             return
         moved = Moved(step, snapshot=await context.observers.snapshot.has_changed())
-        # The checks need idle devices, which parked workers hold.
+        # The checks need idle devices, but parked workers hold them.
         examines = rejoins_after_failure(context.decisions.state, number) and not self._kept
         if examines and (reason := await self._examine()):
             context.decisions.post(events.Unhealthy(number, reason))
@@ -189,15 +188,15 @@ class Round:
                 )
 
     def _lack_store_socket(self) -> None:
-        """Report that the announced store's socket is gone, as is the agent that offered it."""
+        """Report that the announced store's socket was lost with the agent that offered it."""
         port = self.assignment.master_port
-        reason = f"the agent that had offered port {port} was restarted before the round began"
+        reason = f"the agent that offered port {port} was restarted before the round began"
         self._context.decisions.post(events.StoreHostExited(self.assignment.round, reason))
 
     # ------------------------------------------------------------------ the core's commands
 
     def stop_workers(self, command: commands.StopWorkers) -> None:
-        """End the workers; those not yet started are never started."""
+        """End the workers; those not yet started never start."""
         self._cancel_start()
         self._context.observers.stop_watching()
         # Their socket is not offered again.
@@ -208,7 +207,7 @@ class Round:
         )
 
     def note_stop(self, command: commands.StopWorkers) -> None:
-        """Remember the stop command that the workers are about to get, for the next agent."""
+        """Remember, for the next agent, the stop command that the workers are about to get."""
         self.kept_stop = KeptStop(
             command.round,
             command.grace_ms,
@@ -219,7 +218,7 @@ class Round:
         )
 
     def notify_workers(self, command: commands.NotifyWorkers) -> None:
-        """Notify the workers, also those started later, that this node is about to leave.
+        """Notify the workers, including those started later, that this node is about to leave.
 
         The file is written before the signal is sent, so that a handler finds it.
         """
@@ -236,7 +235,7 @@ class Round:
     # ------------------------------------------------------------------ the runner's events
 
     def worker_started(self, local_rank: int, pid: int) -> None:
-        """Record and watch a worker that runs now."""
+        """Record and watch a worker that is now running."""
         log.debug("local_rank %d is pid %d", local_rank, pid)
         self._pids[local_rank] = pid
         self._context.fates.worker_started(local_rank, pid)
@@ -247,7 +246,7 @@ class Round:
     ) -> tuple[runner_link.WorkerExited, WorkerError]:
         """Return a failed worker's exit with the content of its error file, if that can be read.
 
-        One whose collective has failed waits for the server to ask all ranks.
+        A worker whose collective failed waits for the server to ask all ranks.
         """
         heard_ms, output, launch = now_ms(), self.outputs[exited.local_rank], self._context.launch
         worker = ExitedWorker(
@@ -290,7 +289,7 @@ class Round:
         )
 
     def workers_gone(self, kept: tuple[KeptWorker, ...]) -> None:
-        """Record that no process takes part in the round any more; these are parked."""
+        """Record that no process takes part in the round any more; `kept` workers are parked."""
         self._kept = kept
         self._cancel_start()
         self._gone.set()
@@ -298,7 +297,7 @@ class Round:
     # ------------------------------------------------------------------ queries
 
     def stack_targets(self, alive: Collection[int]) -> tuple[Target, ...]:
-        """Return the workers that have been started and whose exit was not processed yet."""
+        """Return the workers that have been started and whose exit has not been processed yet."""
         self._context.observers.held_exits.note_asked()
         return tuple(
             Target(

@@ -34,7 +34,7 @@ class RunnerEventRouter:
         meter: Callable[[], JobMeter],
         starts: WorkerStarts,
     ) -> None:
-        """Handle events for a job, and pass them to its present `meter`, and to its log.
+        """Handle a job's events, and pass them to its current `meter` and to its log.
 
         `socket` is the runner's socket for the next agent, if the runner outlives this one.
         """
@@ -64,7 +64,6 @@ class RunnerEventRouter:
 
         Raises:
             TimeoutError: something may be left.
-
         """
         if self._ending_leftovers is not None:
             async with asyncio.timeout(within_s):
@@ -142,7 +141,7 @@ class RunnerEventRouter:
                 round_.workers_gone(event.kept)
 
     async def _lose_runner(self, event: runner_link.RunnerExited) -> None:
-        """Kill the processes of a dead runner before its end is reported."""
+        """Kill the processes of a dead runner before reporting its end."""
         self._meter().runner_said(event)
         if event.exit_code != 0 or not self._has_ended:
             while not await self._end_leftovers():  # noqa: ASYNC110
@@ -165,7 +164,7 @@ class RunnerEventRouter:
                 mark = leaked_processes.mark_of(self._socket)
                 await in_time(SWEEP_WITHIN_S, leaked_processes.kill_strays, mark)
         except OSError as error:
-            text = "%s: what its dead runner has left behind cannot be looked for: %s"
+            text = "%s: cannot search for processes left by its dead runner: %s"
             log.error(text, self._rdzv_id, error)
             return False
         return True

@@ -1,4 +1,4 @@
-"""The offer of this node for a job's next round: its address, and a port for the c10d store."""
+"""This node's offer for a job's next round: its address, and a port for the c10d store."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rdzv.transport.endpoints import Endpoint
 
 
 class StoreOffer:
-    """The offer of one job on this node, with the reserved socket for a round's store."""
+    """One job's offer on this node, with the reserved socket for a round's store."""
 
     def __init__(self, fixed: Offer) -> None:
         self.fixed = fixed
-        """The part that is the same in every round: all but the port."""
+        """The part that is the same in every round: everything but the port."""
         only_loopback = is_loopback(fixed.address) and not fixed.host_name
         self._socket = StoreSocket(loopback_only=only_loopback)
 

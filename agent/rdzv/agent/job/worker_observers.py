@@ -20,8 +20,8 @@ from rdzv.agent.observers.snapshot import Snapshot
 class WorkerObservers:
     """The observers of one job on this node.
 
-    For each round, call `open_round`, `watch` when its workers are started,
-    `stop_watching` when they are told to end, and `close_round` when they are gone.
+    For each round, call `open_round`, `watch` when its workers are started, `stop_watching` when
+    they are being ended, and `close_round` when they are gone.
     """
 
     def __init__(self, launch: Launch, reports: Reports) -> None:
@@ -59,7 +59,7 @@ class WorkerObservers:
     ) -> None:
         """Take over the previous agent's files; `assignment` is None if no round is open.
 
-        With `by_round` it had a folder for each round, as older versions do.
+        With `by_round` that agent, of an older version, had a folder for each round.
         """
         size = self._local_world_size
         self.progress.resume(folder, assignment, size, by_round=by_round)
@@ -88,7 +88,7 @@ class WorkerObservers:
         self._gpus.worker_exited(local_rank)
 
     def stop_watching(self) -> None:
-        """Stop watching all workers, because they are told to end."""
+        """Stop watching all workers, because they are being ended."""
         self._hangs.close_round()
         self._arrivals.close_round()
         self._gpus.close_round()

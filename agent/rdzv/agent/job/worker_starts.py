@@ -1,6 +1,6 @@
-"""How the workers of each round came into it: kept, warm or cold, and why they are new.
+"""How each worker entered a round: kept, warm or cold, and why it is new.
 
-The server is told of each round, and the log of each but the first.
+Every round is reported to the server, and every round but the first is logged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEPT = "kept"
 
 
 class WorkerStarts:
-    """Collects how the workers of one job were started, and tells it once all take part."""
+    """Collects how the workers of one job started, and reports it once all take part."""
 
     def __init__(
         self,
@@ -28,15 +28,15 @@ class WorkerStarts:
         now_ms: Callable[[], int],
         report: Callable[[StartReport], None],
     ) -> None:
-        """`report` tells the server."""
+        """`report` sends the report to the server."""
         self._rdzv_id = rdzv_id
         self._local_world_size = local_world_size
         self._now_ms = now_ms
         self._report = report
         self._round: Assignment | None = None
-        """The round whose workers do not all take part yet."""
+        """The round in which not all workers take part yet."""
         self._reported: StartReport | None = None
-        """The report about the round that runs."""
+        """The report on the running round."""
         self._is_first = True
         self._stopped_ms = self._parked_ms = self._began_ms = 0
         self._how: dict[int, str] = {}
@@ -45,12 +45,12 @@ class WorkerStarts:
         self._why_new: dict[int, str] = {}
         """How the workers of the previous round ended, by LOCAL_RANK."""
         self._why_cold: dict[int, str] = {}
-        """Why workers that were to be warm are cold, by LOCAL_RANK."""
+        """Why workers that were meant to be warm are cold, by LOCAL_RANK."""
         self._ended: dict[int, str] = {}
-        """The same for the present round."""
+        """How the workers of the present round ended, by LOCAL_RANK."""
 
     def decided(self, command: commands.Command) -> None:
-        """Note a command that is carried out for the job."""
+        """Note a command that is being carried out for the job."""
         match command:
             case commands.StartWorkers():
                 self._is_first = not self._stopped_ms
@@ -62,7 +62,7 @@ class WorkerStarts:
                 self._stopped_ms = self._now_ms()
 
     def runner_said(self, event: runner_link.RunnerEvent) -> None:
-        """Note an event of the runner."""
+        """Note an event from the runner."""
         round_ = None if self._round is None else self._round.round
         match event:
             case runner_link.WorkerExited():
@@ -85,7 +85,7 @@ class WorkerStarts:
                 self._tell_if_complete()
 
     def say_again(self) -> None:
-        """Tell a server that may not know how the workers of the present round came."""
+        """Repeat the report on the present round to a server that may not have it."""
         if self._reported is not None:
             self._report(self._reported)
 
@@ -107,7 +107,7 @@ class WorkerStarts:
             went_on_s = (self._now_ms() - self._began_ms) / 1000
             parts.append(
                 f"{_workers(len(kept))} kept (local_rank {_listed(kept)}), parked in "
-                f"{self._parked_ms / 1000:.2f} s and gone on in {went_on_s:.2f} s"
+                f"{self._parked_ms / 1000:.2f} s and continued in {went_on_s:.2f} s"
             )
         if new := sorted(self._how.keys() - kept):
             each = "; ".join(self._describe(rank) for rank in new)
@@ -119,7 +119,7 @@ class WorkerStarts:
         return f"local_rank {rank} is {self._how[rank]}" + (f": {why}" if why else "")
 
     def _why(self, rank: int) -> str:
-        """Return why a worker is new, and why it is cold, as far as that is known here."""
+        """Return why a worker is new, and why it is cold, as far as is known here."""
         if self._how[rank] == _KEPT:
             return ""
         found = (self._why_new.get(rank), self._why_cold.get(rank))

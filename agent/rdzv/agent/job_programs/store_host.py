@@ -2,21 +2,21 @@
 
     python store_host.py --fd N --ready-fd M [--port P]
 
-Run by path with the job's interpreter, so it needs torch and nothing of rdzv, and supports Pythons
-older than rdzv's own. Writes "ready" to M once clients are served, then sleeps until it is killed.
-If there is a zygote with torch, a fork of it runs `serve` and `keep_serving` instead.
+Run by path with the job's interpreter, so it needs torch but nothing of rdzv, and supports older
+Pythons than rdzv itself. Writes "ready" to M once clients are served, then sleeps until it is
+killed. If there is a zygote with torch, a fork of it runs `serve` and `keep_serving` instead.
 
-The choices, tried with torch 2.13:
+The choices, tested with torch 2.13:
 
 * `master_listen_fd`: clients that connected before are served as soon as the store exists, so
-  workers need not wait for it. The store takes the descriptor over.
+  workers need not wait for it. The store takes ownership of the descriptor.
 * `wait_for_workers=False`: otherwise the constructor would wait for all clients.
-* `use_libuv` as the workers decide it (USE_LIBUV, on by default), so that server and clients are
-  of one kind, as under torchrun. Both kinds take a listening socket, but for libuv's in torch 2.4;
+* `use_libuv` is what the workers use (USE_LIBUV, on by default), so that server and clients are
+  of one kind, as under torchrun. Both kinds accept a listening socket, except libuv's in torch 2.4;
   there the older server serves the same clients.
-* `multi_tenant=False`: it shares one server between the stores of one process that have the same
-  port. There is one store here, and with it a second one by mistake would be silent.
-* The port is always given: libuv takes 0 for the port of the socket, the older server does not.
+* `multi_tenant=False`: otherwise the stores of one process that have the same port would share one
+  server. There should be one store here, and with sharing a second one would go unnoticed.
+* The port is always given: libuv accepts 0 for the socket's own port, the older server does not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def main() -> None:
-    """Serve the store until killed; exit with one line of explanation if that fails."""
+    """Serve the store until killed; exit with a one-line explanation if that fails."""
     die_with_parent()
     options = parse_options()
     try:
@@ -62,9 +62,13 @@ def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Serve a c10d TCPStore on a listening socket.")
     parser.add_argument("--fd", type=int, required=True, help="the listening socket")
-    parser.add_argument("--ready-fd", type=int, required=True, help="where to say that it is ready")
-    parser.add_argument("--port", type=int, help="the port that the socket is to have")
-    parser.add_argument("--whole-torch", action="store_true", help="do not try to import less")
+    parser.add_argument(
+        "--ready-fd", type=int, required=True, help="where to write that it is ready"
+    )
+    parser.add_argument("--port", type=int, help="the expected port of the socket")
+    parser.add_argument(
+        "--whole-torch", action="store_true", help="import all of torch, not just its C++ part"
+    )
     return parser.parse_args()
 
 
@@ -78,7 +82,7 @@ def serve(fd: int, wanted_port: int | None = None, *, whole_torch: bool) -> obje
         raise ValueError(f"the socket has port {port}, not {wanted_port}")
     make = functools.partial(
         import_store_type(whole_torch=whole_torch),
-        host,  # Where the store's own client connects; the socket decides where it listens.
+        host,  # The address for the store's own client; it listens at the socket's.
         port,
         is_master=True,
         wait_for_workers=False,
@@ -117,7 +121,7 @@ def import_store_type(*, whole_torch: bool) -> Any:
         try:
             return import_extension_alone()._distributed_c10d.TCPStore
         except Exception:
-            # Half-imported modules vanish with the exec; descriptors and pid stay.
+            # The exec discards half-imported modules; descriptors and pid stay.
             command = getattr(sys, "orig_argv", [sys.executable, *sys.argv])
             os.execv(sys.executable, [*command, "--whole-torch"])
     return importlib.import_module("torch.distributed").TCPStore
@@ -126,13 +130,14 @@ def import_store_type(*, whole_torch: bool) -> Any:
 def import_extension_alone() -> Any:
     """Import only the C++ part of torch, which has the store, under empty packages.
 
-    Importing all of torch takes a second of CPU, five times as long, while the first workers need
-    the CPU, and half as much memory again. No other code here knows as much of torch's internals.
+    Importing all of torch takes a second of CPU time, five times as long, while the first workers
+    need the CPU, and half as much memory again. No other code here knows as much about torch's
+    internals.
     """
     finder = importlib.machinery.PathFinder
     found = finder.find_spec("torch", sys.path)
     if found is None or not found.submodule_search_locations:
-        raise ImportError("there is no torch")
+        raise ImportError("torch is not installed")
     folder = found.submodule_search_locations[0]
     for name in ("torch", "torch.distributed"):
         sys.modules[name] = types.ModuleType(name)
@@ -158,7 +163,7 @@ def stay_small() -> None:
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         OMP_NUM_THREADS="1",
     )
-    # Python puts a script's folder first; torch must not import the modules of this one.
+    # Python puts a script's folder first; torch must not import modules from this one.
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 

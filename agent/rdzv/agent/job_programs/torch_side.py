@@ -1,9 +1,9 @@
-"""torch's event handlers and logs specs, for the agent, in a process of their own.
+"""torch's event handlers and logs specs, in a process of their own, for the agent.
 
     python torch_side.py FD
 
-Run by path with the job's interpreter, so it needs torch and nothing of rdzv, and supports Pythons
-older than rdzv's own. It speaks JSON lines on the socket FD. The first one gives its role:
+Run by path with the job's interpreter, so it needs torch but nothing of rdzv, and supports older
+Pythons than rdzv itself. It exchanges JSON lines over the socket FD. The first line gives its role:
 
 * `{"role": "events", "name": N, "logs_specs": ""}`: every further line is an event for torch's
   handler N.
@@ -11,8 +11,8 @@ older than rdzv's own. It speaks JSON lines on the socket FD. The first one give
   every further line is `{"envs": ...}` of a round's workers; the answer is their output locations.
   Their files are emptied here, with the rights of the job.
 
-The first answer is `{"ready": true}` or `{"refused": "why"}`. It ends when the socket does; if the
-agent is killed, it has `LINGER_S` to finish.
+The first answer is `{"ready": true}` or `{"refused": "why"}`. The process ends when the socket is
+closed; if the agent is killed, it has `LINGER_S` to finish.
 
 Source: `torch/distributed/elastic/events`, `_construct_event` in
 `torch/distributed/elastic/agent/server/api.py`, `_get_logs_specs_class` in
@@ -51,7 +51,7 @@ def main() -> None:
         return
     try:
         serve = ROLES[options.pop("role")](asked, **options)
-        next(serve)  # This is the first answer: it is ready.
+        next(serve)  # The first answer: it is ready.
     except Exception as error:
         say(agent, {"refused": describe(error)})
         return
@@ -67,7 +67,7 @@ def say(agent: socket.socket, message: dict[str, Any]) -> None:
 
 
 def describe(error: Exception) -> str:
-    """Describe an error in one line, with its kind unless it is a refusal."""
+    """Describe an error in one line, with its type unless it is a refusal."""
     text = " ".join(str(error).split())
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
 
@@ -82,19 +82,20 @@ class Refusal(Exception):  # noqa: N818
 def record_events(
     asked: Iterator[dict[str, Any]], name: str, logs_specs: str
 ) -> Iterator[dict[str, Any] | None]:
-    """Record every event; if the handler fails on one, show and drop it."""
+    """Record every event; if the handler fails on one, print the error and drop the event."""
     events: Any = importlib.import_module("torch.distributed.elastic.events")
     handlers: Any = importlib.import_module("torch.distributed.elastic.events.handlers")
-    # As in torchrun: this loads the entry points of `torchrun.handlers`, whose modules may also
-    # register event handlers, and so may the module with the logs specs.
+    # As in torchrun, this loads the entry points of `torchrun.handlers`; their modules, and the
+    # module with the logs specs, may register event handlers, too.
     importlib.import_module("torch.distributed.elastic.rendezvous")
     if logs_specs:
         load_logs_specs(logs_specs)
     known = handlers._log_handlers
     if name not in known:
         raise Refusal(
-            f"torch knows no event handler {name!r} there, only {', '.join(sorted(known))}; have a "
-            "module that this interpreter imports by itself (see docs/torchrun.md) put it into "
+            f"torch knows no event handler {name!r} there, only "
+            f"{', '.join(sorted(known))}; have a module that this interpreter imports by "
+            "itself (see docs/torchrun.md) add it to "
             "torch.distributed.elastic.events.handlers._log_handlers"
         )
     host_name = socket.getfqdn(socket.gethostname())
@@ -134,7 +135,7 @@ def reify_logs_specs(
     tee: dict[str, int],
     ranks: list[int] | None,
 ) -> Iterator[dict[str, Any] | None]:
-    """Answer for every round with its workers' output locations and environment."""
+    """Answer, for every round, with its workers' output locations and environment."""
     made = load_logs_specs(name)(
         log_dir=log_dir,
         redirects=to_streams(redirects),
@@ -161,20 +162,20 @@ def load_logs_specs(name: str) -> Any:
     if not group:
         known = ", ".join(sorted(point.name for point in every_entry_point("torchrun.logs_specs")))
         raise Refusal(
-            f"there is no entry point {name!r} of the group torchrun.logs_specs there "
-            f"(known: {known or 'none'}); install the package that has it"
+            f"there is no entry point {name!r} in the group torchrun.logs_specs (known: "
+            f"{known or 'none'}); install the package that provides it"
         )
     return group[0].load()
 
 
 def every_entry_point(group: str) -> Any:
-    """List the entry points of a group, in Python 3.9 and later."""
+    """Return the entry points of a group, on Python 3.9 and later."""
     found: Any = metadata.entry_points()
     return found.select(group=group) if hasattr(found, "select") else found.get(group, ())
 
 
 def to_streams(by_rank: dict[str, int]) -> Any:
-    """Read --redirects and --tee from JSON as torch does: one for all, or by LOCAL_RANK."""
+    """Convert --redirects or --tee from JSON to torch's form: one for all, or by LOCAL_RANK."""
     module: Any = importlib.import_module("torch.distributed.elastic.multiprocessing")
     streams = {int(rank): module.Std(bits) for rank, bits in by_rank.items()}
     return streams.get(-1, streams)
@@ -218,13 +219,13 @@ ROLES: dict[str, Callable[..., Iterator[dict[str, Any] | None]]] = {
 
 
 def forget_own_folder() -> None:
-    """Keep modules beside this one from being imported: Python puts a script's folder first."""
+    """Do not import modules from this folder, although Python puts a script's folder first."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 
 
 def linger_after_parent() -> None:
-    """Allow a few seconds to record remaining events when the agent is killed."""
+    """After the agent is killed, allow a few seconds to record the remaining events."""
     parent = os.getppid()
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(LINGER_S))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM), 0, 0, 0)

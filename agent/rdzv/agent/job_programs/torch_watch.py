@@ -1,14 +1,14 @@
-"""Tells the runner that a worker has imported torch, and what its script had changed before.
+"""Reports to the runner that a worker has imported torch, and what its script had changed before.
 
-Two kinds of worker are watched: one that starts cold, by watch_hook/, and a fork of a zygote, from
-whose script torch is hidden until it is imported. In both, a finder stands before the others until
-then; nothing is left of it afterwards.
+Two kinds of workers are watched: one that starts cold, by watch_hook/, and a fork of a zygote, from
+whose script torch is hidden until it is imported. In both, a finder precedes the others until the
+import; nothing is left of it afterwards.
 
 The message is a datagram of JSON to a Unix socket with an abstract address: {changed}, the names of
-the variables that torch reads on import, and that the script has set, unset or changed before. In
-a fork they come too late. The environment of C is looked at, too.
+the variables that torch reads on import, and that the script set, unset or changed before. In a
+fork, these changes come too late. The C environment is compared, too.
 
-It runs under Pythons older than rdzv's own, and imports next to nothing before torch is imported.
+It supports older Pythons than rdzv itself, and imports next to nothing before torch is imported.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ READ_ON_IMPORT = (
     *("TORCH", "PYTORCH_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
     *("GOTO_NUM_THREADS", "BLIS_", "NUMEXPR_"),
 )
-"""The variables that torch, numpy and their libraries may read on import, by their prefixes."""
+"""The prefixes of variables that torch, numpy and their libraries may read on import."""
 
 READ_LATER = ("CUDA_VISIBLE_DEVICES", "TORCH_NCCL_", "TORCHELASTIC_")
-"""Those among them that are read when CUDA or a process group is initialised."""
+"""The exceptions, which are read only when CUDA or a process group is initialised."""
 
 MAX_NAMES = 8
 MAX_NAME_LENGTH = 64
@@ -44,7 +44,7 @@ def watch(address: str) -> None:
 
 
 def watch_hidden(address: str) -> None:
-    """Do the same in a process that has imported torch, as if it had not."""
+    """Do the same in a process that has already imported torch, as if it had not."""
     hidden = {
         name: module
         for name, module in sys.modules.items()
@@ -56,7 +56,7 @@ def watch_hidden(address: str) -> None:
 
 
 class _Watch:
-    """A finder for torch."""
+    """An import finder that watches for torch."""
 
     def __init__(self, address: str, hidden: Mapping[str, ModuleType]) -> None:
         self._address = address
@@ -64,7 +64,7 @@ class _Watch:
         self._hidden = hidden
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find torch as the other finders do; its loader reports that it is imported."""
+        """Find torch as the other finders do; its loader reports the import."""
         if name != "torch":
             return None
         if self._hidden:
@@ -104,14 +104,14 @@ class _Watch:
         return found
 
     def show(self, module: ModuleType, spec: Any) -> None:
-        """Let the script have what was hidden, and report that."""
+        """Make the hidden module visible to the script, and report that."""
         changed = self._end()
         module.__spec__ = spec
         sys.modules.update(self._hidden)
         self._report(changed)
 
     def _end(self) -> list[str]:
-        """Watch no longer; return the variables that have changed."""
+        """Stop watching; return the variables that have changed."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         now, before = _environment_of_c(), self._before
@@ -132,11 +132,11 @@ class _Watch:
                 sender.settimeout(SEND_TIMEOUT_S)
                 sender.sendto(json.dumps(message).encode(), "\0" + self._address)
         except OSError:
-            pass  # The runner does not listen any more, or is in another network namespace.
+            pass  # The runner no longer listens, or is in another network namespace.
 
 
 class _Loader:
-    """Loads a module that is hidden."""
+    """The loader of a hidden module."""
 
     def __init__(self, watch: _Watch, spec: Any) -> None:
         self._watch = watch
@@ -153,7 +153,7 @@ class _Loader:
 
 
 def _environment_of_c() -> dict[bytes, bytes]:
-    """Return the environment that a library of C sees, which `os.putenv` changes as well."""
+    """Return the environment of the C library, which `os.putenv` changes as well."""
     try:
         import ctypes
 

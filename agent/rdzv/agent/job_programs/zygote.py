@@ -1,13 +1,13 @@
 """The zygote: an interpreter with torch imported, from which workers and store hosts are forked.
 
-It is started with the command line of a worker (`python -u train.py ...`, or -m, or -c), and with
-a folder on PYTHONPATH whose `sitecustomize` runs `main` below while the interpreter starts, just
-before it would run the script. There it preloads the modules of its order, and waits for requests.
-A forked worker returns from `main`, and the interpreter continues with its script as usual. So
-`__main__`, `sys.argv`, -m and -c, tracebacks, exit codes and exit handlers are the interpreter's
-own, not imitated, and no frame of this file is below the script's.
+It is started with the command line of a worker (`python -u train.py ...`, or -m, or -c), and with a
+folder on PYTHONPATH whose `sitecustomize` runs `main` below while the interpreter starts, just
+before it would run the script. There it preloads the modules named in its order, and waits for
+requests. A forked worker returns from `main`, and the interpreter continues with its script as
+usual. So `__main__`, `sys.argv`, -m and -c, tracebacks, exit codes and exit handlers are the
+interpreter's own, not imitated, and no frame of this file is below the script's.
 
-It imports only the standard library until it preloads; it runs under Pythons older than rdzv's own.
+It imports only the standard library until it preloads, and supports older Pythons than rdzv itself.
 
 RDZV_ZYGOTE in its environment is a JSON object, its order:
 
@@ -19,23 +19,23 @@ RDZV_ZYGOTE in its environment is a JSON object, its order:
 `path` is the PYTHONPATH that a worker would have, null for none; `argv` is the zygote's own command
 line, and `script` the script to check, -m or -c. Messages on the socket:
 
-    {ready: {modules, threads, memory_kb, seconds}}   it can be asked to fork
+    {ready: {modules, threads, memory_kb, seconds}}   it accepts fork requests
     {refused: reason}                    workers cannot be forked from this; it exits
     {fork: batch, forks: n}              from the runner, with a stream socket for each: its link
-    {forked: batch, pids, reason}        fewer pids than asked for: why
+    {forked: batch, pids, reason}        `reason` if there are fewer pids than requested
 
 Each fork is forked twice, so that the runner, which is a subreaper, becomes its parent. It does
 nothing until it has read its order from its link, as a frame (4 bytes of length, big endian, then
-JSON). If the link is closed before that, the fork was given up, and exits.
+JSON). If the link is closed before that, the fork is not needed, and exits.
 
 * A worker: {argv, env, given, cwd, cpus, parent, stdout, stderr}, where `given` is the environment
   that the zygote was given, and with it three standard streams; `stdout` and `stderr` are files to
   append to instead of these, null for none. The worker opens them, not the runner, which would
-  hang if their file system does. With `link_variable` a socket to the runner comes, too, and the
+  hang if their file system does. With `link_variable` a socket to the runner is passed, too: the
   worker finds its descriptor in that variable. It answers {ready: true} and closes the link; or
   {failed: reason}, if no worker could be started like this; or {refused: reason}, if a cold one
   could. `watch` is the address to which torch_watch.py reports, null for none.
-* A store host: {store_host: {argv, env, cpus, parent}}, and with it the same and the listening
+* A store host: {store_host: {argv, env, cpus, parent}}, with the same streams and the listening
   socket. It serves as store_host.py does, with the command line `argv`, and answers {ready: true}
   once it serves; or {refused: reason}.
 """
@@ -73,17 +73,18 @@ BARE = ("torch", "numpy")
 """Modules imported first; the threads that they start on import are harmless in a fork."""
 
 BESIDE_TORCH = "rdzv.worker"
-"""Imported with torch if it is there: scripts whose workers stay spend 20 ms on it."""
+"""Imported with torch if it is installed: scripts whose workers are kept take 20 ms to import it.
+"""
 
 MAX_FDS = 253
-"""The most descriptors that the kernel takes with one message."""
+"""The most descriptors that the kernel accepts with one message."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
 
 CANARY_TIMEOUT_S = 10.0
-"""Time for the first fork to prove that a fork of this process works."""
+"""How long the first fork may take to prove that forks of this process work."""
 
 _THREADS_END_WITHIN_S = 1.0
 
@@ -91,7 +92,7 @@ _DEVICES = (
     *("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/xpu", "/dev/davinci", "/dev/neuron"),
     *("/dev/accel", "/dev/habanalabs", "/dev/hl", "/dev/vfio/", "/dev/infiniband/"),
 )
-"""Accelerators and RDMA adapters: their drivers tie memory and queues to one process."""
+"""Accelerators and RDMA adapters, whose drivers tie memory and queues to one process."""
 
 _UNSHARABLE = ("socket:", "pipe:", "anon_inode:", *_DEVICES)
 """Descriptors that several processes cannot share as if each had opened its own."""
@@ -119,8 +120,8 @@ class StartError(Exception):
 def main(hook: str) -> bool:
     """Carry out the order in RDZV_ZYGOTE; return only in workers.
 
-    `hook` is the folder whose `sitecustomize` calls this. Returns whether the site has a
-    `sitecustomize` of its own, which has then been imported.
+    `hook` is the folder whose `sitecustomize` calls this. Returns whether the site has its own
+    `sitecustomize`, which has then been imported.
     """
     order = json.loads(os.environ.pop("RDZV_ZYGOTE"))
     _forget(hook, order["path"])
@@ -147,7 +148,7 @@ def main(hook: str) -> bool:
 
 
 def _be_expendable() -> None:
-    """Let this process be the first that is killed when memory runs out."""
+    """Let the kernel kill this process first when memory runs out."""
     try:
         _oom_score["before"] = Path(_OOM_SCORE).read_text()
         Path(_OOM_SCORE).write_text("1000")
@@ -156,9 +157,9 @@ def _be_expendable() -> None:
 
 
 def _leave_cpus_to_others(nice: int) -> None:
-    """Set the priority of this session, where the kernel has one (autogroup).
+    """Set the priority of this session, if the kernel has autogroups.
 
-    It is not the one that a fork inherits, and that cannot be raised again.
+    Forks inherit a nice value, which could not be raised again; they do not inherit this one.
     """
     for _ in range(5):
         try:
@@ -258,7 +259,7 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
     """Import modules, the bare ones first; return a description of this process afterwards.
 
     Raises:
-        RefusedError: one cannot be imported, or leaves this process unable to fork.
+        RefusedError: one cannot be imported, or makes this process unsafe to fork.
     """
     since = time.monotonic()
     fds = set(_open_fds())
@@ -282,7 +283,7 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
     importlib.invalidate_caches()  # Workers need not import what this imports.
     _try_fork()
     gc.collect()
-    # Without this, each worker's collector would write to every shared page, and so copy it.
+    # Otherwise each worker's collector would write to, and so copy, every shared page.
     gc.freeze()
     return {
         "modules": list(modules),
@@ -293,15 +294,15 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
-    """Refuse if importing `name` left something that would be broken, or shared, in a fork."""
+    """Refuse if importing `name` left anything that a fork would break or share."""
     if "threading" in sys.modules and len(sys._current_frames()) > 1:
         found = [thread.name for thread in sys.modules["threading"].enumerate()[1:]]
         raise RefusedError(f"import {name} starts Python threads ({', '.join(found)})")
     found = _threads()
     if len(found) > threads:
         raise RefusedError(
-            f"import {name} leaves {len(found)} threads ({', '.join(found)}), where the bare "
-            f"import leaves {threads}; a fork has only the first"
+            f"import {name} leaves {len(found)} threads ({', '.join(found)}), where the "
+            f"bare import leaves {threads}; a fork has only the first"
         )
     children = _children()
     if children:
@@ -322,8 +323,8 @@ def _check_forkable(name: str, threads: int, fds: set[int]) -> None:
 def _try_fork() -> None:
     """Fork once, and refuse if the fork cannot compute or start a thread, or hangs.
 
-    Refuse as well if a thread is left after the fork. The threads of OpenBLAS, which numpy and
-    torch start on import, end at every fork.
+    Refuse as well if a thread survives the fork. The threads of OpenBLAS, which numpy and torch
+    start on import, end at every fork.
     """
     read_end, write_end = os.pipe()
     zygote = os.getpid()
@@ -348,14 +349,14 @@ def _try_fork() -> None:
     while len(found := _threads()) > 1:
         if time.monotonic() > until:
             raise RefusedError(
-                f"the imports leave {len(found)} threads ({', '.join(found)}) that no fork ends; a "
-                "fork has only the first"
+                f"the imports leave {len(found)} threads ({', '.join(found)}) that "
+                "survive forks; a fork has only the first"
             )
-        time.sleep(0.001)  # A thread that has ended may be listed for a moment.
+        time.sleep(0.001)  # A thread that has ended may still be listed for a moment.
 
 
 def _be_canary(zygote: int, write_end: int) -> NoReturn:
-    """Use in a fork what most often breaks there, and exit; write what is wrong, if anything."""
+    """Use, in a fork, what most often breaks there; write what is wrong, if anything, and exit."""
     try:
         _leash(zygote)
         complaint = _compute()
@@ -457,7 +458,7 @@ def _fork_all(
 ) -> tuple[dict[str, object] | None, int]:
     """Fork once for each link; return the answer once the intermediate process is gone.
 
-    In a fork, return None and the fork's place. Fork none if links were `lost`, for lack of
+    In a fork, return None and the fork's index. Fork none if links were `lost` for lack of
     descriptors.
     """
     if lost:
@@ -480,7 +481,7 @@ def _fork_all(
         return None, mine
     os.close(write_end)
     _, status = os.waitpid(middle, 0)
-    # All that it wrote fits into the pipe and is there; this does not wait for the forks.
+    # Everything that it wrote fits into the pipe and is there; this does not wait for the forks.
     said = os.read(read_end, 4 * len(links)) if os.WIFEXITED(status) else b""
     os.close(read_end)
     pids = list(struct.unpack(f"{len(said) // 4}i", said))
@@ -493,11 +494,11 @@ def _describe(status: int) -> str:
     """Return why the intermediate process has forked too few."""
     if os.WIFEXITED(status):
         return os.strerror(os.WEXITSTATUS(status))
-    return f"the process in between was killed by signal {os.WTERMSIG(status)}"
+    return f"the intermediate process was killed by signal {os.WTERMSIG(status)}"
 
 
 def _fork_each(count: int, write_end: int) -> int:
-    """Fork from the intermediate process, which exits; return its place in each fork."""
+    """Fork from the intermediate process, which exits; return the index in each fork."""
     code = 1
     try:
         for place in range(count):
@@ -513,7 +514,7 @@ def _fork_each(count: int, write_end: int) -> int:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # These threads are known, and were found to be harmless.
+        # These threads are known to be harmless.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -574,9 +575,9 @@ def _take_streams(fds: Sequence[int]) -> None:
 
 
 def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket) -> None:
-    """Serve a store instead of a fresh interpreter that would run `argv`; never return.
+    """Serve a store in place of a fresh interpreter running `argv`; never return.
 
-    Errors before it serves are raised, when no client has been served yet.
+    Errors are raised only before the first client is served.
     """
     _leash(spec["parent"])
     os.sched_setaffinity(0, spec["cpus"])
@@ -604,7 +605,7 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
     """Apply this worker's own settings, and renew state that two processes must not share."""
     _leash(spec["parent"])
     for fd, name in ((1, "stdout"), (2, "stderr")):
-        # A runner older than this file opens them itself.
+        # An older runner opens the files itself.
         if spec.get(name) is not None:
             _append_to(name, _text(_bytes(spec[name])), fd)
     argv = [_bytes(word) for word in spec["argv"]]
@@ -626,7 +627,7 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
 
 
 def _watch_torch(address: str, env: Mapping[str, str]) -> None:
-    """Have the script's import of torch reported, as if it had not been imported before."""
+    """Report the script's import of torch, as if torch had not been imported before."""
     # The import of torch._dynamo sets it, and so does its compiler; in between a script may.
     if "TORCHINDUCTOR_CACHE_DIR" not in env:
         os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
@@ -681,8 +682,8 @@ def _environment(env: Mapping[str, str]) -> dict[bytes, bytes]:
 def _change_environment(env: Mapping[bytes, bytes], given: Mapping[bytes, bytes]) -> None:
     """Set a worker's environment, and repeat the changes that were made to the zygote's.
 
-    The interpreter, a wrapper, or a module on import may have set a variable. They would have done
-    so in the worker, too, unless it is given a different value.
+    The interpreter, a wrapper, or a module on import may have set a variable. It would have done so
+    in the worker, too, unless the worker is given a different value.
     """
     wanted = dict(env)
     now = dict(os.environb)
@@ -779,7 +780,7 @@ def _show_as(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> None:
     memory = mmap.mmap(-1, len(words) + len(variables), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(words + variables)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    # The command stands in parentheses and may itself hold any character.
+    # The command is in parentheses and may contain any character.
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     stat = [b"", b"", *fields]
     start_code, end_code, start_stack = (int(stat[place - 1]) for place in (26, 27, 28))
@@ -827,7 +828,7 @@ def _write_frame(link: socket.socket, message: Mapping[str, object]) -> None:
     try:
         link.sendall(struct.pack(">I", len(payload)) + payload)
     except OSError:
-        os._exit(0)  # This fork was given up meanwhile.
+        os._exit(0)  # This fork is no longer needed.
 
 
 def _bytes(text: str) -> bytes:

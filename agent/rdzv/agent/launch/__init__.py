@@ -1,1 +1,1 @@
-"""The launch that a user asked for, and what this node offers for it: ports, CPUs, GPUs."""
+"""The launch that a user asked for, and this node's offer for it: ports, CPUs, GPUs."""

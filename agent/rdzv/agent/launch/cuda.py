@@ -1,7 +1,7 @@
 """Asks the CUDA driver for its GPUs, in a process of its own: `python -I -S cuda.py LIBRARY`.
 
-There the driver reads the job's environment, and the agent is isolated from its threads, device
-files and crashes. The script is run by path, with the standard library alone.
+That process gives the driver the job's environment, and isolates the agent from the driver's
+threads, device files and crashes. It is run by path, with only the standard library.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _MAX_ADDRESS_BYTES = 32
 
 
 class _CudaError(Exception):
-    """The CUDA driver answered with an error."""
+    """The CUDA driver returned an error."""
 
 
 def cuda_gpus(driver: Any) -> list[str]:
     """Return the PCI addresses of the GPUs that the CUDA driver API shows to this process.
 
-    No context is made, so no GPU memory is used, and a GPU in exclusive use is listed, too.
+    No context is created, so no GPU memory is used, and a GPU in exclusive use is listed, too.
     """
 
     def call(name: str, *args: object) -> int:
@@ -52,7 +52,7 @@ def print_cuda_gpus(library: str) -> None:
     """Print what CUDA shows to this process, for `numa.visible_gpu_pci_addresses`."""
     answer: dict[str, Any] = {"gpus": [], "why_none": "", "failure": ""}
     with os.fdopen(os.dup(1), "w") as out:
-        os.dup2(2, 1)  # The driver's own output is not part of the answer.
+        os.dup2(2, 1)  # Keeps the driver's own output apart from the answer.
         try:
             answer["gpus"] = cuda_gpus(ctypes.CDLL(library))
         except OSError as error:

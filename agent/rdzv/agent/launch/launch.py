@@ -1,4 +1,4 @@
-"""The launch that a user asked for, and what this node can offer for it."""
+"""The launch that a user asked for, and this node's offer for it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ PROBE_TIMEOUT_S = 10.0
 
 
 NO_FILES = Path(os.devnull)
-"""The log directory that stands for no files, as under torchrun."""
+"""The log directory that means no files, as under torchrun."""
 
 NO_HANDLER = "null"
-"""The handler that stands for no events, as under torchrun."""
+"""The handler that means no events, as under torchrun."""
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @struct(frozen=True)
 class Output:
-    """The destinations of the workers' output. Streams are bits: 1 stdout, 2 stderr, 3 both."""
+    """Where the workers' output goes. Streams are bits: 1 stdout, 2 stderr, 3 both."""
 
     log_dir: Path | None = None
     run_dir: Path | None = None
@@ -62,7 +62,7 @@ class Output:
 
 @struct(frozen=True)
 class EventSink:
-    """The destination of this node's torchelastic events."""
+    """Where this node's torchelastic events go."""
 
     destination: str = NO_HANDLER
     """The name of a handler that torch knows."""
@@ -102,16 +102,17 @@ class Launch:
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
     """The job secret, which every participant presents; empty if there is none. Only rdzvrun has
-    one, because for a submitted job the agent would have to read a file that another user names."""
+    one: for a submitted job the agent would have to read a file named by another user.
+    """
     virtual_local_rank: bool = False
     """Every worker has LOCAL_RANK 0 and sees one GPU."""
     numa_binding: NumaBinding | None = None
     warm: tuple[str, ...] = ()
-    """The modules that a zygote preloads ahead of the first round; without any, it is cold."""
+    """The modules that a zygote preloads before the first round; empty for no such zygote."""
     warm_restarts: bool = False
     """Whether a zygote is started for restarts, once the workers have imported torch."""
     collective_trace: bool = True
-    """Whether torch's record of the workers' collectives is opened to the agent."""
+    """Whether the agent has access to torch's record of the workers' collectives."""
     hang_timeout: HangTimeout | None = None
     """How long workers may report no progress; None if there is no limit."""
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
@@ -147,7 +148,6 @@ def check_startable(launch: Launch) -> None:
     Raises:
         InvalidRequestError: the folder, script, program or interpreter is missing, or logs cannot
             be written.
-
     """
     with acting_as(launch.identity):
         _check_startable(launch)
@@ -160,8 +160,8 @@ def _check_startable(launch: Launch) -> None:
     if launch.no_python:
         if not _is_program(launch, launch.script):
             raise InvalidRequestError(
-                f"{launch.script!r} is not a program on this node; give its path, or make it "
-                "executable"
+                f"{launch.script!r} is not a program on this node; give its path, or make "
+                "it executable"
             )
         return
     if not _is_program(launch, launch.python):
@@ -194,15 +194,15 @@ def _check_chdir(chdir: Path) -> None:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise InvalidRequestError(
-            f"the folder {folder} cannot be used on this node ({why}); give one that exists on "
-            "every node"
+            f"the folder {folder} cannot be used on this node ({why}); give one that "
+            "exists on every node"
         ) from error
     if not stat.S_ISDIR(mode):
         raise InvalidRequestError(f"{folder} is not a directory on this node; give one that is")
     if not os.access(chdir, os.X_OK, effective_ids=True):
         raise InvalidRequestError(
-            f"the folder {folder} cannot be entered on this node by the account that jobs run as; "
-            "give it the permission, or give another folder"
+            f"the account that jobs run as cannot enter the folder {folder} on this node; "
+            "grant it the permission, or give another folder"
         )
 
 
@@ -215,7 +215,7 @@ def _is_program(launch: Launch, name: str) -> bool:
 
 
 def _is_executable(path: str | Path) -> bool:
-    # This is checked with the rights by which files are opened now, which `shutil.which` ignores.
+    # This is checked with the effective rights, which `shutil.which` ignores.
     return os.access(path, os.X_OK, effective_ids=True) and not Path(path).is_dir()
 
 
@@ -225,12 +225,12 @@ def _from(launch: Launch, path: str) -> str:
 
 
 def _check_log_dir(log_dir: Path | None) -> None:
-    """Refuse a log directory that cannot be made or written; make nothing yet."""
+    """Refuse a log directory that cannot be created or written; create nothing yet."""
     if log_dir is None or log_dir == NO_FILES:
         return
     there = next(path for path in (log_dir, *log_dir.parents) if _is_there(path))
     if not there.is_dir():
-        reason = f"{there} is no directory"
+        reason = f"{there} is not a directory"
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         reason = f"{there} cannot be written"
     else:
@@ -239,7 +239,7 @@ def _check_log_dir(log_dir: Path | None) -> None:
 
 
 def _is_there(path: str | Path) -> bool:
-    """Return whether a file exists; also works where its folders cannot be searched."""
+    """Return whether a file exists; also works if its folders cannot be searched."""
     try:
         return bool(str(path)) and Path(path).exists()
     except OSError:
@@ -258,7 +258,7 @@ async def has_torch(
 ) -> bool:
     """Return whether the job's interpreter has torch, without importing it.
 
-    If it is this process's interpreter and finds torch here, it is not run; otherwise it is asked.
+    If the job uses this process's interpreter, and torch is found here, no process is started.
     """
     if _is_this_python(python, environ, account) and _finds_torch():
         return True
@@ -303,8 +303,7 @@ async def _ask(
 
     Raises:
         OSError: it cannot be started.
-        TimeoutError: it has not ended in time, and was killed.
-
+        TimeoutError: it did not end in time, and was killed.
     """
     with started_as(account) as how:
         process = await start_spared(
@@ -345,7 +344,6 @@ def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = No
 
     Raises:
         InvalidRequestError: there are none, or the job's interpreter gives no answer.
-
     """
     try:
         answer = subprocess.run(
@@ -408,7 +406,7 @@ async def local_address(endpoint: Endpoint) -> str:
 
 
 async def reachable_host_name() -> str:
-    """Return this machine's name if it does not only resolve to loopback, else nothing."""
+    """Return this machine's name, unless it resolves only to loopback addresses; then nothing."""
     return await _own_name()
 
 

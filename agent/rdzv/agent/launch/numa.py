@@ -4,7 +4,7 @@ LOCAL_RANK n uses the n-th GPU that CUDA shows to the job, as under torchrun, an
 to CPUs of the NUMA node that this GPU is attached to. The modes, and the choices within a node, are
 those of `torch/numa/binding.py` in torch 2.13; tests compare the two on the same trees.
 
-Three things differ from torch on purpose:
+Three differences from torch are deliberate:
 
 * The CPUs are set with `sched_setaffinity`, so `numactl` need not be installed.
 * `socket` skips nodes without a CPU for this process: memory-only nodes, possible but absent ones,
@@ -13,7 +13,7 @@ Three things differ from torch on purpose:
   on the first node: neighbours by rank, which communicate most, stay together, two workers on two
   sockets get one each, and the memory of a CPU job is as remote as that of any other.
 
-Like torch, this binds CPUs and not memory: the kernel places a page near the thread that first
+Like torch, this binds CPUs but not memory: the kernel places a page near the thread that first
 writes to it.
 """
 
@@ -57,16 +57,16 @@ class NumaBinding(StrEnum):
     """How close to its GPU, and how exclusively, a worker is bound."""
 
     NODE = "node"
-    """On all CPUs of its GPU's NUMA node. Choose this if in doubt."""
+    """All CPUs of its GPU's NUMA node. The right choice if in doubt."""
 
     SOCKET = "socket"
-    """On all CPUs of all NUMA nodes of its GPU's socket."""
+    """All CPUs of all NUMA nodes of its GPU's socket."""
 
     EXCLUSIVE = "exclusive"
-    """On a share of the physical cores of its GPU's NUMA node that no other GPU gets."""
+    """A share of the physical cores of its GPU's NUMA node that no other GPU gets."""
 
     CORE_COMPLEX = "core-complex"
-    """On the cores of its GPU's NUMA node that share one last-level cache."""
+    """The cores of its GPU's NUMA node that share one last-level cache."""
 
 
 def bound_cpus(
@@ -80,14 +80,13 @@ def bound_cpus(
 ) -> frozenset[int]:
     """Return the logical CPUs to bind a worker to: at least one, and only allowed ones.
 
-    `gpu_pci_addresses` are the GPUs of the job on this machine, by CUDA's index; all of them count
-    even if there are fewer workers, as in torch. Without any, the workers are spread over the
-    nodes. `allowed` defaults to the CPUs of this process. The result depends on nothing else, so
-    that workers bound one by one do not collide. `local_rank` is below `local_world_size`.
+    `gpu_pci_addresses` are the job's GPUs on this machine, by CUDA's index; all of them count even
+    if there are fewer workers, as in torch. Without any, the workers are spread over the nodes.
+    `allowed` defaults to the CPUs of this process. The result depends on nothing else, so workers
+    bound one by one do not collide. `local_rank` is below `local_world_size`.
 
     Raises:
         InvalidRequestError: the machine does not have what the binding asks for.
-
     """
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     machine = _Machine(sysfs, frozenset(allowed))
@@ -151,7 +150,7 @@ class _Machine:
         return self._cpu_list(f"devices/system/node/node{node}/cpulist") & self.allowed
 
     def node_of_gpu(self, address: str) -> int:
-        """Return the node that a PCI device is attached to: 0 where the firmware does not say."""
+        """Return the node that a PCI device is attached to: 0 if the firmware does not say."""
         return max(self._number(f"bus/pci/devices/{_as_in_sysfs(address)}/numa_node"), 0)
 
     def socket_of(self, cpu: int) -> int:
@@ -175,7 +174,7 @@ class _Machine:
         if not levels:
             raise _UnbindableError(
                 f"the kernel lists no cache of CPU {cpu}, as in some virtual machines; "
-                f"take --numa-binding={NumaBinding.NODE}"
+                f"use --numa-binding={NumaBinding.NODE}"
             )
         return self._first(f"{levels[max(levels)]}/shared_cpu_list")
 
@@ -197,8 +196,8 @@ class _Machine:
             return parse(text)
         except ValueError as error:
             raise _UnbindableError(
-                f"{self.sysfs / path} holds {text!r:.80}, which cannot be understood; "
-                "leave --numa-binding out"
+                f"{self.sysfs / path} holds {text!r:.80}, which is not a CPU list; leave "
+                "--numa-binding out"
             ) from error
 
     def _text(self, path: str) -> str:
@@ -206,7 +205,8 @@ class _Machine:
             return (self.sysfs / path).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise _UnbindableError(
-                f"{error}; show the machine's {SYSFS} to the container, or leave --numa-binding out"
+                f"{error}; mount the machine's {SYSFS} in the container, or leave "
+                "--numa-binding out"
             ) from error
 
 
@@ -247,8 +247,8 @@ def _homes(machine: _Machine, local_world_size: int, gpus: Sequence[str]) -> lis
         return _spread(machine, local_world_size)
     if local_world_size > len(gpus):
         raise _UnbindableError(
-            f"{local_world_size} workers but only {len(gpus)} GPUs ({', '.join(gpus)}); start at "
-            f"most one worker per GPU, or {_NO_GPUS}"
+            f"{local_world_size} workers but only {len(gpus)} GPUs ({', '.join(gpus)}); "
+            f"start at most one worker per GPU, or {_NO_GPUS}"
         )
     return [machine.node_of_gpu(address) for address in gpus]
 
@@ -296,9 +296,10 @@ def _bind_exclusive(machine: _Machine, place: _Place) -> frozenset[int]:
     cores = _grouped(_bind_node(machine, place), machine.core_of)
     if len(cores) < place.sharers:
         raise _UnbindableError(
-            f"{place.sharers} share NUMA node {place.node}, whose usable physical cores are "
-            f"{len(cores)} (CPUs {format_cpu_list(frozenset().union(*cores.values()))}); "
-            f"widen the job's CPU set, or take --numa-binding={NumaBinding.NODE}"
+            f"{place.sharers} share NUMA node {place.node}, whose usable physical cores "
+            f"are {len(cores)} (CPUs "
+            f"{format_cpu_list(frozenset().union(*cores.values()))}); widen the job's CPU "
+            f"set, or use --numa-binding={NumaBinding.NODE}"
         )
     share, left_over = divmod(len(cores), place.sharers)
     start = place.index * share + min(place.index, left_over)
@@ -344,15 +345,14 @@ async def visible_gpu_pci_addresses(
     Only the CUDA driver itself knows them: the order depends on CUDA_DEVICE_ORDER (by default the
     fastest comes first, unlike in nvidia-smi and NVML), and CUDA_VISIBLE_DEVICES may hold numbers,
     UUIDs, prefixes of UUIDs, and MIG devices, which have their GPU's address. It runs in a process
-    of its own: there it reads this environment, and its threads, device files and crashes do not
+    of its own, which has this environment, and whose threads, device files and crashes do not
     affect the agent.
 
-    The result is empty if the job has no GPU. If CUDA does not show GPUs that are not deliberately
-    hidden, a guess would bind workers far from them, so that is refused.
+    The result is empty if the job has no GPU. If CUDA does not show GPUs that were not hidden on
+    purpose, the call is refused, because a guess would bind workers far from them.
 
     Raises:
         InvalidRequestError: the driver fails or hangs, or shows none of the existing GPUs.
-
     """
     if environ.get("CUDA_VISIBLE_DEVICES") in HIDES_ALL:
         return ()
@@ -360,9 +360,9 @@ async def visible_gpu_pci_addresses(
     unseen = () if shown else _gpus_on_pci(sysfs)
     if unseen:
         raise InvalidRequestError(
-            f"--numa-binding: {why or 'CUDA shows no GPU'}, but there are some on the PCI bus "
-            f"({', '.join(unseen)}); give this job access to them (driver, container runtime, "
-            f"CUDA_VISIBLE_DEVICES; others than NVIDIA's are not supported), or {_NO_GPUS}"
+            f"--numa-binding: {why or 'CUDA shows no GPU'}, but there are some on the PCI "
+            f"bus ({', '.join(unseen)}); give this job access to them (driver, container "
+            f"runtime, CUDA_VISIBLE_DEVICES; only NVIDIA's are supported), or {_NO_GPUS}"
         )
     return shown
 
@@ -383,7 +383,7 @@ async def _ask_cuda(
                 **how,
             )
     except OSError as error:
-        raise _cuda_failed(f"cannot be asked ({error})") from error
+        raise _cuda_failed(f"cannot be queried ({error})") from error
     try:
         async with asyncio.timeout(timeout_s):
             said, complaint = await process.communicate()
@@ -408,8 +408,8 @@ def _last_words(return_code: int | None, complaint: bytes) -> str:
 
 def _cuda_failed(how: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"--numa-binding: the CUDA driver {how}; see whether nvidia-smi works on this node, or "
-        f"{_NO_GPUS}"
+        f"--numa-binding: the CUDA driver {how}; check whether nvidia-smi works on this "
+        f"node, or {_NO_GPUS}"
     )
 
 

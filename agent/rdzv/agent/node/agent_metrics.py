@@ -2,7 +2,7 @@
 
 The calls by which the agent acts also update the counters and histograms, which count from the
 start of this agent. Gauges are computed when they are scraped. No label names a job or a worker:
-the server reports jobs, and this page reports the node.
+the server reports on jobs, this page on the node.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _http_log = http_log(
 )
 
 RUN, STOP = "run", "stop"
-"""The phase in which a worker exits: by itself, or after it was told to stop."""
+"""The phases in which a worker exits: by itself, or after it was told to stop."""
 
 _STARTS = ("kept", "warm", "cold")
 
@@ -49,7 +49,7 @@ _START_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class AgentMetrics(Meter, Collector):
-    """The metrics of one node, exported for Prometheus."""
+    """The metrics of one node, exported to Prometheus."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class AgentMetrics(Meter, Collector):
         self._count_streams(self._registry)
         about = Gauge(
             "rdzv_agent_build_info",
-            "1; what this agent is, in its labels.",
+            "1; this agent's properties as labels.",
             ("version", "python"),
             registry=self._registry,
         )
@@ -86,7 +86,7 @@ class AgentMetrics(Meter, Collector):
         )
         self.restarts = counter(
             "rdzv_agent_restarts_total",
-            "Of these rounds, those that follow one that workers failed in.",
+            "Of these rounds, those that follow a round with failed workers.",
         )
         self.start_seconds = seconds(
             "rdzv_agent_worker_start_seconds",
@@ -97,26 +97,26 @@ class AgentMetrics(Meter, Collector):
         )
         self.cold_starts = counter(
             "rdzv_agent_workers_started_cold_total",
-            "Workers that were to be warm, and were started cold.",
+            "Workers that should have started warm, but started cold.",
         )
         self.starts = counter(
             "rdzv_agent_worker_starts_total",
-            "Workers that began a round: kept from the one before, started warm, or cold.",
+            "Workers that began a round: kept from the previous round, started warm, or cold.",
             ("how",),
         )
         for how in _STARTS:
             self.starts.labels(how)
         self.park_seconds = seconds(
             "rdzv_agent_park_seconds",
-            "Time from the end of a round until all workers that stay are parked.",
+            "Time from the end of a round until all kept workers are parked.",
         )
         self.resume_seconds = seconds(
             "rdzv_agent_resume_seconds",
-            "Time from the decision to start workers until a kept one goes on with its training.",
+            "Time from the decision to start workers until a kept one continues training.",
         )
         self.exits = counter(
             "rdzv_agent_worker_exits_total",
-            "Workers that exited, by exit code or signal; of themselves, or when told to stop.",
+            "Workers that exited, by exit code or signal; by themselves, or when told to stop.",
             ("how", "during"),
         )
         for during in (RUN, STOP):
@@ -126,11 +126,11 @@ class AgentMetrics(Meter, Collector):
                 self.exits.labels(how, during)
         self.fenced = counter(
             "rdzv_agent_rounds_fenced_total",
-            "Rounds whose workers were killed, for the server was out of reach.",
+            "Rounds whose workers were killed because the server was unreachable.",
         )
         self.store_host_exits = counter(
             "rdzv_agent_store_host_exits_total",
-            "Store hosts of this node that have exited, in order or not.",
+            "Store hosts of this node that exited, as intended or not.",
         )
         self.runner_exits = counter(
             "rdzv_agent_runner_exits_total", "Runners that have exited.", ("how",)
@@ -151,14 +151,14 @@ class AgentMetrics(Meter, Collector):
         )
         self._failed_attempts = counter(
             "rdzv_agent_connect_failures_total",
-            "Attempts to open a stream that no server has welcomed.",
+            "Attempts to open a stream that no server welcomed.",
         )
 
     def add_process(self) -> None:
         """Add the metrics of this process and its interpreter."""
         add_process(self._registry)
 
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- events
 
     def job(self, local_world_size: int) -> JobMeter:
         """Return the meter of a new job with `local_world_size` workers on this node."""
@@ -167,7 +167,7 @@ class AgentMetrics(Meter, Collector):
         return job
 
     def forget(self, job: _JobCounter) -> None:
-        """Stop counting a job of which nothing is left."""
+        """Stop counting a job once nothing of it is left."""
         self._jobs.pop(job, None)
 
     def stream_opened(self) -> None:
@@ -187,7 +187,7 @@ class AgentMetrics(Meter, Collector):
         else:
             self._failed_attempts.inc()
 
-    # ---------------------------------------------------------------- what is read
+    # ---------------------------------------------------------------- gauges
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges; prometheus-client asks for them."""
@@ -204,12 +204,12 @@ class AgentMetrics(Meter, Collector):
         lease_ms = self._link.lease_ms
         yield GaugeMetricFamily(
             "rdzv_agent_connected",
-            "1 while a server hears this node, else 0.",
+            "1 while a server receives this node's messages, else 0.",
             int(lease_ms is not None),
         )
         yield GaugeMetricFamily(
             "rdzv_agent_lease_seconds",
-            "Silence that the server tolerates of this node; 0 without a stream.",
+            "How much silence of this node the server tolerates; 0 without a stream.",
             (lease_ms or 0) / 1000,
         )
 
@@ -296,7 +296,7 @@ class _JobCounter(JobMeter):
                 self._starting = max(self._starting - 1, 0)
                 self._running.add(event.local_rank)
                 node.start_seconds.observe(self._now_s() - self._started_s)
-                if event.how in _STARTS:  # A runner of an older version does not say.
+                if event.how in _STARTS:  # Runners of older versions do not say.
                     node.starts.labels(event.how).inc()
             case runner_link.WorkerResumed():
                 node.resume_seconds.observe(self._now_s() - self._started_s)
@@ -354,10 +354,10 @@ def _collect_placements(placements: Placements) -> Iterable[Metric]:
     yield by_label(
         "rdzv_agent_jobs", "Submitted jobs that this node holds.", "state", occupancy.jobs
     )
-    yield by_label("rdzv_agent_gpus", "GPUs by what holds them.", "state", occupancy.gpus)
+    yield by_label("rdzv_agent_gpus", "GPUs by their holder.", "state", occupancy.gpus)
     yield GaugeMetricFamily(
         "rdzv_agent_capacity",
-        "Submitted jobs that this node takes at once.",
+        "How many submitted jobs this node takes at once.",
         placements.resources.capacity,
     )
 
@@ -375,8 +375,7 @@ async def serving_metrics(
     """Collect metrics, and serve /metrics and /healthz until the body ends; yield the address.
 
     Raises:
-        InvalidRequestError: the address cannot be listened on.
-
+        InvalidRequestError: it is impossible to listen at the address.
     """
     metrics = AgentMetrics(link, placements)
     metrics.add_process()
@@ -389,7 +388,7 @@ async def serving_metrics(
         link.metrics_address = announced(bound, link.identity.address)
         if link.metrics_address:
             log.info(
-                "metrics at http://%s/metrics; the server was told this address",
+                "metrics at http://%s/metrics; the server lists this address",
                 link.metrics_address,
             )
         else:
@@ -432,8 +431,8 @@ async def _answering(listen: Listen, metrics: AgentMetrics) -> AsyncIterator[Lis
             await site.start()
         except OSError as error:
             raise InvalidRequestError(
-                f"`metrics_listen` = {str(listen)!r} cannot be listened on: {error.strerror}; "
-                "give another address"
+                f"`metrics_listen` = {str(listen)!r}: cannot listen there: "
+                f"{error.strerror}; give another address"
             ) from error
         yield Listen(listen.host, runner.addresses[0][1])
     finally:

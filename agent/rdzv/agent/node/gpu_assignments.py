@@ -1,7 +1,7 @@
-"""The assignment of this node's GPUs to jobs: no GPU is given twice.
+"""The assignment of this node's GPUs to jobs: each GPU belongs to at most one job.
 
-A job has an entry from its placement by the server until its last process is gone. A job whose GPUs
-are still held waits; jobs are served in order, but one that waits does not hold up jobs whose GPUs
+A job has an entry from its placement by the server until its last process is gone. It waits while
+its GPUs are still held; jobs are served in order, but one that waits does not delay jobs whose GPUs
 are free.
 """
 
@@ -43,8 +43,9 @@ class Ledger:
         """
         if count > len(self.uuids):
             raise InvalidRequestError(
-                f"{count} GPUs are requested, and this node has {len(self.uuids)}; ask for fewer "
-                "(--gpus-per-node, --nproc-per-node), or for nodes that have them"
+                f"{count} GPUs are requested, but this node has {len(self.uuids)}; ask "
+                "for fewer (--gpus-per-node, --nproc-per-node), or for nodes that have "
+                "them"
             )
 
     def take(self, key: Key, count: int) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""The agent's /metrics and /healthz; an agent without them loads no library for metrics."""
+"""The agent's /metrics and /healthz, without which it loads no metrics library."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ async def metered(
     Does nothing if `listen` is None. Enter it before the link runs and before any driver prepares.
 
     Raises:
-        InvalidRequestError: the address cannot be listened on.
-
+        InvalidRequestError: it is impossible to listen at the address.
     """
     if listen is None:
         yield

@@ -1,4 +1,4 @@
-"""One node: its one stream to the server, and all the jobs that it takes part in."""
+"""One node: its stream to the server, and all its jobs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
 
 LOG_FINISH_TIMEOUT_S = 2.0
-"""How long log followers may take to read the last lines, once the jobs have ended."""
+"""How long log followers may take to read the last lines once the jobs have ended."""
 
 LINK_CLOSE_TIMEOUT_S = 2.0
-"""How long closing the stream may take, once everything was sent."""
+"""How long closing the stream may take once everything has been sent."""
 
 log = logging.getLogger("rdzv.agent")
 
@@ -55,12 +55,12 @@ async def take_part(
     """Take part in these jobs until each has ended for this node, with all its processes gone.
 
     The launches' signals make the node leave all of them in order. With `host_at` the node serves
-    the others there, unless another process of this machine does; with `elect_by` the nodes elect
-    the one that serves; without an endpoint this node serves itself, and its workers find their
+    the others there, unless another process of this machine does. With `elect_by` the nodes elect
+    the one that serves. Without an endpoint this node serves itself, and its workers find their
     round's store at `host_at`, too. /metrics is served at `metrics_listen`, if given. A notice of
-    `preemption`, or one in a launch's own notice file, also makes the node leave.
-    `credentials` are for the servers at the endpoints; a server hosted by a node uses plain ones.
-    `started` is a runner that was started ahead, for the first of the launches.
+    `preemption`, or one in a launch's own notice file, also makes the node leave. `credentials` are
+    for the servers at the endpoints; a server hosted by a node uses plain connections. `started` is
+    a runner that was started ahead, for the first of the launches.
     """
     drivers: list[JobDriver] = []
     endpoints_given = bool(endpoints)
@@ -103,7 +103,7 @@ async def take_part(
 
 
 async def identity(node_id: str, endpoint: Endpoint) -> Identity:
-    """Return the identity that this start of an agent shows to the servers."""
+    """Return the identity that this start of an agent presents to the servers."""
     return Identity(
         node_id=node_id,
         instance=uuid.uuid4().hex,
@@ -116,7 +116,7 @@ async def identity(node_id: str, endpoint: Endpoint) -> Identity:
 
 
 async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) -> Identity:
-    """Return a daemon's identity: its workers outlive it, and it may continue a former instance."""
+    """Return a daemon's identity: its workers outlive it, and it may continue an instance."""
     return replace(
         await identity(node_id, endpoint),
         kind=pb.AGENT_KIND_DAEMON,
@@ -128,7 +128,7 @@ async def daemon_identity(node_id: str, endpoint: Endpoint, instance: Instance) 
 
 
 async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutcome]:
-    """Keep the stream open until the last job has ended and the server was told."""
+    """Keep the stream open until the last job has ended and the server knows."""
     async with asyncio.TaskGroup() as tasks:
         talk = tasks.create_task(link.run())
         outcomes = await asyncio.gather(*(driver.wait() for driver in drivers))

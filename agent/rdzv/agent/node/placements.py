@@ -1,15 +1,16 @@
-"""The submitted jobs of this node, which are taken up as the server places them, each by a driver.
+"""The submitted jobs of this node: taken up as the server places them, each run by a driver.
 
 ::
 
     Placed --> waits for its folder, its GPUs --> JobDriver: joins, runs --> last process gone
        \\--> Declined: it cannot run here           \\--> Withdrawn: leaves in order
 
-A job is *held* from its placement until nothing of it is left, and the server is told so
-(`Holdings`). Each job is a task of its own: its failure affects no other job, nor the stream. The
-`Ledger` gives out GPUs and places; it knows better than the server which jobs still have them.
+A job is *held* from its placement until nothing of it is left, and is reported to the server that
+long (`Holdings`). Each job is a task of its own: its failure affects neither another job nor the
+stream. The `Ledger` assigns GPUs and places; it knows better than the server which jobs still have
+them.
 
-A job outlives this process: its runner keeps it for the agent after this one, which *adopts* it.
+A job outlives this process: its runner keeps it for the next agent, which *adopts* it.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ CLOSE_AGAIN_S = 10.0
 """The delay before another attempt to end processes that survive SIGKILL."""
 
 ADOPT_WITHIN_S = 1.0
-"""How long a job's folder may take to answer at its adoption, while the server waits for this
-node."""
+"""How long a job's folder may take to answer at its adoption, while the server waits for this node.
+"""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -84,14 +85,14 @@ class _Held:
 
 @struct(frozen=True)
 class Occupancy:
-    """The use of this node's places and GPUs: by jobs that run, and by jobs that end."""
+    """How many of this node's places and GPUs running and ending jobs use."""
 
     jobs: Mapping[str, int]
     gpus: Mapping[str, int]
 
 
 class _UnhealthyError(Exception):
-    """This node takes up no jobs now."""
+    """This node takes up no jobs at the moment."""
 
 
 class Placements:
@@ -110,7 +111,7 @@ class Placements:
     ) -> None:
         """Take up jobs over `link`, with this node's resources, surroundings and folders.
 
-        While its `health` is bad, no job is taken up. `accounts` map submitters to accounts.
+        While its `health` is bad, no job is taken up. `accounts` maps submitters to accounts.
         """
         self._accounts = accounts or Accounts()
         self._link = link
@@ -132,7 +133,7 @@ class Placements:
         self._drained = ""
         """Why this node is about to leave all its jobs; empty if it is not."""
 
-    # ------------------------------------------------------------------ what the link needs
+    # ------------------------------------------------------------------ for the link
 
     @property
     def resources(self) -> Resources:
@@ -140,7 +141,7 @@ class Placements:
         return self._resources
 
     def holdings(self) -> tuple[Holding, ...]:
-        """Return the jobs that may still have processes on this node, each once."""
+        """Return the jobs that may still have processes on this node, without duplicates."""
         return tuple(
             {
                 held.placed.key: Holding(held.placed.rdzv_id, held.placed.run, held.gpus)
@@ -164,7 +165,7 @@ class Placements:
             return
         if self._drained:
             # The server withdraws it as soon as it knows.
-            log.info("%s: placed here, but this node leaves: %s", placed.rdzv_id, self._drained)
+            log.info("%s: placed here, but this node is leaving: %s", placed.rdzv_id, self._drained)
             return
         if any(held.placed.key == placed.key and not held.given_back for held in self._held):
             return
@@ -196,21 +197,21 @@ class Placements:
     # ------------------------------------------------------------------ from agent to agent
 
     async def adopt(self, orphans: Iterable[Orphan]) -> None:
-        """Adopt the jobs of the former agent; call it before anything is sent to the server."""
+        """Adopt the previous agent's jobs; call it before anything is sent to the server."""
         for orphan in orphans:
             try:
                 await self._adopt(orphan)
             except Exception:
                 # Another agent may succeed while the runner still waits for one.
                 log.exception(
-                    "%s: cannot be adopted; its workers run on until the server gives this "
-                    "node up, unless an agent that can adopt them is started before",
+                    "%s: cannot be adopted; its workers continue until the server gives "
+                    "this node up, unless an agent that can adopt them starts before",
                     orphan.placement.rdzv_id,
                 )
                 orphan.runner.leave()
 
     async def _adopt(self, orphan: Orphan) -> None:
-        """Adopt a job: its workers run on, even if they could not be started today."""
+        """Adopt a job: its workers continue, even if they could not be started today."""
         kept, found = orphan.placement, orphan.runner
         placed = Placed(kept.rdzv_id, kept.run, kept.spec)
         job = orphan.state.state.job
@@ -243,9 +244,9 @@ class Placements:
     async def _launch_again(
         self, kept: KeptPlacement, placed: Placed, job: Job
     ) -> tuple[Launch, RunFolder, str]:
-        """Return the job's launch, its folder, and why no round of it can be started.
+        """Return the job's launch, its folder, and why no round of it can be started here.
 
-        That reason exists where this agent or this node would no longer take up the job.
+        There is such a reason if this agent or this node would no longer take up the job.
         """
         identity = None if kept.account is None else kept.account.identity
         folder, why_not = self._folders.folder(placed.rdzv_id, placed.run, identity), ""
@@ -289,7 +290,7 @@ class Placements:
             if held.driver is not None:
                 await held.driver.hand_over(within_ms)
 
-    # ------------------------------------------------------------------ what the daemon needs
+    # ------------------------------------------------------------------ for the daemon
 
     def change(self, resources: Resources, environ: Mapping[str, str]) -> None:
         """Change the resources, and the environment of jobs that start from now on.
@@ -313,7 +314,7 @@ class Placements:
             self._give_back(held, reason, events.Signalled(signum, name))
 
     def occupancy(self) -> Occupancy:
-        """Count the held jobs and their GPUs, by whether the job runs or ends."""
+        """Count the held jobs and their GPUs, separately for running and ending jobs."""
         jobs = Counter({"waiting": 0, "running": 0, "ending": 0})
         gpus = Counter({"free": len(self._ledger.free), "running": 0, "ending": 0})
         for held in self._held:
@@ -347,14 +348,14 @@ class Placements:
         """Hold a job while its task lives; the task begins once nothing is left of earlier ones."""
         self._held[held] = None
         held.task = asyncio.create_task(self._live(held, body, before), name=f"job {held.name}")
-        # This is not done in the task itself, because a task that is cancelled before it begins
-        # runs no code.
+        # This is not done in the task itself, because a task cancelled before its start runs no
+        # code.
         held.task.add_done_callback(lambda _: self._let_go(held))
 
     async def _live(
         self, held: _Held, body: Callable[[], Awaitable[None]], before: Iterable[_Held]
     ) -> None:
-        """Run a held job from beginning to end; raise nothing."""
+        """Run a held job from beginning to end; never raises."""
         try:
             for other in before:
                 await other.gone.wait()
@@ -366,9 +367,11 @@ class Placements:
             self._decline(held, str(error))
         except asyncio.CancelledError:
             if not self._handed_over:
-                log.info("%s: not taken up: %s", held.name, held.given_back or "this agent ends")
+                log.info(
+                    "%s: not taken up: %s", held.name, held.given_back or "this agent is ending"
+                )
         except Exception as error:
-            log.exception("%s: a bug in rdzv-agent ends it on this node", held.name)
+            log.exception("%s: a bug in rdzv-agent ended it on this node", held.name)
             self._decline(held, f"a bug in its rdzv-agent: {error!r}")
 
     def _let_go(self, held: _Held) -> None:
@@ -388,8 +391,7 @@ class Placements:
 
         Raises:
             InvalidRequestError: this node cannot take it up.
-            _UnhealthyError: this node takes up no jobs now.
-
+            _UnhealthyError: this node takes up no jobs at the moment.
         """
         placed = held.placed
         await self._runners.former_gone()
@@ -409,7 +411,7 @@ class Placements:
             )
         except OSError as error:
             raise InvalidRequestError(
-                f"its folder cannot be made in the agent's state_dir: {error}"
+                f"its folder cannot be created in the agent's state_dir: {error}"
             ) from error
         try:
             share = Share(gpus if self._resources.gpus else None, folder.path, account)
@@ -446,20 +448,20 @@ class Placements:
         await self._see_through(held, driver, self._begin(held, driver))
 
     def _examine(self, gpus: Iterable[str]) -> Callable[[], Awaitable[str]]:
-        """Return a check of the node's health, for when no worker is left on these GPUs."""
+        """Return a check of the node's health, for use when no worker is left on these GPUs."""
         mine = frozenset(gpus)
 
         async def examine() -> str:
-            # An earlier result does not count, because workers were still there then.
+            # An earlier result does not count, because workers were still running then.
             return describe(await self._health.look(mine, fresh_s=0.0))
 
         return examine
 
     async def _begin(self, held: _Held, driver: JobDriver) -> None:
-        # From the very moment when this ends, requests to end go to the driver.
+        # As soon as this ends, requests to end go to the driver.
         await driver.prepare(self._around.endpoints[0])
         held.driver = driver
-        assert driver.runner_pid is not None, "there is one once a driver is ready"
+        assert driver.runner_pid is not None, "a driver that is ready has a runner"
         self._runners.note(driver.runner_pid)
 
     async def _see_through(self, held: _Held, driver: JobDriver, begin: Awaitable[None]) -> None:
@@ -471,7 +473,7 @@ class Placements:
         except Exception as error:
             if held.driver is None:
                 raise
-            log.exception("%s: a bug in rdzv-agent ends it on this node", held.name)
+            log.exception("%s: a bug in rdzv-agent ended it on this node", held.name)
             bug = error
         finally:
             held.driver, held.closing = None, True
@@ -496,14 +498,14 @@ class Placements:
                 await asyncio.sleep(CLOSE_AGAIN_S)
                 continue
             except Exception:
-                # Its processes end first, so this error comes from something else.
+                # Its processes ended before, so this error has another cause.
                 log.exception("%s: not everything was cleaned up", held.name)
             if driver.runner_pid is not None:
                 self._runners.forget(driver.runner_pid)
             return
 
     def _tell(self, held: _Held, driver: JobDriver, outcome: NodeOutcome) -> None:
-        """Log in one line how the job ended, and tell the server if it cannot know."""
+        """Log in one line how the job ended, and report it if the server cannot know."""
         level = logging.INFO if outcome.exit_code == 0 or held.given_back else logging.WARNING
         text = outcome.text.partition("\n")[0]
         log.log(level, "%s: ended on this node: %s", held.name, text)
@@ -518,11 +520,10 @@ async def _answered(
     *args: _P.args,
     **kwargs: _P.kwargs,
 ) -> _R:
-    """Call a function for a job that may hang, as directory services and file servers do.
+    """Call a function that may hang, as directory services and file servers do, for a job.
 
     Raises:
         InvalidRequestError: it hangs, so the job cannot be taken up here.
-
     """
     try:
         with waiting_is_said(f"{rdzv_id}: {what}"):

@@ -1,8 +1,8 @@
-"""The server that a node hosts: for itself, for all nodes of a job, or if it is elected.
+"""The server that a node hosts: for itself, for all nodes of a job, or after an election.
 
-Where there is no standing rdzvd, one of the job's own agents is the server. Either the command line
-names that agent (`static`, `c10d`), and it serves from memory as long as it lives; or the agents
-elect it (`etcd`), the state is in etcd, and another takes over when it is gone.
+Without a standing rdzvd, one of the job's own agents is the server. Either the command line names
+that agent (`static`, `c10d`), which serves from memory as long as it lives; or the agents elect it
+(`etcd`), the state is in etcd, and another takes over when it is gone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ UNWATCHED_MS = DAY_MS
 
 TAKEOVER_GRACE_MS = 10_000
 """How long a newly elected node waits for the others, which all learn of it at once. The job is
-delayed by this time if the node of the former server is gone, as it likely is."""
+delayed by this time if the former server's node is gone, as is likely.
+"""
 
 log = logging.getLogger("rdzv.agent")
 
@@ -53,14 +54,13 @@ log = logging.getLogger("rdzv.agent")
 async def serving_itself(
     store_at: Endpoint | None = None, rdzv_id: str = ""
 ) -> AsyncIterator[Endpoint]:
-    """Serve this node alone, on a loopback port of the system's choice.
+    """Serve only this node, on a loopback port chosen by the system.
 
-    Server and node are one process and stop together, so neither watches the other.
-    The store of the job's round is also reachable at `store_at`.
+    Server and node are one process and stop together, so neither watches the other. The store of
+    the job's round is also reachable at `store_at`.
 
     Raises:
-        InvalidRequestError: that port cannot be listened on.
-
+        InvalidRequestError: that port is in use.
     """
     never_ms = UNWATCHED_MS
     config = replace(
@@ -72,8 +72,8 @@ async def serving_itself(
         listening = None if store_at is None else _listen_at(store_at)
         if store_at is not None and listening is None:
             raise InvalidRequestError(
-                f"{store_at} is in use by another process of this machine; give each job a port of "
-                "its own, or have a free one chosen: --rdzv-backend=c10d "
+                f"{store_at} is in use by another process of this machine; give each job its "
+                "own port, or let the system choose one: --rdzv-backend=c10d "
                 f"--rdzv-endpoint={replace(store_at, port=0)}"
             )
         server, bound = await stack.enter_async_context(_serving(config))
@@ -90,8 +90,7 @@ async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]
     The store of its round is reachable at the same port.
 
     Raises:
-        InvalidRequestError: the port cannot be listened on, though it is free.
-
+        InvalidRequestError: listening at the port fails, though it is free.
     """
     listening = _listen_at(host_at)
     if listening is None:
@@ -124,11 +123,10 @@ class StoreFinder:
 async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator[Endpoint]:
     """Serve all nodes of the job while this one is elected; yield where to ask for the server.
 
-    A node that was elected tells the others how the job ended before it leaves.
+    An elected node tells the others how the job ended before it leaves.
 
     Raises:
         InvalidRequestError: etcd refuses this node.
-
     """
     from rdzv.stores.election import Election
     from rdzv.stores.etcd_client import EtcdClient
@@ -163,7 +161,7 @@ async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator
 
 
 def _warn(endpoint: Endpoint) -> None:
-    log.warning("insecure: everyone who reaches %s may run and end jobs there", endpoint)
+    log.warning("insecure: everyone who can reach %s may run and end jobs there", endpoint)
 
 
 def _listen_at(endpoint: Endpoint) -> socket.socket | None:
@@ -174,7 +172,7 @@ def _listen_at(endpoint: Endpoint) -> socket.socket | None:
         if error.errno == errno.EADDRINUSE:
             return None
         raise InvalidRequestError(
-            f"{endpoint} cannot be listened on: {error.strerror}; give another port"
+            f"cannot listen at {endpoint}: {error.strerror}; give another port"
         ) from error
 
 

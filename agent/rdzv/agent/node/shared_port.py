@@ -1,9 +1,9 @@
-"""One port for two protocols: that of the job's rendezvous, and that of its round's c10d store.
+"""One port for two protocols: the job's rendezvous, and its round's c10d store.
 
 torchrun's static back-end serves its store at the port that the command line names, so scripts
 connect to it with `init_method="tcp://HOST:PORT"`. Here the rendezvous is at that port. The first
-bytes of a connection tell the two apart: a gRPC client sends the HTTP/2 preface, a store's client a
-number. Each connection is relayed to its server; `env://` reaches the store without this detour.
+bytes of a connection distinguish the two: a gRPC client sends the HTTP/2 preface, a store's client
+a number. Each connection is relayed to its server; `env://` reaches the store without this detour.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFACE = b"PRI"
 """The first bytes of a gRPC connection. A store's client begins with a small number."""
 
 FIRST_BYTES_TIMEOUT_S = 10.0
-"""How long a connection may take to send its first bytes; both clients send first."""
+"""How long a connection may take to send its first bytes; both kinds of clients send first."""
 
 CHUNK = 1 << 16
 
@@ -67,7 +67,7 @@ async def _connect(
         server = rendezvous if first == PREFACE else await find_store()
         if server is None:
             peer = writer.get_extra_info("peername")
-            log.warning("a connection of %s is closed: %s", peer, _why_nobody(first))
+            log.warning("closed a connection from %s: %s", peer, _why_nobody(first))
             return
         far_reader, far_writer = await asyncio.open_connection(server.host, server.port)
         try:
@@ -84,8 +84,8 @@ async def _connect(
 
 def _why_nobody(first: bytes) -> str:
     if first == PREFACE:
-        return "this is the store of a job of one node, and no rdzvd"
-    return "it is for a store, and no round is running"
+        return "this is the store of a single-node job, not an rdzvd"
+    return "it is for a store, but no round is running"
 
 
 async def _carry_both(

@@ -1,8 +1,8 @@
 """The launch of a submitted job that was placed on this node.
 
 A submitted job inherits nothing: its environment comes from the node's settings for all jobs and
-from the submission, its folder from the submission, its GPUs from the node's ledger. Nothing of
-this agent's own environment is in it, unless the configuration says so.
+from the submission, its folder from the submission, its GPUs from the node's ledger. It gets
+variables of the agent's own environment only if the configuration names them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from rdzv.transport.endpoints import Endpoint
 log = logging.getLogger("rdzv.agent")
 
 SERVER_TIMEOUT_MS = 30 * 86_400_000
-"""How long a placed job without workers waits for a server that is away. Only the server can place
+"""How long a placed job without workers waits for an absent server. Only the server can place
 another job here, so giving up gains nothing; and a job that has succeeded here would be placed here
-again."""
+again.
+"""
 
 
 @struct(frozen=True)
@@ -90,14 +91,13 @@ def job_environ(placed: Placed, around: Surroundings, share: Share) -> dict[str,
 async def make_launch(
     placed: Placed, around: Surroundings, share: Share, counted: int = 0
 ) -> Launch:
-    """Read what was submitted as rdzvrun's arguments, on this node's terms.
+    """Parse the submitted arguments of rdzvrun, within this node's limits.
 
-    Its output goes only to files, since a daemon has no console. Where the arguments ask for
-    one worker per device, `counted` is their number, if already known.
+    Its output goes only to files, because a daemon has no console. If the arguments ask for one
+    worker per device, `counted` is their number, if already known.
 
     Raises:
         InvalidRequestError: the arguments cannot be launched; the message says why.
-
     """
     environ = job_environ(placed, around, share)
     chdir = working_directory(placed, around, share.account)
@@ -123,8 +123,9 @@ async def make_launch(
         meeting.endpoints != around.endpoints
     ):
         raise InvalidRequestError(
-            f"the arguments {list(placed.spec.args)} name a job, a node or a server of their own; "
-            "leave --rdzv-id, --node-id, --rdzv-endpoint, --rdzv-backend and --standalone out"
+            f"the arguments {list(placed.spec.args)} name their own job, node or server; "
+            "leave --rdzv-id, --node-id, --rdzv-endpoint, --rdzv-backend and "
+            "--standalone out"
         )
     return replace(
         launch,
@@ -156,12 +157,16 @@ def _usage_refused(args: Sequence[str]) -> Iterator[None]:
             yield
     except SystemExit as error:
         why = said.getvalue().strip().rpartition("\n")[2].removeprefix("rdzvrun: error: ")
-        raise InvalidRequestError(f"the arguments {list(args)} are not rdzvrun's: {why}") from error
+        raise InvalidRequestError(
+            f"the arguments {list(args)} are not valid for rdzvrun: {why}"
+        ) from error
 
 
 def _to_files(output: Output, local_world_size: int, run_dir: Path) -> Output:
     if output.stdout_filters or output.stderr_filters:
-        log.warning("--duplicate-stdout-filters and its like have no effect for a submitted job")
+        log.warning(
+            "--duplicate-stdout-filters and related options have no effect for submitted jobs"
+        )
     everything = dict.fromkeys(range(local_world_size), 3)
     if output.log_dir is None and not output.logs_specs:
         output = replace(output, run_dir=run_dir)

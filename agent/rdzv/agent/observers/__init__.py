@@ -1,1 +1,1 @@
-"""Observation of workers from outside: progress, hangs, stacks, snapshots, and notices to them."""
+"""Observes workers from outside: progress, hangs, stacks, snapshots; and gives them notices."""

@@ -1,9 +1,9 @@
-"""Reports when the workers of one job on this node enter collectives, from torch's record of them.
+"""Reports when this node's workers of one job enter collectives, from torch's record of them.
 
-All workers are asked every few seconds, the less often the longer their answers take. Of each
-process group about as many collectives are reported, however many there were: `chosen` has every
-node report the same ones. A collective on GPUs is recorded when it is enqueued, which says nothing;
-it is reported where torch has measured how long it took (TORCH_NCCL_ENABLE_TIMING=1).
+All workers are asked every few seconds, less often the longer their answers take. The number of
+collectives reported for a process group hardly depends on how many there were: `chosen` selects the
+same ones on every node. A collective on GPUs is recorded when it is enqueued, which says nothing;
+it is reported only if torch measured how long it took (TORCH_NCCL_ENABLE_TIMING=1).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 LEAST_S, MOST_S = 1.0, 5.0
-"""The shortest and the longest pause between two looks, ..."""
+"""The bounds of the pause between two reads, ..."""
 PAUSE_PER_LOOK = 250
-"""... which is this many times what the last one took."""
+"""... which is this many times as long as the last read."""
 PER_NODE_S = 0.002
 """The shortest pause per node of a round, so that one job sends at most 500 reports a second."""
 ASK_TIMEOUT_S = 3.0
@@ -50,7 +50,7 @@ class GroupArrivals:
     group: str
     per_second: float
     error_us: int | None
-    """The error of the times compared with other nodes; None if it is unknown."""
+    """The error of the times when compared with other nodes; None if unknown."""
     sequences: tuple[int, ...]
     ranks: tuple[RankArrivals, ...]
 
@@ -65,7 +65,7 @@ class ArrivalReport:
 
 
 class ArrivalWatch:
-    """Watches the workers of one job. Call `open_round`, then `close_round`, for each round."""
+    """Watches the workers of one job. For each round, call `open_round`, then `close_round`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ArrivalWatch:
         say: Callable[[ArrivalReport], None],
         read_clock: Callable[[], Reading | None],
     ) -> None:
-        """Report with `say`; `read_clock` returns what is known of the server's clock."""
+        """Report with `say`; `read_clock` returns the present estimate of the server's clock."""
         self._rdzv_id = rdzv_id
         self._records = records
         self._say = say
@@ -84,7 +84,7 @@ class ArrivalWatch:
         self._watching: asyncio.Task[None] | None = None
 
     def open_round(self, assignment: Assignment) -> None:
-        """Begin to watch the workers of a round, as they are started."""
+        """Start watching the workers of a round as they are started."""
         self.close_round()
         if self._records.on and assignment.world_size > 1:
             self._watching = asyncio.get_running_loop().create_task(self._watch(assignment))
@@ -118,7 +118,7 @@ class ArrivalWatch:
             pause_s = min(max(PAUSE_PER_LOOK * (time.monotonic() - begun_s), LEAST_S), MOST_S)
 
     async def _look(self, assignment: Assignment) -> None:
-        # The answer improves what is known at the next look.
+        # The answer improves the estimate for the next read.
         clock = self._read_clock() if assignment.group_world_size > 1 else None
         local_ranks = sorted(self._workers)
         times = await asyncio.gather(*(self._times(*self._workers[n]) for n in local_ranks))
@@ -143,9 +143,9 @@ def arrivals(
     most: int,
     clock: Reading | None,
 ) -> list[GroupArrivals]:
-    """Return what is new since what was `reported` of each group, and note that.
+    """Return the arrivals since those already `reported` of each group, and update `reported`.
 
-    Each collective is told together with the next one.
+    Each collective is reported together with the next one.
     """
     found = []
     for name in sorted({name for groups in by_rank.values() for name in groups}):
@@ -171,7 +171,7 @@ def _group(
 ) -> GroupArrivals:
     some = next(iter(of.values()))
     passed_us = some.recorded_us[new[1]] - some.recorded_us[new[0]]
-    # Times that are counted back from the common end need no clock.
+    # Times relative to the common end need no clock.
     offset_us = 0 if clock is None or some.by_duration else clock.offset_us
     return GroupArrivals(
         group=name,

@@ -1,9 +1,9 @@
-"""Asks workers for the record of their collectives, which `collectives_hook` opens to the agent.
+"""Asks workers for the record of their collectives, which `collectives_hook` makes available.
 
 Each worker's torch answers HTTP on a Unix socket beside its progress file. The folder belongs to
-the job's account, and is looked at with its rights; every question has a deadline, and answers are
-bounded. A worker that is stopped gives none. One that has failed may have left its record there;
-of one that was aborted, the last answer counts if it waited in a collective for long.
+the job's account, and is accessed with its rights; every request has a deadline, and answers are
+bounded. A stopped worker does not answer. A failed one may have left its record there. For an
+aborted worker, its last answer counts if by then it had waited long in a collective.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 HOOK = Path(__file__).parents[1] / "job_programs" / "collectives_hook"
 """The folder with the `sitecustomize` that makes workers answer."""
 KEPT_PATH = "RDZV_PYTHONPATH"
-"""The variable that holds the script's own PYTHONPATH."""
+"""The variable with the script's own PYTHONPATH."""
 
 MAX_NAMES = 64
 """The most names in a worker's folder that are examined."""
@@ -48,20 +48,21 @@ MAX_BYTES = 32 << 20
 MAX_WHY_BYTES = 300
 MAX_ERROR_BYTES = 4_000
 MAX_TOLD = 8
-"""The most reasons that the log gives for one job."""
+"""The most reasons logged for one job."""
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
 """The names of torch's handlers for the record, newest first."""
 
 LONG_WAIT_MS = 10_000
-"""The last answer of a worker that is gone counts if it waited this long in a collective: twice the
-longest pause between two questions, so it has not left it before it ended."""
+"""The last answer of a worker that is gone counts if the worker had waited this long in a
+collective: twice the longest pause between two requests, so it ended without leaving it.
+"""
 
 _NAME = re.compile(r"collectives\.(\d+)\.([0-9a-f]{8}|why)")
 
 OFF = "it is turned off by --no-collective-trace"
 NOTHING = (
-    "it has not begun torch.distributed, or its interpreter runs no sitecustomize from PYTHONPATH "
-    "(does it clear the environment, or give -E, -I or -S?)"
+    "it has not started torch.distributed, or its interpreter runs no sitecustomize from "
+    "PYTHONPATH (does it clear the environment, or use -E, -I or -S?)"
 )
 
 OLDER = "its torch gives no record of collectives (2.13 does; an older one may not)"
@@ -81,10 +82,10 @@ def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
 
 @struct(frozen=True)
 class LeftRecord:
-    """The record of a worker that has failed."""
+    """The record left by a failed worker."""
 
     error: str
-    """The error by which it ended; empty if that is not known."""
+    """The error that ended it; empty if unknown."""
     record: FlightRecord
 
     @property
@@ -97,13 +98,13 @@ class RecordReader:
     """Reads the records of one job's workers, with the rights of their account."""
 
     def __init__(self, rdzv_id: str, *, on: bool, identity: Identity | None = None) -> None:
-        """Without `on` no worker is asked."""
+        """Unless `on`, no worker is asked."""
         self._rdzv_id = rdzv_id
         self.on = on
         self._identity = identity
         self._told: set[str] = set()
         self._latest: dict[int, tuple[int, bytes]] = {}
-        """By pid: when a worker has answered last, and what."""
+        """The time and content of each worker's last answer, by pid."""
 
     async def read(
         self, file: str, pid: int, entries: int, timeout_s: float, *, begins: bool = False
@@ -111,9 +112,8 @@ class RecordReader:
         """Return the record of the worker with this progress file, with `entries` of each group.
 
         Raises:
-            NoRecordError: there is none, or it does not come in time. The log says why, once,
-                unless there is nothing yet of a worker that only `begins`.
-
+            NoRecordError: there is none, or it does not arrive in time. The reason is logged once,
+                unless a worker that only `begins` has none yet.
         """
         try:
             answer = await self._answer(file, pid, timeout_s)
@@ -131,8 +131,7 @@ class RecordReader:
         """Return when the worker with this progress file entered its collectives, by group.
 
         Raises:
-            NoRecordError: as of `read`, which says so in the log.
-
+            NoRecordError: as of `read`, which logs the reason.
         """
         answer = await self._answer(file, pid, timeout_s)
         self._latest[pid] = time.time_ns(), answer
@@ -141,9 +140,9 @@ class RecordReader:
     def left(
         self, file: str, pid: int, entries: int = ENTRIES, *, gone: bool = True
     ) -> LeftRecord | None:
-        """Return the record that a worker has left at its end; None if there is none.
+        """Return the record that a worker left at its end; None if there is none.
 
-        Of one that is `gone` without, the last answer counts as far as it still tells something.
+        If it is `gone` and left none, its last answer is used if that is still meaningful.
         """
         if not self.on or not file:
             return None
@@ -175,7 +174,7 @@ class RecordReader:
         if not self.on:
             raise NoRecordError(OFF)
         if not file:
-            raise NoRecordError("there is no place for its socket")
+            raise NoRecordError("there is no folder for its socket")
         try:
             async with asyncio.timeout(timeout_s):
                 return await _ask_first(Path(file).parent, pid, self._identity)
@@ -183,7 +182,7 @@ class RecordReader:
             raise NoRecordError("its torch does not answer in time") from None
         except OSError as error:
             why = error.strerror or str(error)
-            raise NoRecordError(f"its torch cannot be asked: {why}") from error
+            raise NoRecordError(f"the request to its torch failed: {why}") from error
 
 
 def _read(reader: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -244,7 +243,7 @@ async def _post(path: Path, target: str, identity: Identity | None) -> tuple[int
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.setblocking(False)
-        # A Unix socket connects at once, or fails: with a full queue as well.
+        # Connecting to a Unix socket succeeds or fails at once, even with a full queue.
         with acting_as(identity):
             sock.connect(str(path))
         head = f"POST {target} HTTP/1.1\r\nHost: worker\r\nConnection: close\r\n"

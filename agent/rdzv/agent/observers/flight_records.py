@@ -15,9 +15,9 @@ from rdzv.core.evidence.collectives import DEFAULT_GROUP, Collective, GroupRecor
 from rdzv.structs import struct
 
 ENTRIES = 64
-"""The most collectives of one group that one rank keeps."""
+"""How many collectives of one group one rank keeps at most."""
 ENTRIES_OF_ALL_RANKS = 4_096
-"""The most that all ranks of a group keep together; of very many ranks, only the last few."""
+"""How many all ranks of a group keep together; with very many ranks, each keeps only a few."""
 LEAST_ENTRIES = 4
 MAX_GROUPS = 32
 MAX_TEXT_CHARS = 120
@@ -55,7 +55,7 @@ class FlightRecord:
 
     groups: tuple[GroupRecord, ...]
     completed: int
-    """A number that grows with each collective that is completed."""
+    """A number that grows with each completed collective."""
 
     @property
     def waits(self) -> bool:
@@ -74,11 +74,12 @@ class GroupTimes:
     """When one worker entered the collectives of one process group, by sequence number."""
 
     at_us: Mapping[int, int]
-    """By this machine's monotonic clock; or how long before its end, as a negative number."""
+    """By this machine's monotonic clock, or relative to the collective's end, as a negative number.
+    """
     recorded_us: Mapping[int, int]
     """When each was recorded, by the monotonic clock."""
     by_duration: bool = False
-    """Whether `at_us` counts back from the end, which all ranks of a collective share."""
+    """Whether `at_us` is relative to the end, which all ranks of a collective share."""
 
 
 def entries_for(world_size: int) -> int:
@@ -95,12 +96,11 @@ def read_record(
 ) -> FlightRecord:
     """Read a record; of each group, keep the last `entries` and the first that is not done.
 
-    `now_ns` is the present time of the clock that has stamped the entries. Of a worker whose
-    collective has `failed` the latest is not done, though torch may count a failure as its end.
+    `now_ns` is the present time of the clock of the entries' timestamps. If a collective has
+    `failed`, the worker's latest is not done, though torch may count a failure as its end.
 
     Raises:
         ValueError: it cannot be read.
-
     """
     trace = _decoded(text)
     if failed and trace.entries:
@@ -112,14 +112,13 @@ def read_record(
 
 
 def read_times(text: bytes, clocks_apart_ns: int) -> dict[str, GroupTimes]:
-    """Read when a worker entered its collectives, of each process group.
+    """Read when a worker entered its collectives, for each process group.
 
-    `clocks_apart_ns` is the difference between the clock that has stamped them and the monotonic
-    one. Collectives of NCCL are known only if their durations are, and they have ended.
+    `clocks_apart_ns` is the difference between the clock of the timestamps and the monotonic one.
+    Collectives of NCCL are included only if they have ended and their durations are known.
 
     Raises:
         ValueError: it cannot be read.
-
     """
     found = {}
     for name, entries in list(_by_group(_decoded(text)).items())[:MAX_GROUPS]:
@@ -152,7 +151,7 @@ def _with_latest_open(entries: list[_Entry]) -> list[_Entry]:
 
 
 def _by_group(trace: _Trace) -> dict[str, list[_Entry]]:
-    """Return the collectives of each process group, as it was made last."""
+    """Return the collectives of each process group, from its latest creation."""
     newest: dict[str, int] = {}
     for entry in trace.entries:
         name = entry.process_group[0]
@@ -192,9 +191,9 @@ def _collective(entry: _Entry, now_ns: int) -> Collective:
 
 
 def _done(entry: _Entry) -> bool:
-    """Return whether a collective is completed: gloo's stay `scheduled`, and are retired then."""
+    """Return whether a collective is completed: gloo's stay `scheduled` until they are retired."""
     if entry.profiling_name.startswith("nccl:"):
-        # One that is retired, and not completed, has timed out.
+        # One that is retired but not completed has timed out.
         return entry.state == "completed"
     return entry.retired or entry.state == "completed"
 

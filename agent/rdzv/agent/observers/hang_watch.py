@@ -1,10 +1,10 @@
 """Detects hung workers of one job on this node, for --hang-timeout.
 
-A worker is alive as long as it writes anything to the file named by RDZV_PROGRESS_FILE. One that
-has not written it in this round is alive as long as it completes collectives, which its torch
-counts; it is asked for that seldom. The watch also notes whether its process is in D state. Workers
-are checked at intervals, since inactivity causes no event. Hung workers are reported to the server,
-which stops them. When a worker counts as hung is decided in `core/hang_timeout`.
+A worker is alive as long as it writes anything to the file named by RDZV_PROGRESS_FILE. If it has
+not written the file in this round, it is alive as long as it completes collectives, which its torch
+counts; it is asked for the number at long intervals. The watch also notes whether the process is in
+D state. Workers are checked at intervals, since inactivity causes no event. Hung workers are
+reported to the server, which stops them. `core/hang_timeout` decides when a worker counts as hung.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ LOOKS_PER_TIMEOUT = 10
 LOOK_MOST_MS, LOOK_LEAST_MS = 1_000, 50
 """The bounds of the check interval: about a tenth of the time that workers may be silent."""
 ASK_LEAST_MS = 1_000
-"""The shortest interval at which workers are asked for their collectives, a tenth likewise."""
+"""The shortest interval at which workers are asked for their collectives, also about a tenth."""
 BEGINS_MS = 120_000
-"""The time after a worker's start in which it is no news that it has no collectives."""
+"""How long after a worker's start a lack of collectives is not worth logging."""
 ASK_TIMEOUT_S = 3.0
 """How long a worker's torch may take to answer."""
 SAY_AGAIN_MS = 20_000
-"""The interval of repeated reports of workers that still hang: the server may have lost them."""
+"""The interval at which reports of workers that still hang are repeated: one may have been lost."""
 
 
 @struct(frozen=True)
@@ -64,14 +64,14 @@ class _Worker:
     vigil: Vigil
     hung: str = ""
     first: int | None = None
-    """The collectives that it had completed when it first answered."""
+    """How many collectives it had completed when it first answered."""
     completed: int | None = None
-    """The same at its last answer, once it is known to complete some; else None."""
+    """The number at its last answer, once it is known to complete some; else None."""
     answered_ms: int = 0
 
 
 class HangWatch:
-    """Watches the workers of one job. Call `open_round`, then `close_round`, for each round."""
+    """Watches the workers of one job. For each round, call `open_round`, then `close_round`."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class HangWatch:
     ) -> None:
         """Report changes of the hung workers with `say`; without a timeout, watch no workers.
 
-        Progress files are read with the rights of the workers' account. Without `records` no
-        worker is asked for its collectives.
+        Progress files are read with the rights of the workers' account. Without `records` no worker
+        is asked for its collectives.
         """
         self._records = records
         self._asking: asyncio.Task[None] | None = None
@@ -101,7 +101,7 @@ class HangWatch:
         self._said_ms = 0
 
     def open_round(self, assignment: Assignment) -> None:
-        """Begin to watch the workers of a round, as they are started."""
+        """Start watching the workers of a round as they are started."""
         self.close_round()
         if self._timeout is not None:
             self._assignment, self._looked_ms = assignment, _now_ms()
@@ -117,7 +117,7 @@ class HangWatch:
         self._workers.pop(local_rank, None)
 
     def close_round(self) -> None:
-        """Stop watching: the workers are being stopped, or gone."""
+        """Stop watching, because the workers are being stopped, or are gone."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -130,7 +130,7 @@ class HangWatch:
         self._workers, self._assignment = {}, None
 
     def say_again(self) -> None:
-        """Report the hung workers to a server that may not know them."""
+        """Report the hung workers to a server that may not know of them."""
         if self._hung():
             self._report()
 
@@ -178,7 +178,7 @@ class HangWatch:
         if word is not None or worker.completed is None:
             return Look(word, state, switches)
         late_ms = 2 * self._ask_every_ms + int(ASK_TIMEOUT_S * 1000)
-        # One that is stopped by a signal completes nothing, and does not answer.
+        # A worker stopped by a signal completes nothing, and does not answer.
         known = state == STOPPED or _now_ms() - worker.answered_ms < late_ms
         return Look(None, state, switches, worker.completed, self._ask_every_ms, known)
 
@@ -190,12 +190,12 @@ class HangWatch:
         return max((self._timeout.ms or AUTO_LEAST_MS) // LOOKS_PER_TIMEOUT, ASK_LEAST_MS)
 
     def _ask(self, now_ms: int) -> None:
-        """Begin to ask those without a progress file for their collectives, if that is due."""
+        """Ask the workers without a progress file for their collectives, if that is due."""
         reader, due = self._records, now_ms - self._asked_ms >= self._ask_every_ms
         if reader is None or not reader.on or not due or self._asking is not None:
             return
         self._asked_ms = now_ms
-        asked = [worker for worker in self._workers.values() if worker.vigil.word is None]
+        asked = [worker for worker in self._workers.values() if worker.vigil.report is None]
         if asked:
             self._asking = asyncio.get_running_loop().create_task(self._ask_all(reader, asked))
 
@@ -212,7 +212,7 @@ class HangWatch:
         assert self._assignment is not None
         who = (self._rdzv_id, self._assignment.rank_first + local_rank, worker.pid)
         if hung:
-            log.error("%s: RANK %d (pid %d) hangs: %s; this is reported to the server", *who, hung)
+            log.error("%s: RANK %d (pid %d) hangs: %s; reported to the server", *who, hung)
         else:
             log.warning("%s: RANK %d (pid %d) no longer hangs", *who)
 
@@ -240,8 +240,8 @@ class HangWatch:
 async def _count(reader: RecordReader, worker: _Worker) -> None:
     """Ask a worker how many collectives it has completed.
 
-    One that completes none, and waits in none, is not watched by their number: the script may use
-    them at its start alone.
+    A worker that completes none, and waits in none, is not judged by their number: the script may
+    use collectives only at its start.
     """
     try:
         begins = worker.vigil.silent_ms < BEGINS_MS
@@ -257,7 +257,7 @@ async def _count(reader: RecordReader, worker: _Worker) -> None:
 
 
 def _word(file: str) -> tuple[int, ...] | None:
-    """Return values that change with each write to a file; None while there is none."""
+    """Return values that change with each write to a file; None if there is none."""
     with contextlib.suppress(OSError):
         if file and (found := Path(file).stat()).st_size:
             return found.st_ino, found.st_mtime_ns

@@ -1,11 +1,11 @@
 """Holds back the exit of a worker whose collective has failed, until all ranks have been asked.
 
 A collective that times out fails on the ranks that have entered it; the rank that has not entered
-it lives on, and shows what it does instead. So the timeout is reported as a hang: the server takes
-the stacks and the records of all ranks, and ends the round by the rank that the others wait for.
-Meanwhile nothing is stopped here. If the server finds nothing, or is away, the exit is processed
-after a short while as any other. Peers lose their connections by the first exit, and hold back
-theirs, too, for a moment in which the server may ask.
+it is still running, and its stack shows what it does instead. So the timeout is reported as a hang:
+the server takes the stacks and the records of all ranks, and ends the round because of the rank
+that the others wait for. Meanwhile nothing is stopped here. If the server finds nothing, or is
+away, the exit is soon processed like any other. Peers lose their connections at the first exit, and
+hold back theirs, too, for a moment in which the server may ask.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from rdzv.core.evidence.hang_culprit import HungWorker
 log = logging.getLogger("rdzv.agent")
 
 HELD_S = 6.0
-"""How long an exit is held back for the server to find out whom its collective waited for."""
+"""How long an exit is held back for the server to find out which rank its collective waited for."""
 CUT_S = 1.0
 """The same for a lost connection, unless the server asks meanwhile: it may follow from a timeout
-elsewhere, and most often it follows from an exit."""
+elsewhere, but most often follows from an exit.
+"""
 
 
 class HeldExits:
@@ -44,25 +45,26 @@ class HeldExits:
         self._limit: asyncio.Timeout | None = None
 
     def open_round(self, assignment: Assignment) -> None:
-        """Begin to hold back exits of the workers of a round."""
+        """Start holding back exits of the workers of a round."""
         self.close_round()
         if self._records.on and assignment.world_size > 1:
             self._assignment, self._over = assignment, asyncio.Event()
 
     def close_round(self) -> None:
-        """Process the exit that is held back, if any, and hold back none."""
+        """Process the exit that is held back, if any, and hold back no more."""
         self._assignment = None
         self._over.set()
 
     def note_asked(self) -> None:
-        """Note that the server takes the stacks of the round, so its answer may follow."""
+        """Note that the server takes the stacks of the round, so its verdict may follow."""
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + HELD_S)
 
     async def hold(self, local_rank: int, pid: int, file: str, *, timed_out: bool) -> None:
         """Wait for the end of the round, for a bounded time, if a worker's collective has failed.
 
-        `timed_out`: its last words say so. One that waited for a moment only is not held back.
+        `timed_out` says whether its final message reports a timeout. If it waited only for a
+        moment, its exit is not held back.
         """
         line = self._assignment
         if line is None:
@@ -73,7 +75,10 @@ class HeldExits:
         timed_out = timed_out or left.timed_out
         if timed_out:
             rank, waited_ms = line.rank_first + local_rank, left.record.waiting_ms
-            reason = f"its collective failed after {waited_ms // 1000} s, before all had entered it"
+            reason = (
+                f"its collective failed after {waited_ms // 1000} s, before all ranks had "
+                "entered it"
+            )
             log.error("%s: RANK %d (pid %d): %s", self._rdzv_id, rank, pid, reason)
             worker = HungWorker(rank, local_rank, pid, waited_ms, reason, timed_out=True)
             self._say(HungReport(line.run, line.round, (worker,)))
@@ -81,7 +86,7 @@ class HeldExits:
             async with asyncio.timeout(HELD_S if timed_out else CUT_S) as self._limit:
                 await self._over.wait()
         except TimeoutError:
-            # The others' exits are of no more use than this one's.
+            # The other workers' exits are of no more use than this one's.
             self.close_round()
         finally:
             self._limit = None

@@ -2,7 +2,7 @@
 
 `RDZV_NOTICE_FILE` names it; it does not exist until there is a notice. Then it has one line of
 JSON, `{"deadline_unix": ..., "reason": ...}`, and is replaced atomically if the deadline changes.
-`docs/drain.md` says how a worker may react. An error with it is only a warning: workers get their
+`docs/drain.md` says how a worker may react. Errors with it only cause a warning: workers get their
 signal anyway.
 """
 
@@ -36,7 +36,7 @@ class NoticeFile:
         self._path = self._place(NAME)
 
     def path(self) -> str:
-        """Return its path for the workers of the round; empty if there is no place for it."""
+        """Return its path for the workers of the round; empty if there is no folder for it."""
         return "" if self._path is None else str(self._path)
 
     def write(self, left_ms: int, reason: str) -> None:

@@ -1,13 +1,13 @@
 """Reports the workers' progress, which each writes to the file named by RDZV_PROGRESS_FILE.
 
-A worker writes its step, in decimal, at any time; `docs/progress.md` has the format. inotify
+A worker may write its step, in decimal, at any time; `docs/progress.md` has the format. inotify
 signals changes, which are reported to the server at most once a second. Progress is for people:
-nothing waits for it, and an error with a file is only a warning. It decides only one thing, at the
-end of a round: whether the round has made progress, beyond the highest step so far. `hang_watch`
-detects files that are no longer written, if that is requested.
+nothing waits for it, and an error with a file only causes a warning. It decides only one thing, at
+the end of a round: whether the round has made progress, beyond the highest step so far.
+`hang_watch` detects files that are no longer written, if that is requested.
 
-The files are in a temporary folder, whatever --log-dir is. A log folder may be on a network disk:
-there a write would cost a worker milliseconds a step, and the agent could hang in a read.
+The files are in a temporary folder, whatever --log-dir is. A log folder may be on a network disk,
+where a write would cost a worker milliseconds per step, and the agent could hang in a read.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ WINDOW_MS = 60_000
 INTERVAL_MS = 1_000
 """The shortest interval between progress reports to the server."""
 INTERVAL_MS_PER_NODE = 2
-"""The same per node of the round, so one job's nodes send at most 500 reports a second."""
+"""The same for each node of the round, so that one job's nodes send at most 500 reports a second.
+"""
 PREFIX = "rdzv_progress_"
 """The prefix of the temporary folders' names."""
 MAX_BYTES = 64
 """A larger file does not contain a step."""
 MAX_STEP = 2**64 - 1
 MAX_REMOVED = 10_000
-"""The most files that are removed while everything else waits; each worker has a few."""
+"""The most files removed while everything else waits; each worker has a few."""
 
 # ---------------------------------------------------------------------- file content, and rates
 
@@ -63,7 +64,9 @@ def read_step(content: bytes) -> int | None:
     if not digits:
         return None
     if len(content) > MAX_BYTES or not digits.isdigit() or int(digits) > MAX_STEP:
-        raise ValueError(f"{content[:MAX_BYTES]!r} is not a step; write a decimal number from 0 on")
+        raise ValueError(
+            f"{content[:MAX_BYTES]!r} is not a step; write a decimal number, 0 or greater"
+        )
     return int(digits)
 
 
@@ -115,7 +118,7 @@ class RankProgress:
 
 @struct(frozen=True)
 class Report:
-    """The progress of one round's workers on this node, of those that have reported any."""
+    """The progress of one round's workers on this node, for those that have reported any."""
 
     run: str
     round: int
@@ -166,7 +169,7 @@ def _content(path: Path) -> bytes:
     fd = open_untrusted(path, os.O_RDONLY)
     try:
         first, again = (os.pread(fd, MAX_BYTES + 1, 0) for _ in range(2))
-        # A worker that writes now triggers a notification when it is done.
+        # A worker that is writing now triggers a notification when it is done.
         return first if first == again else b""
     finally:
         os.close(fd)
@@ -176,9 +179,8 @@ class ProgressFiles:
     """The progress files of one job's workers on this node, and their content.
 
     For each round, call `open_round` before the workers start and `close_round` when none takes
-    part any more. A worker that is kept goes on with the file that it has. `say` is called with the
-    present progress when it has changed, at most once a second, and by `say_again`. Call `close` at
-    the end.
+    part any more. A kept worker continues with its file. `say` is called with the present progress
+    when it has changed, at most once a second, and by `say_again`. Call `close` at the end.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class ProgressFiles:
         self._looked_at_ms = 0
 
     def open_round(self, assignment: Assignment, local_world_size: int) -> None:
-        """Make the files of a round's workers, and watch them; if that fails, workers get none."""
+        """Create and watch the files of a round's workers; if that fails, the workers get none."""
         self.close_round()
         try:
             if self._folder is None:
@@ -217,7 +219,7 @@ class ProgressFiles:
                         path.parent.mkdir(parents=True, exist_ok=True)
                         write_anew(path, b"")
         except OSError as error:
-            log.warning("no place for progress files (%s); status shows no progress", error)
+            log.warning("no folder for progress files (%s); status shows no progress", error)
             return
         self._follow(assignment, paths)
 
@@ -231,7 +233,7 @@ class ProgressFiles:
     ) -> None:
         """Take over the previous agent's folder, and its files of a round.
 
-        An agent of an older version has a folder for each round in it: `by_round`.
+        With `by_round`, that agent, of an older version, has a folder for each round in it.
         """
         self._folder = folder
         if folder is not None and assignment is not None:

@@ -1,8 +1,8 @@
 """An estimate of the server's clock, from the answers to heartbeats.
 
-The server received an answered heartbeat at some moment between its sending and its answer: half of
-that time is the error. The best of the latest answers is used; its error grows with age, as clocks
-drift apart.
+The server received an answered heartbeat at some moment between its sending and its answer, so the
+error is half of that time. The best of the latest answers is used; its error grows with age, as
+clocks drift apart.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rdzv.structs import struct
 
 KEPT = 32
 DRIFT = 50e-6
-"""How fast two clocks may drift apart: quartz is better than this."""
+"""How fast two clocks may drift apart; quartz is better than this."""
 ROUNDING_US = 500
-"""The server's clock counts milliseconds: the middle of one is taken."""
+"""Half a millisecond: the server's clock counts milliseconds, so the middle of one is used."""
 
 
 @struct(frozen=True)
@@ -23,29 +23,29 @@ class Reading:
     """How to convert this node's monotonic clock to the server's."""
 
     offset_us: int
-    """To be added."""
+    """Added to a time of this node's clock."""
     error_us: int
 
 
 class ServerClock:
-    """The server's clock, on the open stream."""
+    """An estimate of the server's clock, from the open stream."""
 
     def __init__(self) -> None:
         self._answers: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
-        """Of each answer: when it came, offset and error."""
+        """For each answer: when it arrived, its offset and its error."""
 
     def forget(self) -> None:
-        """Drop what is known: the next stream may lead to another server."""
+        """Drop the estimate, because the next stream may lead to another server."""
         self._answers.clear()
 
     def note(self, sent_ns: int, heard_ns: int, server_us: int) -> None:
-        """Note the server's clock in an answer, and this node's monotonic clock around it."""
+        """Record the server's time in an answer, and this node's monotonic times around it."""
         middle_us = (sent_ns + heard_ns) // 2_000
         error_us = (heard_ns - sent_ns) // 2_000 + ROUNDING_US
         self._answers.append((heard_ns, server_us + ROUNDING_US - middle_us, error_us))
 
     def read(self, now_ns: int) -> Reading | None:
-        """Return the best known reading; None before the first answer.
+        """Return the best reading; None before the first answer.
 
         >>> clock = ServerClock()
         >>> clock.note(1_000_000, 3_000_000, 9_000)

@@ -1,12 +1,12 @@
 """Detects whether a round has changed the snapshot, the file or folder that --snapshot names.
 
-It is examined before the first round, and when the workers of each round are gone: it has
-changed if its newest time, its size or its number of files differs from the last look. Nodes do not
-compare their results: the path may be on a local disk of each node, and no two clocks are compared.
-It is enough that one node has seen a change.
+It is examined before the first round, and when the workers of each round are gone: it has changed
+if its newest time, its size or its number of files differs from the previous examination. Nodes do
+not compare their results: the path may be on a local disk of each node, and clocks of different
+nodes are never compared. It is enough that one node has seen a change.
 
-The path may be on a file server that does not answer. Each look runs in a thread, and takes at most
-`TIMEOUT_S`. A path that cannot be read counts as changed: no job is given up for that.
+The path may be on a file server that does not answer. Each examination runs in a thread, and takes
+at most `TIMEOUT_S`. A path that cannot be read counts as changed: no job is given up for that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ log = logging.getLogger("rdzv.agent")
 TIMEOUT_S = 5.0
 """How long a round's end, or the first round's start, waits for the file system."""
 MAX_ENTRIES = 20_000
-"""The most entries of a folder that are examined: top levels first, which have the new files."""
+"""The most entries of a folder that are examined, starting with the top levels, which have the new
+files.
+"""
 
 
 @struct(frozen=True)
@@ -57,7 +59,7 @@ def look(path: Path) -> Sight:
         return Sight(newest_ns, entries, first.st_size)
     folders = deque([str(path)])
     while folders and entries < MAX_ENTRIES:
-        # A file that disappears meanwhile is a change, which the next look detects.
+        # A file that disappears meanwhile is a change, which the next examination detects.
         with contextlib.suppress(FileNotFoundError), os.scandir(folders.popleft()) as found:
             for entry in islice(found, MAX_ENTRIES - entries):
                 with contextlib.suppress(FileNotFoundError):
@@ -95,7 +97,7 @@ class Snapshot:
             await self._look_aside(self._path)
 
     async def has_changed(self) -> bool:
-        """Return whether the path has changed since the last look; True if that is unknown."""
+        """Return whether the path has changed since the last examination; True if unknown."""
         if self._path is None:
             return False
         before = self._last
@@ -120,5 +122,5 @@ class Snapshot:
         self._last = None
         if not self._warned:
             self._warned = True
-            text = "--snapshot=%s cannot be seen (%s); that counts as progress"
+            text = "--snapshot=%s cannot be examined (%s); that counts as progress"
             log.warning(text, self._path, getattr(seen, "strerror", None) or seen)

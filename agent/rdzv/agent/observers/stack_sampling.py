@@ -1,9 +1,9 @@
 """Samples the stacks of workers with py-spy, from outside, so that they need not cooperate.
 
 py-spy reads the memory of another process, and stops it for some milliseconds to get a consistent
-state; a process that is not running anyway is read without a stop. Where py-spy is not permitted,
-or finds no Python, /proc shows at least the state of the process and where it sleeps in the kernel,
-and a note explains why there is no more, and what would help.
+state; a process that is not running is read without a stop. If py-spy is not permitted, or finds no
+Python, /proc still shows the state of the process and where it sleeps in the kernel, and a note
+explains why there is no more, and what would help.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.agent")
 
 RECORD_TIMEOUT_S = 3.0
-"""How long torch may take for the record of one worker; it takes some milliseconds."""
+"""How long torch may take to return the record of one worker; it takes some milliseconds."""
 PY_SPY_TIMEOUT_S = 5.0
-"""How long py-spy may take for one worker; it takes some 20 ms."""
+"""How long py-spy may take for one worker; it takes about 20 ms."""
 ON_THE_WAY_S = 1.0
-"""The part of the server's deadline that is reserved for sending the stacks."""
+"""How much of the server's deadline is reserved for sending the stacks."""
 MAX_ASKED = 8
 """The most concurrent requests for one job; the server has a lower limit of its own."""
 AT_ONCE = 4
@@ -51,7 +51,7 @@ AT_ONCE = 4
 MAX_THREADS = 32
 MAX_FRAMES = 64
 MAX_BYTES = 64 * 1024
-"""The largest size of one worker's reported threads, beside its main thread."""
+"""The largest size of one worker's reported threads, not counting its main thread."""
 MAX_NAME_CHARS = 200
 MAX_FILE_CHARS = 300
 MAX_KERNEL_FRAMES = 16
@@ -81,7 +81,7 @@ class Target:
     local_rank: int
     pid: int
     file: str = ""
-    """Its progress file, beside which its torch answers; empty if it has none."""
+    """Its progress file, beside which its torch listens; empty if it has none."""
 
 
 def find_py_spy() -> str | None:
@@ -91,7 +91,7 @@ def find_py_spy() -> str | None:
 
 
 Say = Callable[[int, tuple[WorkerStack, ...], bool, str], Awaitable[None]]
-"""Sends stacks for a request, whether they are the last, and why there are none."""
+"""Sends stacks for a request; says whether they are the last, and why there are none."""
 
 
 class StackAnswers:
@@ -106,12 +106,12 @@ class StackAnswers:
     def answer(
         self, asked: StacksAsked, targets: Sequence[Target], why_none: str, world_size: int = 1
     ) -> None:
-        """Begin to answer; `why_none` says why there is no worker to sample.
+        """Start to answer; `why_none` says why there is no worker to sample.
 
-        The more workers the round has in all, the less of each one's record is sent.
+        The more workers the round has in all, the less of each worker's record is sent.
         """
         if len(self._tasks) >= MAX_ASKED:
-            targets, why_none = (), f"this node looks at its workers {MAX_ASKED} times already"
+            targets, why_none = (), f"this node already answers {MAX_ASKED} requests for stacks"
         task = asyncio.get_running_loop().create_task(
             self._answer(asked, targets, why_none, world_size)
         )
@@ -161,7 +161,7 @@ class StackAnswers:
 
     async def _record(self, target: Target, entries: int) -> FlightRecord:
         if process_state(target.pid) == STOPPED:
-            # All others would wait for an answer that cannot come.
+            # Otherwise the others would wait for an answer that cannot come.
             raise NoRecordError("it is stopped by a signal, so it does not answer")
         left = self._records.left(target.file, target.pid, entries, gone=False)
         if left is not None:
@@ -174,7 +174,7 @@ class StackAnswers:
 
 
 With = Callable[[Target, Awaitable[WorkerStack | None]], Awaitable[WorkerStack | None]]
-"""Adds to the stack of a worker what is read meanwhile."""
+"""Adds what was read meanwhile to a worker's stack."""
 
 
 async def take_all(
@@ -182,7 +182,7 @@ async def take_all(
 ) -> AsyncGenerator[WorkerStack, None]:
     """Yield the stack of each worker as soon as it is read; leave out those that have exited.
 
-    Each is in time: a stack that cannot be read within `timeout_s` is replaced by a note.
+    A stack that cannot be read within `timeout_s` is replaced by a note.
     """
     py_spy, gate = find_py_spy(), asyncio.Semaphore(AT_ONCE)
     deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -207,7 +207,7 @@ async def _take(
             async with asyncio.timeout_at(deadline_s):
                 await held.enter_async_context(gate)
         except TimeoutError:
-            note = "there was no time left to look at it: others on this node took too long"
+            note = "there was no time left to sample it: others on this node took too long"
             return _from_proc(target, note)
         left_s = min(PY_SPY_TIMEOUT_S, deadline_s - loop.time())
         return await _look(py_spy, target, max(left_s, 0.1))
@@ -219,11 +219,11 @@ async def _look(py_spy: str | None, target: Target, timeout_s: float) -> WorkerS
     if state == "":
         return None
     if py_spy is None:
-        note = "py-spy is not there: `pip install py-spy` beside rdzv, or put it on PATH"
+        note = "py-spy is missing: `pip install py-spy` beside rdzv, or put it on PATH"
         return _from_proc(target, note)
     if state == ZOMBIE:
         return _from_proc(target, "")
-    # A stopped process cannot be stopped again, and one in D state not until it leaves it.
+    # A stopped process cannot be stopped again, nor can one in D state before it leaves it.
     ways = (
         [("--nonblocking",)]
         if state in (STOPPED, "t", UNINTERRUPTIBLE)
@@ -286,7 +286,7 @@ async def _run(py_spy: str, pid: int, way: Sequence[str], timeout_s: float) -> b
     if process.returncode != 0:
         raise ValueError(_complaint(complaint) or f"py-spy ended with {process.returncode}")
     if len(output) > MAX_OUTPUT_BYTES:
-        raise ValueError(f"py-spy has written {len(output)} bytes, which cannot be an answer")
+        raise ValueError(f"py-spy has written {len(output)} bytes, too much for a valid answer")
     return output
 
 
@@ -309,13 +309,13 @@ def _why_not(pid: int, complaint: str) -> str:
         owner = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
         if os.geteuid() not in (0, owner):
             note = (
-                f"py-spy may not look at it: it runs as uid {owner}, and this agent as uid "
+                f"py-spy may not read it: it runs as uid {owner}, and this agent as uid "
                 f"{os.geteuid()}; give the agent CAP_SYS_PTRACE"
             )
         elif os.geteuid() != 0 and (scope := _ptrace_scope()) > 0:
             note = (
-                f"py-spy may not look at it: kernel.yama.ptrace_scope is {scope}; set it to 0 "
-                "(sysctl), or give the agent CAP_SYS_PTRACE, or have the worker call "
+                f"py-spy may not read it: kernel.yama.ptrace_scope is {scope}; set it to "
+                "0 (sysctl), or give the agent CAP_SYS_PTRACE, or have the worker call "
                 "prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)"
             )
     return note[:MAX_NOTE_CHARS]
@@ -335,15 +335,14 @@ def parse_dump(text: bytes, pid: int) -> tuple[Thread, ...]:
     """Parse the output of `py-spy dump --json`: the main thread first; long stacks are cut.
 
     Raises:
-        ValueError: it is something else, or has no thread.
-
+        ValueError: the output is something else, or has no thread.
     """
     try:
         said = json.loads(text)
         main = _main_thread(said, pid)
         found = [_thread(one, main=one is main) for one in said]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"what py-spy says cannot be read ({error!r})") from error
+        raise ValueError(f"py-spy's output cannot be read ({error!r})") from error
     found.sort(key=lambda thread: not thread.main)
     return _bounded(found[:MAX_THREADS])
 

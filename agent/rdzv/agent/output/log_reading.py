@@ -33,10 +33,11 @@ MAX_REQUESTS = 64
 PIECE_BYTES = 64 * 1024
 """The most data in one piece."""
 PIECE_COST = 256
-"""The credit that a piece costs beyond its data, which also limits the number of small pieces.
-`rdzv.server.diagnosis.log_relay` counts the same."""
+"""The credit that a piece costs in addition to its data, which also limits the number of small
+pieces. `rdzv.server.diagnosis.log_relay` counts the same.
+"""
 TAIL_BYTES = 64 * 1024 * 1024
-"""How far back the start of a tail of lines is searched."""
+"""How far back the start of the last lines is searched."""
 ERROR_CHARS = 1_000
 
 _P = ParamSpec("_P")
@@ -45,7 +46,7 @@ _R = TypeVar("_R")
 
 @struct(frozen=True)
 class ReadRequest:
-    """The requested part of a job's logs; for None see `rdzv.proto`."""
+    """The requested part of a job's logs; for the meaning of None see `rdzv.proto`."""
 
     number: int
     rdzv_id: str
@@ -103,12 +104,12 @@ class LogReading:
         self._written.pop(rdzv_id, None)
 
     def read(self, request: ReadRequest) -> None:
-        """Begin to answer a request."""
+        """Start to answer a request."""
         self.cancel(request.number)
         written = self._written.get(request.rdzv_id)
         answer = _Request(request, written, self._reader(request.rdzv_id), self._say, self.past)
         if len(self._requests) >= MAX_REQUESTS:
-            answer.refusal = f"this node answers {MAX_REQUESTS} readers already; try again later"
+            answer.refusal = f"this node already answers {MAX_REQUESTS} readers; try again later"
         self._requests[request.number] = answer
         answer.begin(lambda: self._requests.pop(request.number, None))
         answer.task.add_done_callback(lambda _: self._close_idle())
@@ -124,12 +125,12 @@ class LogReading:
             request.task.cancel()
 
     def cancel_all(self) -> None:
-        """Drop all requests, because the stream on which they came has ended."""
+        """Drop all requests, because their stream has ended."""
         for number in tuple(self._requests):
             self.cancel(number)
 
     async def finish(self, within_s: float) -> None:
-        """Send the rest of the logs of ended jobs, as far as readers take it in that time."""
+        """Send the rest of the logs of ended jobs, as far as readers accept it in that time."""
         tasks = [request.task for request in self._requests.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
@@ -313,7 +314,7 @@ class _Request:
             except FileNotFoundError:
                 data = b""
                 if self._written.is_over(found.number):
-                    await self._complain(found, f"{file.path} is not there any more")
+                    await self._complain(found, f"{file.path} no longer exists")
             except OSError as error:
                 reason = error.strerror or str(error)
                 await self._complain(found, f"{file.path} cannot be read: {reason}")
@@ -388,12 +389,12 @@ def _without_file(stderr: bool, path: Path | None, ranks: Iterable[int]) -> str:
     who = f"RANK {', '.join(map(str, ranks))}: {'stderr' if stderr else 'stdout'}"
     if path is None:
         return (
-            f"{who} goes to the console of its rdzvrun and to no file; launch with --redirects=3 "
-            "or --tee=3, and with --log-dir for a folder that you know"
+            f"{who} goes to the console of its rdzvrun and to no file; launch with "
+            "--redirects=3 or --tee=3, and with --log-dir for a known folder"
         )
     return (
-        f"{who} is kept nowhere, because of --log-dir={NO_FILES} or --local-ranks-filter; launch "
-        "with --log-dir=FOLDER, and with --redirects=3 or --tee=3"
+        f"{who} is not kept, because of --log-dir={NO_FILES} or --local-ranks-filter; "
+        "launch with --log-dir=FOLDER, and with --redirects=3 or --tee=3"
     )
 
 
@@ -441,7 +442,7 @@ class _File:
 
 
 class _Opened:
-    """A file that is open for reading: a regular one, and not reached by a link.
+    """A file open for reading: a regular one, not reached by a link.
 
     Its folders belong to the workers' account, which may replace them with links, so they are
     accessed with the rights of that account.
@@ -493,7 +494,7 @@ class _Reader:
         self.watches = watches
         self.busy = False
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # A daemon thread: one that hangs in a read must not keep the agent from exiting.
+        # A daemon thread, so that a read that hangs does not keep the agent from exiting.
         threading.Thread(target=self._run, name="log reader", daemon=True).start()
 
     async def run(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:

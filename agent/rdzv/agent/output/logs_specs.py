@@ -1,6 +1,6 @@
 """--logs-specs: a user-defined class decides where the workers of each round write.
 
-torch calls it a LogsSpecs (`torch/distributed/elastic/multiprocessing/api.py`). It lives in a
+torch calls it a LogsSpecs (`torch/distributed/elastic/multiprocessing/api.py`). It runs in a
 process with the job's interpreter for as long as the job does, and is asked once a round.
 """
 
@@ -23,7 +23,7 @@ REIFY_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
 
 Environs = Mapping[int, Mapping[str, str]]
-"""By LOCAL_RANK: the variables that the agent adds for the workers to its own environment."""
+"""By LOCAL_RANK: the variables that the agent adds to its own environment for the workers."""
 
 
 class LogsSpecs:
@@ -104,7 +104,7 @@ class LogsSpecs:
                 output = _round_output(message, self._local_world_size)
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 # The class is the user's code, and so is everything in its process.
-                self._fail(f"its answer makes no sense: {error!r}")
+                self._fail(f"its answer is invalid: {error!r}")
                 return
             self._round = None
             if self._answer is not None and not self._answer.done():
@@ -152,5 +152,5 @@ def _worker_output(told: Message, local_rank: str) -> WorkerOutput:
 
 def _environ(told: Mapping[str, object]) -> dict[str, str]:
     if not all(isinstance(value, str) for value in told.values()):
-        raise TypeError("a value of the environment is not a text")
+        raise TypeError("a value of the environment is not a string")
     return {name: str(value) for name, value in told.items()}

@@ -6,7 +6,7 @@
     LOG_DIR/RDZV_ID-RUN/NODE_ID/attempt_1 -> round_3       (the latest round of restart 1)
 
 The agent never deletes these files. With LOG_DIR=/dev/null there are none. The files of a submitted
-job without a LOG_DIR of its own are in the agent's state directory; see `run_folders`.
+job without its own LOG_DIR are in the agent's state directory; see `run_folders`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class WrittenRound:
 
 
 KEPT_ROUNDS = 256
-"""The number of latest rounds whose logs can be requested; older ones are only on disk."""
+"""How many of the latest rounds' logs can be requested; older ones are only on disk."""
 
 
 class Written:
@@ -152,7 +152,7 @@ class RunLogs:
     ) -> None:
         """Use a folder of this run below `log_dir`, or `run_dir` itself if given.
 
-        Folders are made with the rights of the workers' account.
+        Folders are created with the rights of the workers' account.
         """
         self._identity = identity
         self._base = log_dir
@@ -161,11 +161,10 @@ class RunLogs:
         self._node_id = node_id
 
     def open_round(self, assignment: Assignment, local_world_size: int) -> list[WorkerFiles]:
-        """Make the directories of a round's workers; return their files by LOCAL_RANK.
+        """Create the directories of a round's workers; return their files by LOCAL_RANK.
 
         Raises:
-            OSError: a directory cannot be made.
-
+            OSError: a directory cannot be created.
         """
         with acting_as(self._identity):
             return self._open_round(assignment, local_world_size)
@@ -174,7 +173,7 @@ class RunLogs:
         if self._base == NO_FILES:
             return [WorkerFiles(NO_FILES, NO_FILES, NO_FILES)] * local_world_size
         if self._base is None and self._run_dir is None:
-            # It is made only now, so that a node without a round leaves nothing behind.
+            # It is created only now, so that a node without a round leaves nothing behind.
             self._base = Path(tempfile.mkdtemp(prefix="rdzv_"))
         run_dir = self._run_dir
         if run_dir is None:

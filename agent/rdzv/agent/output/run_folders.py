@@ -6,7 +6,7 @@
     STATE_DIR/runs/RDZV_ID/RUN/attempt_1 -> round_3
     STATE_DIR/runs/RDZV_ID/RUN/rounds.jsonl    a line for each round: its output paths
 
-So logs can be read after the end of the job or the agent. Names come from the server, and are
+So logs can be read after the job or the agent has ended. Names come from the server, and are
 escaped so that each is one folder below `runs`, whatever characters it has.
 """
 
@@ -89,13 +89,12 @@ class RunFolders:
         return RunFolder(self._base / folder_name(rdzv_id) / folder_name(run), identity)
 
     def open(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
-        """Make the folder of a run, which is in use until `release`.
+        """Create the folder of a run, which is in use until `release`.
 
         With an identity it belongs to that account, and no other account may read it.
 
         Raises:
-            OSError: it cannot be made, or belongs to another account.
-
+            OSError: it cannot be created, or belongs to another account.
         """
         path = self._base / folder_name(rdzv_id) / folder_name(run)
         with self._lock:
@@ -108,7 +107,7 @@ class RunFolders:
         return RunFolder(path, identity)
 
     def _make_for(self, path: Path, identity: Identity) -> None:
-        """Make a folder that belongs to an account, below folders that the account cannot list."""
+        """Create a folder for an account, below folders that the account cannot list."""
         for folder in (self._base, path.parent):
             folder.chmod(0o711)
         try:
@@ -118,7 +117,7 @@ class RunFolders:
         else:
             os.chown(path, identity.uid, identity.gid)
         if (owner := path.lstat().st_uid) != identity.uid:
-            raise PermissionError(None, f"it belongs to uid {owner}, and not {identity.uid}", path)
+            raise PermissionError(None, f"it belongs to uid {owner}, not {identity.uid}", path)
 
     def release(self, folder: RunFolder) -> None:
         """Mark a folder as no longer in use; an empty one is removed."""
@@ -176,7 +175,7 @@ class RunFolders:
         return True
 
     def _finish_removals(self) -> None:
-        """Complete the removals that an earlier agent has left unfinished."""
+        """Complete the removals that an earlier agent left unfinished."""
         for path in _folders_of(self._base, removed=True):
             _remove_tree(path)
 
@@ -196,7 +195,7 @@ def _remove_tree(path: Path) -> None:
     try:
         remove_tree(path, identity_of_owner(path, with_groups=False))
     except OSError as error:
-        log.warning("not all of %s can be removed; it is tried again: %s", path, error)
+        log.warning("not everything in %s can be removed; retrying later: %s", path, error)
 
 
 # ---------------------------------------------------------------------- the index
@@ -233,7 +232,7 @@ def _read_index(run: Path) -> _Index:
 
 
 def _read_line(line: bytes, identity: Identity | None) -> WrittenRound | None:
-    """Read a line; None for one truncated by the agent's death, or not written by an agent."""
+    """Parse a line; None for one truncated by the agent's death, or not written by an agent."""
     try:
         found = json.loads(line)
         workers = tuple(

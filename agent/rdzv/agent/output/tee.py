@@ -1,8 +1,8 @@
 """Copies lines from the workers' log files to the console, with a prefix.
 
 Workers write directly to files, so none of them ever waits for the agent or dies with it; this
-follows the files, as `tail -f` does. **The file is the buffer**: of a line that is incomplete, or
-that the console does not accept, only the position in the file is kept. So an unread console costs
+follows the files, as `tail -f` does. **The file is the buffer**: for a line that is incomplete, or
+that the console does not accept, only its position in the file is kept. So an unread console costs
 neither memory nor time of the event loop, and a line of any length is copied in one go.
 
 ::
@@ -17,13 +17,13 @@ its console is blocked, writes of workers wake no thread. A pump's thread may bl
 event loop never does.
 
 The format is torchrun's (torch/distributed/elastic/multiprocessing/tail_log.py): the prefix, then
-the line; `\\n`, `\\r\\n` and `\\r` all end a line, so each step of a progress bar is one, and are
-written as `\\n`. The deliberate differences:
+the line. `\\n`, `\\r\\n` and `\\r` all end a line and are written as `\\n`, so each step of a
+progress bar is a line. The deliberate differences:
 
 * A line is copied when it is complete. torchrun copies the available data every 0.1 s and puts a
   prefix before each piece.
 * A last line without a line end gets one; torchrun continues the same line with the next output.
-* Bytes are passed on as they are; torchrun decodes them and replaces those that are not UTF-8.
+* Bytes are passed on unchanged; torchrun decodes them and replaces those that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _Write = Callable[[bytes | bytearray], None]
 
 
 class Stream(IntEnum):
-    """A worker's output; the numbers are the bits of --redirects and --tee."""
+    """A worker's output stream; the numbers are the bits of --redirects and --tee."""
 
     OUT = 1
     ERR = 2
@@ -111,10 +111,10 @@ def line_prefix(template: str | None, role: str, rank: int, local_rank: int) -> 
 
 
 def parse_filters(text: str) -> tuple[str, ...]:
-    """Read --duplicate-stdout-filters: strings; a line passes if it contains any of them.
+    """Parse --duplicate-stdout-filters: strings; a line passes if it contains any of them.
 
-    As in torch/distributed/run.py, `,,` stands for a comma, and an empty string among others is
-    in every line; but no text means no filters, as its help promises.
+    As in torch/distributed/run.py, `,,` stands for a comma, and an empty string among others
+    matches every line; but no text means no filters, as its help promises.
 
     >>> parse_filters("apple,x,,y"), parse_filters("apple,"), parse_filters("")
     (('apple', 'x,y'), ('apple', ''), ())
@@ -125,14 +125,13 @@ def parse_filters(text: str) -> tuple[str, ...]:
 
 
 def parse_ranks(text: str) -> frozenset[int] | None:
-    """Read --local-ranks-filter: a comma separated list of LOCAL_RANKs; None for all of them.
+    """Parse --local-ranks-filter: a comma-separated list of LOCAL_RANKs; None for all of them.
 
     >>> sorted(parse_ranks("0,2")), parse_ranks("")
     ([0, 2], None)
 
     Raises:
         InvalidRequestError: it is not such a list.
-
     """
     if not text:
         return None
@@ -155,12 +154,12 @@ class Tee:
     `close`. Lines of one file are copied complete, in order, and once; several workers' files take
     turns. Only `drain` blocks.
 
-    A closed console ends only the copying to it. Create a `Tee` only where something is followed:
-    it holds two threads and an inotify instance, of which each user has few.
+    A closed console ends only the copying to it. Create a `Tee` only if something is followed: it
+    holds two threads and an inotify instance, and each user may have only a few of those.
     """
 
     def __init__(self, out: int = 1, err: int = 2) -> None:
-        """Copy to these descriptors, in the running event loop; the caller keeps owning them."""
+        """Copy to these descriptors, in the running event loop; the caller still owns them."""
         self._watches = Watches(asyncio.get_running_loop())
         self._consoles = {
             Stream.OUT: _Pump(_own_console(out), "stdout", self._watches),
@@ -172,29 +171,28 @@ class Tee:
     def duplicate(self, stream: Stream, path: Path, filters: Sequence[str]) -> None:
         """Also copy the lines of a stream that contain any of `filters` into a new file.
 
-        This applies to the files that are followed until the next `unfollow`. torchrun calls the
-        new files `filtered_stdout.log` and `filtered_stderr.log` and puts them beside the workers'
-        folders; their lines have the same prefixes as the console's.
+        This applies to files followed until the next `unfollow`. torchrun calls the new files
+        `filtered_stdout.log` and `filtered_stderr.log` and puts them beside the workers' folders;
+        their lines have the same prefixes as the console's.
 
         Raises:
-            OSError: the file cannot be made.
-
+            OSError: the file cannot be created.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         pump = _Pump(os.open(path, flags, 0o666), str(path), self._watches)
         self._filters[stream] = pump, tuple(map(os.fsencode, filters))
 
     def follow(self, path: Path, prefix: bytes, stream: Stream) -> None:
-        """Copy the lines of a file, from its beginning on; it need not exist yet."""
+        """Copy the lines of a file, from its beginning; it need not exist yet."""
         self._consoles[stream].follow(_Tail(path, prefix))
         if stream in self._filters:
             pump, needles = self._filters[stream]
             pump.follow(_Tail(path, prefix, needles))
 
     def unfollow(self) -> None:
-        """Copy every file to its present end, and forget it.
+        """Copy every file up to its present end, and forget it.
 
-        That happens in the background, and only for the last `MAX_ENDED_ROUNDS` rounds: older
+        That happens in the background, and only for the last `MAX_ENDED_ROUNDS` rounds. Older
         output that the console has not accepted by then is dropped with a warning, but is in the
         files.
         """
@@ -207,7 +205,7 @@ class Tee:
             pump.end_all()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Unfollow all files, and wait until they are copied; return whether they were in time."""
+        """Unfollow all files, and wait until they are copied; return whether that was in time."""
         self.unfollow()
         waits = [asyncio.wrap_future(pump.drained()) for pump in self._pumps()]
         _, late = await asyncio.wait(waits, timeout=timeout_s)
@@ -216,7 +214,7 @@ class Tee:
         return not late
 
     def close(self) -> None:
-        """Stop copying at once. Output that was not drained is in the files."""
+        """Stop copying at once. Output that was not drained remains in the files."""
         for pump in (*self._pumps(), *(pump for pump, _ in self._filters.values())):
             pump.stop()
         self._watches.close()
@@ -246,15 +244,15 @@ class _Tail:
         self.path = path
         self._prefix = prefix
         self._needles = needles
-        self._line = 0  # Where the first line begins that has not been copied.
+        self._line = 0  # The start of the first line that has not been copied.
         self._scanned = 0  # The line has no end before this position.
         self._after_cr = False
 
     def copy_some(self, write: _Write, *, final: bool) -> bool:
         """Copy the lines that the next chunk completes; return False at the file's end.
 
-        At the end, a `final` call also copies a last line without a line end. A missing file is at
-        its end; a truncated one is copied from its start.
+        At the end, a `final` call also copies a last line without a line end. A missing file counts
+        as ended; a truncated one is copied from its start.
         """
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -312,7 +310,7 @@ class _Tail:
         write(batch)
 
     def _wants(self, pieces: Iterable[bytes]) -> bool:
-        """Return whether a line, given in pieces, contains a needle, or none is looked for."""
+        """Return whether a line, given in pieces, contains a needle, or there are no needles."""
         if not self._needles:
             return True
         overlap = max(map(len, self._needles)) - 1
@@ -342,7 +340,7 @@ class _ConsoleClosedError(Exception):
 
 
 class _Sink:
-    """A descriptor to write to, blocking, until told to abort."""
+    """A descriptor for blocking writes, until told to abort."""
 
     def __init__(self, fd: int) -> None:
         """Take over a descriptor."""
@@ -386,9 +384,9 @@ class _Source:
     woken: Callable[[_Source], None]
     watch: int | None = None
     identity: None = None
-    """Always None: where there is a console, the workers run as this process's account."""
+    """Always None: if there is a console, the workers run as this process's account."""
     ends: int = 0
-    """The number of rounds that have ended since its own began: from 1 on, it no longer grows."""
+    """How many rounds have ended since its own began; once positive, the file no longer grows."""
 
     @property
     def path(self) -> Path:
@@ -421,7 +419,8 @@ class _Pump:
         self._watches = watches
         self._work = _Work()
         self._changed = threading.Condition()
-        # A daemon thread: a write that hangs in a terminal must not keep the agent from exiting.
+        # A daemon thread, so that a write that hangs in a terminal does not keep the agent from
+        # exiting.
         threading.Thread(target=self._run, name=f"tee {name}", daemon=True).start()
 
     # ------------------------------------------------------------------ from the event loop
@@ -468,7 +467,7 @@ class _Pump:
             self._changed.notify()
 
     def drained(self) -> Future[None]:
-        """Return a future that is done when there is no file left to copy."""
+        """Return a future that is done when no file is left to copy."""
         future: Future[None] = Future()
         with self._changed:
             self._work.waiters.append(future)
@@ -497,7 +496,7 @@ class _Pump:
         except _AbortedError:
             pass
         except _ConsoleClosedError as error:
-            text = "%s cannot be written (%s); worker output is in the log files only"
+            text = "%s cannot be written (%s); worker output is only in the log files"
             log.warning(text, self._name, error)
         finally:
             self._end()

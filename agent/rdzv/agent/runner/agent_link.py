@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _EVENTS_OF_KEPT = frozenset({"suspect", "resumed", "not_kept", "kept_exited", "kept_gone"})
 _FIELDS_OF_KEPT = frozenset({"how", "kept", "by_itself"})
-"""The events, and fields of other events, that only agents of this version know."""
+"""The events, and fields of other events, that only agents of this version understand."""
 
 
 class AgentLink:
@@ -61,7 +61,7 @@ class AgentLink:
         obey: Callable[[Mapping[str, object]], None],
         on_lost: Callable[[bool], None],
     ) -> None:
-        """Take a request handler, and `on_lost`, which gets whether the agent was in charge."""
+        """Take a request handler, and `on_lost`, which is told whether the agent was in charge."""
         self._loop = loop
         self._obey = obey
         self._on_lost = on_lost
@@ -73,16 +73,16 @@ class AgentLink:
         self.numbers_events = False
         """Whether events are remembered until an agent has confirmed them."""
         self._events = 0
-        # Without an agent only a limited number of events can happen, so this is limited, too.
+        # Without an agent only a limited number of events can occur, so this is bounded, too.
         self._unconfirmed: deque[tuple[float, dict[str, object]]] = deque()
 
     @property
     def connected(self) -> bool:
-        """Whether there is an agent, in charge or not."""
+        """Whether an agent is connected, in charge or not."""
         return self._channel is not None
 
     def attach(self, channel: Channel) -> None:
-        """Connect an agent at the other end of a channel; `OSError` if it cannot be watched."""
+        """Connect to the agent at the other end of a channel; `OSError` if it cannot be watched."""
         self._loop.watch(channel.fileno(), self.read)
         self._channel = channel
 
@@ -156,7 +156,7 @@ class AgentLink:
 
     @property
     def speaks_of_kept(self) -> bool:
-        """Whether an event that no agent has confirmed needs an agent of this version."""
+        """Whether an unconfirmed event requires an agent of this version."""
         return any(
             message["type"] in _EVENTS_OF_KEPT or not _FIELDS_OF_KEPT.isdisjoint(message)
             for _, message in self._unconfirmed

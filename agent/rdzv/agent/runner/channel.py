@@ -39,14 +39,14 @@ class MalformedFrameError(ValueError):
 class Channel:
     """JSON objects, and file descriptors with them, over a Unix stream socket; never blocks.
 
-    A frame is its length in 4 bytes, big endian, and that many bytes of JSON. A descriptor travels
-    with the first bytes of the frame that it belongs to.
+    A frame is its length in 4 bytes, big endian, followed by that many bytes of JSON. A descriptor
+    travels with the first bytes of the frame that it belongs to.
     """
 
     def __init__(
         self, sock: socket.socket, *, takes_fds: bool = True, max_bytes: int = MAX_FRAME_BYTES
     ) -> None:
-        """Take over a socket. Without `takes_fds` the kernel drops descriptors that come with it.
+        """Take over a socket. Without `takes_fds` the kernel drops descriptors that are sent to it.
 
         A frame of more than `max_bytes` is malformed. Everything received is held until a frame is
         complete, so an untrusted peer may send no descriptors, and only short frames.
@@ -61,7 +61,7 @@ class Channel:
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unsent_bytes = 0
         self.lost_fds = False
-        """Whether descriptors of a message were lost: this process has too many open."""
+        """Whether descriptors of a message were lost because this process has too many open."""
 
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 once closed."""
@@ -69,15 +69,15 @@ class Channel:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` should be called once the socket takes more."""
+        """Whether `flush` should be called once the socket accepts more."""
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, object], *fds: int) -> None:
-        """Send as much of a message as the socket takes now, and keep the rest for `flush`.
+        """Send as much of a message as the socket accepts now, and keep the rest for `flush`.
 
-        The channel owns `fds` from here on, even when this raises: `ValueError` if the message is
-        too large for a frame, `BufferError` if the peer leaves too much unread, `OSError` if it
-        is gone.
+        The channel owns `fds` from here on, even if this raises: `ValueError` if the message is too
+        large for a frame, `BufferError` if the peer leaves too much unread, `OSError` if it is
+        gone.
         """
         payload = json.dumps(message, separators=(",", ":")).encode()
         if len(payload) > MAX_FRAME_BYTES:
@@ -91,7 +91,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much unsent data as the socket takes; `OSError` if the peer is gone."""
+        """Send as much unsent data as the socket accepts; `OSError` if the peer is gone."""
         while self._unsent:
             frame, fds = self._unsent[0]
             try:

@@ -1,7 +1,6 @@
 """How an exit is noticed: `Children` holds a pidfd of every child, and reaps it when it exits.
 
-It holds every child of the runner from fork to exit, whether forked by the runner itself or by the
-zygote.
+A child is held from fork to exit, whether forked by the runner itself or by the zygote.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from .spawn import Program
 
 START_SLOW_S = 10.0
-"""A child that does not run its program after this time is named on stderr."""
+"""After this time, a child that does not run its program is reported on stderr."""
 
 
 class Launch:
@@ -35,9 +34,11 @@ class Launch:
 
     def __init__(self, name: str, fd: int, on_run: Callable[[Child], None] | None) -> None:
         self.name = name
-        """Its future role, as named to the user."""
+        """Its future role, as shown to the user."""
         self.fd = fd
-        """Descriptor on which it reports its steps; at end of file it runs or is gone."""
+        """The descriptor on which it reports its steps; at end of file it runs its program or is
+        gone.
+        """
         self.on_run = on_run
         self.slow_at: float | None = time.monotonic() + START_SLOW_S
         self._report = bytearray()
@@ -53,7 +54,7 @@ class Launch:
 
     @property
     def doing(self) -> str:
-        """The step that it began last."""
+        """The last step that it began."""
         return self._report.rpartition(b"\0")[0].rpartition(b"\0")[2].decode(errors="replace")
 
     @property
@@ -75,7 +76,7 @@ class Child:
     ) -> None:
         self.pid = pid
         self.on_exit = on_exit
-        """Called with its exit code, which is less than 0 for a signal."""
+        """Called with its exit code, which is negative for a signal."""
         self.spared = spared
         """Whether it survives the end of a round."""
         self.launch = launch
@@ -89,7 +90,7 @@ class Child:
         return "" if self.launch is None else self.launch.failure
 
     def poll(self) -> int | None:
-        """Reap it if it has exited; return its exit code then, or less than 0 for a signal."""
+        """Reap it if it has exited; return its exit code then, negative for a signal."""
         if self._exit_code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -137,8 +138,8 @@ class Children:
     ) -> Child:
         """Fork a child to run a program; never wait for it.
 
-        `on_run` is called once it runs, and also if it was killed before. Raises `OSError` if it
-        cannot be forked.
+        `on_run` is called once it runs, and also if it was killed before. Raises `OSError` if the
+        fork fails.
         """
         fd, reports = os.pipe2(os.O_CLOEXEC)
         launch = Launch(name, fd, on_run)
@@ -182,8 +183,8 @@ class Children:
 
     def _watch_exit(self, child: Child) -> None:
         self._children[child.pid] = child
-        # epoll returns pidfds in the order of the exits, so the first failure comes first. Children
-        # without a pidfd lose only that order.
+        # epoll returns pidfds in the order of the exits, so the first failure comes first. Only
+        # children without a pidfd lose that order.
         with suppress(OSError):
             child.pidfd = os.pidfd_open(child.pid)
             try:
@@ -201,7 +202,7 @@ class Children:
     def _reap_child(self, child: Child) -> None:
         code = child.poll()
         if code is None:
-            return  # A debugger sees it first; SIGCHLD comes when that detaches.
+            return  # A debugger sees it first; SIGCHLD comes when the debugger detaches.
         if child in self._launching:
             self._read_launch(child)
         del self._children[child.pid]
@@ -224,7 +225,7 @@ class Children:
             self.reap_again()
 
     def reap_again(self) -> None:
-        """Schedule a check for exits: a call has failed that may have handled one."""
+        """Schedule a check for exits, because a call that may have handled one has failed."""
         self._reap_again_at = time.monotonic() + PAUSE_S
 
     # ------------------------------------------------------------------ time
@@ -237,7 +238,7 @@ class Children:
             yield child.launch.slow_at
 
     def do_due(self, now: float) -> None:
-        """Check for exits again, and name children that start slowly."""
+        """Check for exits again, and report children that start slowly."""
         if self._reap_again_at is not None and now >= self._reap_again_at:
             self._reap_unwatched()
         for child in self._launching:
@@ -245,8 +246,9 @@ class Children:
             if launch is not None and launch.slow_at is not None and now >= launch.slow_at:
                 launch.slow_at = None
                 write_line(
-                    f"{launch.name}, pid {child.pid}, is not started after {START_SLOW_S:g} s, "
-                    f"and waits for this: {launch.doing or 'to run'}"
+                    f"{launch.name}, pid {child.pid}, has not started after "
+                    f"{START_SLOW_S:g} s; it is still at: "
+                    f"{launch.doing or 'running the program'}"
                 )
 
     # ------------------------------------------------------------------ killing
@@ -262,7 +264,7 @@ class Children:
     def kill(self, stays: Callable[[int], bool] | None = None) -> list[int]:
         """Send SIGKILL to all descendants of this process, except spared children; list them.
 
-        Children for which `stays` is true stay, with all their descendants. The children alone
+        Children for which `stays` is true stay, with all their descendants. Only the children
         decide whether anything is left: a descendant becomes a child as soon as its parents are
         dead. Raises `OSError` if the children cannot be listed, so some may be left.
         """
@@ -271,7 +273,7 @@ class Children:
         return self._kill(left if stays is None else [pid for pid in left if not stays(pid)])
 
     def kill_family(self, owns: Callable[[int], bool]) -> list[int]:
-        """Send SIGKILL to all that a dead worker has left behind; list them.
+        """Send SIGKILL to everything that a dead worker left behind; list it.
 
         `owns` tells which of the children that were not started here are its descendants. Raises
         `OSError` if the children cannot be listed.
@@ -280,12 +282,12 @@ class Children:
         return self._kill([pid for pid in strangers if owns(pid)])
 
     def is_known(self, pid: int) -> bool:
-        """Whether this is a child that was started here, or by the zygote for it."""
+        """Return whether this child was started here, or by the zygote on request."""
         return pid in self._children
 
     def _kill(self, left: list[int]) -> list[int]:
         for pid in left:
-            # It is not reaped, so the pid is still its own.
+            # It has not been reaped, so the pid is still its own.
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         below = descendants_of(left)[len(left) :]
@@ -301,7 +303,7 @@ class Children:
 
 
 def exit_fields(code: int) -> dict[str, int | None]:
-    """Split an exit code, which is less than 0 for a signal, into exit code and signal."""
+    """Split an exit code, which is negative for a signal, into exit code and signal."""
     if code < 0:
         return {"exit_code": None, "signal": -code}
     return {"exit_code": code, "signal": None}

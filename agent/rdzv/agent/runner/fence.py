@@ -1,8 +1,8 @@
 """The fence: a point in time by `boottime_ms` that no worker outlives, whatever the agent does.
 
 The agent may be stopped, or hang. It renews the fence while there is proof that the server receives
-this node's messages. A round to be started after the fence has come starts no worker. Without
-`renew_fence` there is no fence.
+this node's messages. A round requested after the fence starts no workers. Without `renew_fence`
+there is no fence.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Fence:
-    """The fence, and the alarm that goes off when it has come."""
+    """The fence, and the alarm that goes off at that time."""
 
     def __init__(self, agent: AgentLink) -> None:
         self._agent = agent
         self._at_ms = 0
-        # Made now, so that no fence fails for lack of a descriptor.
+        # Created now, so that no fence fails for lack of a descriptor.
         self._alarm = Alarm()
 
     def fileno(self) -> int:
@@ -39,7 +39,7 @@ class Fence:
         self._at_ms = max(read_fence_at_ms(request), self._at_ms)
 
     def check(self, held: Round | None, parked: ParkedWorkers) -> None:
-        """Begin to kill a round, or parked workers, at the fence; else set the alarm for it."""
+        """Start killing a round, or parked workers, at the fence; before it, set the alarm."""
         is_over = held.fenced if held is not None else not parked
         if is_over or not self._at_ms:
             self._alarm.set(None)

@@ -1,4 +1,4 @@
-"""The round whose workers are here, from its start until each worker is gone, or parked."""
+"""The round whose workers are here, from its start until each worker is gone or parked."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ class Round:
         self.notified_by: int | None = None
         """The signal that notified its workers that the node is about to leave."""
         self.kill_at: float | None = None
-        """When the grace of the stop is over; None while no stop has been asked for."""
+        """When the grace of the stop is over; None if no stop was requested."""
         self.fenced = False
         """Whether it has reached the fence."""
         self.keeps = False
-        """Whether workers that have parked stay when it ends."""
+        """Whether parked workers stay when it ends."""
         self._killed: set[int] = set()
         """The workers, by pid, that were killed before the others."""
 
     def add(self, child: Child, link: WorkerLink | None) -> None:
-        """Note that a worker exists, with its link."""
+        """Add a worker, with its link."""
         self.running.add(child.pid)
         if link is not None:
             link.child = child
             self.links[child.pid] = link
 
     def forget(self, child: Child) -> bool:
-        """Note that a worker does not exist any more; return whether it has ended by itself.
+        """Remove a worker that has exited; return whether it ended by itself.
 
-        It has if nothing was sent to it but the word to park, and its time to do so was not over.
+        It did if nothing was sent to it except the request to park, and it still had time to do so.
         """
         self.running.discard(child.pid)
         link = self.links.pop(child.pid, None)
@@ -74,7 +74,7 @@ class Round:
 
     @property
     def is_to_be_killed(self) -> bool:
-        """Whether a stop was asked for, and its grace is over or no worker is left to use it."""
+        """Whether a stop was requested, and its grace is over or no worker is left to use it."""
         if self.kill_at is None:
             return False
         return time.monotonic() >= max(self._deadlines().values(), default=0.0)
@@ -94,9 +94,9 @@ class Round:
     # ------------------------------------------------------------------ parking
 
     def begin_parking(self, keep_s: float, not_kept: Collection[int]) -> None:
-        """Ask the workers that can be kept to park; kill those that must not be, by local_rank."""
+        """Ask the workers that can be kept to park; kill those in `not_kept`, by local_rank."""
         if self.kill_at is not None:
-            return  # It ends already. A later stop keeps none that the first one does not.
+            return  # It is ending already. A later stop keeps none that the first one does not.
         self.keeps = True
         for link in self.links.values():
             if link.local_rank in not_kept:
@@ -118,7 +118,7 @@ class Round:
         return [link for link in self.links.values() if link.parked is not None and link.is_open]
 
     def keep_none(self) -> set[int]:
-        """Let no worker stay; return those, by pid, that have parked, or were to."""
+        """Keep no worker; return those, by pid, that have parked, or were asked to."""
         self.keeps = False
         parking = set()
         for link in self.links.values():
@@ -138,7 +138,7 @@ class Round:
     # ------------------------------------------------------------------ time
 
     def wake_times(self) -> Iterator[float]:
-        """Yield when a worker is to be killed."""
+        """Yield the times at which a worker must be killed."""
         for pid, at in self._deadlines().items():
             if pid not in self._killed:
                 yield at
@@ -149,7 +149,7 @@ class Round:
             return
         for link in self.links.values():
             if link.kill_at is not None and not link.is_open and not link.hung_up:
-                # It cannot say any more that it has parked. If it has hung up, it is exiting.
+                # It can no longer report that it has parked. If it has hung up, it is exiting.
                 link.kill_at = None
                 signal_group(link.pid, signal.SIGTERM)
         for pid, at in self._deadlines().items():
@@ -177,4 +177,4 @@ class Round:
 def _why_killed(link: WorkerLink) -> str:
     if link.stuck_in:
         return f"it waits in {link.stuck_in} for an operation that gloo has lost"
-    return "it has not parked in time"
+    return "it did not park in time"

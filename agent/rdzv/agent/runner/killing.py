@@ -1,9 +1,9 @@
 """How workers are killed: `Killing.advance` sends SIGKILL to all processes of an ending round.
 
-That is due when a stop's grace is over or no worker is left, when a worker could not be started,
-when the fence has come, and when the runner shuts down. It continues until nothing is left. The
-runner is a child subreaper, so it inherits daemons, and no process escapes. Only parked workers,
-and what they have started, stay.
+That is due when a stop's grace is over or no worker is left, when a worker could not be started, at
+the fence, and when the runner shuts down. It continues until nothing is left. The runner is a child
+subreaper, so it inherits daemons, and no process escapes. Only parked workers, and processes that
+they have started, stay.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Killing:
         self._workers = workers
         self._forks = forks
         self._since: float | None = None
-        """Since when a kill has been going on; None while there is none."""
+        """When the present kill began; None if there is none."""
         self._reported = False
 
     @property
@@ -75,5 +75,5 @@ class Killing:
         self._reported = True
         if self._workers.round is not None:
             self._agent.emit("stuck", round=self._workers.round.number, pids=left)
-            # The node is given up, so nothing would let its parked workers go on.
+            # The node is given up, so nothing would let its parked workers continue.
             self._workers.round.keep_none()

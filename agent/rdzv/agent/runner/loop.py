@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .channel import Channel
 
 PAUSE_S = 0.25
-"""Delay before a call that failed for lack of descriptors or memory is repeated."""
+"""The delay before a call that failed for lack of descriptors or memory is repeated."""
 
 
 class Loop:
@@ -22,14 +22,14 @@ class Loop:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self.shutting_down = False
-        """Whether everything ends: nothing new is started."""
+        """Whether everything is ending, so that nothing new is started."""
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
         """Call a function when a descriptor can be read; `OSError` if it cannot be watched."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def watch_channel(self, channel: Channel) -> None:
-        """Watch a channel, which is watched already, for writing as long as it has unsent bytes."""
+        """Also watch a watched channel for writing while it has unsent bytes."""
         key = self._selector.get_key(channel.fileno())
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
         if key.events != mask:

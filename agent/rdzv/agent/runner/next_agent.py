@@ -1,16 +1,16 @@
 """Replaces the agent: the runner outlives it, and the next agent adopts the runner at a socket.
 
 When the agent's end of the socket closes, everything is killed at once, unless the agent has asked
-the runner to *serve*. Then the runner listens on a socket, and a process of the same user may
-connect there and *adopt* it:
+the runner to *serve*. Then the runner listens on a socket, where a process of the same user may
+connect and *adopt* it:
 
     next agent  ── connects ──▶  hello {version, pid, round, last_round, workers, store_hosts,
                                         zygote, kept}
                 ── adopt ──▶     every event that no agent has confirmed, and then new ones
 
 *Kept* are the values, by name, that an agent needs to continue where its predecessor died; the
-runner does not look into them. They outlive the agent exactly as the workers do, and a value kept
-before a request is sent is known whenever the request is. Only one agent is served at a time;
+runner does not interpret them. They outlive the agent exactly as the workers do, and a value kept
+before a request was sent is known whenever the request is. Only one agent is served at a time;
 another is sent `refused` {reason}. If no agent adopts the runner within `orphan_timeout_s`, it
 stops its workers, with `grace_s`, and ends. The clock runs until `adopt`: an agent that finds this
 runner too old or too new simply disconnects.
@@ -62,18 +62,18 @@ class NextAgent:
         self._on_orphaned = on_orphaned
         self._path: Path | None = None
         self._listener: socket.socket | None = None
-        """None: this runner ends with its agent."""
+        """None if this runner ends with its agent."""
         self._orphan_timeout_s = self._grace_s = 0.0
         self._orphaned_until: float | None = None
         """When everything ends if no agent has taken charge by then."""
         self._accept_again_at: float | None = None
-        """When it listens again after it lacked a descriptor for an agent."""
+        """When to listen again after a lack of descriptors."""
         self.gave_up = False
         """Whether no agent came in time, so that everything ends with the round."""
         self._kept: dict[str, str] = {}
 
     def serve(self, request: Mapping[str, object]) -> None:
-        """Obey `serve`: outlive the agent from now on. A second request changes only the times."""
+        """Obey `serve`: outlive the agent from now on. A second request only changes the times."""
         path = read_socket_path(request)
         orphan_timeout_s = read_seconds(request, "orphan_timeout_s", MAX_ORPHAN_TIMEOUT_S)
         grace_s = read_seconds(request, "grace_s", MAX_GRACE_S)
@@ -94,12 +94,12 @@ class NextAgent:
         self._kept[read_field(request, "name", str)] = read_field(request, "value", str)
 
     def adopt(self) -> None:
-        """Obey `adopt`: take orders from the agent that is connected, and send it all events."""
+        """Obey `adopt`: take orders from the connected agent, and send it all events."""
         self._agent.in_charge, self._orphaned_until = True, None
         self._agent.repeat_unconfirmed()
 
     def wait_for_one(self, *, was_in_charge: bool) -> None:
-        """Start the clock, or shut down, now that the agent is lost."""
+        """Start the clock, or shut down, because the agent is lost."""
         if self._listener is None:
             self._loop.shutting_down = True
         elif was_in_charge and not self.gave_up:
@@ -144,7 +144,7 @@ class NextAgent:
         self._agent.read()  # The old agent's end of file may be waiting there, too.
         channel = Channel(connection)
         if self._agent.connected:
-            reason = f"this runner, pid {os.getpid()}, has an agent; pid {pid} is one too many"
+            reason = f"this runner, pid {os.getpid()}, already has an agent and refuses pid {pid}"
             with suppress(OSError):
                 channel.send({"type": "refused", "reason": reason})
             channel.close()
@@ -165,10 +165,10 @@ class NextAgent:
             self._accept_again_at = now + PAUSE_S
 
     def _end_orphaned(self) -> None:
-        """Stop the workers, and then everything, as no agent has come."""
+        """Stop the workers, and then everything, because no agent has come."""
         write_line(
             f"runner pid {os.getpid()}: no agent within {self._orphan_timeout_s:g} s; "
-            "its workers are stopped"
+            "stopping its workers"
         )
         self._orphaned_until, self.gave_up = None, True
         self.close()

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 PROTOCOL_VERSION = 2
-"""Version of requests and events. An agent adopts runners of its own version and older ones."""
+"""The version of requests and events. An agent adopts runners of its own version and older ones."""
 
 WITHOUT_PARKING = 1
-"""The version that a runner speaks as long as no worker may be kept."""
+"""The version that a runner claims as long as no worker may be kept."""
 
 MAX_GRACE_S = 7 * 24 * 3600.0
 MAX_ORPHAN_TIMEOUT_S = 24 * 3600.0
@@ -58,7 +58,7 @@ MAX_SPARE_FORKS = 1024
 
 
 class RequestError(Exception):
-    """The agent has asked for something that cannot be done; nothing has changed."""
+    """The agent has requested something that cannot be done; nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class WorkerSpec:
 class ZygoteSpec:
     """How to start a zygote: as a worker whose script never runs, with `modules` imported.
 
-    `argv` and `env` are the ones shared by all workers: the command line without the
-    script's own arguments, and the environment without the variables in which workers differ.
-    `wait_s` is how long workers may wait while it imports; with 0 they start cold meanwhile.
-    `spare_forks` is the number of forks that are made before they are needed.
-    With `after_import` it is for restarts alone: it is started once workers have imported torch.
+    `argv` and `env` are the ones shared by all workers: the command line without the script's own
+    arguments, and the environment without the variables in which workers differ. `wait_s` is how
+    long workers may wait while it imports; with 0 they start cold meanwhile. `spare_forks` is the
+    number of forks that are made before they are needed. With `after_import` it is only for
+    restarts, and starts once workers have imported torch.
     """
 
     argv: tuple[str, ...]
@@ -124,13 +124,13 @@ class KeepSpec:
     step: int | None
     """The last step that the source has sealed."""
     charged: tuple[int, ...] = ()
-    """Those that raise the exception that they have reported, by local_rank."""
+    """By local_rank: those that raise the exception that they have reported."""
     grace_s: float = 0.0
     """The time between SIGTERM and SIGKILL for those that do not take part."""
 
 
 def read_keep_spec(request: Mapping[str, object]) -> KeepSpec | None:
-    """Read which parked workers take part in a round; None if workers are never kept."""
+    """Parse which parked workers take part in a round; None if workers are never kept."""
     if request.get("keep") is None:
         return None
     keep = read_field(request, "keep", dict)
@@ -144,7 +144,7 @@ def read_keep_spec(request: Mapping[str, object]) -> KeepSpec | None:
 
 
 def read_numbers(request: Mapping[str, object], name: str) -> tuple[int, ...]:
-    """Read a list of numbers; none if it is missing."""
+    """Parse a list of numbers, empty if missing."""
     numbers = request.get(name) or []
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
         raise RequestError(f"{name}: expected numbers, got {numbers!r:.80}")
@@ -152,10 +152,10 @@ def read_numbers(request: Mapping[str, object], name: str) -> tuple[int, ...]:
 
 
 def read_worker_specs(request: Mapping[str, object]) -> list[WorkerSpec]:
-    """Read how to start the workers of a round."""
+    """Parse how to start the workers of a round."""
     specs = [_read_worker_spec(item) for item in read_field(request, "workers", list)]
     if not specs:
-        raise RequestError("workers: there are none")
+        raise RequestError("workers: the list is empty")
     if len({spec.local_rank for spec in specs}) < len(specs):
         raise RequestError("workers: a local_rank occurs twice")
     return specs
@@ -177,7 +177,7 @@ def _read_worker_spec(worker: object) -> WorkerSpec:
 
 
 def read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
-    """Read how to start the zygote."""
+    """Parse how to start the zygote."""
     modules = read_field(request, "modules", list)
     if not all(isinstance(name, str) for name in modules):
         raise RequestError(f"modules: expected strings, got {modules!r:.80}")
@@ -195,7 +195,7 @@ def read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
 
 
 def read_store_host_spec(request: Mapping[str, object]) -> StoreHostSpec:
-    """Read how to start a store host."""
+    """Parse how to start a store host."""
     return StoreHostSpec(
         round=read_field(request, "round", int),
         argv=tuple(_read_argv(request)),
@@ -205,7 +205,7 @@ def read_store_host_spec(request: Mapping[str, object]) -> StoreHostSpec:
 
 
 def read_seconds(request: Mapping[str, object], name: str, most: float) -> float:
-    """Read a number of seconds, at most `most`."""
+    """Parse a number of seconds, at most `most`."""
     seconds = request.get(name)
     # Written so that NaN, which compares as False, is refused.
     if not isinstance(seconds, int | float) or not 0 <= seconds <= most:
@@ -214,7 +214,7 @@ def read_seconds(request: Mapping[str, object], name: str, most: float) -> float
 
 
 def read_fence_at_ms(request: Mapping[str, object]) -> int:
-    """Read the time of a fence."""
+    """Parse the time of a fence."""
     at_ms = read_field(request, "fence_at_ms", int)
     if not 0 < at_ms <= MAX_FENCE_AT_MS:
         raise RequestError(f"fence_at_ms: expected 1 to {MAX_FENCE_AT_MS}, got {at_ms!r:.80}")
@@ -222,7 +222,7 @@ def read_fence_at_ms(request: Mapping[str, object]) -> int:
 
 
 def read_socket_path(request: Mapping[str, object]) -> Path:
-    """Read the path of a socket to listen at."""
+    """Parse the path of a socket to listen on."""
     path = Path(read_field(request, "socket", str))
     if not path.is_absolute() or not path.name or "\0" in str(path):
         raise RequestError(f"socket: expected an absolute path, got {str(path)!r:.200}")
@@ -230,7 +230,7 @@ def read_socket_path(request: Mapping[str, object]) -> Path:
 
 
 def read_signal(request: Mapping[str, object]) -> int:
-    """Read the number of a signal."""
+    """Parse the number of a signal."""
     signum = read_field(request, "signal", int)
     if signum not in signal.valid_signals():
         raise RequestError(f"signal: there is no signal {signum}")
@@ -238,7 +238,7 @@ def read_signal(request: Mapping[str, object]) -> int:
 
 
 def read_field(request: Mapping[str, object], name: str, kind: type[T]) -> T:
-    """Read a required field of a given type."""
+    """Return a required field of a given type."""
     value = request.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RequestError(f"{name}: expected {kind.__name__}, got {value!r:.80}")
@@ -274,7 +274,7 @@ def _read_cpus(worker: Mapping[str, object]) -> tuple[int, ...] | None:
 def _read_argv(request: Mapping[str, object]) -> list[str]:
     argv = read_field(request, "argv", list)
     if not argv or not all(isinstance(word, str) for word in argv):
-        raise RequestError("argv: expected one string or more")
+        raise RequestError("argv: expected at least one string")
     return argv
 
 

@@ -1,4 +1,4 @@
-"""The runner: puts its parts together, and calls each in turn."""
+"""The runner: assembles its parts, and calls each in turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Carries out the agent's requests, and reports what happens, until shut down or orphaned."""
+    """Carries out the agent's requests, and reports events, until shut down or orphaned."""
 
     def __init__(self, agent: Channel) -> None:
         self._loop = loop = Loop()
@@ -81,7 +81,7 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """Close everything a runner opens at its start, and its agents' sockets."""
+        """Close everything that a runner opens at its start, and its agents' sockets."""
         self.next_agent.close()
         self.agent.disconnect()
         self.forks.restarts.close()
@@ -95,7 +95,7 @@ class Runner:
         try:
             call()
         except OSError as error:
-            # It may have been an exit, which nothing else would announce again.
+            # It may have handled an exit, which nothing else would announce again.
             self._children.reap_again()
             if not self._reported_error:
                 self._reported_error = True
@@ -169,7 +169,7 @@ class Runner:
         speaks_of_kept = self._workers.can_keep or self.agent.speaks_of_kept
         return {
             "type": "hello",
-            # An agent of the version before misreads what is said of workers that can be kept.
+            # An older agent misreads events about workers that can be kept.
             "version": PROTOCOL_VERSION if speaks_of_kept else WITHOUT_PARKING,
             "keeps": True,
             "pid": os.getpid(),
@@ -187,7 +187,7 @@ class Runner:
 def main(fd: int) -> None:
     """Run as the runner of the agent at the other end of a socket."""
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        sys.exit("rdzv: /proc has no lists of children; the kernel needs CONFIG_PROC_CHILDREN")
+        sys.exit("rdzv: /proc does not list children; the kernel needs CONFIG_PROC_CHILDREN")
     os.set_inheritable(fd, False)
     for signum in SIGNALS_FOR_WORKERS:
         signal.signal(signum, signal.SIG_IGN)
@@ -196,6 +196,6 @@ def main(fd: int) -> None:
     try:
         Runner(Channel(socket.socket(fileno=fd))).run()
     except BaseException:
-        # Else nothing is left here.
+        # Otherwise nothing is left here.
         sweep_descendants()
         raise

@@ -41,15 +41,15 @@ SIGNALS_FOR_WORKERS = (
 
 
 class StartError(Exception):
-    """A program cannot be run; the message has the value at fault, and why."""
+    """A program cannot be run; the message names the wrong value and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """A program for a child to run.
 
-    A stream is a descriptor of the runner, or a path to append to; None is the stream of the
-    runner, but stdin is empty unless `shares_stdin`. `pass_fds` are its other descriptors.
+    A stream is a descriptor of the runner, or a path to append to; None means the runner's own
+    stream, but stdin is empty unless `shares_stdin`. `pass_fds` are its other descriptors.
     """
 
     argv: tuple[str, ...]
@@ -71,14 +71,14 @@ class Program:
 def fork_into(program: Program, says: int) -> int:
     """Fork a child that runs a program, as leader of its own session; return its pid.
 
-    It dies with this process, has no descriptors but those of the program, ignores no signal, and
-    blocks only those in `blocked`. It writes to `says` what it is about to do, each step ending in
-    NUL; the exec closes `says`. Text without a NUL at the end is the reason why the program does
-    not run. Raises `OSError` if the child cannot be forked.
+    It dies with this process, has only the program's descriptors, ignores no signal, and blocks
+    only those in `blocked`. It writes to `says` what it is about to do, each step ending in NUL;
+    the exec closes `says`. Text without a NUL at the end is the reason why the program does not
+    run. Raises `OSError` if the fork fails.
     """
     parent = os.getpid()
-    # This process ignores signals meant for its workers. One that came before the child has its
-    # own dispositions would be lost, so it stays pending until then.
+    # This process ignores signals meant for its workers. A signal that came before the child has
+    # its own dispositions would be lost, so it stays pending until then.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
@@ -173,9 +173,7 @@ def _execute(program: Program) -> None:
     except FileNotFoundError as error:
         text = os.strerror(errno.ENOENT)
         if Path(program.argv[0]).exists():
-            text += (
-                "; the file is there, so it is the interpreter named in its first line that is not"
-            )
+            text += "; the file exists, so the interpreter named in its first line is missing"
         raise OSError(errno.ENOENT, text) from error
 
 

@@ -1,7 +1,7 @@
 """The store hosts: one process per round, which serves its c10d store on the agent's socket.
 
 A store host is forked from the zygote if that has imported torch, and otherwise started cold; the
-program is store_host.py. The end of a round does not end it.
+program is store_host.py. It outlives the end of its round.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StoreHosts:
             self._agent.emit("store_host_exited", round=number, **killed)
 
     def take_running(self, number: int, child: Child) -> None:
-        """Note that a round's warm store host serves."""
+        """Record that a round's warm store host serves."""
         self._hosts[number] = child
         self._agent.emit("store_host_ready", round=number)
 
@@ -141,10 +141,10 @@ class StoreHosts:
 
 
 class WarmStoreHost(WarmStart):
-    """A warm store host; it runs once it serves."""
+    """A warm store host; it counts as running once it serves."""
 
     outlives_rounds = True
-    replaced_after_exit = True  # A fork that was given up may hold the socket.
+    replaced_after_exit = True  # A fork that was given up may still hold the socket.
 
     def __init__(self, owner: StoreHosts, spec: StoreHostSpec, listen_fd: int) -> None:
         """Take over its socket, which is kept in case a cold one has to serve."""

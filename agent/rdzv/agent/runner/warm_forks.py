@@ -1,11 +1,11 @@
 """Workers and store hosts that are forked from the zygote instead of being started cold.
 
 A fork is a child of the runner like any other. If anything goes wrong, its process is started cold
-instead: while the zygote imports, once it has died, and when it does not fork in time. Forking
-takes a while, so *spare forks* are made ahead, and wait for their order.
+instead: while the zygote imports, once it has died, and if it does not fork in time. Forking takes
+a while, so *spare forks* are made ahead, and wait for their order.
 
-A `WarmStart` is a process that is wanted; a `Fork` is a process that the zygote makes, which
-becomes the process in its order. workers.py and store_hosts.py have the two kinds of `WarmStart`.
+A `WarmStart` is a requested process; a `Fork` is a process made by the zygote, which turns into the
+process named in its order. workers.py and store_hosts.py have the two kinds of `WarmStart`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 
 FORK_TIMEOUT_S = 5.0
-"""Time for the zygote to fork, and for a fork to get ready; after that it counts as hung."""
+"""How long the zygote may take to fork, and a fork to get ready; then it counts as hung."""
 
 SPARE_FORKS_AFTER_S = 1.0
-"""For this time after a start the CPUs are left to it; then spare forks are made again."""
+"""How long after a start no spare forks are made, to leave it the CPUs."""
 
 MAX_ANSWER_BYTES = 64 << 10
-"""Maximum size of a fork's answer to its order."""
+"""The maximum size of a fork's answer to its order."""
 
 MAX_FORKS_AT_ONCE = 64
-"""This many descriptors must fit into one message, and pids into a pipe."""
+"""The descriptors of this many forks must fit into one message, and their pids into a pipe."""
 
 
 class Fork:
-    """A process that the zygote was asked to fork, until it is reaped or never comes."""
+    """A process that the zygote was asked to fork, until it is reaped or known never to exist."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Fork:
         self._link = Channel(link, takes_fds=False, max_bytes=MAX_ANSWER_BYTES)
         self._on_answer = on_answer
         self.start = start
-        """The process that it will become; None: it is a spare fork."""
+        """The process that it will become; None for a spare fork."""
         self.child: Child | None = None
         self.made_ahead = start is None
         """Whether it was requested as a spare fork, whatever it has become since."""
@@ -149,10 +149,10 @@ class WarmStart(ABC):
 
     @abstractmethod
     def take_exit(self, child: Child, code: int) -> None:
-        """Note that it has exited after it ran."""
+        """Handle its exit after it ran."""
 
     def forget(self, child: Child) -> None:
-        """Note that its fork has exited before it ran."""
+        """Handle its fork's exit before it ran."""
         return
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class WarmForks:
         self._batches = 0
         self._make_spares_at: float | None = None
 
-    # ------------------------------------------------------------------ what is wanted
+    # ------------------------------------------------------------------ requested starts
 
     def within_s(self) -> float | None:
         """Return how long a start requested now may take; None if it should be cold."""
@@ -187,7 +187,7 @@ class WarmForks:
         return spec.wait_s or None
 
     def has_imported(self, module: str, python: str, identity: Identity | None) -> bool:
-        """Whether forks have a module, in this interpreter and as this account."""
+        """Return whether forks have a module, in this interpreter and as this account."""
         spec = self.zygote.spec
         if spec is None or not self.zygote.is_ready:
             return False
@@ -225,7 +225,7 @@ class WarmForks:
             try:
                 self._ask_for(starts)
             except OSError as error:
-                self._give_up(starts, f"the zygote cannot be asked: {error}")
+                self._give_up(starts, f"the request to the zygote failed: {error}")
 
     def wake_times(self) -> Iterator[float | None]:
         """Yield the times at which `do_due` has something to do."""
@@ -241,10 +241,10 @@ class WarmForks:
             self._make_spares()
         late = [start for start in self._wanted if now >= start.give_up_at]
         if any(start.fork is not None and start.child is None for start in late):
-            # Nothing else may be asked of such a zygote.
+            # Such a zygote must get no more requests.
             self.zygote.give_up(f"it has not forked within {FORK_TIMEOUT_S:g} s")
         waiting = [start for start in late if start.fork is None]
-        self._give_up(waiting, "the zygote still imports")
+        self._give_up(waiting, "the zygote is still importing")
         self._give_up(late, f"its fork was not ready within {FORK_TIMEOUT_S:g} s")
 
     def _give_up(self, starts: Iterable[WarmStart], reason: str) -> None:
@@ -273,10 +273,10 @@ class WarmForks:
             start.child.spared = False
             start.child.kill()
 
-    # ------------------------------------------------------------------ forks that are asked for
+    # ------------------------------------------------------------------ requested forks
 
     def _ask_for(self, starts: Iterable[WarmStart | None]) -> None:
-        """Ask for one fork for each of these, None for a spare fork."""
+        """Request one fork for each of these, None for a spare fork."""
         waiting = deque(starts)
         while waiting:
             forks: list[Fork] = []
@@ -300,13 +300,13 @@ class WarmForks:
         return deque(fork for forks in self._asked.values() for fork in forks if not fork.start)
 
     def _make_spares(self) -> None:
-        """Ask for the spare forks that are missing."""
+        """Request the missing spare forks."""
         self._make_spares_at = None
         spec = self.zygote.spec
         if spec is None or not self.zygote.is_ready or self._loop.shutting_down:
             return
         missing = spec.spare_forks - len(self._spares) - len(self._coming())
-        # If this fails, it is tried again after a process was forked without a spare fork.
+        # If this fails, it is retried after a process was forked without a spare fork.
         with suppress(OSError):
             self._ask_for([None] * missing)
 
@@ -332,7 +332,9 @@ class WarmForks:
         """Take over the forks that were made; replace those that were not."""
         forks = self._asked.pop(batch)
         for fork, pid in zip(forks, pids, strict=False):
-            if fork.start is None or fork.start in self._wanted:  # Else it was given up, and exits.
+            if (
+                fork.start is None or fork.start in self._wanted
+            ):  # Otherwise it was given up, and exits.
                 try:
                     self._take_fork(fork, pid)
                 except OSError as error:
@@ -367,7 +369,7 @@ class WarmForks:
                 given_up.append(start)
         self._give_up(given_up, reason)
 
-    # ------------------------------------------------------------------ forks that are there
+    # ------------------------------------------------------------------ existing forks
 
     def _send_order(self, start: WarmStart, fork: Fork, child: Child) -> None:
         child.spared = start.outlives_rounds

@@ -1,8 +1,8 @@
 """When restarts get warm: `WarmRestarts` starts the zygote once workers have imported torch.
 
-The first round is cold. Its workers tell on a socket that they have imported torch, and which
-variables that torch reads on import their script has changed before (torch_watch.py). A zygote has
-not seen such a change, so workers then stay cold; they do as well after a warm worker has crashed.
+The first round is cold. Its workers report over a socket that they have imported torch, and which
+variables that torch reads on import their script changed before (torch_watch.py). A zygote has not
+seen such a change, so workers then stay cold, as they do after a warm worker has crashed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from .zygote_process import ZygoteProcess
 
 WATCH_HOOK = ZYGOTE_HOOK.with_name("watch_hook")
-"""A folder whose `sitecustomize` makes an interpreter tell that it imports torch."""
+"""A folder whose `sitecustomize` makes an interpreter report its import of torch."""
 
 SETTLE_S = 10.0
-"""For this time after the first import of torch the CPUs are left to the workers' own imports."""
+"""How long after the first import of torch the CPUs are left to the other workers' imports."""
 
 CRASH_WITHIN_S = 10.0
 """A warm worker that crashes within this time of its start may have been broken by the fork."""
@@ -41,7 +41,8 @@ CRASHES = (
     *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
     *(signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP),
 )
-"""The signals that a process causes itself; the others are sent, and show nothing of a fork."""
+"""The signals that a process causes itself; the others are sent, and reveal nothing about a fork.
+"""
 
 MAX_REPORTS_PER_WORKER = 64
 """Forks of a worker may report as well; after this many per worker they are no longer received."""
@@ -51,7 +52,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class WarmRestarts:
-    """Watches the workers of a job whose restarts are to be warm."""
+    """Watches the workers of a job whose restarts should be warm."""
 
     def __init__(self, loop: Loop, zygote: ZygoteProcess) -> None:
         self._loop = loop
@@ -115,7 +116,7 @@ class WarmRestarts:
         return replace(program, env=env)
 
     def note_exit(self, child: Child, code: int, started_at: float) -> None:
-        """Give up if a warm worker with this exit code may have been broken by the fork."""
+        """Give up if this exit suggests that the fork broke a warm worker."""
         age_s = time.monotonic() - started_at
         if self._wanted and -code in CRASHES and age_s < CRASH_WITHIN_S:
             name = signal.Signals(-code).name
@@ -167,8 +168,8 @@ class WarmRestarts:
         if changed:
             names = ", ".join(f"{name!r:.70}" for name in changed[:8])
             self._give_up(
-                f"the script changes {names} before it imports torch, which a fork has imported "
-                "before that; set it for the launch to have warm restarts"
+                f"the script changes {names} before it imports torch, which a fork has "
+                "already imported; set it for the launch to have warm restarts"
             )
             return
         self._imported.add(pid)

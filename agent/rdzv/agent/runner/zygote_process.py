@@ -1,7 +1,7 @@
 """The job's zygote, from which workers and store hosts are forked: started, read, and replaced.
 
-zygote.py is the program, and lists the messages. A zygote that has died is replaced, after a while;
-one that refuses is not. One for restarts is started when warm_restarts.py says so.
+zygote.py is the program, and lists the messages. A zygote that has died is replaced after a while;
+one that refuses is not. One for restarts is started when warm_restarts.py requests it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ if TYPE_CHECKING:
         """Receives what a zygote reports."""
 
         def zygote_ready(self) -> None:
-            """It can be asked to fork."""
+            """Handle that it accepts fork requests."""
 
         def forked(self, batch: int, pids: Sequence[int], reason: str) -> None:
-            """It has forked these of a batch; `reason` says why no more. `KeyError`: no batch."""
+            """Handle the forks of a batch; `reason` explains missing ones. May raise `KeyError`."""
 
         def zygote_lost(self, reason: str) -> None:
-            """It can fork no more."""
+            """Handle that it can fork no more."""
 
 
 PRELOAD_TIMEOUT_S = 600.0
 MAX_ZYGOTE_RETRY_S = 60.0
 
 NEEDS_BYTES = 1 << 30
-"""The memory that has to be free before a zygote for restarts is started: several times what it
-takes, since it must never be the cause that a worker has too little."""
+"""The memory that must be free before a zygote for restarts is started: several times its need,
+because it must never cause a worker to run out of memory.
+"""
 
 ZYGOTE_HOOK = Path(__file__).parents[1] / "job_programs" / "zygote_hook"
 """A folder whose `sitecustomize` turns an interpreter into a zygote."""
@@ -72,7 +73,7 @@ class Zygote:
         self.spec = spec
         self.ready = False
         self.ready_until: float | None = time.monotonic() + PRELOAD_TIMEOUT_S
-        """When it is given up; None once it has been, or was ready."""
+        """When it is given up; None once that has happened, or it was ready."""
         self.lost_because = ""
         """Why it ends, if its exit status does not show it."""
         self.final = False
@@ -92,17 +93,17 @@ class ZygoteProcess:
         self.spec: ZygoteSpec | None = None
         self._zygote: Zygote | None = None
         self._lost = 0
-        """Number of zygotes lost since the last fork."""
+        """How many zygotes were lost since the last fork."""
         self._retry_at: float | None = None
         self._none_because = ""
         self.begun = False
-        """Whether one was started, or was to be."""
+        """Whether one was started, or was meant to be."""
         self.given_up = False
         """Whether there will be no other."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be asked to fork."""
+        """Whether it accepts fork requests."""
         return self._zygote is not None and self._zygote.ready
 
     @property
@@ -115,19 +116,19 @@ class ZygoteProcess:
         """The reason why nothing can be forked now."""
         if self._zygote is None:
             return self._none_because
-        return self._zygote.lost_because or "the zygote still imports"
+        return self._zygote.lost_because or "the zygote is still importing"
 
     def keep(self, request: Mapping[str, object]) -> None:
         """Obey `keep_zygote`."""
         spec = read_zygote_spec(request)
         if self.spec is not None:
-            raise RequestError("there is a zygote for this job")
+            raise RequestError("this job already has a zygote")
         self.spec = spec
         if not spec.after_import:
             self.begin()
 
     def begin(self) -> None:
-        """Start it, unless that has been done or it was given up."""
+        """Start it, unless it has been started or given up."""
         if not self.begun and not self.given_up:
             self.begun = True
             self._start()
@@ -148,7 +149,7 @@ class ZygoteProcess:
         socket.send_fds(self._zygote.control, [request.encode()], links)
 
     def give_up(self, reason: str) -> None:
-        """Kill a zygote that does not do what it is asked."""
+        """Kill a zygote that does not fulfil requests."""
         zygote = self._zygote
         if zygote is None:
             return
@@ -211,7 +212,7 @@ class ZygoteProcess:
             self._report_lost(f"cannot start {spec.argv[0]!r}: {reason_of(error)}", final=False)
 
     def read(self, zygote: Zygote) -> bool:
-        """Read a message from a zygote; return False if there is none, now or ever again."""
+        """Read a message from a zygote; return False if none is there, now or for good."""
         try:
             data = zygote.control.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -224,12 +225,12 @@ class ZygoteProcess:
         try:
             self._take_message(zygote, json.loads(data))
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-            self.give_up(f"it says {data!r:.200}: {error!r}")
+            self.give_up(f"it sent {data!r:.200}: {error!r}")
         return True
 
     def _take_message(self, zygote: Zygote, message: Mapping[str, Any]) -> None:
         if not isinstance(message, dict):
-            raise TypeError("it is no JSON object")
+            raise TypeError("it is not a JSON object")
         if "ready" in message:
             readiness = _read_readiness(message["ready"])
             zygote.ready, zygote.ready_until = True, None

@@ -25,7 +25,7 @@ from rdzv.agent.runner.linux.process_tree import (
 log = logging.getLogger("rdzv.agent.runner")
 
 SWEEP_TIMEOUT_S = 2.0
-"""Time within which the processes of a dead runner must be gone."""
+"""How long the processes of a dead runner may take to disappear."""
 _KILL_TIMEOUT_S = 1.0
 _STARTING_RETRY_S = 0.05
 
@@ -52,18 +52,17 @@ def forget_runner(pid: int) -> None:
 async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
     """Kill processes left by dead runners, in a subreaper; other runners keep running.
 
-    Waits until all are gone, at most for `timeout_s`: one may be stuck in the kernel.
+    Waits until all are gone, for at most `timeout_s`: one may be stuck in the kernel.
 
     Raises:
         OSError: the children cannot be listed, so some may be left.
-
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
         late = time.monotonic() > deadline_s
         others = _runner_pids | _spared_pids
         try:
-            # A child that is just being started is not recorded yet.
+            # A child that is being started is not recorded yet.
             left = [] if _starting else kill_descendants(others)
             reap(pid for pid in left if pid in children_of(os.getpid()))
         except OSError:
@@ -81,7 +80,7 @@ async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
 
 
 async def _exited(pid: int, within_s: float) -> None:
-    """Wait for the end of a process, at most for `within_s`."""
+    """Wait for the end of a process, for at most `within_s`."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
@@ -118,7 +117,7 @@ async def start_spared(
 
 
 async def end_spared(process: asyncio.subprocess.Process) -> None:
-    """Kill a process, unless it has ended; one that hangs in the kernel is not waited for."""
+    """Kill a process, unless it has ended; do not wait if it hangs in the kernel."""
     if process.returncode is None:
         process.kill()
         with suppress(TimeoutError):

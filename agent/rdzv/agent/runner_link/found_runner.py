@@ -17,7 +17,7 @@ from rdzv.agent.runner_link.runner_events import OnEvent
 from rdzv.agent.runner_link.runner_link import Hello, RunnerLink
 
 MEET_TIMEOUT_S = 3.0
-"""Time for a runner to send its hello; one that is stopped, or hangs, sends none."""
+"""How long a runner may take to send its hello; one that is stopped, or hangs, sends none."""
 _BUSY_RETRY_S = 0.05
 
 
@@ -29,7 +29,7 @@ class FoundRunner:
     """A runner whose agent is gone. It is not adopted yet: use `adopt` or `leave`."""
 
     def __init__(self, path: Path, channel: Channel, hello: Hello) -> None:
-        """Hold a channel and its hello; use `meet` to make one."""
+        """Hold a channel and its hello. Use `meet` instead."""
         self.path = path
         self.hello = hello
         self._channel = channel
@@ -98,7 +98,7 @@ async def _connect(path: Path) -> Channel | None:
             connection.close()
             return None
         if peer_of(connection)[1] not in (0, os.geteuid()):
-            raise NotAdoptableError(f"another user listens at {path}")
+            raise NotAdoptableError(f"another user's process listens at {path}")
     except BaseException:
         connection.close()
         raise
@@ -127,7 +127,7 @@ async def _first_message(channel: Channel) -> Mapping[str, object] | None:
 
 
 def read_hello(said: Mapping[str, Any]) -> Hello:
-    """Read a runner's hello; `NotAdoptableError` if this agent cannot adopt it."""
+    """Parse a runner's hello; `NotAdoptableError` if this agent cannot adopt it."""
     try:
         version, pid = int(said["version"]), int(said["pid"])
         if not 1 <= version <= PROTOCOL_VERSION:
@@ -148,4 +148,4 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
             kept={str(name): str(value) for name, value in said["kept"].items()},
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise NotAdoptableError(f"it says {said!r:.200}: {error!r}") from error
+        raise NotAdoptableError(f"it sent {said!r:.200}: {error!r}") from error

@@ -14,13 +14,13 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class WorkerStarted:
-    """A worker of the round runs."""
+    """A worker of the round is running."""
 
     round: int
     local_rank: int
     pid: int
     how: str = ""
-    """kept (the process that it was before), warm or cold; empty: a runner does not say."""
+    """kept (the same process as before), warm or cold; empty if the runner does not say."""
 
 
 @struct(frozen=True)
@@ -43,7 +43,7 @@ class WorkerExited:
     signal: int | None
     age_ms: int
     by_itself: bool = False
-    """Whether nothing that was sent to it explains this. Runners say so where workers can park."""
+    """Whether nothing that was sent to it explains this. Only runners with parking report it."""
 
 
 @struct(frozen=True)
@@ -60,7 +60,7 @@ class WorkerSuspected:
 
 @struct(frozen=True)
 class WorkerResumed:
-    """A worker goes on in a round: its process group is made, and its state is the newest."""
+    """A worker continues in a round: its process group exists, and its state is up to date."""
 
     round: int
     local_rank: int
@@ -86,7 +86,7 @@ class WorkersGone:
 
 @struct(frozen=True)
 class WorkerNotKept:
-    """A worker was to park, and is killed instead."""
+    """A worker was asked to park, and is killed instead."""
 
     round: int
     local_rank: int
@@ -121,7 +121,7 @@ class WorkersStuck:
 class WorkersFenced:
     """The fence came at `at_ms` of `boottime_ms`: the round is being killed; `WorkersGone` follows.
 
-    The exits of workers that it causes are reported after this.
+    Worker exits caused by it are reported after this.
     """
 
     round: int
@@ -203,7 +203,7 @@ class RunnerRefused:
 
 @struct(frozen=True)
 class RunnerExited:
-    """The runner is gone, and with it its workers; the last event. A negative code is a signal's.
+    """The runner is gone, and with it its workers; the last event. Negative codes are signals.
 
     The exit code of an adopted runner is unknown: 0 if it was asked to end, else None. If it was
     not, descendants of its workers may be left: in a subreaper, `sweep_orphans` kills them.
@@ -237,8 +237,9 @@ RunnerEvent = (
 )
 
 OnEvent = Callable[[RunnerEvent], asyncio.Future[None] | None]
-"""Handles an event, and must not raise. Returns a future that is done once the event is handled,
-or None if it already is. Only then does the next event come, and may the runner forget this one."""
+"""Handles an event, and must not raise. Returns a future that is done once the event is handled, or
+None if it already is. Only then does the next event come, and may the runner forget this one.
+"""
 
 EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
     "started": WorkerStarted,
@@ -283,15 +284,15 @@ def number_of(message: Mapping[str, Any]) -> int:
     """Return the number of an event; 0 if it has none."""
     number = message.get("number", 0)
     if type(number) is not int:
-        raise MalformedFrameError(f"the runner numbers an event {number!r:.200}")
+        raise MalformedFrameError(f"the runner numbered an event {number!r:.200}")
     return number
 
 
 def decode_event(message: Mapping[str, Any]) -> RunnerEvent:
-    """Read an event; `MalformedFrameError` if the message is not one."""
+    """Decode an event; `MalformedFrameError` if the message is not one."""
     fields = dict(message)
     fields.pop("number", None)
     try:
         return EVENTS[fields.pop("type")](**fields)
     except (KeyError, TypeError) as error:
-        raise MalformedFrameError(f"the runner says {message!r:.200}") from error
+        raise MalformedFrameError(f"the runner sent {message!r:.200}") from error

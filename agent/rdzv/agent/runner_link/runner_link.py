@@ -48,7 +48,7 @@ _PROGRAM = Path(runner.__file__).with_name("__main__.py")
 _STORE_HOST = Path(job_programs.__file__).with_name("store_host.py")
 _KILL_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
-"""Time for a runner that has started nothing to end."""
+"""How long a runner that has started nothing may take to end."""
 
 
 @struct(frozen=True)
@@ -67,11 +67,11 @@ class Hello:
     zygote: bool
     """Whether a zygote is kept."""
     kept: Mapping[str, str]
-    """The values that it keeps for an earlier agent."""
+    """The values that it keeps for its next agent."""
     keeps: bool = False
     """Whether it can keep workers: an older one cannot."""
     warms_restarts: bool = False
-    """Whether it knows zygotes that are for restarts alone."""
+    """Whether it supports zygotes that are only for restarts."""
     snapshots: bool = False
     """Whether it holds snapshots."""
 
@@ -170,7 +170,7 @@ class RunnerLink:
 
     @classmethod
     async def spawn(cls, on_event: OnEvent) -> RunnerLink:
-        """Start a runner. When this process dies, it kills everything that it has started."""
+        """Start a runner. When this process dies, the runner kills everything it has started."""
         return StartedRunner().link(on_event)
 
     @property
@@ -202,20 +202,20 @@ class RunnerLink:
             async with asyncio.timeout(timeout_s):
                 await self._all_sent.wait()
         except TimeoutError:
-            log.warning("the runner, pid %d, has not read all requests", self.pid)
+            log.warning("the runner, pid %d, did not read all requests", self.pid)
         if not self._exited.is_set():
             self._loop.remove_writer(self._channel.fileno())
             self._channel.close()
             self._exited.set()
 
     def keep_zygote(self, zygote: ZygoteSpec) -> bool:
-        """Start the zygote that the workers of this job will be forked from, ahead of them.
+        """Start the zygote from which this job's workers will be forked, ahead of them.
 
-        Only the first call counts. Workers start cold while no zygote is ready, unless its
-        `wait_s` lets them wait. Its state changes are logged.
+        Only the first call counts. Workers start cold while no zygote is ready, unless its `wait_s`
+        lets them wait. Its state changes are logged.
 
-        Returns whether it is kept: one for restarts is started later, while an older runner would
-        start it at once, and is not asked.
+        Returns False for an older runner if the zygote is for restarts: it would start the zygote
+        at once, so it is not asked.
         """
         if zygote.after_import and not self._warms_restarts:
             return False
@@ -228,10 +228,10 @@ class RunnerLink:
     def start_workers(
         self, round: int, workers: Sequence[WorkerSpec], keep: KeepSpec | None = None
     ) -> None:
-        """Start all workers of a round; refused while one may take part in the round before.
+        """Start all workers of a round; refused while one may take part in the previous round.
 
-        With `keep` the parked workers that it names go on instead of being started, and new ones
-        can be kept later.
+        With `keep`, the parked workers that it names continue instead of being started, and new
+        ones can be kept later.
         """
         specs = [_portable(_fields(worker)) for worker in workers]
         warm = []
@@ -276,7 +276,7 @@ class RunnerLink:
         keep_ms: int | None = None,
         not_kept: Sequence[int] = (),
     ) -> None:
-        """Signal the round's workers, kill them after the grace, and all their descendants.
+        """Signal the round's workers; after the grace, kill them and all their descendants.
 
         With `keep_ms`, workers that can be kept have that time to park instead; the LOCAL_RANKs in
         `not_kept` are killed at once. A second call may shorten the grace, never lengthen it.
@@ -298,7 +298,7 @@ class RunnerLink:
         self._send({"type": "end_kept", "grace_s": grace_s, "charged": list(charged)})
 
     def notify_workers(self, round: int, signum: int) -> None:
-        """Signal the round's workers, each once; this ends nothing."""
+        """Signal each of the round's workers once; this ends nothing."""
         self._send({"type": "notify_workers", "round": round, "signal": int(signum)})
 
     def renew_fence(self, at_ms: int) -> None:
@@ -332,7 +332,7 @@ class RunnerLink:
         self._send({"type": "stop_store_host", "round": round})
 
     def kill(self) -> None:
-        """Kill everything now, the runner too; `RunnerExited` follows."""
+        """Kill everything now, including the runner; `RunnerExited` follows."""
         self._asked_to_end = True
         self._send({"type": "shutdown"})
 
@@ -359,7 +359,7 @@ class RunnerLink:
         except BufferError as error:
             self._give_up(str(error))
         except OSError:
-            pass  # It has exited, which its pidfd is about to show.
+            pass  # It has exited, as its pidfd is about to show.
 
     def _await_writable(self) -> None:
         if self._channel.has_unsent:
@@ -407,8 +407,8 @@ class RunnerLink:
         except MalformedFrameError as error:
             self._give_up(str(error))
         if self._last_event > self._heard:
-            # It is confirmed only once it is handled: an event that kills the agent is repeated to
-            # the next one.
+            # It is confirmed only once it is handled, so that an event that kills the agent is
+            # repeated to the next one.
             self._heard = self._last_event
             self._send({"type": "heard", "number": self._heard})
 
@@ -438,7 +438,7 @@ class RunnerLink:
             self._end(self._exit)
 
     def _end(self, how: RunnerExited) -> None:
-        """Deliver the event of the runner's exit, once the one before it is handled."""
+        """Deliver the event of the runner's exit once the previous event is handled."""
         if self._handling is not None or self._exited.is_set():
             return
         self._loop.remove_reader(self._channel.fileno())
@@ -478,7 +478,7 @@ def _fields(spec: WorkerSpec | ZygoteSpec) -> dict[str, object]:
 
 
 def _portable(value: Any) -> Any:
-    """Make strings that stand for the same bytes in UTF-8 mode as here."""
+    """Make strings stand for the same bytes in UTF-8 mode as here."""
     if isinstance(value, str):
         return os.fsencode(value).decode("utf-8", "surrogateescape")
     if isinstance(value, Mapping):

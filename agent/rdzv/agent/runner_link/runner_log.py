@@ -31,7 +31,7 @@ class RunnerLog:
         """Log an event, if its kind has a line."""
         match event:
             case RunnerRefused():
-                log.error("the runner refuses a request: %s", event.reason)
+                log.error("the runner refused a request: %s", event.reason)
             case ServeFailed():
                 text = "the runner, pid %d, cannot outlive this agent: %s"
                 log.warning(text, self._pid, event.reason)
@@ -52,7 +52,7 @@ class RunnerLog:
                     event.pid,
                 )
             case ZygoteLost():
-                retry = "" if event.retry_s is None else "; another is tried"
+                retry = "" if event.retry_s is None else "; another will be started"
                 text = "there is no zygote: %s; workers start cold%s"
                 log.log(self._level(event.reason, logging.WARNING), text, event.reason, retry)
             case WorkersStartedCold():

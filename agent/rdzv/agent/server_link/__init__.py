@@ -1,4 +1,4 @@
-"""The node's one stream to the server: kept open, and its messages as values of the agent core.
+"""The node's stream to the server: kept open, its messages converted to values of the agent core.
 
 In: reports of jobs. Out: events for them. It never gives up on the server by itself.
 """

@@ -1,4 +1,4 @@
-"""The log lines about the stream to the server: each cause once, until a stream is open again."""
+"""Log lines about the stream to the server: each cause once, until a stream is open again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rdzv.transport.endpoints import Endpoint
 log = logging.getLogger("rdzv.agent")
 
 CAUSES_MOST = 16
-"""The most causes of a missing stream that are logged until a stream is open again."""
+"""How many causes of a missing stream are logged at most until one is open again."""
 _FIGURES = re.compile(r"\d+(\.\d+)?")
 
 
 class ConnectionLog:
-    """Logs for a user that there is no server, why, and that there is one again."""
+    """Tells the user when the server is lost, why, and when it is back."""
 
     def __init__(self) -> None:
         self._causes: set[str] = set()
@@ -25,7 +25,7 @@ class ConnectionLog:
     def lost(self, endpoint: Endpoint, reason: str, *, again: bool) -> None:
         """Log that there is no stream; `again` if the immediate retry has failed too.
 
-        Each cause is logged once, whatever its figures are: the next one may differ.
+        Each cause is logged once, even if its numbers change: they may differ every time.
         """
         cause = _FIGURES.sub("", reason)
         if again and cause not in self._causes and len(self._causes) < CAUSES_MOST:
@@ -41,8 +41,8 @@ class ConnectionLog:
         if (cause := _FIGURES.sub("", reason)) not in self._causes:
             self._causes.add(cause)
             log.warning(
-                "%s: it may be stopped or overloaded, or a firewall drops packets; trying until a "
-                "server answers",
+                "%s: it may be stopped or overloaded, or a firewall drops packets; "
+                "trying until a server answers",
                 reason,
             )
 

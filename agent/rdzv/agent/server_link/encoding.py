@@ -68,7 +68,7 @@ def belief(
     state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool, secret: str = ""
 ) -> pb.Belief:
     """Encode everything that this node believes about its job."""
-    # The join of a node without workers has its failures already.
+    # The join of a node without workers already includes its failures.
     failures = () if state.phase is Phase.JOINING else state.failures
     believed = pb.Belief(
         phase=_PHASES[state.phase],
@@ -159,7 +159,7 @@ Statement: TypeAlias = (
 
 
 def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
-    """Turn a statement of the core about its workers into a message."""
+    """Encode a statement of the core about its workers."""
     match say:
         case commands.SayFailed():
             return pb.NodeMessage(
@@ -203,7 +203,7 @@ def _held(say: commands.SaySnapshots, rdzv_id: str = "") -> pb.SnapshotsHeld:
 
 
 def started(report: StartReport, rdzv_id: str) -> pb.NodeMessage:
-    """Encode how this node's workers came into their round."""
+    """Encode how this node's workers entered their round."""
     message = to_message(pb.WorkersStarted(rdzv_id=rdzv_id), report)
     return pb.NodeMessage(workers_started=message)
 
@@ -291,7 +291,7 @@ def gone(line: pb.RoundCompleted) -> pb.NodeMessage:
             rdzv_id=line.rdzv_id,
             run=line.run,
             cause=pb.Leave.SIGNAL,
-            reason="it had left before it heard of the round",
+            reason="it left before it received the round",
             left_round=line.round,
         )
     )
@@ -309,7 +309,7 @@ def rdzv_id_of(message: pb.ServerMessage) -> str:
 
 
 def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
-    """Turn a message about a job into an event; None for one that is only for people."""
+    """Decode a message about a job into an event; None for one that is only for people."""
     match message.WhichOneof("body"):
         case "joined":
             return events.Joined(message.joined.run, message.joined.run_number)

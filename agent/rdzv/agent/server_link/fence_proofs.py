@@ -1,8 +1,8 @@
 """Proofs that the server receives this node's messages, for nodes whose workers are fenced.
 
-A Welcome confirms the Hello, a Heard its heartbeat. Each proves the time when the confirmed message
-was *sent*: the server counts the lease from then, or later. Unsolicited messages of the server
-prove nothing: they may have been under way for long.
+A Welcome confirms the Hello, a Heard its heartbeat. Each proves that the server received a message
+that was *sent* at a known time: the server counts the lease from then, or later. Unsolicited
+messages of the server prove nothing: they may have been under way for long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ log = logging.getLogger("rdzv.agent")
 
 HEARTBEATS_PER_FENCE = 4
 """Heartbeats per fence time, for a node whose workers are fenced: if one is unanswered when the
-next is due, there is time for a new stream before the fence."""
+next is due, there is time for a new stream before the fence.
+"""
 UNANSWERED_MOST = 1_000
 """The most unanswered heartbeats that are remembered."""
 
@@ -34,22 +35,22 @@ class FenceProofs:
         self._hello_sent_ms = 0
         self._heartbeats = 0
         self._unanswered: deque[tuple[int, int, int]] = deque(maxlen=UNANSWERED_MOST)
-        """Heartbeats of the open stream: their numbers, and when they were sent, by two clocks."""
+        """The open stream's heartbeats: their numbers, and their sending times by two clocks."""
         self.server_clock = ServerClock()
 
     def begin_stream(self) -> None:
-        """Drop answers that earlier streams were waiting for."""
+        """Drop the answers that earlier streams were waiting for."""
         self._unanswered.clear()
         self.server_clock.forget()
 
     @property
     def shortest_fence_s(self) -> float:
-        """The time after which the first workers of this node are fenced; 0 if none ever are."""
+        """The shortest time from the last proof to the fence; 0 if no workers are fenced."""
         fences_ms = [job.fence_after_ms for job in self._jobs.values() if job.fence_after_ms]
         return min(fences_ms, default=0) / 1000
 
     def note_sent(self, message: pb.NodeMessage) -> bool:
-        """Remember when a message was sent, in case it is answered; request an answer where needed.
+        """Remember when a message was sent, in case it is answered; request an answer if needed.
 
         Returns whether too much is unanswered, so that another stream must be tried.
         """

@@ -18,7 +18,7 @@ log = logging.getLogger("rdzv.agent")
 
 
 class Inbox:
-    """The messages of the server that are not about the stream itself."""
+    """Delivers the server's messages, except those about the stream itself."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Inbox:
     ) -> None:
         """Deliver to the recipients present at the time; answer for absent ones with `say`.
 
-        A job that the server withdraws is no longer `declined`.
+        A job that the server withdraws is removed from `declined`.
         """
         self._jobs = jobs
         self._placements = placements
@@ -73,7 +73,7 @@ class Inbox:
         if (job := self._jobs.get(asked.rdzv_id)) is not None:
             job.take_stacks(asked)
         else:
-            error = "it takes no part in this job any more"
+            error = "it no longer takes part in this job"
             self._say(encoding.stacks(asked.request, (), last=True, error=error))
 
     def _deliver_placement(
@@ -81,7 +81,7 @@ class Inbox:
     ) -> None:
         if placements is None:
             job = encoding.rdzv_id_of(message)
-            log.warning("the server places %s on a node that takes no submitted jobs", job)
+            log.warning("the server placed %s on a node that takes no submitted jobs", job)
         elif message.HasField("placed"):
             placements.placed(encoding.placed(message.placed))
         else:
@@ -93,7 +93,7 @@ class Inbox:
         """Deliver a message about a job to its driver."""
         job = self._jobs.get(encoding.rdzv_id_of(message))
         if job is None and message.HasField("round_completed"):
-            # A driver that is gone had asked for the place, so it is given back here.
+            # A driver that is gone had requested the place, so it is given back here.
             self._say(encoding.gone(message.round_completed))
         elif job is None:
             log.debug("received a message for a job that is not here: %s", message)

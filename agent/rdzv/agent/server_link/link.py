@@ -1,4 +1,4 @@
-"""The node's one stream to the server: kept open, reopened, and never given up by itself.
+"""The node's stream to the server: kept open, reopened, and never given up by itself.
 
 One `ServerLink` serves all jobs of an agent. It knows only the names of jobs: the drivers send and
 receive the messages. Each time a stream opens, a Hello contains everything that the node believes,
@@ -55,13 +55,14 @@ from rdzv.v1 import rdzv_pb2_grpc
 log = logging.getLogger("rdzv.agent")
 
 WELCOME_TIMEOUT_S = 10.0
-"""How long an open stream may stay without the server's Welcome."""
+"""How long an open stream may wait for the server's Welcome."""
 WELCOME_TIMEOUT_MOST_S = 80.0
-"""It doubles up to this while servers do not answer in time: a server to which thousands of nodes
-return at once would only serve nodes that have given up on it. Pings detect a server that is
-gone."""
+"""The timeout doubles up to this while servers do not answer in time. Otherwise a server to which
+thousands of nodes return at once would serve only nodes that have given up on it. Pings detect a
+server that is gone.
+"""
 SILENT_S = 5.0
-"""The time without a Welcome after which the log says that the server does not answer."""
+"""After this time without a Welcome, the log says that the server does not answer."""
 RENEWAL_MS = 5_000
 """How long the server waits for the next stream after this node has ended one."""
 DECLINED_KEPT = 64
@@ -69,7 +70,7 @@ DECLINED_KEPT = 64
 
 @struct(frozen=True)
 class Identity:
-    """The node and the agent that speak on the stream."""
+    """The node and the agent at this end of the stream."""
 
     node_id: str
     instance: str
@@ -78,7 +79,7 @@ class Identity:
     pid: int
     version: str
     incarnation: int = 0
-    """The incarnation of this instance, if an earlier agent has begun it."""
+    """The incarnation of this instance, if an earlier agent has started it."""
     leadership: int = 0
     """The highest leadership that the earlier agent has seen."""
     lease_ms: int | None = None
@@ -86,7 +87,7 @@ class Identity:
 
 
 class ServerLink:
-    """Keeps one stream to one of the servers open until it is closed."""
+    """Keeps a stream to one of the servers open until it is closed."""
 
     def __init__(
         self,
@@ -104,12 +105,13 @@ class ServerLink:
         self.placements: PlacementPort | None = None
         """Takes up submitted jobs; None if this node takes none."""
         self._lease_ms: int | None = None
-        """The lease that the open stream gives; None if no stream is open."""
+        """The lease of the open stream; None if no stream is open."""
         self._last_lease_ms = identity.lease_ms
-        """The lease that the last stream gave, open or not; None if there was none."""
+        """The lease of the last stream, open or not; None if there was none."""
         self._declined: dict[tuple[str, str], str] = {}
         """The jobs that this node cannot take up, by rdzv_id and run, and why. Sent again when a
-        stream opens, because the Hello does not contain it."""
+        stream opens, because the Hello does not contain it.
+        """
         self._renewing = False
         """Whether the stream was ended to send a new Hello, and another follows at once."""
         self._proofs = FenceProofs(self._jobs)
@@ -140,7 +142,7 @@ class ServerLink:
 
     @property
     def identity(self) -> Identity:
-        """The node and the agent that speak on the stream."""
+        """The node and the agent at this end of the stream."""
         return self._identity
 
     def certificate_expires(self) -> datetime | None:
@@ -149,11 +151,11 @@ class ServerLink:
 
     @property
     def lease_ms(self) -> int | None:
-        """The lease that the open stream gives; None while there is no such stream."""
+        """The lease of the open stream; None if no stream is open."""
         return self._lease_ms
 
     def add(self, job: JobPort) -> None:
-        """Serve a job: each later Hello contains its belief, which it reports itself until then."""
+        """Serve a job: each later Hello contains its belief; until then the job reports it."""
         if self._last_lease_ms is not None and not self._check_fence(job, self._last_lease_ms):
             # Because of one such job, the server would refuse the whole node.
             return
@@ -163,7 +165,7 @@ class ServerLink:
         if self._lease_ms is not None:
             job.post(events.ServerConnected())
         if job.fence_after_ms:
-            # The server has to know the fence, and this node the time of its last proof.
+            # The server must know the fence, and this node the time of its last proof.
             self.say_hello_again()
 
     def remove(self, job: JobPort) -> None:
@@ -199,7 +201,7 @@ class ServerLink:
 
     @property
     def tolerated_ms(self) -> int:
-        """How long the server tolerates this node's silence: the last lease, else the default."""
+        """How much silence of this node the server tolerates: the last lease, else the default."""
         return self._last_lease_ms or NodesTuning().lease_ms
 
     def say_away(self, deadline_ms: int) -> None:
@@ -237,7 +239,7 @@ class ServerLink:
         return self._proofs.server_clock
 
     def ask_clock(self) -> None:
-        """Ask the server for its clock, by a heartbeat that is to be answered."""
+        """Ask the server for its clock, with a heartbeat that requests an answer."""
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat(number=1)))
 
     def say(self, message: pb.NodeMessage) -> None:
@@ -326,7 +328,7 @@ class ServerLink:
         except asyncio.CancelledError:
             if _this_task_is_cancelled():
                 raise
-            return RendezvousConnectionError("the stream was closed from this side")
+            return RendezvousConnectionError("the stream was closed by this agent")
         finally:
             on_purpose = self._renewing or self._closing.is_set()
             self.meter.stream_ended(welcomed=self._lease_ms is not None, on_purpose=on_purpose)
@@ -336,7 +338,7 @@ class ServerLink:
             call.cancel()
 
     async def _first_answer(self, call: Call, endpoint: Endpoint) -> pb.ServerMessage | None:
-        """Send the Hello once connected; return the server's first message, log if none comes."""
+        """Send the Hello once connected; return the server's first message, log if none arrives."""
         silent = asyncio.get_running_loop().call_later(
             SILENT_S, self._log.silent, endpoint, SILENT_S
         )
@@ -384,7 +386,7 @@ class ServerLink:
         self._attempts.welcomed(asyncio.get_running_loop().time())
         self._welcome_timeout_s = WELCOME_TIMEOUT_S
         self._log.connected(endpoint)
-        # The sender still waits for the former interval; this ends its wait.
+        # The sender is still waiting for the old interval; this ends its wait.
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
         self._proofs.note_welcomed()
         for job in list(self._jobs.values()):
@@ -401,7 +403,7 @@ class ServerLink:
         self.outbox.heartbeat_interval_s = interval_s
 
     def _check_fence(self, job: JobPort, lease_ms: int) -> bool:
-        """Refuse a fence that comes too late for the lease, as a server does that knows it."""
+        """Refuse a fence that is too late for the lease, as a server that knew of it would."""
         try:
             check_fence(job.fence_after_ms, lease_ms)
         except InvalidRequestError as error:

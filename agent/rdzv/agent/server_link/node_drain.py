@@ -1,7 +1,7 @@
 """Whether this node is about to leave all its jobs, at the server's request or its own.
 
-A *drain* is an operator's: the server sends it, repeats it after a reconnect, and may lift it.
-A *wish* is the node's own (a preemption, the end of its agent), is never withdrawn, and is reported
+A *drain* is an operator's: the server sends it, repeats it after a reconnect, and may lift it. A
+*wish* is the node's own (a preemption, the end of its agent), is never withdrawn, and is reported
 to the server, which then places nothing more here. If there are both, the earlier deadline counts.
 """
 
@@ -13,7 +13,7 @@ from rdzv.agent.core import events
 from rdzv.structs import struct
 
 FORMER = 1
-"""The number of a drain that a former agent received: servers use only higher ones."""
+"""The number of a drain that a previous agent received: servers use only higher ones."""
 
 
 @struct(frozen=True)
@@ -50,14 +50,14 @@ class NodeDrain:
         return True
 
     def hear(self, number: int, left_ms: int, reason: str) -> None:
-        """Accept a drain from the server; a drain that is known already keeps its deadline."""
+        """Accept a drain from the server; an already known drain keeps its deadline."""
         if self.told is None or self.told.number != number:
             self._change(self.wished, Notice(self._now_ms() + left_ms, reason, number))
 
     def remember(self, due_ms: int, reason: str) -> None:
         """Restore the drain that the previous agent received, which its jobs remember.
 
-        The server sends it again, or that it was lifted meanwhile.
+        The server will send it again, or report that it was lifted meanwhile.
         """
         if self.present is None:
             self.told = Notice(due_ms, reason, FORMER)

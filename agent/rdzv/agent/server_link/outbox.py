@@ -1,4 +1,4 @@
-"""The messages that wait to be sent on the open stream, and the heartbeats in between."""
+"""The messages waiting to be sent on the open stream, and the heartbeats in between."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 log = logging.getLogger("rdzv.agent")
 
 OUTBOX_MESSAGES = 1_000
-"""The most messages that wait to be sent; a stream that is too slow is reopened."""
+"""The most messages that may wait to be sent; a stream that is too slow is reopened."""
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]"
 
@@ -35,7 +35,7 @@ class Outbox:
 
     @property
     def waiting(self) -> int | None:
-        """The number of messages that wait to be sent; None if there is no stream."""
+        """How many messages wait to be sent; None if there is no stream."""
         return None if self._waiting is None else self._waiting.qsize()
 
     def begin(
@@ -43,7 +43,7 @@ class Outbox:
         attach: Callable[[AsyncIterator[pb.NodeMessage]], Call],
         hello: Callable[[], pb.Hello],
     ) -> Call:
-        """Open a stream by `attach`. Messages from here on follow its `hello`.
+        """Open a stream with `attach`; its first message is `hello`, and later messages follow.
 
         They are sent once `let_through` has been called.
         """
@@ -56,10 +56,10 @@ class Outbox:
         return call
 
     def let_through(self) -> None:
-        """Begin to send, now that there is a connection.
+        """Start sending, now that there is a connection.
 
-        gRPC takes the first message before. What is sent proves that the server receives this node
-        from the time when it was sent, not from when this node began to connect.
+        gRPC takes the first message earlier. But the time of sending proves something about the
+        fence, so it must not be before the connection exists.
         """
         self._connected.set()
 
@@ -84,7 +84,7 @@ class Outbox:
         try:
             self._waiting.put_nowait(message)
         except asyncio.QueueFull:
-            log.warning("the server takes messages too slowly; reopening the stream")
+            log.warning("the server accepts messages too slowly; reopening the stream")
             self._waiting = None
             self.hang_up()
 
@@ -98,13 +98,13 @@ class Outbox:
     async def _outgoing(
         self, waiting: asyncio.Queue[pb.NodeMessage | None], connected: asyncio.Event
     ) -> AsyncIterator[pb.NodeMessage]:
-        """Send the messages, and a heartbeat whenever an interval passes without one.
+        """Send the messages, and a heartbeat whenever an interval passes without a message.
 
-        Where workers are fenced, heartbeats are sent in any case, because only they are answered.
+        If workers are fenced, heartbeats are sent in any case, because only they are answered.
         """
         await connected.wait()
         if self._waiting is not waiting:
-            return  # There was never a connection; gRPC does not cancel this by itself.
+            return  # There was never a connection, and gRPC does not cancel this by itself.
         loop = asyncio.get_running_loop()
         since_s = loop.time()
         while True:

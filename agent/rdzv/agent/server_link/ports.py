@@ -16,8 +16,9 @@ class JobPort(Protocol):
 
     rdzv_id: str
     fence_after_ms: int
-    """The time without proof that the server receives this node's messages after which its workers
-    are killed; 0 if they are not."""
+    """How long workers may run without proof that the server receives this node's messages; then
+    they are killed. 0: they are not.
+    """
 
     def renew_fence(self, heard_at_ms: int) -> None:
         """Note that the server received a message of this node at that `boottime_ms` or later."""
@@ -40,7 +41,7 @@ class PlacementPort(Protocol):
 
     @property
     def resources(self) -> Resources:
-        """The places and GPUs of this node for them."""
+        """The places and GPUs of this node for submitted jobs."""
 
     def holdings(self) -> tuple[Holding, ...]:
         """Return the jobs that may still have processes on this node."""

@@ -1,9 +1,10 @@
 """The accounts of this node that submitted jobs run as, and acting with their rights.
 
 `[[user]]` in agent.toml maps the names of submitters to accounts; without any, jobs run as the
-agent itself. Only root can start processes as another account. Nothing of a job is opened, made or
-run with root's rights: processes are started by `started_as`, files are accessed inside of
-`acting_as`. So links or pipes made by a job give it no access that its account does not have.
+agent itself. Only root can start processes as another account. No file of a job is opened or
+created, and no program of it run, with root's rights: processes are started by `started_as`, files
+are accessed inside `acting_as`. So links or pipes made by a job give it no access that its account
+does not have.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class SubmitterRule:
     submitter: str
     """The submitter's name, or `EVERYONE`."""
     accounts: tuple[str, ...] = ()
-    """The first is the default; without any, it is the account with the submitter's name."""
+    """The first is the default; if empty, the account with the submitter's name is used."""
     umask: int = 0o022
     limits: tuple[tuple[str, int, int], ...] = ()
 
@@ -98,32 +99,31 @@ class Accounts:
         self._own_uid = os.geteuid() if own_uid is None else own_uid
 
     def account_for(self, submitter: str, wanted: str = "") -> Account | None:
-        """Return the account for a submitter's job; None for the account of the agent itself.
+        """Return the account for a submitter's job; None for the agent's own account.
 
         `wanted` is the account that the job requests. May wait for a directory service.
 
         Raises:
             InvalidRequestError: this node has no account for it; the message says what would help.
-
         """
         if not self._rules:
             if wanted not in ("", own_account()):
                 raise InvalidRequestError(
-                    f"it asks for the account {wanted!r}, but jobs run here as {own_account()}, "
-                    "the account of rdzv-agent; leave --user out, or map its submitter in [[user]] "
-                    "of agent.toml"
+                    f"it asks for the account {wanted!r}, but jobs run here as "
+                    f"{own_account()}, the account of rdzv-agent; leave --user out, or "
+                    "map its submitter in [[user]] of agent.toml"
                 )
             return None
         if not submitter:
             raise InvalidRequestError(
-                "its submitter is not known, and this node maps submitters to accounts; submit "
-                "it to a server that authenticates its callers"
+                "its submitter is unknown, but this node maps submitters to accounts; "
+                "submit it to a server that authenticates its callers"
             )
         rule = self._rules.get(submitter) or self._rules.get(EVERYONE)
         if rule is None:
             raise InvalidRequestError(
-                f"no account is mapped to its submitter {submitter!r} on this node; an operator "
-                "may add a [[user]] to agent.toml"
+                f"no account is mapped to its submitter {submitter!r} on this node; an "
+                "operator may add a [[user]] to agent.toml"
             )
         given = rule.may_have(submitter)
         name = wanted or given[0]
@@ -139,24 +139,27 @@ class Accounts:
             found = self._find(name)
         except (KeyError, ValueError) as error:
             raise InvalidRequestError(
-                f"this node has no account {name!r}; make one, or map its submitter to another"
+                f"this node has no account {name!r}; create one, or map its submitter to another"
             ) from error
         named = rule.submitter != EVERYONE and name in rule.accounts
         if found.pw_uid == 0 and not named:
             raise InvalidRequestError(
-                f"it would run as root, for that is what {name!r} is here; an operator may give "
-                f"it to a submitter by name: accounts = [{name!r}] in its [[user]]"
+                f"it would run as root, because {name!r} is root here; an operator may "
+                f"allow it for a submitter listed by name: accounts = [{name!r}] in its "
+                "[[user]]"
             )
         if found.pw_uid < LEAST_UID and not rule.accounts and rule.submitter == EVERYONE:
             raise InvalidRequestError(
-                f"{name!r} is an account of a service here (uid {found.pw_uid}), which nobody has "
-                "by name alone; an operator may map it in a [[user]] of its own"
+                f"{name!r} is a service account here (uid {found.pw_uid}), which no "
+                "submitter gets by name alone; an operator may map it explicitly in a "
+                "[[user]]"
             )
         if self._own_uid != 0:
             if found.pw_uid != self._own_uid:
                 raise InvalidRequestError(
-                    f"it would run as {name!r}, but rdzv-agent runs as {own_account()} here, and "
-                    "only root can start jobs as others; run rdzv-agent as root"
+                    f"it would run as {name!r}, but rdzv-agent runs as {own_account()} "
+                    "here, and only root can start jobs under other accounts; run "
+                    "rdzv-agent as root"
                 )
             return None
         groups = tuple(os.getgrouplist(found.pw_name, found.pw_gid))
@@ -200,7 +203,9 @@ def _parse_limit(name: str, text: str) -> tuple[int, int]:
     first, _, second = text.partition(":")
     soft, hard = _parse_number(name, text, first), _parse_number(name, text, second or first)
     if hard >= 0 and not 0 <= soft <= hard:
-        raise InvalidRequestError(f"{name} = {text!r} has a soft limit above the hard one; swap it")
+        raise InvalidRequestError(
+            f"{name} = {text!r} has a soft limit above the hard one; swap them"
+        )
     return soft, hard
 
 
@@ -251,9 +256,9 @@ def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[d
             folder = os.open(chdir or "/", flags)
             stack.callback(os.close, folder)
             if not os.access(".", os.X_OK, dir_fd=folder, effective_ids=True):
-                raise PermissionError(None, f"it cannot be entered by {account.name}", str(chdir))
-        # It is named by its descriptor, since the path may lead elsewhere by the time root follows
-        # it.
+                raise PermissionError(None, f"{account.name} cannot enter it", str(chdir))
+        # It is named by its descriptor, because the path may lead elsewhere by the time root
+        # follows it.
         yield {**how, "umask": identity.umask, "cwd": f"/proc/self/fd/{folder}"}
 
 
@@ -265,7 +270,6 @@ def identity_of_owner(path: Path, *, with_groups: bool = True) -> Identity | Non
 
     Raises:
         OSError: it does not exist.
-
     """
     found = path.lstat()
     if os.geteuid() != 0 or found.st_uid == 0:
@@ -282,7 +286,6 @@ def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
 
     Raises:
         OSError: it cannot be opened, or is a link, a pipe, a device or the like.
-
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     fd = os.open(path, flags, mode)

@@ -32,16 +32,17 @@ class WorkerError:
     message: str
     traceback: str
     age_ms: int
-    """The time since the failure, by the error file's timestamp; 0 without one, or without a clock
-    to compare it with."""
+    """The time since the failure, by the error file's timestamp; 0 if there is no timestamp, or no
+    clock to compare it with.
+    """
     timed_out: bool = False
-    """Whether its last words say that a collective timed out."""
+    """Whether its final message says that a collective timed out."""
 
 
 def read_error(
     path: Path, signum: int | None, pid: int, identity: Identity | None = None
 ) -> WorkerError:
-    """Explain an exit by the worker's error file, or in words if there is none.
+    """Explain an exit by the worker's error file, or by its exit status if there is none.
 
     The file is read with its worker's rights, because it may be a link. Never raises: if the file
     cannot be read, the message says so. May hang if a file server does.
@@ -75,7 +76,7 @@ def unread(error: Exception) -> WorkerError:
 
 
 def _touch(folder: Path) -> int | None:
-    """Return the time by the clock of a folder's file system; None if it is unknown.
+    """Return the time by the clock of a folder's file system; None if unknown.
 
     That may be a file server's clock, which is not this machine's. The folder of an error file
     belongs to its worker, so it may be touched.

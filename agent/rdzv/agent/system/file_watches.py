@@ -1,4 +1,4 @@
-"""Notifies subscribers when a file changes or appears: by inotify, without polling."""
+"""Notifies subscribers when a file changes or appears, using inotify instead of polling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHUNK = 1 << 16
 _POLLED = 0
 """The watch number of a file that cannot be watched; inotify counts from 1."""
 _CHANGED = _IN_MODIFY | _IN_ATTRIB | _IN_DELETE_SELF
-"""Written to, or replaced by another file, in which case the former one loses a link."""
+"""Written to, or replaced by another file, in which case the old one loses a link."""
 
 
 class Watched(Protocol):
@@ -54,9 +54,9 @@ class Watched(Protocol):
 
 
 class Watches:
-    """Wakes sources, each once, when their files change, are replaced or appear.
+    """Wakes each source once when its file changes, is replaced or appears.
 
-    Without inotify, or where it has reached a limit, they are woken at an interval.
+    Without inotify, or once it has reached a limit, they are woken at an interval.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -66,12 +66,12 @@ class Watches:
         self._sources: dict[int, set[Watched]] = {}
         self._closed = False
         self._fires = 0
-        """The number of watches that have fired, possibly including one that is just being set."""
+        """How many watches have fired, possibly including one that is just being set."""
         self._fd: int | None = None
         try:
             self._fd = _inotify_init()
         except OSError as error:
-            text = "no inotify (%s); files of workers are looked at every %g s instead"
+            text = "no inotify (%s); checking the workers' files every %g s instead"
             log.warning(text, error, _FALLBACK_POLL_S)
         else:
             loop.add_reader(self._fd, self._read)

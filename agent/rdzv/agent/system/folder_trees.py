@@ -36,7 +36,7 @@ class Measure:
         """Count a file or folder."""
         # A time in the future was set by hand; the change time (ctime) cannot be set.
         at = status.st_mtime if status.st_mtime <= now_s else status.st_ctime
-        # This is its size on disk; a file with holes may be longer.
+        # The size on disk; a file with holes may be longer.
         return Measure(self.size_bytes + status.st_blocks * 512, max(self.changed_s, at))
 
 
@@ -59,7 +59,6 @@ def remove_tree(top: Path, identity: Identity | None = None, most: int = MAX_NAM
 
     Raises:
         OSError: something is left; this is the first reason.
-
     """
     with suppress(FileNotFoundError), _Place(top, identity) as place:
         why: OSError | None = None
@@ -104,8 +103,8 @@ class _Place:
     def __enter__(self) -> _Place:
         self._above = os.open(self._top.parent, _PLACE)
         try:
-            # In a folder of this process's own no other process replaces an entry, and the account
-            # need not be able to pass.
+            # In this process's own folders no other process replaces an entry, and the account need
+            # not be able to enter them.
             own = os.fstat(self._above).st_uid == os.geteuid()
             self._rights = None if own else self._identity
             with acting_as(self._rights):
@@ -161,7 +160,6 @@ def _walk(
 
     Raises:
         OSError: a folder was moved meanwhile.
-
     """
     try:
         levels = [_Level("", folder, most)]
@@ -174,7 +172,7 @@ def _walk(
                     status = _status(folder, name)
                 except OSError:
                     continue
-                # A file system that is mounted there is not the job's.
+                # A file system mounted there is not the job's.
                 if stat.S_ISDIR(status.st_mode) and status.st_dev == level.status.st_dev:
                     with suppress(OSError):
                         inner = _enter(folder, name, status, pry=pry)

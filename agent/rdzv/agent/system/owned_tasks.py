@@ -10,10 +10,10 @@ _R = TypeVar("_R")
 
 
 class OwnedTasks:
-    """The tasks of one owner, which receives each exception at once, and ends them by `close`.
+    """The tasks of one owner, which receives each exception at once; `close` ends them.
 
-    Meant for an owner whose methods are called from callbacks of the event loop; a coroutine that
-    waits for its tasks should use an `asyncio.TaskGroup`.
+    For owners whose methods are called from callbacks of the event loop; a coroutine that waits for
+    its tasks should use an `asyncio.TaskGroup`.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -33,7 +33,7 @@ class OwnedTasks:
             self._on_error(error)
 
     async def close(self) -> None:
-        """Cancel the tasks that still run, and wait for their end."""
+        """Cancel the tasks that are still running, and wait for their end."""
         running = tuple(self._running)
         for task in running:
             task.cancel()

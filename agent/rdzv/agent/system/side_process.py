@@ -22,7 +22,7 @@ READY_TIMEOUT_S = 120.0
 """How long it may take to get ready: importing torch from a cold network disk is slow."""
 
 MAX_UNSENT_BYTES = 1 << 20
-"""The most bytes that wait for a process that does not read; more are refused."""
+"""The most bytes that may wait for a process that does not read; more are refused."""
 
 MAX_LINE_BYTES = 16 << 20
 
@@ -35,7 +35,7 @@ Message = dict[str, Any]
 
 
 class SideProcess(asyncio.Protocol):
-    """JSON lines to and from a process; its end, at any time, is only an event.
+    """JSON lines to and from a process, whose end, at any time, is only an event.
 
     Callbacks come from the event loop, one after another, and must not raise.
     """
@@ -108,7 +108,7 @@ class SideProcess(asyncio.Protocol):
         except TimeoutError:
             answer = {"refused": f"torch was not ready there within {READY_TIMEOUT_S:g} s"}
         if reason := answer.get("refused"):
-            raise InvalidRequestError(f"{what}: asked {self._python}: {reason}")
+            raise InvalidRequestError(f"{what}: {self._python} answers: {reason}")
 
     @property
     def has_answered(self) -> bool:
@@ -146,7 +146,7 @@ class SideProcess(asyncio.Protocol):
         return in_time
 
     def _reap(self) -> bool:
-        """Wait for a process whose socket is closed; kill it if something keeps it."""
+        """Wait for a process whose socket is closed; kill it if it does not end."""
         try:
             self._process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -159,12 +159,12 @@ class SideProcess(asyncio.Protocol):
     # ------------------------------------------------------------------ asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the socket."""
+        """Store the socket."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Hand over every line that is complete."""
+        """Pass on every complete line."""
         *lines, self._received = (self._received + data).split(b"\n")
         if len(self._received) > MAX_LINE_BYTES and self._transport is not None:
             self._transport.abort()

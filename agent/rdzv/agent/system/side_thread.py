@@ -21,15 +21,16 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 ANSWER_WITHIN_S = 300.0
-"""How long a file server may take for files that a job needs to begin; then the job begins without
-this node. A restarted NFS server does not answer for a minute and a half."""
+"""How long a file server may take to return files that a job needs to start; then the job starts
+without this node. A restarted NFS server does not answer for a minute and a half.
+"""
 
 WORD_AFTER_S = 10.0
-"""The wait after which the log says what the agent waits for."""
+"""After this wait the log says what the agent is waiting for."""
 
 
 async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Call a function in a thread of its own, and return what it returns.
+    """Call a function in a thread of its own, and return its result.
 
     A caller that is cancelled meanwhile leaves the thread behind; it does not keep the process from
     exiting, as one of `asyncio.to_thread` would.
@@ -60,8 +61,8 @@ async def in_time(
 
 @contextlib.contextmanager
 def waiting_is_said(what: str) -> Iterator[None]:
-    """Log `what` the body waits for if that takes long; log nothing if `what` is empty."""
-    text = "%s: no answer from the file system for %g s; it is waited for"
+    """Log `what` the body is waiting for if that takes long; log nothing if `what` is empty."""
+    text = "%s: no answer from the file system for %g s; still waiting"
     loop = asyncio.get_running_loop()
     timer = loop.call_later(WORD_AFTER_S, log.warning, text, what, WORD_AFTER_S)
     if not what:
@@ -74,7 +75,7 @@ def waiting_is_said(what: str) -> Iterator[None]:
 
 def no_answer(within_s: float) -> TimeoutError:
     """Return the error of a call that has not returned in time."""
-    return TimeoutError(f"no answer within {within_s:g} s from the file system that it is on")
+    return TimeoutError(f"no answer within {within_s:g} s from its file system")
 
 
 def find_program(name: str) -> str:
@@ -104,13 +105,12 @@ class Aside:
         self._late: Future[Any] | None = None
 
     async def answer(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Call a function, and return what it returns.
+        """Call a function, and return its result.
 
         A cancelled caller leaves the thread behind, which may still exceed its limit.
 
         Raises:
             TimeoutError: the call, or an earlier one, has not returned in time.
-
         """
         answer: asyncio.Future[_R | Exception] = asyncio.get_running_loop().create_future()
 

@@ -1,1 +1,1 @@
-"""The local worker group: its start, the fate of each worker, and the reports about it."""
+"""The local worker group: its start, how each worker ended, and the reports about it."""

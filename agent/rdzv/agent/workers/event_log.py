@@ -1,4 +1,4 @@
-"""torchelastic's events of one job on this node, for the handlers that torch knows.
+"""torchelastic's events of one job on this node, for torch's event handlers.
 
 torchrun's events are recorded at the same points, with the same names and fields; `torch_side`
 passes them to the handler. If a handler is slow or dies, only events are lost.
@@ -31,7 +31,7 @@ START_TIMEOUT_S = 30.0
 """The additional time if a job ends before its interpreter has imported torch."""
 
 AT_HAND = ("console",)
-"""Handlers that every torch has, so that there is no need to wait for its import."""
+"""Handlers that every torch has, so there is no need to wait for its import."""
 
 
 class EventLog:
@@ -85,10 +85,10 @@ class EventLog:
         if self._lost:
             log.warning("the event handler has missed %d events", self._lost)
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ events
 
     def joining(self, now_ms: int) -> None:
-        """Note that the node waits for a round."""
+        """Note that the node is waiting for a round."""
         self._joining_since_ms = now_ms
 
     def round_complete(self, assignment: Assignment, now_ms: int) -> None:
@@ -102,7 +102,7 @@ class EventLog:
         self._last = assignment
 
     def worker_started(self, fate: WorkerFate) -> None:
-        """Record that a worker runs."""
+        """Record that a worker is running."""
         self._record("START", self._last, fate)
 
     def ended(self, local: LocalRound | None, outcome: NodeOutcome, now_ms: int) -> None:
@@ -143,7 +143,7 @@ class EventLog:
             if final and fate.failed:
                 exit_code = fate.exit_code if fate.signal is None else -fate.signal
                 error_file = os.fspath(self._error_file(fate.local_rank))
-            # Lists of one, as torchrun has them.
+            # Lists with one element, as in torchrun.
             more["local_rank"] = [fate.local_rank]
             more["role_rank"] = [fate.role_rank]
             more["role_world_size"] = [line.role_world_size]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @struct(frozen=True)
 class Stop:
-    """The agent's way of telling a worker to end."""
+    """How the agent asked a worker to end."""
 
     signum: int
     grace_ms: int
@@ -60,7 +60,7 @@ class LocalRound:
         return cls(assignment, tuple(fates))
 
     def started(self, local_rank: int, pid: int) -> LocalRound:
-        """Return the round with a worker that runs."""
+        """Return the round with a worker marked as running."""
         return self._with(local_rank, pid=pid)
 
     def told_to_end(self, alive: Collection[int], stop: Stop) -> LocalRound:
@@ -135,7 +135,7 @@ class FateRecorder:
             self._round = self._round.started(local_rank, pid)
 
     def worker_started(self, local_rank: int, pid: int) -> None:
-        """Note that a worker runs; record starts in the order of LOCAL_RANK, as torch does."""
+        """Note that a worker is running; record starts by LOCAL_RANK, as torch does."""
         if self._round is not None:
             recorded = _started_in_order(self._round)
             self._round = self._round.started(local_rank, pid)

@@ -1,7 +1,7 @@
 """The final summary of a job on this node: how it ended, which worker failed first, and why.
 
 It distinguishes workers that failed, workers that only went down with them, and workers that the
-agent has ended.
+agent ended.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
         first, *others = outcome.failures
         lines += ["Root cause, the first failure of the job:", *_indented(_in_full(first))]
         if _lost_connection(first):
-            lines.append("It is a broken connection itself: see what became of its other end.")
+            lines.append("It is itself a broken connection: look at its other end.")
         followed = [failure for failure in others if _lost_connection(failure)]
         beside = [failure for failure in others if not _lost_connection(failure)]
         if followed:
-            lines += ["Failed because of it, as their connections broke:", *_in_short(followed)]
+            lines += ["Failed because of it, when their connections broke:", *_in_short(followed)]
         if beside:
             lines += ["Failed at the same time, perhaps because of it:", *_in_short(beside)]
     if outcome.exit_code != 0:
@@ -79,7 +79,7 @@ def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
 
 
 def _end(fate: WorkerFate, stop: Stop) -> str:
-    """Describe how a worker ended that was told to end."""
+    """Describe the end of a worker that was told to end."""
     if fate.exit_code is None and fate.signal is None:
         return f"{signal_name(stop.signum)}; not seen to end"
     if stop.signum == signal.SIGKILL:

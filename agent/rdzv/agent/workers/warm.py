@@ -1,6 +1,6 @@
 """Warm workers: the modules that the zygote preloads, and the workers that may be forked from it.
 
-With `--warm` it is started ahead of the first round, else for restarts alone.
+With `--warm` the zygote is started before the first round, otherwise only for restarts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ASK_TIMEOUT_S = 60.0
 WAIT_VARIABLE = "RDZV_WARM_WAIT"
 
 _WITH = {"torch": ("torch._dynamo",)}
-"""Modules that are preloaded with another: DDP's constructor imports it, which takes a second."""
+"""Modules that are preloaded with another: DDP's constructor imports this one for a second."""
 
 _FOR_RESTARTS = ("torch",)
 """The modules that are preloaded if the launch names none."""
@@ -44,10 +44,10 @@ EACH_WORKERS_OWN = frozenset(
 """The variables that differ between workers and rounds. `import torch` reads none of them."""
 
 ANY_ROUND = Assignment("", 0, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
-"""A placeholder for a round where everything that differs between rounds is ignored."""
+"""A placeholder for a round if everything that differs between rounds is ignored."""
 
 _READ_LATE = ("NCCL_",)
-"""Variables with these prefixes are read when a process group is made."""
+"""Variables with these prefixes are read when a process group is created."""
 
 
 def preloaded(modules: Sequence[str]) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def zygote_spec(
         cpus=cpus[0] if len(set(cpus)) == 1 else None,
         wait_s=_wait_s(launch.environ),
         identity=launch.identity,
-        # The workers, and the round's store host where this node has to serve it.
+        # The workers, and the round's store host if this node has to serve it.
         spare_forks=min(launch.job.local_world_size + 1, MAX_SPARE_FORKS),
     )
 
@@ -93,9 +93,11 @@ def why_cold(zygote: ZygoteSpec, worker: WorkerSpec) -> str:
             continue
         theirs, own = zygote.env.get(name), worker.env.get(name)
         if theirs != own:
-            return f"its {name} is {_shown(own)}, what was preloaded has seen {_shown(theirs)}"
+            return f"its {name} is {_shown(own)}, but the zygote has {_shown(theirs)}"
     if worker.cpus != zygote.cpus and "OMP_NUM_THREADS" not in worker.env:
-        return "its CPUs, by which OpenMP counts threads on import, are not the zygote's"
+        return (
+            "its CPUs, which determine OpenMP's number of threads on import, are not the zygote's"
+        )
     return ""
 
 
@@ -111,13 +113,13 @@ def _wait_s(environ: Mapping[str, str]) -> float:
         seconds = -1.0
     if not 0 <= seconds <= MAX_ZYGOTE_WAIT_S:
         raise InvalidRequestError(
-            f"{WAIT_VARIABLE}={text}: give a number of seconds up to {MAX_ZYGOTE_WAIT_S:g}, for "
-            "which the first round waits while the zygote imports"
+            f"{WAIT_VARIABLE}={text}: give how many seconds the first round may wait "
+            f"while the zygote imports, at most {MAX_ZYGOTE_WAIT_S:g}"
         )
     return seconds
 
 
-# ---------------------------------------------------------------------- asking beforehand
+# ---------------------------------------------------------------------- checks in advance
 
 
 async def check_warm(launch: Launch) -> str:
@@ -131,21 +133,22 @@ async def check_warm(launch: Launch) -> str:
     given = f"--warm={','.join(launch.warm)}"
     if launch.no_python:
         raise InvalidRequestError(
-            f"{given} and --no-python exclude each other: only an interpreter can be forked; leave "
-            "one of them out"
+            f"{given} and --no-python exclude each other: only an interpreter can be "
+            "forked; leave one of them out"
         )
     _wait_s(launch.environ)
     try:
         answer = await _ask(launch)
     except (OSError, TimeoutError) as error:
-        return f"{launch.python} does not say what it has: {str(error) or 'no answer in time'}"
+        return f"{launch.python} does not list its modules: {str(error) or 'no answer in time'}"
     try:
         said = json.loads(answer.strip().rpartition(b"\n")[2])
         refused, missing = said.get("refused"), dict(said.get("missing", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise InvalidRequestError(
-            f"{given}: {launch.python} runs no sitecustomize from PYTHONPATH (is it a wrapper that "
-            "clears the environment, or gives -E, -I or -S?); leave --warm out"
+            f"{given}: {launch.python} runs no sitecustomize from PYTHONPATH (is it a "
+            "wrapper that clears the environment, or uses -E, -I or -S?); leave --warm "
+            "out"
         ) from error
     if refused:
         raise InvalidRequestError(f"{given}: {launch.python}: {refused}; leave --warm out")

@@ -33,7 +33,7 @@ DRAIN_TIMEOUT_S = 5.0
 """How long the console may take for the workers' last output."""
 
 _PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-"""Variables that torchrun looks up in its own environment when it makes a worker's."""
+"""Variables that torchrun looks up in its own environment when it creates a worker's."""
 
 
 class LocalWorkerGroup:
@@ -96,21 +96,20 @@ class LocalWorkerGroup:
     async def open_round(
         self, assignment: Assignment
     ) -> tuple[tuple[WorkerOutput, ...], list[WorkerSpec]]:
-        """Make the files of a round, and follow those that are teed.
+        """Create the files of a round, and follow those that are teed.
 
-        Returns the output paths of each worker, and how it is started, once the file systems have
-        answered, and with --logs-specs the class.
+        Returns the output paths of each worker, and how it is started, once the file systems, and
+        with --logs-specs the class, have answered.
 
         Raises:
             InvalidRequestError: files that existed at the join no longer exist, or their server
                 does not answer.
-            OSError: the files cannot be made, or --logs-specs gives no answer.
-
+            OSError: the files cannot be created, or --logs-specs gives no answer.
         """
         try:
             files = await self._files.answer(self._make_files, assignment)
         except TimeoutError as error:
-            what = "its script, program or logs cannot be looked at"
+            what = "its script, program or logs cannot be checked"
             raise InvalidRequestError(f"{what}: {error}") from error
         if self._logs_specs is None:
             output = usual_output(files, self._launch.output)
@@ -126,11 +125,11 @@ class LocalWorkerGroup:
         return output.workers, [self._worker(assignment, n, worker) for n, worker in workers]
 
     def _make_files(self, assignment: Assignment) -> list[WorkerFiles]:
-        """Make the files of a round, unless --logs-specs does; called in a thread, as it may hang.
+        """Create the files of a round, unless --logs-specs does; may hang, so it runs in a thread.
 
         Raises:
             InvalidRequestError: files that existed at the join no longer exist.
-            OSError: the files cannot be made.
+            OSError: the files cannot be created.
         """
         check_startable(self._launch)
         if self._logs_specs is not None:
@@ -221,7 +220,7 @@ class LocalWorkerGroup:
         )
 
     def _traced(self, environ: dict[str, str]) -> dict[str, str]:
-        """Have a worker open the record of its collectives, if that is wanted."""
+        """Let a worker make the record of its collectives available, if requested."""
         return with_hook(environ) if self._launch.collective_trace else environ
 
     def _cpus(self, local_rank: int) -> tuple[int, ...] | None:

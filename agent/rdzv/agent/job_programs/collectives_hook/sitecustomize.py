@@ -1,15 +1,16 @@
-"""Opens the record that torch keeps of a worker's collectives to the agent; runs as the worker.
+"""Gives the agent access to torch's record of a worker's collectives; runs inside the worker.
 
-Found by PYTHONPATH while the interpreter of a worker starts. It undoes what made the interpreter
-import it, so that no child does, and lets the site's own `sitecustomize` follow. torch is not
-imported: only when the script itself has imported torch.distributed, its `init_process_group`
-begins to start torch's `_WorkerServer` first. That one listens on a Unix socket beside the worker's
+Python finds it by PYTHONPATH while a worker's interpreter starts. It undoes the changes that made
+the interpreter import it, so that no child does, and lets the site's own `sitecustomize` follow. It
+does not import torch: once the script itself has imported torch.distributed, `init_process_group`
+first starts torch's `_WorkerServer`. That server listens on a Unix socket beside the worker's
 progress file, in a folder that only the job's account may enter, and answers from threads that need
-no interpreter lock. What goes wrong is left in a file there, and changes nothing for the script.
-A script that ends by the error of a collective leaves its record there: nobody can ask it then.
+no interpreter lock. Errors are written to a file there, and change nothing for the script. A script
+that ends by the error of a collective leaves its record there, because nobody can ask for it
+afterwards.
 
-It imports only what every interpreter has loaded at its start, and no pathlib: each start of a
-worker would wait for that. It runs under Python 3.9 and newer.
+It imports only modules that every interpreter has already loaded at its start, and not pathlib,
+which would delay each start of a worker. It supports Python 3.9 and newer.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ if TYPE_CHECKING:
     from typing import Any
 
 NAME = "collectives"
-"""The beginning of the names of its files: `NAME.PID.RANDOM` is a socket, `NAME.PID.why` a text,
-`NAME.PID.last` the record of a process that ends by the error of a collective."""
+"""The prefix of its file names: `NAME.PID.RANDOM` is a socket, `NAME.PID.why` a text,
+`NAME.PID.last` the record of a process that ended by the error of a collective.
+"""
 MODULE = "torch.distributed.distributed_c10d"
 MAX_PATH_BYTES = 107
 MAX_ERROR_CHARS = 500
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
-"""The names by which torch's server gives the record, in one version or another."""
+"""The handler names under which versions of torch's server provide the record."""
 OLDER = "its torch gives no record of collectives (2.13 does; an older one may not)"
 OF_COLLECTIVES = ("timed out", "timeout", "connection closed", "connection reset", "socket closed")
-"""The words of errors that collectives raise when another rank is missing, or is gone."""
+"""Parts of the errors that collectives raise when another rank is missing or gone."""
 QUIET = 2
-"""The level of torch's log from which on errors alone are written."""
+"""The log level of torch from which only errors are written."""
 
 _served_by = {"pid": 0}
 """The process that has started a server; a fork may start its own."""
@@ -52,7 +54,7 @@ def _undo(hook: str) -> None:
 
 
 class _Finder:
-    """Wraps `init_process_group` once its module has been executed; finds nothing by itself."""
+    """Wraps `init_process_group` once its module has been executed; finds no modules itself."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -69,7 +71,7 @@ class _Finder:
 
 
 def _wrap_after(loader: Any) -> None:
-    """Have a loader wrap the function in the module that it executes."""
+    """Make a loader wrap the function in the module that it executes."""
     execute = loader.exec_module
 
     def exec_module(module: Any) -> None:
@@ -100,7 +102,7 @@ def _wrap(module: Any) -> None:
 
 
 def _serve() -> None:
-    """Start the server, if this process has none."""
+    """Start the server if this process has none."""
     if _served_by["pid"] == os.getpid():
         return
     _served_by["pid"] = os.getpid()
@@ -120,7 +122,7 @@ def _start() -> None:
             _WorkerServer,
         )
     except ImportError:
-        # Torch 2.4 has a server and no record to give; asked as it ends, a process may crash.
+        # Torch 2.4 has a server but no record; asked while it exits, a process may crash.
         _leave_word(OLDER)
         return
     if not {*HANDLERS} & {*_get_handler_names()}:
@@ -134,7 +136,7 @@ def _start() -> None:
         return
     level = _log_level()
     before = level.value
-    # Its threads inherit this, so that the script's signals go to threads of the script.
+    # Its threads inherit this mask, so that the script's signals go to the script's threads.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         level.value = max(before, QUIET)
@@ -147,7 +149,7 @@ def _start() -> None:
 
 
 def _leave_record_at_the_end() -> None:
-    """Have the record be left if the script ends by an error of a collective."""
+    """Arrange for the record to be written if the script ends by an error of a collective."""
     before = sys.excepthook
 
     def excepthook(kind: Any, error: Any, traceback: Any) -> None:
@@ -163,11 +165,11 @@ def _leave_record_at_the_end() -> None:
 
 
 def _leave_record(error: str) -> None:
-    """Leave a line with the error, and the record below it."""
+    """Write the error on a line, and the record below it."""
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
     path = os.path.join(_folder(), f"{NAME}.{os.getpid()}.last")
-    # A reader sees all of it, or none.
+    # A reader sees either all of it or nothing.
     with open(path + ".new", "wb") as file:
         file.write(error[:MAX_ERROR_CHARS].encode(errors="replace") + b"\n")
         file.write(_dump_fr_trace_json())
@@ -175,7 +177,7 @@ def _leave_record(error: str) -> None:
 
 
 def _log_level() -> ctypes.c_int:
-    """Return the level below which torch's C++ code writes nothing to stderr."""
+    """Return torch's variable for the level below which its C++ code logs nothing to stderr."""
     import ctypes
 
     import torch
@@ -188,7 +190,7 @@ def _log_level() -> ctypes.c_int:
 
 
 def _never_end(server: Any) -> None:
-    """Keep the server from being destroyed: that waits for its threads, which no fork has."""
+    """Keep the server from being destroyed, which would wait for its threads: a fork has none."""
     import ctypes
 
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))
@@ -200,7 +202,7 @@ def _folder() -> str:
 
 
 def _leave_word(why: str) -> None:
-    """Leave the reason why there is no record; if that fails, the agent finds nothing at all."""
+    """Write the reason why there is no record; if that fails, the agent finds nothing at all."""
     try:
         path = os.path.join(_folder(), f"{NAME}.{os.getpid()}.why")
         with open(path, "w") as file:
@@ -215,5 +217,5 @@ if MODULE in sys.modules:
 else:
     sys.meta_path.insert(0, _Finder)
 del sys.modules["sitecustomize"]
-# Raises ImportError, as if this had not been found either, where the site has none of its own.
+# If the site has none of its own, this raises ImportError as if this file did not exist.
 __import__("sitecustomize")

@@ -1,7 +1,7 @@
-"""Makes an interpreter tell the runner when it has imported torch (torch_watch.py).
+"""Makes an interpreter report its import of torch to the runner (torch_watch.py).
 
-Imported instead of the interpreter's own `sitecustomize`, found by PYTHONPATH. It undoes all that
-the script could notice, and imports that one.
+Imported instead of the interpreter's own `sitecustomize`, found by PYTHONPATH. It undoes everything
+that the script could notice, and imports that one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path[:] = [entry for entry in sys.path if entry != _here]
 sys.path_importer_cache.pop(_here, None)
 del sys.modules["sitecustomize"]
 try:
-    # An error, also that it is missing, is handled as if this file did not exist.
+    # Any error, even a missing module, is handled as if this file did not exist.
     import_module("sitecustomize")
 finally:
     try:
@@ -35,5 +35,5 @@ finally:
         _loader: Any = _external.SourceFileLoader(_name, _watch)
         exec(_loader.get_code(_name), _names)
         _names["watch"](_address)
-    except Exception:  # noqa: S110  # It is not there after an upgrade; then nothing is reported.
+    except Exception:  # noqa: S110  # The file may be gone after an upgrade; nothing is reported.
         pass

@@ -21,5 +21,5 @@ except BaseException as error:
     sys.stderr.write(f"rdzv zygote: {type(error).__name__}: {error}\n")
     os._exit(1)
 if not _there_is_another:
-    # As if this had not been found either, so that it leaves no trace.
+    # It leaves no trace, as if this file had not been found either.
     raise ImportError("there is no sitecustomize here", name="sitecustomize")

@@ -1,1 +1,1 @@
-"""Linux calls of runner and agent: descriptors, process trees, accounts, boot time."""
+"""Linux calls used by runner and agent: descriptors, process trees, accounts, boot time."""

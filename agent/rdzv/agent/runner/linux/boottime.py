@@ -14,7 +14,7 @@ _TFD_TIMER_ABSTIME = 1
 def boottime_ms() -> int:
     """Return the time since this machine booted, including time while it was suspended.
 
-    Fences are measured by it: the clocks of other machines continue meanwhile.
+    Fences use this clock, because the clocks of other machines continue meanwhile.
     """
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
 
@@ -33,12 +33,12 @@ class _TimerSpec(ctypes.Structure):
 class Alarm:
     """A descriptor that becomes readable at a point in `boottime_ms`.
 
-    Timeouts of `select` stand still while the machine is suspended; this is readable as soon as
+    Timeouts of `select` do not advance while the machine is suspended; this is readable as soon as
     the machine wakes up.
     """
 
     def __init__(self) -> None:
-        """Make an alarm that is not set; `OSError` if that fails."""
+        """Create an alarm that is not set; `OSError` if that fails."""
         self._fd: int = libc.timerfd_create(time.CLOCK_BOOTTIME, os.O_CLOEXEC | os.O_NONBLOCK)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")

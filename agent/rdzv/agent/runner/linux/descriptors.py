@@ -1,4 +1,4 @@
-"""Descriptors, and the Unix sockets that runner and agent listen at. Nothing here blocks."""
+"""Descriptors, and the Unix sockets on which runner and agent listen. Nothing here blocks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _PEER = struct.Struct("3i")
 def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Return the pid and user of the process at the other end of a Unix socket.
 
-    For a client that is the process that listens.
+    For a client, that is the listening process.
     """
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _ = _PEER.unpack(found)
@@ -63,7 +63,7 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 @contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """Give a short name to a path in an existing folder: a socket address has only 107 bytes."""
+    """Provide a short name of a path in an existing folder: a socket address has only 107 bytes."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

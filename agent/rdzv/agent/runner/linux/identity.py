@@ -33,7 +33,7 @@ SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "
 
 @contextmanager
 def acting_as(identity: Identity | None) -> Iterator[None]:
-    """Open, make and remove files with only an account's rights; None: with the present ones.
+    """Open, create and remove files with only an account's rights; None: with the present ones.
 
     Applies only to the calling thread, and only to files: no process of that account may signal or
     trace this one meanwhile. Never await inside: other code would run. It nests: leaving the inner
@@ -41,7 +41,6 @@ def acting_as(identity: Identity | None) -> Iterator[None]:
 
     Raises:
         PermissionError: this process is not root.
-
     """
     if identity is None:
         yield

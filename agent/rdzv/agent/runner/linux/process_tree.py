@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 SWEEP_INTERVAL_S = 0.25
-"""Interval at which a kill is repeated until nothing is left. Exits are noticed at once anyway."""
+"""The interval at which a kill is repeated until nothing is left. Exits are noticed at once."""
 
 _LOOK_AGAIN_S = 0.02
 
@@ -36,7 +36,6 @@ def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0)
 
     Raises:
         OSError: at the timeout the children cannot be listed, so some may be left.
-
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -58,13 +57,12 @@ def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0)
 def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
     """Send SIGKILL to every descendant of this process, parents first; return their pids.
 
-    Children of processes that fork meanwhile may be missed, and so may those whose parents cannot
-    be inspected. A caller that repeats this at each exit of a child of this process finds them:
-    their parents are among the killed, so they become children of this process.
+    Children of processes that fork meanwhile may be missed, as may those whose parents cannot be
+    inspected. A caller that repeats this at each exit of a child of this process finds them: their
+    parents have been killed, so they become children of this process.
 
     Raises:
         OSError: the children cannot be listed, so some may be left.
-
     """
     found = descendants_of(children_of(os.getpid()), except_pids)
     family = {os.getpid(), *found}
@@ -82,7 +80,7 @@ def descendants_of(children: Iterable[int], except_pids: Collection[int] = ()) -
     found = [pid for pid in children if pid not in except_pids]
     for pid in found:
         with suppress(OSError):
-            found += children_of(pid)  # Read on by this very loop.
+            found += children_of(pid)  # This loop visits the added ones, too.
     return found
 
 
@@ -93,8 +91,7 @@ def children_of(pid: int) -> list[int]:
     processes, some children may be missing while their siblings exit.
 
     Raises:
-        OSError: it cannot be inspected, so it may have any number.
-
+        OSError: it cannot be inspected, so it may have any number of children.
     """
     children: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):
@@ -105,14 +102,14 @@ def children_of(pid: int) -> list[int]:
 
 
 class OwnChildren:
-    """The list of the children of this process, which has one thread; it needs no descriptor."""
+    """Lists the children of this process, which has one thread, without a new descriptor."""
 
     def __init__(self) -> None:
         path = f"/proc/self/task/{os.getpid()}/children"
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def pids(self) -> list[int]:
-        """List them, zombies included; `OSError` if that cannot be done now."""
+        """List them, zombies included; `OSError` if that is not possible now."""
         listed = b""
         while part := os.pread(self._fd, 1 << 16, len(listed)):
             listed += part
@@ -126,7 +123,7 @@ class OwnChildren:
 def signal_group(leader: int, signum: int) -> None:
     """Signal the process group of a child that was forked to lead one and is not reaped.
 
-    Until it leads one, no process is in the group with that number.
+    Until the child leads one, no process is in the group with that number.
     """
     with suppress(OSError):
         try:
@@ -138,8 +135,8 @@ def signal_group(leader: int, signum: int) -> None:
 def signal_relative(pid: int, signum: int, family: Collection[int]) -> None:
     """Signal a process if its parent is in `family`; do nothing if it is gone.
 
-    The pid may have been reused since it was read. The pidfd pins one process, and only then is
-    its parent looked up: that of an unrelated process is not in the family.
+    The pid may have been reused since it was read. The pidfd pins one process, and only then is its
+    parent looked up: that of an unrelated process is not in the family.
     """
     with suppress(OSError):
         pidfd = os.pidfd_open(pid)
@@ -161,7 +158,7 @@ def session_of(pid: int) -> int | None:
 def has_variable(pid: int, name: str, value: str) -> bool:
     """Return whether a process was started with an environment variable; False if it is gone."""
     try:
-        # The read would wait for a process that waits for a hung file system.
+        # Reading would block on a process that waits for a hung file system.
         if _stat_of(pid)[0] == b"D":
             return False
         environ = Path(f"/proc/{pid}/environ").read_bytes()
@@ -183,7 +180,7 @@ def _parent_of(pid: int) -> int:
 
 def _stat_of(pid: int) -> list[bytes]:
     """Return a process's state, parent, process group, session, and so on."""
-    # The command stands in parentheses and may itself hold any character.
+    # The command is in parentheses and may contain any character.
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     Endpoint = tuple[str, int]
-    """Address, or the name of a host, and port."""
+    """An address or host name, and a port."""
 
 _IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 
@@ -22,13 +22,12 @@ _LIVE = ("01", "02")
 
 
 def live_connection(pid: int, endpoints: Collection[Endpoint]) -> Endpoint | None:
-    """Return an endpoint of a live TCP connection of a process, if it is one of `endpoints`.
+    """Return one of `endpoints` to which a process has a live TCP connection, if any.
 
     A connection that either side has shut down is not live. A host name stands for every address.
 
     Raises:
         OSError: the process cannot be inspected.
-
     """
     inodes = _socket_inodes(pid)
     if not inodes or not endpoints:
@@ -37,7 +36,7 @@ def live_connection(pid: int, endpoints: Collection[Endpoint]) -> Endpoint | Non
     for remote, local, inode in _live(pid):
         if inode not in inodes:
             continue
-        # The worker of RANK 0 may host the store, and then it is the local end that is asked for.
+        # The worker of RANK 0 may host the store; then the endpoint is the local end.
         for end in (remote, local):
             if any(end[1] == port and host in (None, end[0]) for host, port in wanted):
                 return end
@@ -72,7 +71,7 @@ def _live(pid: int) -> Iterator[tuple[Endpoint, Endpoint, str]]:
 
 
 def _endpoint(text: str) -> Endpoint:
-    """Read an address in hexadecimal, word by word in the order of this machine, and a port."""
+    """Parse an address in hexadecimal, word by word in the order of this machine, and a port."""
     host, _, port = text.partition(":")
     words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
     return _text(struct.pack(f"={len(words)}I", *words)), int(port, 16)
