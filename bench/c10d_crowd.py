@@ -2,15 +2,15 @@
 
 Run by path as a child process, since it imports torch. Several of them hold the nodes of one job:
 `c10d_crowd.py PORT NODES TOTAL NUMBER`, where process 0 serves the store, on a port of its own if
-PORT is 0. It takes one act a line on stdin, and answers with a JSON line; it ends with stdin:
+PORT is 0. It takes one command per line on stdin, and answers with a JSON line; it ends with stdin:
 
-* `{"act": "port"}`: where the store is;
-* `{"act": "gather"}`: all nodes of this process join, but for the last of process 0; process 0
-  answers when all others of the job are participants, the others at once;
-* `{"act": "form"}`: process 0: the last node joins; answered, by every process, when all its nodes
-  were told the round.
+* `{"act": "port"}`: return the store's port;
+* `{"act": "gather"}`: all nodes of this process join, except the last of process 0; process 0
+  answers when all others of the job are participants, the other processes at once;
+* `{"act": "form"}`: in process 0, the last node joins; every process answers when all its nodes
+  have received the round.
 
-Handler, back-end, keep-alives and timeouts are those of a torchrun at its defaults.
+Handler, back-end, keep-alives and timeouts are those of a torchrun with its defaults.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOOK_S = 0.05
 
 
 class Node(threading.Thread):
-    """One torchrun's rendezvous, on a connection of its own."""
+    """One torchrun's rendezvous, on its own connection."""
 
     def __init__(self, port: int, total: int, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -63,7 +63,7 @@ class Node(threading.Thread):
 
 
 def await_participants(store: TCPStore, count: int) -> None:
-    """Wait until the state of the job has so many."""
+    """Wait until the job's state has this many participants."""
     backend = C10dRendezvousBackend(store, RUN)
     while True:
         held: Any = backend.get_state()
@@ -73,7 +73,7 @@ def await_participants(store: TCPStore, count: int) -> None:
 
 
 def main() -> None:
-    """Act until stdin ends."""
+    """Carry out commands until stdin ends."""
     port, nodes, total, number = map(int, sys.argv[1:])
     server = None
     if number == 0:
@@ -108,5 +108,5 @@ if __name__ == "__main__":
     try:
         main()
     finally:
-        # Its threads know no end, and TCPStore's clients complain of one.
+        # Its threads never end, and TCPStore's clients would complain at exit.
         os._exit(0)

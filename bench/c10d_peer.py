@@ -29,7 +29,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def connect(server: TCPStore) -> TCPStore:
-    """Open a connection of its own, as each torchrun has."""
+    """Open another connection, as each torchrun has."""
     return TCPStore(HOST, server.port, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
 
 
@@ -50,7 +50,7 @@ def add(state: Any, number: int) -> None:
 
 
 class Writer(threading.Thread):
-    """One torchrun that changes the state of its job again and again."""
+    """One torchrun that keeps changing the state of its job."""
 
     def __init__(
         self, store: TCPStore, job: str, nodes: int, together: threading.Barrier, seconds: float
@@ -64,7 +64,7 @@ class Writer(threading.Thread):
         self.state_bytes = 0
 
     def run(self) -> None:
-        """Commit until the time is over; the first commit makes the job, and does not count."""
+        """Commit until the time is over; the first commit creates the job, and does not count."""
         token = self._commit(None)
         self._together.wait()
         end = time.perf_counter() + self._seconds
@@ -76,7 +76,7 @@ class Writer(threading.Thread):
                 return
 
     def _commit(self, token: Any) -> Any:
-        """Encode the state as torchrun does, and replace the one that `token` stands for."""
+        """Encode the state as torchrun does, and replace the one identified by `token`."""
         self._state.round += 1
         bits = pickle.dumps(self._state)
         written = self._backend.set_state(bits, token)
@@ -125,7 +125,7 @@ def raw(server: TCPStore, seconds: float) -> dict[str, Any]:
 
 
 def formation(server: TCPStore, case: int, nodes: int) -> dict[str, Any]:
-    """Count what torchrun's joins write at the least: each writes all of the state."""
+    """Count the minimum that torchrun's joins write: each writes the whole state."""
     backend = C10dRendezvousBackend(connect(server), f"case-{case}")
     state, token, written_bytes = state_of(0), None, 0
     began, cpu = time.perf_counter(), time.process_time()

@@ -1,22 +1,22 @@
-"""How many commits, bytes and how much CPU each thing costs that a job does with its server.
+"""How many commits and bytes, and how much CPU, each of a job's operations costs the server.
 
-Counted: what one `Driver` writes to a store in memory, while all nodes of one job say, one after
-another, what real nodes say. Counts depend on no clock and no machine. CPU is that of the
-whole process: the decision, the encoding, what is told to every node; no gRPC. `encode` is the part
-of it that the store has taken.
+Counted: what one `Driver` writes to a store in memory, while all nodes of one job send, one after
+another, the messages of real nodes. Counts depend on no clock and no machine. CPU is that of the
+whole process: the decision, the encoding, and the messages to every node, without gRPC. `encode` is
+the store's part of it.
 
 * form: all nodes join.
 * fail: one worker fails, everyone stops and joins again.
-* fail-all: the same, and a worker of every node fails of it, as in a broken collective.
+* fail-all: the same, and a worker of every node fails because of it, as in a broken collective.
 * lose: a rack of nodes is lost at once, the others stop and join again.
-* adopt: a server that has forgotten everything hears from all nodes of a running round, all at
-  once: how many commits that takes depends a little on the machine.
+* adopt: a server that has lost its state receives the reports of all nodes of a running round, all
+  at once: how many commits that takes depends a little on the machine.
 * succeed: all nodes succeed.
 
 The peer, in the same run: torchrun's c10d rendezvous, in which every join writes the whole state.
-Its nodes join one after another here, so none of them has to try again: the least that it can cost.
+Its nodes join one after another here, so none of them has to retry: this is its minimum cost.
 
-Heartbeats write nothing here; torchrun's, not counted, write the whole state each.
+Heartbeats write nothing here; torchrun's heartbeats, not counted, write the whole state each.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ MOST_OF_PEER = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What was written, and the CPU time that it took."""
+    """The amount written, and the CPU time that it took."""
 
     commits: int = 0
     appends: int = 0
-    """Commits of history alone."""
+    """Commits with history only."""
     rows: int = 0
     membership_bytes: int = 0
     encode_s: float = 0.0
     cpu_s: float = 0.0
 
     def since(self, before: Cost) -> Cost:
-        """Return what has come since."""
+        """Return the difference to an earlier cost."""
         return Cost(
             self.commits - before.commits,
             self.appends - before.appends,
@@ -81,7 +81,7 @@ class Cost:
 
 
 class CountingStore(MemoryStore):
-    """A store in memory that knows what was asked of it."""
+    """A store in memory that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class CountingStore(MemoryStore):
 
     @property
     def cost(self) -> Cost:
-        """All that it has taken so far."""
+        """The total cost so far."""
         return Cost(
             self._commits,
             self._appends,
@@ -124,7 +124,7 @@ class CountingStore(MemoryStore):
 
 
 class Node:
-    """One node: its stream, and the last that it has heard."""
+    """One node: its stream, and the last messages it received."""
 
     def __init__(self, driver: Driver, number: int, settings: Settings) -> None:
         self._driver = driver
@@ -149,7 +149,7 @@ class Node:
         self.stream: Stream = driver.connections.attach(hello)
 
     async def read(self) -> None:
-        """Take in what is told, for ever."""
+        """Receive messages forever."""
         stream = self.stream
         while several := await stream.outbox.take():
             for told in several:
@@ -160,15 +160,15 @@ class Node:
 
     @property
     def round(self) -> int:
-        """The latest round that was announced to it."""
+        """The latest round announced to it."""
         return self.line.round if self.line else -1
 
     def beat(self) -> None:
-        """Let a heartbeat be heard: while nobody is heard at all, nobody is given up."""
+        """Send a heartbeat: while no node is heard at all, none is given up."""
         self._driver.connections.heard(self.stream)
 
     async def join(self) -> None:
-        """Join; after a round, say that its workers are gone."""
+        """Join; after a round, confirm that its workers are gone."""
         left = self.line.round if self.line else None
         await self._driver.commands.hear(self.stream, JOB, self._join(left))
 
@@ -185,13 +185,13 @@ class Node:
         await self._driver.commands.hear(self.stream, JOB, Fail(*speaker, (report,)))
 
     async def succeed(self) -> None:
-        """Report that all workers have ended well."""
+        """Report that all workers have succeeded."""
         assert self.line is not None
         speaker = (self.node_id, self.stream.incarnation, self.line.run, self.line.round)
         await self._driver.commands.hear(self.stream, JOB, Succeed(*speaker))
 
     async def say_what_it_runs(self) -> None:
-        """Greet a server that may not know the round."""
+        """Connect to a server that may not know the round."""
         line = self.line
         assert line is not None
         claim = RecoveryReport(
@@ -215,7 +215,7 @@ class Node:
 
 
 class Group:
-    """All nodes of the job, and what they do. Made by `running`."""
+    """All nodes of the job, and their actions. Created by `running`."""
 
     def __init__(self, nodes: list[Node], tasks: asyncio.TaskGroup) -> None:
         self.nodes = nodes
@@ -235,12 +235,12 @@ class Group:
             await asyncio.sleep(HEARTBEAT_S)
 
     def stop(self) -> None:
-        """Read no more, and be heard no more."""
+        """Stop reading and sending heartbeats."""
         for reader in self._readers:
             reader.cancel()
 
     async def form(self) -> None:
-        """Join, all of them."""
+        """Let all nodes join."""
         round_ = max(node.round for node in self.nodes) + 1
         for node in self.nodes:
             await node.join()
@@ -253,7 +253,7 @@ class Group:
         await self.form()
 
     async def fail_all(self) -> None:
-        """One worker fails, and so do others on all nodes."""
+        """One worker fails, and then others on all nodes."""
         for node in self.nodes:
             await node.fail()
         await self.form()
@@ -274,7 +274,7 @@ class Group:
         await self.form()
 
     async def adopt(self, driver: Driver) -> None:
-        """Find a server that knows nothing."""
+        """Report to a server without state."""
         for node in self.nodes:
             node.attach(driver)
         self._listen()
@@ -283,7 +283,7 @@ class Group:
                 tasks.create_task(node.say_what_it_runs())
 
     async def succeed(self) -> None:
-        """Every worker ends well."""
+        """All workers succeed."""
         for node in self.nodes:
             await node.succeed()
         every = self.nodes
@@ -299,7 +299,7 @@ async def serving(store: CountingStore) -> AsyncIterator[Driver]:
 
 
 async def measure_job(count: int, peer: Peer, cases: Sequence[str]) -> None:
-    """Print what each thing costs that a job of so many nodes does."""
+    """Print the cost of each operation of a job with this many nodes."""
     settings = Settings(max(count - RACK, 1), count, max_restarts=1_000)
     store, empty = CountingStore(), CountingStore()
     async with (
@@ -329,7 +329,7 @@ async def measure_job(count: int, peer: Peer, cases: Sequence[str]) -> None:
 
 
 def say_cost(what: str, nodes: int, cost: Cost, theirs: dict[str, float] | None) -> None:
-    """Print one thing that a job does."""
+    """Print one operation's cost."""
     line = (
         f"commits {what:<8} nodes={nodes:<5}  {cost.commits:>5} of membership, "
         f"{cost.membership_bytes / 1e6:8.2f} MB, {cost.appends:>3} of history alone, "

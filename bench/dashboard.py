@@ -1,6 +1,6 @@
-"""What a dashboard shows of the demo, as a picture: docs/img/dashboard.svg.
+"""A dashboard of the demo, as a picture: docs/img/dashboard.svg.
 
-Plays `rdzvctl demo` with a real Prometheus beside it, and draws what that has scraped.
+Plays `rdzvctl demo` beside a real Prometheus, and draws the scraped metrics.
 
     python bench/dashboard.py [FILE]
 """
@@ -34,10 +34,10 @@ Samples = list[tuple[float, float]]
 
 
 class Watched(Demo):
-    """The demo, scraped from its beginning on; remembers when it did what."""
+    """The demo, scraped from its beginning; remembers the time of each action."""
 
     deadline_s = 480.0
-    """A picture may take its time, on a machine that has much else to do."""
+    """A picture may take its time, on a busy machine."""
 
     def __init__(self, directory: Path, stack: contextlib.ExitStack) -> None:
         super().__init__(directory, sys.executable)
@@ -52,7 +52,7 @@ class Watched(Demo):
         self.prometheus = self.stack.enter_context(scraping)
 
     def do(self, deed: str, text: str) -> float:
-        """Say what is done to the job next, and remember it."""
+        """Print the next action, and remember it."""
         self.marks.append((time.time(), deed))
         return super().do(deed, text)
 
@@ -79,7 +79,7 @@ def prometheus(folder: Path, http: str) -> Iterator[str]:
 
 
 def scraped(prometheus: str, metric: str) -> dict[str, Samples]:
-    """Return all that was scraped of a metric of the job, by the value of its second label."""
+    """Return all samples of a metric of the job, by the value of its second label."""
     query = urllib.parse.urlencode({"query": f'{metric}{{rdzv_id="{JOB}"}}[1h]'})
     with urllib.request.urlopen(f"{prometheus}/api/v1/query?{query}", timeout=10) as answer:
         found = json.load(answer)["data"]["result"]
@@ -93,7 +93,7 @@ def scraped(prometheus: str, metric: str) -> dict[str, Samples]:
 
 
 def changes(samples: Samples) -> Samples:
-    """Keep of samples those that differ from the one before, and the last."""
+    """Keep only samples that differ from the previous one, and the last."""
     return [samples[0], *(b for a, b in pairwise(samples) if a[1] != b[1]), samples[-1]]
 
 
@@ -108,7 +108,7 @@ def ends(counted: Mapping[str, Samples]) -> list[draw.Pile]:
 
 
 def recoveries(sums: Mapping[str, Samples], counts: Mapping[str, Samples]) -> list[draw.Pile]:
-    """Return what each recovery took, by phase, at the time at which its round was complete."""
+    """Return the duration of each recovery, by phase, at the time when its round was complete."""
     piles: dict[float, dict[str, float]] = {}
     completed: dict[float, float] = {}
     for phase in ("stop", "form"):

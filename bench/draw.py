@@ -1,6 +1,6 @@
-"""Plots as SVG, as far as they are needed here: lines over logarithms, bars of parts, and panels.
+"""Plots as SVG, as far as needed here: lines over logarithms, bars of parts, and panels.
 
-Panels are what a dashboard has: several things over one axis of time.
+Panels are parts of a dashboard: several plots over one time axis.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 INK, FAINT, PAPER = "#1f2328", "#d0d7de", "#ffffff"
 COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#9a6700", "#cf222e", "#57606a", "#3192aa")
-"""Dark enough to read on white, and apart from each other also for the colour-blind."""
+"""Dark enough to read on white, and distinguishable for the colour-blind, too."""
 FONT = "font-family='system-ui, sans-serif' font-size='12'"
 CHAR = 6.6
 """About the width of a character, in the unit of the drawing."""
@@ -21,7 +21,7 @@ CHAR = 6.6
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series of points, and where it was not measured in the time that it had."""
+    """A series of points, and the x values for which no result came in time."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -30,18 +30,18 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: where each of its parts ends, in order; none for what did not come to an end."""
+    """One bar: where each of its parts ends, in order; empty if it did not finish."""
 
     name: str
     ends: tuple[float, ...]
     note: str = ""
     failed_after: float = 0.0
-    """Drawn as far as this, as an outline, where there are no parts."""
+    """Drawn up to here as an outline, if there are no parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What was so from one moment until the next, by moment; a bound is drawn as a dashed line."""
+    """Values that hold until the next moment; a bound is drawn as a dashed line."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -50,7 +50,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Pile:
-    """What is put on top of each other at one moment, by name."""
+    """Values stacked at one moment, by name."""
 
     at: float
     parts: tuple[tuple[str, float], ...]
@@ -80,8 +80,7 @@ def lines(title: str, x_name: str, y_name: str, series: Sequence[Line]) -> str:
     """Draw series over two logarithmic axes.
 
     Raises:
-        ValueError: there is not one point to draw.
-
+        ValueError: there are no points to draw.
     """
     xs = [x for line in series for x in (*(x for x, _ in line.points), *line.failed)]
     ys = [y for line in series for _, y in line.points]
@@ -122,11 +121,10 @@ def lines(title: str, x_name: str, y_name: str, series: Sequence[Line]) -> str:
 
 
 def bars(title: str, x_name: str, part_names: Sequence[str], drawn: Sequence[Bar]) -> str:
-    """Draw bars below each other, each of parts that follow one another, over a linear axis.
+    """Draw bars below each other, each of consecutive parts, over a linear axis.
 
     Raises:
-        ValueError: there is not one bar.
-
+        ValueError: there are no bars.
     """
     if not drawn:
         raise ValueError(f"{title}: there is nothing to draw")
@@ -223,7 +221,7 @@ def _panel(
     )
     if not highest:
         raise ValueError(f"{panel.title}: there is nothing to draw")
-    # What is counted has no halves; what is timed is seldom whole.
+    # Counts have no halves; times are seldom whole.
     whole = all(value == int(value) for steps in panel.steps for _, value in steps.points) and all(
         value == int(value) for pile in panel.piles for _, value in pile.parts
     )
@@ -275,7 +273,7 @@ def _stairs(
 
 
 def _step(longest: float) -> float:
-    """Return a round step that makes five to ten of a length."""
+    """Return a round step that divides a length into five to ten."""
     power = 10.0 ** math.floor(math.log10(longest / 5))
     return next(power * each for each in (1, 2, 5, 10) if longest / (power * each) <= 10)
 

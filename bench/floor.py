@@ -55,7 +55,7 @@ async def answer(_: object, context: Any) -> None:
 
 
 class Handlers(grpc.GenericRpcHandler):
-    """The one method."""
+    """Serves the only method."""
 
     def service(self, details: Any) -> Any:
         """Return its handler."""

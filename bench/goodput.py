@@ -1,13 +1,13 @@
-"""What share of its time a training gets done while something fails again and again.
+"""The share of its time that a training gets done while something fails again and again.
 
 A small DDP model trains over gloo, one worker on each of two nodes of this machine, and saves
-itself every 40 steps, two seconds or so. Every 15 seconds the worker of the second node gets
-SIGKILL. It runs for some minutes under each launcher in turn; `recovery.py` says what they are.
+itself every 40 steps, about two seconds. Every 15 seconds the worker of the second node gets
+SIGKILL. It runs for some minutes under each launcher in turn; `recovery.py` describes them.
 
 Goodput is the share of the time, from the first step on, in which new steps were made: from one
-step to the next of the same process, redone steps left out. It is told by the workers themselves,
-so it is the same for each launcher. Beside it stands what rdzvd's own ledger says of the same time,
-and by how much its phases fail to add up to it.
+step to the next of the same process, without redone steps. The workers themselves report it, so it
+is the same for each launcher. It is compared with rdzvd's own ledger of the same time, and with the
+part of the time that the ledger's phases miss.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Ledgered:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one launcher."""
+    """The result of one launcher."""
 
     contender: str
     wall_s: float
@@ -71,7 +71,7 @@ class Result:
 
 
 def steps_in(text: str) -> list[Step]:
-    """Read what RANK 0 has written; a last line that is cut is left out.
+    """Parse RANK 0's output; an incomplete last line is left out.
 
     >>> steps_in("1.5 7 1\\n2.5 7 2\\n3.")
     [Step(at_s=1.5, pid=7, step=1), Step(at_s=2.5, pid=7, step=2)]
@@ -84,7 +84,7 @@ def steps_in(text: str) -> list[Step]:
 
 
 def trained(steps: Iterable[Step]) -> tuple[float, int, int]:
-    """Return for how long new steps were made, and how many were new, and how many redone.
+    """Return the time spent on new steps, and the numbers of new and redone steps.
 
     >>> trained([Step(1, 7, 1), Step(2, 7, 2), Step(3, 7, 3), Step(9, 8, 2), Step(10, 8, 3),
     ...          Step(11, 8, 4)])
@@ -110,7 +110,7 @@ class FailingJob(Job):
     max_restarts = 100_000
 
     async def train(self, for_s: float, every_s: float) -> Result:
-        """Let it train for a while, and let a worker fail every so often."""
+        """Let it train for a while, and let a worker fail at intervals."""
         self._nnodes = str(len(NODES))
         for name in NODES:
             self._start(name)
@@ -122,7 +122,7 @@ class FailingJob(Job):
             if now_s >= due_s:
                 due_s += every_s
                 pid = next(s.pid for s in reversed(self._read()) if s.seat == f"{NODES[-1]}/0")
-                # One that has not come back yet cannot fail again.
+                # A worker that has not come back yet cannot fail again.
                 if pid not in killed:
                     killed.add(pid)
                     failures += 1
@@ -138,7 +138,7 @@ class FailingJob(Job):
         return Result(self._contender.name, for_s, *counted, spent_s / for_s, ledger, failed)
 
     def _ledger(self, began_s: float, end_s: float) -> Ledgered:
-        """Ask the server what it has booked of this time."""
+        """Return what the server has booked for this time."""
         from_ms, until_ms = (round((s + self._unix_offset_s) * 1000) for s in (began_s, end_s))
         with ControlClient(parse_endpoints(self._endpoint)) as client:
             past = client.events("bench", 10_000)
@@ -172,7 +172,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def row(one: Result, every_s: float) -> dict[str, Json]:
-    """Return a result as a JSON line has it."""
+    """Return a result as values of a JSON line."""
     ledger = one.ledger
     return {
         "bench": "goodput",

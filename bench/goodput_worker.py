@@ -2,7 +2,7 @@
 
 Run by path as a worker, since it imports torch. RANK 0 appends the time and the number of each step
 to `steps`, beside `$RDZV_BENCH_STAGES`, where it also saves the model every `SAVE_EVERY` steps; a
-worker that starts loads it, and goes on from there. Times are by CLOCK_MONOTONIC, which all
+worker that starts loads it, and continues from there. Times are by CLOCK_MONOTONIC, which all
 processes of one machine share.
 """
 
@@ -16,21 +16,21 @@ from pathlib import Path
 
 SAVE_EVERY = 40
 PAUSE_S = 0.05
-"""Between two steps: what a larger model would need a GPU for."""
+"""The pause between two steps, which simulates a larger model."""
 
 STAGES = Path(os.environ["RDZV_BENCH_STAGES"])
 SAVED = STAGES.with_name("model.pt")
 
 
 def end_with_the_bench() -> None:
-    """End this process once nobody holds the lock any more."""
+    """End this process once nothing holds the lock any more."""
     lifeline = os.open(os.environ["RDZV_BENCH_LIFELINE"], os.O_RDONLY)
     fcntl.flock(lifeline, fcntl.LOCK_SH)
     os._exit(0)
 
 
 def append(path: Path, line: str) -> None:
-    """Add a line in one write, which no other worker's can cut in two."""
+    """Append a line in one write, so that other workers' lines do not split it."""
     out = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(out, line.encode())
@@ -39,7 +39,7 @@ def append(path: Path, line: str) -> None:
 
 
 def report_step(step: int) -> None:
-    """Say how far this worker is, as docs/progress.md has it."""
+    """Report this worker's progress, as described in docs/progress.md."""
     if file := os.environ.get("RDZV_PROGRESS_FILE"):
         with contextlib.suppress(OSError), open(file, "r+b", buffering=0) as out:  # noqa: PTH123
             out.write(b"%20d\n" % step)

@@ -2,17 +2,17 @@
 
     python bench/hangs.py [--hangs N] [--limit SECONDS] [--nodes N] [--ranks N] [--seed SEED]
 
-One job of gloo ranks, on one or more nodes of this machine, hangs again and again, in eight ways by
-turns: each round of it plants one hang in one rank, and `--hang-timeout` ends the round. Workers
-are forked from a zygote, or started anew (`--cold`). The script reports no progress and imports
-nothing of rdzv. Printed are, for each way, how often the right rank was named, and a wrong one; and
-how long beyond the limit it took, from the moment when the rank began to hang to the line of the
-log that names it.
+One job of gloo ranks, on one or more nodes of this machine, hangs repeatedly, in eight ways by
+turns: each round plants one hang in one rank, and `--hang-timeout` ends the round. Workers are
+forked from a zygote, or started cold (`--cold`). The script reports no progress and imports nothing
+of rdzv. For each way, the output shows how often the right rank was named, and a wrong one; and how
+long beyond the limit it took, from the moment when the rank began to hang to the log line that
+names it.
 
     python bench/hangs.py --cost
 
-What the record costs, in CPU time: without torch's record, with it (the default of torch), and with
-its worker server, which is asked for all entries; three times by turns.
+The cost of the record, in CPU time: without torch's record, with it (torch's default), and with its
+worker server, which is asked for all entries; three times by turns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ENDED = re.compile(
 def plant(
     hangs: int, limit_s: float, seed: str, nodes: int, ranks: int, *, cold: bool
 ) -> list[tuple[str, bool, str, float]]:
-    """Return of each hang its kind, whether the right rank was named, how, and how late."""
+    """Return, for each hang, its kind, whether the right rank was named, how, and how late."""
     folder = Path(tempfile.mkdtemp(prefix="rdzv-hangs-"))
     options = [f"--hang-timeout={limit_s:g}", f"--max-restarts={hangs - 1}", "--restart-backoff=0"]
     if not cold:

@@ -1,9 +1,9 @@
-"""What torch's record of collectives costs a process, in CPU time: prints one line.
+"""Prints the CPU time that torch's record of collectives costs a process, in one line.
 
     python bench/hangs_cost.py [--server]
 
-All-reduces in a group of one, so that nothing waits for anybody. With `--server` torch's worker
-server runs as well, and is asked for the record of its 2,000 entries.
+All-reduces in a group of one, so that nothing waits. With `--server` torch's worker server runs as
+well, and is asked for the record of its 2,000 entries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cpu_s(call: Callable[[], object], times: int) -> float:
 
 
 def ask(path: Path) -> int:
-    """Return the size of the record that the worker server gives."""
+    """Return the size of the worker server's record."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(path))
         sock.sendall(REQUEST)

@@ -50,14 +50,14 @@ def sleep_in_d_state(folder: Path) -> None:
 
 
 def hang(kind: str, folder: Path, every: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
-    """Hang in a way that is no collective of this step, or is a wrong one."""
+    """Hang outside the collectives of this step, or in a wrong one."""
     match kind:
         case "absent":
             time.sleep(3_600)
         case "other_operation":
             dist.broadcast(torch.ones(256), src=(dist.get_rank() + 1) % dist.get_world_size())
         case "other_sizes":
-            # gloo notices most sizes that differ; an empty tensor, of an empty batch, it does not.
+            # gloo notices most differing sizes, but not an empty tensor, as of an empty batch.
             dist.all_reduce(torch.ones(0), group=every)
         case "other_order":
             dist.all_reduce(torch.ones(256), group=other)

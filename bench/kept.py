@@ -57,14 +57,14 @@ WAITS = ("waiting", "spare")
 KEEP_S = 0.5
 HANG_S = 2.0
 GROWN_BYTES = 24 << 20
-"""So much more memory than early in the case is not flat any more."""
+"""Growth beyond this since early in the case does not count as flat memory."""
 WARM_UP = 10
-"""After so many rounds the memory is looked at for the first time."""
+"""After this many rounds the memory is measured for the first time."""
 
 
 @dataclass
 class Found:
-    """What came of one case."""
+    """The result of one case."""
 
     case: str
     wanted: int
@@ -74,13 +74,13 @@ class Found:
     broken: str = ""
 
     def took(self, phase: str, seconds: float) -> None:
-        """Note a time."""
+        """Record a time."""
         self.seconds.setdefault(phase, []).append(seconds)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where jobs are made."""
+    """The place where jobs are created."""
 
     directory: Path
     lifeline: Path
@@ -99,7 +99,7 @@ class Place:
 
 
 def settle(job: KeptJob, seconds: float) -> None:
-    """Let it train a while: at least a few steps, and until forks are made ahead again."""
+    """Let it train a while: at least a few steps, and until spare forks exist again."""
     time.sleep(seconds)
     first = next(iter(job.workers.values())).step
     ranks = range(len(job.workers))
@@ -117,7 +117,7 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float:
 
 
 def note_recovery(found: Found, job: KeptJob, since_s: float, stepped_s: float, last: int) -> None:
-    """Note what a recovery took, of a round whose number was `last`."""
+    """Record the times of a recovery from a round whose number was `last`."""
     parked = job.diary.parked_s.get(last)
     if parked:
         found.took("parked", max(parked.values()) - since_s)
@@ -158,7 +158,7 @@ def _check_flat(found: Found, job: KeptJob, early: dict[int, tuple[int, int, int
     grown = 0
     for pid in early.keys() & {seat.pid for seat in job.workers.values()}:
         fds, threads, memory = early[pid]
-        # A file may be open for a moment, where a step is saved or loaded.
+        # A file may be open for a moment, while a step is saved or loaded.
         job.until(
             f"worker {pid} has {fds} descriptors and {threads} threads again",
             lambda: resources(pid)[:2] == (fds, threads),  # noqa: B023
@@ -338,11 +338,11 @@ CASES: dict[str, tuple[Callable[[Found, Place], None], int]] = {
     "scale": (scale, 4),
     "source": (source, 100),
 }
-"""Each with how often, if nothing else is asked for."""
+"""Each case with its default number of repetitions."""
 
 
 def run(case: str, times: int, place: Place) -> Found:
-    """Run a case; what it promises and does not hold is in the answer."""
+    """Run a case; broken promises are part of the result."""
     found = Found(case, times)
     try:
         CASES[case][0](found, place)
@@ -351,7 +351,7 @@ def run(case: str, times: int, place: Place) -> Found:
     return found
 
 
-# ------------------------------------------------------------------ what came of it
+# ------------------------------------------------------------------ results
 
 
 def row(found: Found) -> str:

@@ -1,4 +1,4 @@
-"""The job of kept.py: nodes whose workers stay, what befalls them, and what their diary says."""
+"""The job of kept.py: nodes with kept workers, the faults in them, and the workers' diary."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WORKER = HERE / "kept_worker.py"
 SUPPORT = HERE.parent / "tests" / "support"
 LOOK_S = 0.005
 START_S = 300.0
-"""How long a round may take in which all processes are new: each imports torch."""
+"""How long a round of only new processes may take: each imports torch."""
 BACK_S = 60.0
-"""How long any other round may take; far more than what is promised."""
+"""How long any other round may take; much longer than promised."""
 PAUSE_S = 0.02
-"""Between two steps: six workers share two cores."""
+"""The pause between two steps: six workers share two cores."""
 
 
 class BrokenPromiseError(Exception):
@@ -32,7 +32,7 @@ class BrokenPromiseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A worker as it began a round."""
+    """A worker at the start of a round."""
 
     pid: int
     rank: int
@@ -46,7 +46,7 @@ class Seat:
 
 @dataclass
 class Diary:
-    """What the workers have written."""
+    """The workers' output."""
 
     path: Path
     begun: dict[int, dict[int, Seat]] = field(default_factory=dict)
@@ -54,17 +54,17 @@ class Diary:
     stepped_s: dict[int, dict[int, float]] = field(default_factory=dict)
     """When each rank did its first step of a round."""
     parked_s: dict[int, dict[int, float]] = field(default_factory=dict)
-    """When each pid had left a round."""
+    """When each pid left a round."""
     losses: dict[tuple[int, int], str] = field(default_factory=dict)
-    """By step and rank; of a step that was done twice, the last."""
+    """By step and rank; for a repeated step, the last."""
     blocked: dict[int, float] = field(default_factory=dict)
-    """Since when a pid blocks."""
+    """Since when a pid has been blocked."""
     died: list[int] = field(default_factory=list)
-    """The pids that died as they healed others."""
+    """The pids that died while healing others."""
     _read: int = 0
 
     def read(self) -> Diary:
-        """Take in what is new."""
+        """Read new lines."""
         with self.path.open("rb") as file:
             file.seek(self._read)
             whole, _, _ = file.read().rpartition(b"\n")
@@ -94,7 +94,7 @@ class Diary:
 
 
 class KeptJob:
-    """A job on some nodes of two workers each; made in a cluster that ends it."""
+    """A job on some nodes of two workers each; created in a cluster that ends it."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class KeptJob:
         return [
             self.made.start_node(
                 name,
-                # One import a node, before the first round.
+                # One import per node, before the first round.
                 "--warm",
                 "--max-restarts=1000000",
                 "--restart-backoff=0",
@@ -151,11 +151,11 @@ class KeptJob:
 
     @property
     def workers(self) -> dict[int, Seat]:
-        """The workers of the last round that trains, by rank."""
+        """The workers of the last training round, by rank."""
         return self.diary.begun[self.round]
 
     def trains(self, workers: int, after: int | None = None, within_s: float = BACK_S) -> float:
-        """Wait until all of a later round have stepped; return when the last of them had."""
+        """Wait until all workers of a later round have made a step; return when the last did."""
         after = self.round if after is None else after
 
         def found() -> int | None:
@@ -177,7 +177,7 @@ class KeptJob:
             self.until("there is a zygote", lambda: "workers can be warm" in node.text, START_S)  # noqa: B023
 
     def until(self, what: str, holds: Callable[[], Any], within_s: float = BACK_S) -> Any:
-        """Wait until something holds, and return what it returned."""
+        """Wait until `holds` returns a true value, and return it."""
         end_s = time.monotonic() + within_s
         while (found := holds()) is None or found is False:
             if time.monotonic() > end_s:
@@ -192,7 +192,7 @@ class KeptJob:
         return found
 
     def order(self, pid: int, text: str) -> None:
-        """Have a worker block before its next step, and wait until it does."""
+        """Make a worker block before its next step, and wait until it does."""
         path = self.orders / str(pid)
         path.with_suffix(".new").write_text(text)
         path.with_suffix(".new").rename(path)
@@ -200,13 +200,13 @@ class KeptJob:
         path.unlink()
 
     def check_bits(self) -> None:
-        """Raise if the ranks of the round did not begin with the same weights."""
+        """Raise if the ranks of the round did not start with the same weights."""
         found = {(seat.step, seat.weights) for seat in self.workers.values()}
         if len(found) != 1:
             raise BrokenPromiseError(f"round {self.round} began with a mixture: {self.workers}")
 
     def check_kept(self, before: Mapping[int, Seat], but: Iterable[int] = ()) -> None:
-        """Raise unless all workers but these pids, which must be gone, have kept their process."""
+        """Raise unless all workers except these pids, which must be gone, kept their process."""
         gone = set(but)
         was = {seat.pid for seat in before.values()}
         now = {seat.pid for seat in self.workers.values()}
@@ -217,7 +217,7 @@ class KeptJob:
             )
 
     def why_new(self) -> str:
-        """Quote what the nodes' logs say about new workers in the last round."""
+        """Return what the nodes' logs say about new workers in the last round."""
         text = f"round {self.round}: "
         found = [
             line for node in self.made.nodes for line in node.text.splitlines() if text in line
@@ -236,7 +236,7 @@ class KeptJob:
         return next((n.state for n in self.made.status().nodes if n.node_id == name), "")
 
     def scale(self, nodes: int) -> float:
-        """Have an operator change the number of nodes; return when."""
+        """Change the number of nodes as an operator; return when."""
         run = self.made.status().run
         assert run is not None
         with self.made.client() as client:
@@ -254,7 +254,8 @@ class KeptJob:
 def resources(pid: int) -> tuple[int, int, int]:
     """Return how many descriptors and threads a process has, and its resident memory in bytes.
 
-    It trains meanwhile, and has its diary open now and then: the least of several looks counts.
+    It trains meanwhile, and opens its diary now and then, so the minimum of several readings
+    counts.
     """
     looks = []
     for _ in range(20):

@@ -1,9 +1,9 @@
-"""The training of kept.py, in processes that stay: dropout and batch norm, and orders to misbehave.
+"""The training of kept.py, in kept processes: dropout and batch norm, and orders to misbehave.
 
-Run by path as a worker. It appends one JSON line for each thing that happens to `$KEPT_DIARY`, with
-the time by CLOCK_MONOTONIC. Before each step it looks for an order: a file of `$KEPT_ORDERS` that
-is named by its pid, and says how to block. While a file `heal` is there, a rank that heals others
-dies before the send with the number that the file holds.
+Run by path as a worker. It appends a JSON line for each event to `$KEPT_DIARY`, with the time by
+CLOCK_MONOTONIC. Before each step it looks for an order: a file in `$KEPT_ORDERS` that is named by
+its pid, and says how to block. While a file `heal` exists, a rank that heals others dies before the
+send whose number the file holds.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from rdzv.worker import Round, State, elastic, healing
 ORDERS = Path(os.environ["KEPT_ORDERS"])
 PAUSE_S = float(os.environ.get("KEPT_PAUSE_S", "0"))
 STEPS = int(os.environ.get("KEPT_STEPS", "0"))
-"""How many steps it does; 0: until it is killed."""
+"""How many steps it makes; 0: until it is killed."""
 SEEDS: dict[int, int] = {}
-"""By step: what this rank's random numbers are seeded with before it, as if it was new then."""
+"""By step: the seed of this rank's random numbers, as if it were new then."""
 
 
 def say(what: str, **fields: Any) -> None:
-    """Write a line, in one write, which no other worker's can cut in two."""
+    """Write a line in one write, so that other workers' lines do not split it."""
     line = {"what": what, "pid": os.getpid(), "at_s": time.monotonic(), **fields}
     diary = os.open(os.environ["KEPT_DIARY"], os.O_WRONLY | os.O_APPEND)
     try:
@@ -61,7 +61,7 @@ class _Silent(Dataset[int]):
 
 
 def obey(order: str) -> None:
-    """Block in one way, for ever."""
+    """Block in one way, forever."""
     say("blocks", order=order)
     match order:
         case "gil":
@@ -76,7 +76,7 @@ def obey(order: str) -> None:
 
 
 def reseed(step: int) -> None:
-    """Do to the generators what the library does to those of a new rank."""
+    """Reseed the generators as the library does for a new rank."""
     if (seed := SEEDS.get(step)) is not None:
         random.seed(seed)
         torch.manual_seed(seed)
@@ -84,7 +84,7 @@ def reseed(step: int) -> None:
 
 
 def weights(state: State) -> str:
-    """Return a digest of what all ranks have alike; buffers are each rank's own."""
+    """Return a digest of the state that all ranks share; buffers are each rank's own."""
     found = hashlib.blake2b(digest_size=8)
     for parameter in state.model.parameters():
         found.update(parameter.detach().numpy().tobytes())
@@ -94,7 +94,7 @@ def weights(state: State) -> str:
 
 
 def die_while_healing() -> None:
-    """Send a few tensors at a time, and die before one of these sends if that is ordered."""
+    """Send a few tensors at a time, and die before one of these sends if ordered."""
     healing._BUCKET_BYTES = 600
     broadcast, divided = healing.broadcast, healing._buckets
     sends = False
@@ -130,7 +130,7 @@ def train(state: State, round_: Round) -> None:
         weights=weights(state),
         seed=torch.initial_seed(),
     )
-    # Buckets that are built anew after the first step of a round would be summed in another order.
+    # Buckets rebuilt after the first step of a round would be summed in another order.
     model = DistributedDataParallel(state.model, find_unused_parameters=True)
     data = kept_training.make_data()
     mine, steps = ORDERS / str(os.getpid()), 0
@@ -170,7 +170,7 @@ def main() -> None:
     random.seed(rank)
     np.random.seed(rank)
     state = kept_training.make_state(rank)
-    # After a resize the rest of an epoch may be one sample a rank, which batch norm refuses.
+    # After a resize the rest of an epoch may be one sample per rank, which batch norm refuses.
     state.sampler.drop_tail = True
 
     @state.on_park

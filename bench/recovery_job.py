@@ -381,7 +381,7 @@ class Job:
     async def _trains(
         self, nodes: Sequence[str], old: frozenset[tuple[int, int]], deadline_s: float
     ) -> str | None:
-        """Wait until all of these train together with new workers; return why they do not."""
+        """Wait until all these nodes train together with new workers; return why they failed to."""
         end_s = time.monotonic() + deadline_s
         while new_world(self._read(), old, self._seats(nodes)) is None:
             for name in nodes:

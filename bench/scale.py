@@ -303,7 +303,7 @@ def joins(count: int) -> list[Join]:
 
 
 def through_core(commands: Sequence[Join], *, checked: bool) -> float:
-    """Return how long the core takes for all of these; `checked`: with the invariants."""
+    """Return how long the core takes for these commands; if `checked`, including its invariants."""
     state: State = vacant("core", Tuning())
     began_s = time.process_time()
     for number, command in enumerate(commands):

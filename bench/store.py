@@ -213,7 +213,7 @@ def ms(seconds: float) -> str:
 
 
 def peer_samples(peer: Peer, nodes: int, writers: int, seconds: float) -> Samples:
-    """Have the peer do the same."""
+    """Return the same samples of the peer."""
     answer = peer.ask("state", nodes=nodes, writers=writers, seconds=seconds)
     return Samples(answer["latencies"], answer["elapsed_s"], answer["cpu_s"])
 

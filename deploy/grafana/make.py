@@ -3,8 +3,8 @@
     python deploy/grafana/make.py             # writes deploy/grafana/dashboards/*.json
     python deploy/grafana/make.py --check     # fails if they are not current
 
-It needs `grafana-foundation-sdk` (of the extra `dev`); Grafana needs nothing but the JSON. Each
-query is evaluated by a test, against a real Prometheus, while the thing happens that it shows.
+It needs `grafana-foundation-sdk` (of the extra `dev`); Grafana needs only the JSON. A test
+evaluates each query against a real Prometheus while the event that it shows takes place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The client of rdzvd's `Control` service: calls with a deadline, and their answers as values.
 
 `ControlClient` returns the values of `rdzv.view.answers`. No message and no gRPC exception leaves
-this module: every failure is an error of the table in `rdzv.errors`.
-
-The code that turns gRPC statuses into errors is in `rdzv.transport.node_stream`.
+this module: every failure is an error of the table in `rdzv.errors`. The code that turns gRPC
+statuses into errors is in `rdzv.transport.node_stream`.
 """
 
 from __future__ import annotations
@@ -85,8 +84,9 @@ DEFAULT_TIMEOUT_S = 5.0
 """How long one call may take before the server counts as not answering."""
 
 TAKEOVER_S = 15.0
-"""How long to wait for a leader while servers answer that they stand by: the lease of a leader
-that died, and etcd's own election."""
+"""How long to wait for a leader while servers answer that they stand by: the lease of a leader that
+died, and etcd's own election.
+"""
 TAKEOVER_RETRY_S = 0.25
 
 
@@ -97,7 +97,7 @@ _Response = TypeVar("_Response")
 
 
 class ControlClient:
-    """A client of one rdzvd, or of whichever of several servers leads.
+    """A client of one rdzvd, or of the leader among several.
 
     Every call ends within `timeout_s` for each server asked; while servers stand by and none leads,
     it waits up to `takeover_s` for a leader. Calls raise `UnknownJobError` for a job that the
@@ -122,7 +122,9 @@ class ControlClient:
         self._credentials = credentials
         self._channels: dict[Endpoint, tuple[Stamp, grpc.Channel]] = {}
         self.store_away: str | None = None
-        """Why the server could not store when it last listed jobs or nodes; None if it could."""
+        """Why the server could not write to its store when it last listed jobs or nodes; None if it
+        could.
+        """
 
     @property
     def server(self) -> Endpoint:
@@ -168,7 +170,7 @@ class ControlClient:
     ) -> Iterator[JobStatus]:
         """Yield the status of a job at once and then whenever it changes; never ends.
 
-        While no server answers it tries the known servers in turn, and raises only when none has
+        While no server answers, it tries the known servers in turn, and raises once none has
         answered for a while; `silent` is called once, with the reason, each time this begins.
         """
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
@@ -227,8 +229,8 @@ class ControlClient:
         """Yield the output of a job's workers: of one RANK or all, in one round or the last.
 
         With `follow` it continues into later rounds until the run ends. If a tail is given, only
-        the tail of each file of the first round is read. If the stream is cut it resumes where it
-        was, at whichever server leads; it raises when none has answered for a while. `run` names a
+        the tail of each file of the first round is read. If the stream is cut, it resumes where it
+        was, at whichever server leads; it raises once none has answered for a while. `run` names a
         run other than the present or last one.
         """
         request = pb.ReadLogsRequest(
@@ -314,7 +316,7 @@ class ControlClient:
             finally:
                 call.cancel()
         file.seek(0)
-        return verify(file, f"what {self.server} has sent")
+        return verify(file, f"the data from {self.server}")
 
     def stop(self, rdzv_id: str, run: str, reason: str) -> JobStatus:
         """End a run: its nodes stop their workers and leave. Return the job's status."""
@@ -352,8 +354,8 @@ class ControlClient:
         def stop_in_doubt(error: RendezvousConnectionError) -> None:
             if _perhaps_done(error):
                 raise RendezvousConnectionError(
-                    f"{error}; whether the token was made is not known: `rdzvctl tokens list` "
-                    "shows it then, and `tokens revoke` ends it"
+                    f"{error}; it is unknown whether the token was created: if so, "
+                    "`rdzvctl tokens list` shows it, and `tokens revoke` ends it"
                 ) from error
 
         request = pb.CreateTokenRequest(name=name, roles=roles, expires_in_ms=expires_in_ms)
@@ -381,13 +383,12 @@ class ControlClient:
     ) -> JobStatus:
         """Start a run whose nodes the server chooses; return the job's status.
 
-        `run` is a uid made by the caller: if the connection is lost the same request is repeated,
+        `run` is a uid chosen by the caller: if the connection is lost the same request is repeated,
         for `timeout_s`, and submits nothing twice.
 
         Raises:
             JobExistsError: a run of this name has not ended.
             InvalidRequestError: no node could ever take it, or a limit is exceeded.
-
         """
         request = pb.SubmitJobRequest(
             rdzv_id=_checked_name(rdzv_id),
@@ -409,12 +410,12 @@ class ControlClient:
                     raise RendezvousConnectionError(f"{error}; nothing was submitted") from error
                 if within_s <= 0:
                     raise RendezvousConnectionError(
-                        f"{error}; whether {rdzv_id} was submitted is not known"
+                        f"{error}; it is unknown whether {rdzv_id} was submitted"
                     ) from error
                 time.sleep(SUBMIT_RETRY_S)
 
     def nodes(self, *node_ids: str) -> tuple[Node, ...]:
-        """Return all nodes connected, away, cordoned or quarantined, or of them only `node_ids`."""
+        """Return all connected, away, cordoned or quarantined nodes, or only `node_ids`."""
         request = pb.ListNodesRequest(node_ids=[_checked_name(n, "node") for n in node_ids])
         response = self._call(lambda stub: stub.ListNodes, request)
         self.store_away = response.store_away or None
@@ -501,7 +502,7 @@ class _Asking:
         self._servers = servers
         self._left = servers
         self._standing_by = False
-        """One of the servers asked stands by, so there is a leader or there will be one."""
+        """Whether one of the servers stands by, so there is a leader or there will be one."""
         self._until_s = time.monotonic() + takeover_s
 
     def goes_on(self, error: RendezvousError) -> bool:
@@ -527,7 +528,7 @@ class _Places:
         self._offsets: dict[str, dict[tuple[int, bool], int]] = {}
 
     def note(self, lines: pb.LogLines, request: pb.ReadLogsRequest) -> None:
-        """Note the received lines; from now on ask for their run and round."""
+        """Record the received lines; from now on ask for their run and round."""
         request.run = lines.run
         if lines.note:
             return
@@ -560,7 +561,7 @@ class _Places:
 
 
 def _checked_name(name: str, kind: str = "job") -> str:
-    """Refuse a name that cannot be sent: bytes from a shell that are not UTF-8."""
+    """Refuse a name that cannot be sent, such as bytes from a shell that are not UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:

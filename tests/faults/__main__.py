@@ -6,8 +6,8 @@
     python -m tests.faults --workers kept                only with workers that stay
     python -m tests.faults --check FILE                  judge a history that was kept
 
-Needs root and iproute2, for its hosts are network namespaces. Exit codes: 0 no promise was broken,
-1 some were, 2 usage, 77 this machine lacks something.
+Needs root and iproute2, because its hosts are network namespaces. Exit codes: 0 every promise was
+kept, 1 some were broken, 2 usage, 77 this machine lacks something.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from tests.faults.errors import StuckError
 from tests.faults.lane import Lane
 
 LIVENESS_S = 90.0
-"""Within this all hosts train again once a fault has healed: TCP's backoff after an outage, the
-last seconds of a take-over's grace, and `import torch` on a busy machine are all in it."""
+"""How long all hosts may take to train again once a fault has healed. This includes TCP's backoff
+after an outage, the last seconds of a takeover's grace, and `import torch` on a busy machine.
+"""
 FINISH_S = 60.0
 LEASE_S = 5.0
 QUICK_BELOW_S = 35.0
@@ -76,7 +77,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--workers", type=kinds_of_workers, default=WORKERS, help="of the lanes, in turn"
     )
     parser.add_argument("--quick", action="store_true", help="all but the longest, once")
-    parser.add_argument("--seed", type=int, default=None, help="the order and the victims")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="determines the order and the victims"
+    )
     parser.add_argument("--keep", type=Path, help="a folder for histories and logs")
     parser.add_argument("--check", type=Path, metavar="FILE", help="judge a kept history again")
     options = parser.parse_args(argv)
@@ -111,7 +114,7 @@ def is_quick(fault: Fault) -> bool:
 
 
 def what_is_lacking() -> str:
-    """Say what keeps this machine from running faults; empty if nothing does."""
+    """Return why this machine cannot run faults; empty if it can."""
     if os.geteuid() != 0:
         return "faults need root, for network namespaces; run as root"
     for program in ("ip", "nsenter", "mount"):
@@ -129,7 +132,7 @@ def what_is_lacking() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one lane does, and with what."""
+    """The faults and the kind of one lane."""
 
     worker: str
     store: str
@@ -169,7 +172,7 @@ def serves(lane: Share, fault: Fault) -> bool:
 def run(
     plan: Sequence[Fault], lanes: int, workers: Sequence[str], seed: int, folder: Path
 ) -> dict[Path, tuple[history.Record, ...]]:
-    """Run a plan, and return the history of each lane by the file that it is kept in."""
+    """Run a plan; return the history of each lane by its file."""
     mark = uuid.uuid4().hex[:8]
     shares = share(plan, lanes, workers, random.Random(seed))
     give_up = threading.Event()
@@ -186,7 +189,7 @@ def run(
 def run_lane(
     number: int, mark: str, folder: Path, job: Share, seed: int, give_up: threading.Event
 ) -> tuple[Path, tuple[history.Record, ...]]:
-    """Let one lane's faults happen one after the other; keep and return its history."""
+    """Run one lane's faults one after another; keep and return its history."""
     kept = folder / "history.jsonl"
     rng = random.Random(f"{seed} {number}")
     records: list[history.Record] = []
@@ -205,7 +208,7 @@ def run_lane(
                 records += lane.collect()
     except (StuckError, RendezvousError) as error:
         print(f"[lane {number}] ENDS HERE: {error}", flush=True)
-        # What no fault is to blame for: the beginning, the end, or what is between faults.
+        # Violations that no fault explains: at the beginning, at the end, or between faults.
         if not any(isinstance(record, history.NotRecovered) for record in records):
             records.append(history.NotRecovered(time.monotonic(), -1, str(error)))
     history.write(kept, records)
@@ -213,11 +216,10 @@ def run_lane(
 
 
 def episode(lane: Lane, number: int, fault: Fault, rng: random.Random) -> None:
-    """Let one fault happen, and wait until all train again.
+    """Run one fault, and wait until all hosts train again.
 
     Raises:
         StuckError: they did not.
-
     """
     before = lane.wait_group(LIVENESS_S)
     victim = fault.choose(lane, rng)
@@ -233,7 +235,7 @@ def episode(lane: Lane, number: int, fault: Fault, rng: random.Random) -> None:
         after = lane.wait_group(LIVENESS_S, changed_from=before if must_change(fault) else None)
         healed_s = time.monotonic() - healed.at_s
         if harmed is not None:
-            # Connections that limp from loss and backoff end late, and not always well.
+            # Connections slowed by loss and backoff end late, and not always cleanly.
             time.sleep(LEASE_S + 1)
             after = lane.wait_group(LIVENESS_S)
         while lane.renew_lost():
@@ -251,7 +253,7 @@ def episode(lane: Lane, number: int, fault: Fault, rng: random.Random) -> None:
 
 
 def must_change(fault: Fault) -> bool:
-    """Whether a group from before the fault cannot be the one from after it."""
+    """Return whether the group after a fault must differ from the one before it."""
     return fault.promise is history.Promise.ONE_RESTART
 
 
@@ -263,7 +265,7 @@ def say(lane: Lane, text: str) -> None:
 
 
 def verdict(histories: dict[Path, tuple[history.Record, ...]]) -> int:
-    """Print what was done, and every promise that was broken; return the exit code."""
+    """Print what was done, and every broken promise; return the exit code."""
     done: Counter[str] = Counter()
     broken = 0
     for path, records in histories.items():

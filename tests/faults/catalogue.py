@@ -36,21 +36,22 @@ from tests.faults.network import Harm, cut, lossy, slow
 
 STOP_S = 20.0
 LONG_STOP_S = 40.0
-"""Longer than every lease, and than the 30 s for which a new server gives nobody up."""
+"""Longer than every lease, and than the 30 s in which a new server gives no node up."""
 SHORT_S = 1.5
 """Shorter than the lease of 5 s, whenever the last heartbeat was.
 
-TCP's own backoff counts too: what is sent in the midst of it may come as long again after it.
+TCP's own backoff counts, too: a message sent during it may arrive as much later again.
 """
 CUT_S = 12.0
-"""Longer than the lease: the node is given up, and the others go on."""
+"""Longer than the lease: the node is given up, and the others continue."""
 REFORM_S = 60.0
-"""Within this the others train again without a node that is cut off: lease, stop, new round.
+"""How long the others may take to train again without a node that is cut off: lease, stop, new
+round.
 
-Also 30 s more, for which a server gives up nobody that goes in the moment after it stood still.
+It includes 30 s in which a server gives up no node that leaves just after the server stood still.
 """
 TAKE_OVER_S = 60.0
-"""Within this they do so after a take-over, which gives nobody up for 30 s."""
+"""The same after a takeover, in which no node is given up for 30 s."""
 EXIT_S = 30.0
 FIRST_ROUND_S = 60.0
 ALONE_HOST = ALONE[0]
@@ -58,7 +59,7 @@ ALONE_HOST = ALONE[0]
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Whom a fault hits. `unseen`: hosts whose workers the server cannot see stopped."""
+    """The target of a fault. `unseen`: hosts whose workers the server cannot see stopped."""
 
     hosts: tuple[str, ...]
     unseen: tuple[str, ...] = ()
@@ -73,9 +74,9 @@ class Fault:
     choose: Callable[[Lane, random.Random], Victim]
     harm: Callable[[Lane, Victim], int | None]
     usual_s: float
-    """How long it usually takes, to share the work among lanes."""
+    """How long it usually takes, for dividing the work among lanes."""
     needs: str = ""
-    """`torch`: workers with torch; `sqlite`: a server alone; `etcd`: several on etcd."""
+    """`torch`: workers with torch; `sqlite`: a single server; `etcd`: several servers on etcd."""
 
 
 # ------------------------------------------------------------------ victims
@@ -144,7 +145,7 @@ def kill_server(lane: Lane, victim: Victim) -> None:
 
 
 def kill_server_failing(lane: Lane, victim: Victim) -> None:
-    """SIGKILL the server, then a worker while it is away."""
+    """SIGKILL the server, then a worker while the server is away."""
     (host,) = victim.hosts
     lane.servers[host].kill()
     wait_exit(lane.servers[host], EXIT_S)
@@ -154,10 +155,10 @@ def kill_server_failing(lane: Lane, victim: Victim) -> None:
 
 
 def kill_server_and_host(lane: Lane, victim: Victim) -> None:
-    """SIGKILL the server, and everything on a node while nobody can see that.
+    """SIGKILL the server, and everything on a node while no server can see that.
 
-    The other workers fail for want of their peer. What they fail by is known only when the server
-    has waited in vain for the node: nothing is charged.
+    The other workers fail because their peer is gone. The cause is known only when the server has
+    waited in vain for the node: nothing is charged.
     """
     server, host = victim.hosts
     lane.servers[server].kill()
@@ -172,9 +173,10 @@ def kill_server_and_host(lane: Lane, victim: Victim) -> None:
 
 
 def kill_server_completing(lane: Lane, victim: Victim) -> None:
-    """SIGKILL the server as the first round of another job completes, and start it again at once.
+    """SIGKILL the server as the first round of another job completes, and restart it at once.
 
-    The nodes of that job may not have been told their incarnations. All run that round to its end.
+    The nodes of that job may not have received their incarnations. All must run that round to its
+    end.
     """
     (host,) = victim.hosts
     with lane.another_job() as (job, processes):
@@ -211,7 +213,7 @@ def cut_server(lane: Lane, victim: Victim) -> int:
 
 
 def fill_server(lane: Lane, victim: Victim) -> None:
-    """Leave no byte on the disk of the server's data for a while."""
+    """Fill the disk of the server's data for a while."""
     with lane.full_disk(victim.hosts[0]):
         time.sleep(5.0)
 
@@ -231,7 +233,7 @@ def cut_leader(lane: Lane, victim: Victim) -> int:
 
 
 def cut_leader_etcd(lane: Lane, victim: Victim) -> int:
-    """Cut the leader off from etcd alone: it must not go on as if it led."""
+    """Cut the leader off from etcd only: it must not continue as if it led."""
     return lane.harm_network([h for m in MEMBERS for h in cut(victim.hosts[0], m)], CUT_S)
 
 
@@ -266,7 +268,7 @@ def kill_etcd(lane: Lane, victim: Victim) -> None:
 
 
 def kill_etcd_majority(lane: Lane, victim: Victim) -> None:
-    """Leave etcd without a majority for longer than a leader can prove itself."""
+    """Leave etcd without a majority for longer than a leader can prove its leadership."""
     for host in victim.hosts:
         lane.etcd.processes[host].kill()
         wait_exit(lane.etcd.processes[host], EXIT_S)
@@ -303,7 +305,7 @@ def lose_etcd(lane: Lane, victim: Victim) -> int:
 
 
 def slow_etcd(lane: Lane, victim: Victim) -> int:
-    """Delay what a member says to the others by more than they wait for a heartbeat."""
+    """Delay a member's messages to the others by more than they wait for a heartbeat."""
     others = [member for member in MEMBERS if member not in victim.hosts]
     return _harm_etcd(lane, [h for m in others for h in slow(victim.hosts[0], m, 200)])
 
@@ -315,9 +317,10 @@ def _harm_etcd(lane: Lane, harms: list[Harm]) -> int:
 
 
 def fill_etcd(lane: Lane, victim: Victim) -> None:
-    """SIGKILL a member and start it on a full disk, which may be too much for it; then make room.
+    """SIGKILL a member and start it on a full disk, where it may fail; then make room.
 
-    Filling the disk alone would do nothing for a while, for etcd lays out its log beforehand.
+    Filling the disk alone would have no effect for a while, because etcd allocates its log in
+    advance.
     """
     (host,) = victim.hosts
     lane.etcd.processes[host].kill()
@@ -334,7 +337,7 @@ def fill_etcd(lane: Lane, victim: Victim) -> None:
 
 
 def kill_agent(lane: Lane, victim: Victim) -> None:
-    """SIGKILL rdzvrun; the others go on without it, then it is started again."""
+    """SIGKILL rdzvrun; the others continue without it, then it is restarted."""
     (host,) = victim.hosts
     process = lane.agents[host].process
     process.kill()
@@ -359,7 +362,7 @@ def restart_agent(lane: Lane, victim: Victim) -> None:
 
 
 def stop_agent(lane: Lane, victim: Victim) -> None:
-    """SIGSTOP rdzvrun for longer than the lease; the others go on without it."""
+    """SIGSTOP rdzvrun for longer than the lease; the others continue without it."""
     with stopped(lane.agents[victim.hosts[0]].process.pid):
         until = time.monotonic() + STOP_S
         lane.wait_training(_others(victim), REFORM_S)
@@ -381,12 +384,12 @@ def cut_agent_short(lane: Lane, victim: Victim) -> int:
 
 
 def cut_agent_up(lane: Lane, victim: Victim) -> int:
-    """Lose what a node says to the server; it still hears the server."""
+    """Lose a node's messages to the server; the node still receives the server's."""
     return _cut_and_reform(lane, victim, (Harm(victim.hosts[0], lane.leader_or_alone(), loss=1.0),))
 
 
 def cut_agent_down(lane: Lane, victim: Victim) -> int:
-    """Lose what the server says to a node; the server still hears the node, for a while."""
+    """Lose the server's messages to a node; the server still receives the node's for a while."""
     return lane.harm_network((Harm(lane.leader_or_alone(), victim.hosts[0], loss=1.0),), CUT_S)
 
 
@@ -426,7 +429,7 @@ def _two(victim: Victim) -> tuple[str, str]:
 
 
 def kill_runner(lane: Lane, victim: Victim) -> None:
-    """SIGKILL the runner: its agent gives up, the others go on, and another agent comes."""
+    """SIGKILL the runner: its agent gives up, the others continue, and another agent starts."""
     (host,) = victim.hosts
     os.kill(lane.below(host, "runner/__main__.py"), signal.SIGKILL)
     wait_exit(lane.agents[host].process, EXIT_S)
@@ -443,15 +446,16 @@ def kill_worker(lane: Lane, victim: Victim) -> None:
 
 
 def stop_worker(lane: Lane, victim: Victim) -> None:
-    """SIGSTOP a worker: its peers wait for it, and all go on."""
+    """SIGSTOP a worker: its peers wait for it, and all continue."""
     with stopped(lane.worker_pid(victim.hosts[0])):
         time.sleep(STOP_S)
 
 
 def kill_store_host(lane: Lane, victim: Victim) -> None:
-    """SIGKILL the store host; every other time a node is renewed when the group has formed anew.
+    """SIGKILL the store host; every other time a node is renewed once the group has formed anew.
 
-    After three in a row that failed there would be none: RANK 0's worker serves the store itself.
+    After three failures in a row on one node there would be no host: RANK 0's worker would serve
+    the store itself.
     """
     before = lane.wait_group(REFORM_S)
     os.kill(lane.below(victim.hosts[0], "store_host.py"), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Judges a history: says which promises of the system it shows to be broken.
+"""Judges a history: returns which promises of the system it shows to be broken.
 
-Pure: a history in, violations out. Each rule is a function that yields what speaks against it, so
-a rule can be shown to find what it looks for (tests/unit/project/test_faults_checker.py).
+Pure: a history in, violations out. Each rule is a function that yields the evidence against the
+system, so a test can show that the rule finds it (tests/unit/project/test_faults_checker.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One fault, from its beginning to the point where all train again."""
+    """One fault, from its beginning until all hosts train again."""
 
     began: FaultBegan
     healed: FaultHealed | None
@@ -65,7 +65,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The records of one lane, by kind; each kind in the order in which it happened."""
+    """The records of one lane by kind, each in chronological order."""
 
     records: Sequence[Record]
     episodes: tuple[Episode, ...] = field(init=False)
@@ -90,7 +90,7 @@ class History:
 
 
 def check(records: Sequence[Record]) -> tuple[Violation, ...]:
-    """Return everything that speaks against the system in one history."""
+    """Return all evidence against the system in one history."""
     history = History(records)
     return tuple(
         Violation(rule.__name__.strip("_").replace("_", " "), text)
@@ -124,7 +124,7 @@ def _ranks_tile(history: History) -> Iterator[str]:
 
 
 def _agents_hear_what_was_announced(history: History) -> Iterator[str]:
-    """Each agent was told its own line of the round that the server announced."""
+    """Each agent received its own assignment in the round that the server announced."""
     announced = {a.round: a for a in history.of(Announced)}
     for told in history.of(Told):
         round_ = announced.get(told.round)
@@ -140,7 +140,7 @@ def _agents_hear_what_was_announced(history: History) -> Iterator[str]:
 
 
 def _agents_agree(history: History) -> Iterator[str]:
-    """All who hear of a round hear the same, and each a GROUP_RANK of its own."""
+    """All that receive a round receive the same one, each with its own GROUP_RANK."""
     heard: dict[int, dict[str, Told]] = defaultdict(dict)
     for told in history.of(Told):
         heard[told.round][told.node_id] = told
@@ -153,7 +153,7 @@ def _agents_agree(history: History) -> Iterator[str]:
 
 
 def _workers_find_what_their_agent_was_told(history: History) -> Iterator[str]:
-    """RANK, WORLD_SIZE, MASTER_ADDR and so on are the agent's own line; one worker a rank."""
+    """RANK, WORLD_SIZE, MASTER_ADDR etc. are the agent's assignment; one worker per rank."""
     lines = {(told.node_id, told.round): told for told in history.of(Told)}
     owners: dict[tuple[int, int], Started] = {}
     for started in history.of(Started):
@@ -175,7 +175,7 @@ def _workers_find_what_their_agent_was_told(history: History) -> Iterator[str]:
 
 
 def _nobody_meets_a_stranger(history: History) -> Iterator[str]:
-    """No worker of another round comes to a round's meeting place."""
+    """No worker of another round connects to a round's meeting place."""
     for met in history.of(MetStranger):
         yield f"rank 0 of round {met.round} on {met.host} met {met.text}"
 
@@ -184,7 +184,7 @@ def _nobody_meets_a_stranger(history: History) -> Iterator[str]:
 
 
 def _round_numbers_never_go_back(history: History) -> Iterator[str]:
-    """Neither in what the server announced, nor for an agent, nor on a host."""
+    """Round numbers never decrease: in the server's announcements, for an agent, or on a host."""
     series: dict[str, list[int]] = defaultdict(list)
     for announced in history.of(Announced):
         series["the server announced"].append(announced.round)
@@ -201,7 +201,7 @@ def _round_numbers_never_go_back(history: History) -> Iterator[str]:
 def _no_old_worker_beside_a_new_one(history: History) -> Iterator[str]:
     """Once a worker of a round has started, none of an older round is alive where it can be seen.
 
-    Where the server cannot reach a node, or the node's agent cannot act, its workers may go on.
+    If the server cannot reach a node, or the node's agent cannot act, its workers may continue.
     """
     starts = _first_starts(history)
     numbers = sorted(starts)
@@ -255,7 +255,7 @@ def _unseen(history: History, host: str, at_s: float) -> bool:
 
 
 def _faults_are_as_invisible_as_promised(history: History) -> Iterator[str]:
-    """Where nothing may be noticed, no worker starts or ends, and the round stays."""
+    """If a fault may not be noticed, no worker starts or ends, and the round stays."""
     starts = history.of(Started)
     for episode in history.episodes:
         if episode.began.promise is not Promise.NOTHING:
@@ -323,7 +323,7 @@ def _every_fault_does_harm(history: History) -> Iterator[str]:
 
 
 def _training_goes_forward(history: History) -> Iterator[str]:
-    """RANK 0 goes on from what was saved, so steps never go back; two groups would take turns."""
+    """RANK 0 continues from the saved step, so steps never go back; two groups would take turns."""
     furthest = -1
     by_round: dict[int, list[Stepped]] = defaultdict(list)
     for stepped in history.of(Stepped):
@@ -338,7 +338,7 @@ def _training_goes_forward(history: History) -> Iterator[str]:
 
 
 def _the_job_is_closed_once_and_rightly(history: History) -> Iterator[str]:
-    """One run, which ends with success when its workers are told to end, and not before."""
+    """One run, which ends with success once its workers are told to end, and not before."""
     began, closed, ended = history.of(RunBegan), history.of(RunEnded), history.of(JobEnded)
     if len({record.run for record in began}) != 1:
         yield f"the job had {len(began)} runs: {[record.run for record in began]}"

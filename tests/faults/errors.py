@@ -1,5 +1,5 @@
-"""What can go wrong in a run."""
+"""Errors of a run."""
 
 
 class StuckError(Exception):
-    """Something did not come to pass before its deadline."""
+    """Something did not happen before its deadline."""

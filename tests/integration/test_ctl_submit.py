@@ -133,7 +133,7 @@ def test_ctrl_c_detaches(t: Typist) -> None:
     following.send_signal(signal.SIGINT)
     _, said = following.communicate(timeout=120)
     assert following.returncode == 130
-    assert said.splitlines()[-1].startswith("rdzvctl: night goes on; `rdzvctl logs -f night`")
+    assert said.splitlines()[-1].startswith("rdzvctl: night continues; `rdzvctl logs -f night`")
     assert "Traceback" not in said
     assert t.job("night")["state"] == "running"
     t.cluster.finish()

@@ -3,12 +3,12 @@
 `make mutants N=400 SEED=7` draws N changes (`operators.py`) to the files of `TARGETS`. It plants
 each in a copy of the tree and runs the tests of `JUDGES` that execute its line, the nearest and
 quickest first. A change that no test notices has survived, and is printed. Either a test is
-missing, or nothing can be observed of the change: then `equivalents.toml` says why.
+missing, or the change has no observable effect: then `equivalents.toml` says why.
 
 The lines that each test executes, itself or in a program that it starts, are recorded once for a
-state of the tree (`record.py`), and verdicts are kept as they are made, both below build/mutants:
-an interrupted run continues. As root, each test run has a process namespace of its own and can
-write to its copy alone, since a changed program may kill or remove anything.
+state of the tree (`record.py`). Verdicts are stored as they are reached, both below build/mutants,
+so an interrupted run continues. As root, each test run has its own process namespace and can write
+only to its copy, because a changed program may kill or remove anything.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ TARGETS = (
     "agent/rdzv/agent/job_programs/zygote.py",
     "worker/rdzv/worker/*.py",
 )
-"""What is changed."""
+"""The files that are changed."""
 QUICK_JUDGES = ("tests/unit", "tests/scenarios", "tests/stores")
 JUDGES = (
     *QUICK_JUDGES,
@@ -109,34 +109,36 @@ JUDGES = (
 """The tests that may notice: the quick ones, the simulator's, and those that run the rest."""
 CHOICE = ("-m", "not campaign and not clusters")
 LIMIT_S, LIMIT_FACTOR = 15.0, 5.0
-"""How long one test may take: the sum of this and of so many times what it took before."""
+"""The time limit of a test: this much, plus this many times its earlier duration."""
 RUN_LIMIT_S = 900
 ABREAST = 4
-"""How many slow tests are run side by side."""
+"""How many slow tests run side by side."""
 MEMORY = 12 << 30
 PYTEST = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", *CHOICE)
 CAUGHT_SHARE = 0.9
-"""What is asked of the tests."""
+"""The required share of caught mutants."""
 
 
 @struct(frozen=True)
 class Verdict:
-    """What became of one mutation."""
+    """The result of one mutation."""
 
     mutation: Mutation
     by: str | None
-    """The first test that failed; None: it has survived."""
+    """The first test that failed; None if it survived."""
     equivalent: str | None = None
-    """Why nothing can be observed of it, if that is known."""
+    """Why it has no observable effect, if that is known."""
 
 
 def main() -> int:
-    """Draw, run, and report, as the command line asks."""
+    """Draw, run, and report, according to the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-n", type=int, default=400, help="how many are drawn")
+    parser.add_argument("-n", type=int, default=400, help="how many to draw")
     parser.add_argument("--seed", type=int, default=None, help="repeats a draw")
-    parser.add_argument("--only", default="", help="files with one of these words in their path")
-    parser.add_argument("--quick", action="store_true", help="judged by `make unit` alone")
+    parser.add_argument(
+        "--only", default="", help="only files with one of these words in their path"
+    )
+    parser.add_argument("--quick", action="store_true", help="judge by `make unit` only")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     seed = random.randrange(1_000_000) if options.seed is None else options.seed
@@ -155,7 +157,7 @@ def main() -> int:
 
 
 def targets() -> list[str]:
-    """Return the files that are changed."""
+    """Return the files that may be changed."""
     return [
         file.relative_to(ROOT).as_posix()
         for pattern in TARGETS
@@ -164,9 +166,9 @@ def targets() -> list[str]:
 
 
 def draw(count: int, seed: int, only: str = "") -> list[Mutation]:
-    """Draw from all mutations of all targets; each is as likely as each other.
+    """Draw from all mutations of all targets, with equal probability.
 
-    `only` has words with commas between them: of the targets, those with one in their path.
+    `only` has comma-separated words: only targets with one of them in their path are used.
     """
     all_of_them = [
         mutation
@@ -182,18 +184,18 @@ def draw(count: int, seed: int, only: str = "") -> list[Mutation]:
 
 @struct(frozen=True)
 class Copy:
-    """A copy of the tree, with an interpreter of its own that imports from it."""
+    """A copy of the tree, with its own interpreter that imports from it."""
 
     root: Path
 
     @classmethod
     @contextlib.contextmanager
     def made(cls) -> Iterator[Copy]:
-        """Copy the tree, and remove it in the end."""
+        """Copy the tree, and remove the copy at the end."""
         BUILD.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="copy-", dir=BUILD) as name:
             root = Path(name)
-            root.chmod(0o755)  # Tests of other accounts reach it.
+            root.chmod(0o755)  # Tests of other accounts need access.
             for each in COPIED:
                 if (ROOT / each).is_dir():
                     skip = shutil.ignore_patterns("__pycache__")
@@ -206,7 +208,7 @@ class Copy:
     def pytest(
         self, words: list[str], environ: Mapping[str, str] = {}, limit_s: float = RUN_LIMIT_S
     ) -> tuple[int, str]:
-        """Run pytest in the copy; returns its exit status, and what it printed."""
+        """Run pytest in the copy; return its exit status and output."""
         python = str(self.root / ".venv/bin/python")
         command = [python, "-m", "pytest", "-p", "tests.mutants.plugin"]
         with (self.root / "output").open("w+", errors="replace") as out:
@@ -232,7 +234,7 @@ class Copy:
 
 
 def _make_environment(root: Path) -> None:
-    """Make a virtual environment that has this one's packages, and rdzv from the copy."""
+    """Create a virtual environment with this one's packages, and rdzv from the copy."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root / ".venv")], check=True)
     for script in Path(sys.executable).parent.iterdir():
         made = root / ".venv/bin" / script.name
@@ -247,7 +249,7 @@ def _make_environment(root: Path) -> None:
 
 
 def _caged(root: Path) -> list[str]:
-    """Return what starts a command in namespaces where it can write, and kill, next to nothing."""
+    """Return a prefix that runs a command in namespaces where it can harm next to nothing."""
     limits = ["prlimit", f"--as={MEMORY}"]
     if os.geteuid() != 0:
         return limits
@@ -261,7 +263,7 @@ def _caged(root: Path) -> list[str]:
 
 
 def _record(state: str, judges: tuple[str, ...]) -> Record:
-    """Return which tests run which lines; recorded once for a state of the tree."""
+    """Return which tests run which lines, recorded once for a state of the tree."""
     kept = BUILD / f"lines-{state}.json"
     if kept.exists():
         return Record.read(kept)
@@ -316,7 +318,7 @@ def _run_all(
 
 
 def _caught_by(mutation: Mutation, copy: Copy, record: Record) -> str | None:
-    """Return the first test that fails because of a mutation; the nearest are run first."""
+    """Return the first test that fails because of a mutation; the nearest run first."""
     tests = record.tests(mutation.file, (ROOT / mutation.file).read_text(), mutation.line)
     for portion in record.portions(tests):
         left = portion
@@ -332,9 +334,10 @@ def _caught_by(mutation: Mutation, copy: Copy, record: Record) -> str | None:
 
 
 def _fails_by(test: str, copy: Copy, record: Record, mutation: Mutation) -> bool:
-    """Whether a test fails because of a mutation: some start programs, and wait for them.
+    """Return whether a test fails because of a mutation.
 
-    On a machine with other work, such a test may have failed by itself.
+    Some tests start programs and wait for them; on a busy machine such a test may have failed by
+    itself, so it is run again.
     """
     if record.seconds[test] > QUICK_S and not _first_failure_of([test], copy, record, mutation):
         return False
@@ -344,7 +347,7 @@ def _fails_by(test: str, copy: Copy, record: Record, mutation: Mutation) -> bool
 def _first_failure_of(
     tests: list[str], copy: Copy, record: Record, mutation: Mutation | None
 ) -> str:
-    """Run tests in a copy, with a mutation or without; return the first that fails, or nothing."""
+    """Run tests in a copy, with or without a mutation; return the first that fails, or nothing."""
     limits = {test: LIMIT_S + LIMIT_FACTOR * record.seconds[test] for test in tests}
     (copy.root / "chosen").write_text(json.dumps(limits))
     words = [*PYTEST, *_abreast(tests, record), *dict.fromkeys(map(file_of, tests))]
@@ -354,7 +357,7 @@ def _first_failure_of(
 
 
 def _abreast(tests: list[str], record: Record) -> tuple[str, ...]:
-    """Return the options with which slow tests, which mostly wait, are run side by side."""
+    """Return the options for running slow tests, which mostly wait, side by side."""
     slow = any(record.seconds[test] > QUICK_S for test in tests)
     return ("-n", str(min(len(tests), ABREAST))) if slow and len(tests) > 1 else ()
 
@@ -366,7 +369,7 @@ def _planted(mutation: Mutation, copy: Copy) -> Iterator[None]:
 
     def write(text: str) -> None:
         file.write_text(text)
-        # Byte code is taken for that of a source of the same size and second.
+        # Byte code is reused for a source of the same size and second.
         os.utime(file, (next(_seconds),) * 2)
 
     write(mutation.apply(source))
@@ -393,7 +396,7 @@ def _first_failure(done: tuple[int, str]) -> str | None:
 
 
 def report(verdicts: list[Verdict], title: str) -> int:
-    """Print the survivors and the share that was caught; returns the exit status."""
+    """Print the survivors and the share that was caught; return the exit status."""
     for verdict in verdicts:
         if verdict.by is None and verdict.equivalent is None:
             mutation = verdict.mutation
@@ -420,7 +423,7 @@ def read_equivalents() -> dict[tuple[str, str, str], str]:
 
 
 def _changed(mutation: Mutation, source: str) -> tuple[str, str]:
-    """Return what a mutation takes out and puts in, line by line, without indentation."""
+    """Return what a mutation removes and inserts, line by line, without indentation."""
     diff = mutation.diff(source)
     return tuple("\n".join(line[2:].strip() for line in diff if line[0] == sign) for sign in "-+")  # type: ignore[return-value]
 
@@ -434,7 +437,7 @@ def _key(mutation: Mutation) -> str:
 
 
 def _state_of_the_tree(judges: tuple[str, ...]) -> str:
-    """Return a digest of all sources and tests: lines and verdicts hold for one state alone."""
+    """Return a digest of all sources and tests: lines and verdicts are valid only for one state."""
     digest = hashlib.sha256("".join(judges).encode())
     for folder in (*SOURCES, "tests"):
         for file in sorted((ROOT / folder).rglob("*.py")):

@@ -2,7 +2,7 @@
 
 `mutations` reads one file and returns every change that it knows, as replacements of text, so that
 the rest of the file keeps its lines. Log lines, docstrings, annotations and assertions are left
-alone: a changed text is for readers, and an assertion is a check of its own.
+alone: changed text only concerns readers, and an assertion is itself a check.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Mutation:
     end: int
     new: str
     what: str
-    """What was done, in a few words."""
+    """A short description of the change."""
 
     def apply(self, source: str) -> str:
         """Return the source with the change."""
@@ -174,7 +174,7 @@ class _Finder:
             yield self._change(node.func, twin, f"{twin} instead")
         for values in (node.args, [word.value for word in node.keywords if word.arg]):
             for one, two in pairwise(values):
-                # What could be mistaken for each other; all else fails at once.
+                # Values that could be confused with each other; anything else would fail at once.
                 if isinstance(one, SIMPLE) and isinstance(two, SIMPLE):
                     yield self._swapped(one, two)
 
@@ -206,7 +206,7 @@ class _Finder:
         return self._encoded[start:end].decode()
 
     def _text(self, node: ast.expr) -> str:
-        """Return the text of an expression, in brackets where it needs them in a larger one."""
+        """Return the text of an expression, in brackets if it needs them in a larger one."""
         text = self._slice(*self._at(node))
         if isinstance(node, ast.BoolOp | ast.Compare | ast.IfExp | ast.Lambda | ast.NamedExpr):
             return f"({text})"
@@ -228,7 +228,7 @@ class _Finder:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what a node consists of, but for annotations, decorators, and what strings show."""
+    """Yield a node's children, except annotations, decorators, and the text of strings."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params", "format_spec"):
             continue
@@ -263,7 +263,7 @@ def _is_logging(func: ast.expr) -> bool:
 
 
 def _is_text(node: ast.expr) -> bool:
-    """Whether arithmetic with this is of texts or types, as in "a" + b and int | None."""
+    """Return whether this is text or a type in arithmetic, as in "a" + b and int | None."""
     if isinstance(node, ast.Constant):
         return node.value is None or isinstance(node.value, str | bytes)
     return isinstance(node, ast.JoinedStr | ast.List | ast.Tuple)

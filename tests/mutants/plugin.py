@@ -1,7 +1,7 @@
-"""For pytest, in the copy: note which test runs which line, or run only the chosen tests.
+"""For pytest, in the copy: record which test runs which line, or run only the chosen tests.
 
-MUTANTS_LINES is the start of a file's name for the first; MUTANTS_CHOSEN is a file for the second,
-with the tests and how many seconds each may take.
+For the first, MUTANTS_LINES is the prefix of a file's name; for the second, MUTANTS_CHOSEN is a
+file with the tests and how many seconds each may take.
 """
 
 from __future__ import annotations

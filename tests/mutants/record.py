@@ -10,35 +10,35 @@ from pathlib import Path
 from rdzv.structs import struct
 
 QUICK_S = 0.5
-"""A test that takes longer is run after all that do not."""
+"""Tests that take longer run after all that do not."""
 SLOW_S = 60.0
-"""Of those that take longer, the quickest are run, up to so much together, and always one."""
+"""Slow tests run, quickest first, until they add up to this time; at least one runs."""
 NEAREST = 3
-"""How many files of tests are run first: those with most of the tests that run the line."""
+"""How many test files run first: those with the most tests that run the line."""
 _FIRST = "from __future__ import annotations\n"
 
 
 @struct(frozen=True)
 class Record:
-    """What was recorded of one state of the tree."""
+    """The recording for one state of the tree."""
 
     seconds: dict[str, float]
-    """Of each test that passed, how long it takes; the order is that of `lines`."""
+    """The duration of each test that passed, in the order of `lines`."""
     lines: dict[str, dict[str, list[int]]]
     """By file and line: the tests that run it, as numbers."""
 
     @classmethod
     def read(cls, file: Path) -> Record:
-        """Read what `write` has written."""
+        """Read a file written by `write`."""
         return cls(**json.loads(file.read_text()))
 
     def write(self, file: Path) -> None:
-        """Write all of it."""
+        """Write the record to a file."""
         file.write_text(json.dumps({"seconds": self.seconds, "lines": self.lines}))
 
     @classmethod
     def collected(cls, root: Path) -> Record:
-        """Put together what `plugin.py` and `tracer.py` have left in a copy."""
+        """Assemble what `plugin.py` and `tracer.py` left in a copy."""
         seconds: dict[str, float] = {}
         failed: set[str] = set()
         ran: set[tuple[str, str, str]] = set()
@@ -59,7 +59,7 @@ class Record:
     def tests(self, file: str, source: str, line: int) -> list[str]:
         """Return the tests that run the statement at a line.
 
-        What runs as its module is loaded changes all that is done with the module.
+        A statement that runs when its module is loaded affects every use of the module.
         """
         lines = self.lines.get(file, {})
         statement = _statement(source, line)
@@ -72,7 +72,7 @@ class Record:
         return [names[number] for number in sorted(numbers)]
 
     def portions(self, tests: list[str]) -> list[list[str]]:
-        """Divide tests into those that are run first, then, and at last."""
+        """Divide tests into those that run first, next, and last."""
         quick = [test for test in tests if self.seconds[test] <= QUICK_S]
         nearest = {file for file, _ in Counter(map(file_of, quick)).most_common(NEAREST)}
         slow: list[str] = []
@@ -86,7 +86,7 @@ class Record:
 
 
 def make_programs_write(root: Path, files: list[str]) -> None:
-    """Have the sources of a copy execute `tracer.py`; their lines keep their numbers."""
+    """Make the sources of a copy execute `tracer.py`; their lines keep their numbers."""
     (root / "lines-of-programs").touch()
     (root / "lines-of-programs").chmod(0o666)  # Some programs run as other accounts.
     tracer = root / "tests/mutants/tracer.py"
@@ -102,9 +102,9 @@ def file_of(test: str) -> str:
 
 
 def _statement(source: str, line: int) -> range | None:
-    """Return the lines of the innermost statement at a line; None: outside of all functions."""
+    """Return the lines of the innermost statement at a line; None if outside all functions."""
     found, is_in_function = range(line, line + 1), False
-    for node in ast.walk(ast.parse(source)):  # What is inside of another comes later.
+    for node in ast.walk(ast.parse(source)):  # Inner statements come later.
         if not isinstance(node, ast.stmt | ast.ExceptHandler) or node.end_lineno is None:
             continue
         body = getattr(node, "body", None)

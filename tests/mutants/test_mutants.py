@@ -1,4 +1,4 @@
-"""The tool that plants random changes: what it changes, what it leaves alone, and what it reads."""
+"""The mutation tool: which changes it makes, which it does not, and the files it reads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""In a copy whose lines are recorded: a program that a test starts writes down which lines it runs.
+"""In a copy whose lines are recorded: programs started by tests record which lines they run.
 
-The sources of the copy execute this file as they are imported (`record.py`), for no other way leads
-into each program: a runner starts as `python -I -S`, a worker is forked. A line is written the
-first time that it runs, since many a program is killed.
+The sources of the copy execute this file when they are imported (`record.py`), because there is no
+other way into each program: a runner starts as `python -I -S`, a worker is forked. A line is
+written the first time it runs, because many programs are killed.
 """
 
 import os
@@ -16,9 +16,9 @@ _seen = set()
 
 
 def _current_test():
-    """Return the test that has started this program, or one that it descends from.
+    """Return the test that started this program, or one of its ancestors.
 
-    A worker has no more of the environment than its job gives it.
+    A worker has only the environment that its job gives it.
     """
     pid = os.getpid()
     while pid > 1:

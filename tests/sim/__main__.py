@@ -7,7 +7,7 @@ from tests.sim.report import main
 
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":
-        # The order of a set of names is left to chance otherwise, and a seed would be no history.
+        # Otherwise the order of a set of names is random, and a seed would not determine a history.
         arguments = [sys.executable, "-m", "tests.sim", *sys.argv[1:]]
         os.execve(sys.executable, arguments, {**os.environ, "PYTHONHASHSEED": "0"})
     raise SystemExit(main())

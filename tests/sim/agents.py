@@ -1,8 +1,8 @@
-"""The nodes of a simulation: the real agent core and its words on the wire, with fake workers.
+"""The nodes of a simulation: the real agent core and its messages, with fake workers.
 
 `Agent` is one start of an agent on a node. It does what `rdzv.agent.server_link.link` does (one
-stream, opened again for ever) and what `rdzv.agent.job.job_driver` does (events to the core, its
-commands to runner and server). `Runner` is what becomes of the workers: late, slow, failing, stuck.
+stream, always reopened) and what `rdzv.agent.job.job_driver` does (events to the core, its commands
+to runner and server). `Runner` simulates the workers: late, slow, failing, stuck.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ WELCOME_TIMEOUT_MS = 10_000
 BACKOFF_FIRST_MS, BACKOFF_MAX_MS = 100, 5_000
 STEADY_MS = 5_000
 PING_MS = (5_000, 10_000)
-"""Within what time a node notices by HTTP/2 pings that its server is silent."""
+"""How long a node takes to notice, by HTTP/2 pings, that its server is silent."""
 SIGKILL_WAIT_MS = 5_000
-"""Workers that survive SIGKILL for so long are stuck."""
+"""Workers that survive SIGKILL for this long are stuck."""
 NOTICE_HANG_MS = 2_000
-"""How long a worker may say nothing of its progress."""
+"""How long a worker may report no progress."""
 SAY_HUNG_AGAIN_MS = 20_000
 ORPHAN_TIMEOUT_MS = 5_000
-"""For how long a daemon's runner goes on without its agent, unless a later deadline was said."""
+"""How long a daemon's runner continues without its agent, unless it got a later deadline."""
 
 
 Workers = tuple[str, str, int]
-"""Whose workers a node runs: the job, the run and the round."""
+"""The workers that a node runs: the job, the run and the round."""
 
 
 @struct(frozen=True)
 class NodeSpec:
-    """What one node is, as long as its history lasts."""
+    """The properties of one node, constant during its history."""
 
     name: str
     kind: AgentKind
@@ -69,42 +69,42 @@ class NodeSpec:
     can_host_store: bool
     shutdown_timeout_ms: int
     resources: Resources | None = None
-    """What it has for submitted jobs; None if it takes none."""
+    """Its resources for submitted jobs; None if it takes none."""
 
 
 # ------------------------------------------------------------------ the workers
 
 
 class Runner:
-    """The workers of one job on one node, and what becomes of them."""
+    """The workers of one job on one node, and their fate."""
 
     def __init__(self, world: World, part: Part) -> None:
         self.world = world
         self.part = part
         self.workers: Workers | None = None
         self.era = 0
-        """In which era they were started: a server without memory may use a number again."""
+        """The era in which they were started: a server without memory may reuse a number."""
         self.alive: set[int] = set()
         self.stuck = False
         self.succeeding = False
         self.hung: set[int] = set()
-        """LOCAL_RANKs that do nothing any more, and would do so for ever."""
+        """LOCAL_RANKs that do nothing any more, possibly forever."""
         self.parking = Parking(self)
         self.slots = Slots(self)
         self._keeping = False
-        """Whether workers are asked to park, and not to end."""
+        """Whether workers are asked to park instead of ending."""
         self._not_kept: set[int] = set()
         self._stop_due_ms: int | None = None
         self._fence_ms: int | None = None
-        """When all that is here is killed, unless the fence is renewed."""
+        """When everything here is killed, unless the fence is renewed."""
         self.stood_still = False
         """Whether the machine stood still while these workers ran: no fence covers that."""
         self._told_ms = 0
         self._unheard: list[events.Event] = []
-        """What happened while no agent was there to hear it."""
+        """Events that happened while there was no agent to receive them."""
 
     def tell(self, event: events.Event) -> None:
-        """Let the agent know, or the next one that adopts these workers."""
+        """Notify the agent, or the next one that adopts these workers."""
         agenda, part = self.world.agenda, self.part
         self._told_ms = max(self._told_ms, agenda.now_ms + self.world.random.choice((0, 1, 3)))
         agenda.after(self._told_ms - agenda.now_ms, lambda: self._arrive(part.agent, event))
@@ -163,13 +163,13 @@ class Runner:
         return self._fence_ms is not None and self.world.agenda.now_ms >= self._fence_ms
 
     def renew_fence(self, at_ms: int) -> None:
-        """Move the fence forward: the server has heard this node."""
+        """Move the fence forward: the server has received a message of this node."""
         if self._fence_ms is None or at_ms > self._fence_ms:
             self._fence_ms = at_ms
             self.world.agenda.after(max(at_ms - self.world.agenda.now_ms, 0), self._meet_fence)
 
     def _meet_fence(self) -> None:
-        """Kill what is here, whatever the agent does, if the fence was not renewed."""
+        """Kill everything here, whatever the agent does, if the fence was not renewed."""
         if not self._is_fenced:
             return
         if self.part.agent.frozen:
@@ -189,7 +189,7 @@ class Runner:
     # -------------------------------------------------------------- a round ends
 
     def stop(self, command: commands.StopWorkers) -> None:
-        """End what is left, or let it park; twice is no harm, and the shorter grace counts."""
+        """End the remaining workers, or let them park; of two graces, the shorter counts."""
         world, workers = self.world, self.workers
         if workers is None or workers[2] != command.round:
             self.tell(events.WorkersGone(command.round))
@@ -219,7 +219,7 @@ class Runner:
             self.part.agent.awake(lambda: self._ended(workers))
             return
         if self.stuck:
-            # It takes with it whoever is beside it.
+            # It takes the processes beside it down, too.
             self._keeping = False
             world.blame()
             world.agenda.after(SIGKILL_WAIT_MS, lambda: self._say_stuck(workers))
@@ -235,7 +235,7 @@ class Runner:
         self.tell(events.WorkersGone(workers[2], self._moved(workers), claims))
 
     def _moved(self, workers: Workers) -> Moved:
-        """Say how far the workers had come: most loops get nowhere."""
+        """Return how far the workers had come: most loops get nowhere."""
         chance = self.world.moves_random
         if not self.part.job.settings.no_progress_restarts:
             return UNMOVED
@@ -253,7 +253,7 @@ class Runner:
         self._ended(workers)
 
     def notify(self, round_: int, signum: int | None) -> None:
-        """Tell the workers that the node leaves: some save and exit, some die of it, some go on."""
+        """Notify the workers that the node leaves: some exit, some die, some continue."""
         world, workers = self.world, self.workers
         if workers is None or workers[2] != round_ or self.stuck:
             return
@@ -263,9 +263,10 @@ class Runner:
             world.agenda.after(in_ms, lambda: self._heed(workers, exit_code))
 
     def take_back_notice(self, round_: int) -> None:
-        """Tell the workers that the node stays after all: too late for those that have exited."""
+        """Take the notice back: too late for workers that have exited."""
         if self.workers is not None and self.workers[2] == round_ and not self.alive:
-            # A peer that fails for want of them may be heard before their node says that they left.
+            # A peer that fails without them may be reported before their node reports that they
+            # left.
             self.world.blame()
 
     def _heed(self, workers: Workers, exit_code: int | None) -> None:
@@ -275,7 +276,7 @@ class Runner:
         if gone or notice is None or self._stop_due_ms is not None or self.part.agent.frozen:
             return
         if notice.due_ms is None:
-            # By now nobody may remember that it was told to.
+            # By now the notice may be forgotten everywhere.
             world.blame()
         world.count(f"workers heed a notice: {exit_code}")
         if exit_code == 0:
@@ -353,7 +354,7 @@ class Runner:
             self._exits_0(workers, local_rank)
 
     def say_hung(self, workers: Workers | None = None, *, again: bool = False) -> None:
-        """Say who hangs, and say it again now and then; see `HangWatch`."""
+        """Report hung workers, and repeat that at intervals; see `HangWatch`."""
         line, state = self.part.state.assignment, self.part.state
         if self.workers is None or workers not in (None, self.workers) or line is None:
             return
@@ -384,7 +385,7 @@ class Runner:
         )
 
     def vanish(self, parked: dict[int, Parked] | None = None) -> None:
-        """No process is left but these; those that were alive break their peers' collectives."""
+        """No process is left except these; those that were alive break their peers' collectives."""
         self.parking.parked = parked or {}
         workers, alive = self.workers, self.alive
         self.workers, self.alive, self.stuck = None, set(), False
@@ -398,7 +399,7 @@ class Runner:
 
 
 class Part:
-    """What one node does for one job; see `JobDriver`."""
+    """One node's part in one job; see `JobDriver`."""
 
     def __init__(self, agent: Agent, rdzv_id: str, run: str = "") -> None:
         self.agent = agent
@@ -411,7 +412,7 @@ class Part:
         self.runner = Runner(world, self)
         self.outcome: Outcome | None = None
         self.reason = ""
-        """Why there is nothing to run, as the server said last."""
+        """Why there is nothing to run, as the server last reported."""
         self._port = 20_000
         self._inbox: deque[events.Event] = deque()
         self._busy = False
@@ -532,7 +533,7 @@ class Agent:
         self.incarnation = 0
         self.leadership = 0
         self.deadline_ms = 0
-        """Until when its runner waits for the next agent, if it says that it goes away."""
+        """Until when its runner waits for the next agent, if it announced its absence."""
         self.drain = NodeDrain(lambda: world.agenda.now_ms, self._tell_notice)
         self.said: list[pb.NodeMessage] = []
         self._welcomed_at_ms: int | None = None
@@ -546,14 +547,14 @@ class Agent:
         self._backlog: list[Callable[[], None]] = []
 
     def begin(self, rdzv_ids: tuple[str, ...]) -> None:
-        """Start afresh, as after a boot: no workers are here."""
+        """Start afresh, as after a boot: there are no workers."""
         self.parts = {rdzv_id: Part(self, rdzv_id) for rdzv_id in rdzv_ids}
         for part in self.parts.values():
             part.post(events.Ticked())
         self.connect()
 
     def adopt(self, former: Agent) -> None:
-        """Take over the workers that a former agent of this node has left."""
+        """Take over the workers left by the previous agent of this node."""
         self.parts, self.incarnation = former.parts, former.incarnation
         self.lineage = former.lineage
         former.parts = {}
@@ -602,7 +603,7 @@ class Agent:
             self.awake(do)
 
     def ended(self, part: Part) -> None:
-        """Exit once every job has ended for this node and all that was said is on its way."""
+        """Exit once every job has ended for this node and all messages have been sent."""
         self.world.judge.exited(part)
         if all(part.outcome is not None for part in self.parts.values()):
             self.alive = False
@@ -612,7 +613,7 @@ class Agent:
             self.world.buried(self)
 
     def die(self, *, silent: bool = False, workers_live: bool = False) -> None:
-        """End at once, with the workers unless they live on; with the machine if `silent`."""
+        """End at once, with the workers unless `workers_live`; with the machine if `silent`."""
         if not self.alive:
             return
         self.alive = False
@@ -636,23 +637,23 @@ class Agent:
             part.runner.vanish()
 
     def end_orphans(self) -> None:
-        """The runner has waited long enough for an agent, and ends its workers."""
+        """Act as the runner, which has waited long enough for an agent, and ends its workers."""
         if not self.alive and self.has_workers:
-            # If the server was away too, nobody learns why the others' collectives broke.
+            # If the server was away, too, nothing reveals why the others' collectives broke.
             self.world.blame()
             self.end_workers()
             self.world.buried(self)
 
-    # -------------------------------------------------------------- what it says
+    # -------------------------------------------------------------- its messages
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message if a stream is open; otherwise the next Hello says it."""
+        """Send a message if a stream is open; otherwise the next Hello includes it."""
         if self.connection is not None:
             self.said.append(message)
             self.connection.up(message)
 
     def repeat(self) -> None:
-        """Say again something that this instance has said before, as a duplicate on its way."""
+        """Repeat an earlier message of this instance, as if it were duplicated on its way."""
         if self.connection is not None and self.said and self._greeted:
             self.connection.up(self.world.random.choice(self.said))
 
@@ -662,7 +663,7 @@ class Agent:
             self.connection.up(pb.NodeMessage(away=pb.Away(deadline_ms=for_ms)))
 
     def preempt(self, left_ms: int) -> None:
-        """Hear that this node is about to be taken away."""
+        """Receive a notice that this node is about to be preempted."""
         if self.drain.wish(left_ms, "preempted") and self.connection is not None:
             self.connection.up(pb.NodeMessage(draining=encoding.draining(self.drain)))
 
@@ -718,7 +719,7 @@ class Agent:
             self.hang_up("no answer in time")
 
     def hang_up(self, reason: str, *, in_order: bool = False) -> None:
-        """Lose the stream, from this side."""
+        """Close the stream from this side."""
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.end_by_node(in_order=in_order)
@@ -772,7 +773,7 @@ class Agent:
                 self._deliver(message)
 
     def _take_stacks(self, asked: pb.TakeStacks) -> None:
-        """Say what workers do, unless this agent is too old, or held up."""
+        """Report what workers do, unless this agent is too old, or delayed."""
         if self.world.happens_in("hang", 0.2):
             return
         part = self.parts.get(asked.rdzv_id)
@@ -789,7 +790,7 @@ class Agent:
         self._answer(encoding.stacks(asked.request, (), last=True, error=""))
 
     def _answer(self, message: pb.NodeMessage) -> None:
-        """Send what is of no run, and so of no later repetition either."""
+        """Send a message that belongs to no run, and so to no later repetition."""
         if self.connection is not None:
             self.connection.up(message)
 
@@ -833,7 +834,7 @@ class Agent:
 
     @property
     def _is_unheard(self) -> bool:
-        """Whether the server has not answered for so long that another stream is to be tried."""
+        """Whether the server was silent for so long that another stream must be tried."""
         first_ms = min(self._unanswered.values(), default=self.world.agenda.now_ms)
         most_ms = self.world.swarm.fence_after_ms / (HEARTBEATS_PER_FENCE + 1)
         return self.world.agenda.now_ms - first_ms > most_ms
@@ -850,7 +851,7 @@ class Agent:
             self._renew_fences(sent_ms)
 
     def _renew_fences(self, heard_ms: int) -> None:
-        """Renew the fences of all jobs: the server has heard what was sent at that time."""
+        """Renew the fences of all jobs: the server has received what was sent at that time."""
         if self.world.swarm.fence_after_ms:
             for part in self.parts.values():
                 part.runner.renew_fence(heard_ms + self.world.swarm.fence_after_ms)
@@ -868,7 +869,7 @@ class Agent:
             part.post(event)
 
     def notice_silence(self, connection: Connection) -> None:
-        """Find by unanswered pings that nothing comes through any more."""
+        """Detect by unanswered pings that no message gets through."""
         cuts, server = self.world.network.cuts, connection.server.number
         silent = any(name == self.name and number == server for name, number, _ in cuts)
         dead = connection.server.process is not connection.process or not connection.server.up

@@ -1,6 +1,6 @@
-"""What an onlooker knows of a history, and judges: the guarantees, checked at every step.
+"""An observer's knowledge of a history, and its judgement: the guarantees, checked at every step.
 
-The judge sees more than anyone in the system: what is committed, what every agent is told, which
+The judge sees more than any part of the system: what is committed, what every agent receives, which
 workers run where. Nothing here decides anything; every check raises `SafetyError` if it fails.
 """
 
@@ -79,10 +79,10 @@ if TYPE_CHECKING:
 
 
 HAPPENS_ONCE = frozenset({"RunBegan", "RoundCompleted", "RoundEnded", "RoundSettled", "RunEnded"})
-"""Events of which there is one at most of a run, or of a round, whose number is in their words."""
+"""Events that occur at most once in a run, or in a round whose number is among their fields."""
 
 Decided = tuple[State, Command, Transition, int]
-"""A step: before it, what led to it, what came of it, and when."""
+"""A step: the state before it, its command, its result, and the time."""
 
 
 class SafetyError(BrokenPromiseError):
@@ -90,20 +90,20 @@ class SafetyError(BrokenPromiseError):
 
 
 class LivenessError(BrokenPromiseError):
-    """Nothing is wrong any more, and still nothing runs."""
+    """Nothing is wrong any more, yet nothing runs."""
 
 
 A_MOMENT_MS = 20_000
-"""Other jobs hear of a quarantine a moment later, and a pause of the server may come between."""
+"""Other jobs learn of a quarantine a moment later, and the server may pause in between."""
 UNHEARD = "while it was silent"
-"""Said to who comes back to a job that goes on without it; of its seat it has heard before that."""
+"""Sent to a node that returns to a job that continued without it and already knew of its seat."""
 CALM_SHARE = 0.03
-"""How many steps are also repeated, ticked early and crashed after; it costs ten steps."""
+"""The share of steps that are also repeated, ticked early and crashed after; it costs ten steps."""
 
 
 @struct(frozen=True)
 class Said:
-    """A command that was decided, when, and by which server."""
+    """A command, when it was decided, and by which server."""
 
     at_ms: int
     command: Command | str
@@ -111,14 +111,14 @@ class Said:
 
 
 class Judge:
-    """All that an onlooker knows, and the checks that follow from it."""
+    """Everything an observer knows, and the checks that follow from it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.era = 0
-        """Grows whenever the store loses what it had committed."""
+        """Grows whenever the store loses committed data."""
         self.blameless = True
-        """No worker has failed by itself so far, and none for a reason that nobody can know."""
+        """Whether no worker has failed by itself so far, and none for an unknowable reason."""
         self.honest = True
         """No node has claimed of a parked worker what is not so."""
         self.honest_of_snapshots = True
@@ -126,7 +126,7 @@ class Judge:
         self.lineages: dict[Workers, int] = {}
         """The round in which the workers of each round, or those that they carry on, were new."""
         self.offered: dict[tuple[str, Workers], int] = {}
-        """The most steps that a parked worker of a round has sealed, as its node said last."""
+        """The most steps that a parked worker of a round has sealed, as its node last reported."""
         self.stored: dict[str, Membership] = {}
         self.rounds: dict[Workers, Round] = {}
         """Every round that was committed; after the store's loss, as it was adopted."""
@@ -136,36 +136,36 @@ class Judge:
         self.ended: dict[tuple[str, str], set[str]] = {}
         """Why a run was closed; a server that forgot it may close it once more."""
         self.given_up: set[tuple[str, Workers]] = set()
-        """Which node's seat in which round was given up by a server."""
+        """The seats, by node and round, that a server has given up."""
         self.succeeded_on: set[tuple[str, Workers]] = set()
         self.left_with_0: set[tuple[str, Workers]] = set()
-        """Where workers have exited 0 because their node leaves."""
+        """Where workers have exited with 0 because their node leaves."""
         self.started: set[tuple[str, Workers]] = set()
         self.highest_round: dict[str, int] = {}
         self.replaced: set[Workers] = set()
-        """Rounds that a server without memory has announced anew, with others."""
+        """Rounds that a server without memory has announced anew, with other participants."""
         self.known_ms: dict[Workers, int] = {}
-        """Since when it is stored that there is, or was, such a round."""
+        """Since when it is stored that such a round exists, or existed."""
         self.moved: dict[tuple[str, Workers], Moved] = {}
         """How far the workers of a round had come on a node when they were gone."""
         self.tallies: dict[tuple[str, str], Counter[str]] = {}
-        """What the rounds of each run have ended by, as stored, and what is in a row now."""
+        """How often rounds of each run ended by each cause, as stored, and the present streaks."""
         self.leadership = 0
         self.incarnations: dict[str, tuple[int, str]] = {}
         self.moves: set[str] = set()
         """Jobs in which newcomers, a late store host or everyone's success ended a round or run."""
         self.placed_once: set[tuple[str, str, str]] = set()
-        """Which node was chosen for which run, ever."""
+        """Every choice of a node for a run, ever."""
         self.trace: dict[str, list[Said]] = {}
         self._decided: dict[tuple[int, str], list[Decided]] = {}
-        """What each server has decided about a job since its last commit, step upon step."""
+        """Each server's decisions about a job since its last commit, step by step."""
         self._decided_ms: dict[tuple[int, str], int] = {}
 
     # -------------------------------------------------------------- the cores
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look over the shoulder of every step that a server makes."""
+        """Observe every step that a server makes."""
         decide, step_nodes = rendezvous.step, nodes.step
 
         def watched_step(state: State, command: Command, now_ms: int) -> Transition:
@@ -215,14 +215,14 @@ class Judge:
             world.count(f"event {type(event).__name__}")
         self._raising(check_step, before, command, transition, now_ms)
         if world.check_random.random() < CALM_SHARE:
-            # A join that was all that the end of its run waited for would begin the next one.
+            # A join for which the end of its run was waiting would begin the next one.
             ends = isinstance(command, Join) and transition.state.membership.ended is not None
             self._raising(check_calm, Tick() if ends else command, transition, now_ms)
         rdzv_id = transition.state.membership.rdzv_id
         key = (id(process), rdzv_id)
         steps = self._decided.setdefault(key, [])
         while steps and steps[-1][2].state is not before:
-            # It was dropped for something that comes before it, or is stored.
+            # It was dropped for an earlier event, or is stored.
             steps.pop()
         steps.append((before, command, transition, now_ms))
         self._decided_ms[key] = now_ms
@@ -263,7 +263,7 @@ class Judge:
                 self._check_lost(event, before.records[event.node_id], now_ms)
 
     def _check_lost(self, event: nodes.NodeLost, record: nodes.NodeRecord, now_ms: int) -> None:
-        """Nobody is lost before its time, and nobody whose heartbeats come through."""
+        """No node is lost too early, and none whose heartbeats get through."""
         process: Process = asyncio.get_running_loop()  # type: ignore[assignment]
         if not record.instance and now_ms - record.since_ms < 30_000:
             self.fail(f"silence: {event.node_id} was given up within the grace of a take-over")
@@ -281,7 +281,7 @@ class Judge:
     def _watch_plan(
         self, demands: Sequence[Demand], hosts: Sequence[Host], plan: Plan, settled: bool
     ) -> None:
-        """Check a plan by itself: what nobody may get, and who may not be passed over."""
+        """Check a plan by itself: which jobs may get no nodes, and which may not be skipped."""
         queue = sorted(demands, key=lambda job: (-job.spec.priority, job.at_ms, job.rdzv_id))
         waiting: list[Demand] = []
         room = {host.node_id: host for host in hosts}
@@ -327,7 +327,7 @@ class Judge:
             before = (-other.spec.priority, other.at_ms) < (-job.spec.priority, job.at_ms)
             could = {h.node_id for h in room.values() if self._could_have(other, h, now=False)}
             could -= {h.node_id for h in room.values() if h.cordoned}
-            # For whom there are too few nodes anyway, none is kept back.
+            # For jobs with too few nodes in any case, none is reserved.
             before = before and len(could | (other.here - other.going)) >= other.min_nodes
             if before and self._could_have(other, room[node_id], now=False):
                 self.fail(f"order: {where}, and {other.rdzv_id} waits for it")
@@ -340,7 +340,7 @@ class Judge:
         return fits(job.spec, host, now=now)
 
     def _check_placed(self, server: Server, after: Membership, new: set[str]) -> None:
-        """What is stored gives no node more than it has; nothing goes to one that is cordoned."""
+        """No node is given more than it has; nothing is placed on a cordoned node."""
         world = self.world
         if cordoned := new & world.operators.cordoned:
             self.fail(f"cordon: {after.rdzv_id} is placed on {cordoned}")
@@ -358,14 +358,14 @@ class Judge:
                 and job.ended is None
                 and node_id in job.submission.placed
             ]
-            # By a store that went back a node may have been given more GPUs than it has.
+            # After the store's loss a node may have been given more GPUs than it has.
             needs_gpus = placement.gpus_needed(after.submission.spec, resources) > 0
             too_many = needs_gpus and sum(mine) > len(resources.gpus)
             if len(mine) > resources.capacity or too_many:
                 self.fail(f"capacity: {node_id} has {len(mine)} jobs and {sum(mine)} GPUs in use")
 
     def _quarantined(self, server: Server) -> set[str]:
-        """Name the nodes that are quarantined, and not only since a moment, by what is stored."""
+        """Return the nodes that have been quarantined for more than a moment, as stored."""
         stored = self.world.disk.document(QUARANTINE)
         record = msgspec.json.decode(stored, type=QuarantineRecord)
         now_ms = server.process.now_ms()
@@ -376,7 +376,7 @@ class Judge:
         }
 
     def _check_quarantine(self, server: Server, news: News) -> None:
-        """No round of a submitted job is formed with a node that should be let go of."""
+        """No round of a submitted job is formed with a node that should be released."""
         membership = news.after.membership
         completed = [e.round for e in news.events if isinstance(e, RoundCompleted)]
         if not completed or membership.submission is None:
@@ -401,7 +401,7 @@ class Judge:
         if leadership <= self.leadership:
             self.fail(f"fencing: leadership {leadership} after {self.leadership}")
         self.leadership = leadership
-        # Who was welcomed and holds no place is known to nobody after a take-over.
+        # After a takeover nobody knows a node that was welcomed but holds no place.
         self.incarnations = {}
         for membership in self.stored.values():
             for seat in membership.round.participants if membership.round else ():
@@ -409,7 +409,7 @@ class Judge:
                 self.incarnations[seat.node_id] = (max(highest, seat.incarnation), "")
 
     def rolled_back(self, stored: dict[str, Membership]) -> None:
-        """The store has lost what it had; what was announced before may be announced anew."""
+        """The store has lost data; what was announced before may be announced anew."""
         self.era += 1
         self.world.operators.cordoned.clear()
         self.blameless = False
@@ -480,20 +480,21 @@ class Judge:
             self._check_budgets(decided[0], decided[1], decided[2], after)
 
     def _round_before(self, workers: Workers) -> Workers | None:
-        """Return the round of the same run that came before another, as was stored."""
+        """Return the previous round of the same run, as stored."""
         rdzv_id, run, number = workers
         numbers = [n for job, of, n in self.rounds if (job, of) == (rdzv_id, run) and n < number]
         return (rdzv_id, run, max(numbers)) if numbers else None
 
     def _check_kept(self, workers: Workers, before: Membership | None, round_: Round) -> None:
-        """Whoever is kept took part in the round before, is not at fault, and goes on there."""
+        """A kept worker took part in the previous round, is not at fault, and is still there."""
         keepers = [p for p in round_.participants if p.kept]
         if not keepers:
             return
         self.world.count("rounds with kept workers")
         last = before.round if before is not None else None
         if last is None or last.end is None or last.number + 1 < round_.number:
-            # The round before was adopted, or has ended, in the same step as this one began.
+            # The previous round was adopted, or has ended, in the same step in which this one
+            # began.
             return
         if not last.end.keep:
             self.fail(f"keeping: {workers} keeps workers after {last.end}")
@@ -568,7 +569,8 @@ class Judge:
         if round_.world_size != last.world_size:
             self.fail(f"keeping: {workers} keeps parts of a state of {last.world_size} workers")
         if len(known) < kept_workers(round_) or not round_.resume_step:
-            # Some have died since they were offered; or nothing is lost, for nothing was sealed.
+            # Some have died since they were offered; or nothing is lost, because nothing was
+            # sealed.
             return
         (shards,) = {parked.shards for parked in known.values()}
         whole = [parked for parked in known.values() if not parked.torn]
@@ -580,7 +582,7 @@ class Judge:
             self.fail(f"keeping: {workers} resumes at {round_.resume_step}, and has {furthest}")
 
     def _parked(self, node_id: str, rdzv_id: str, local_rank: int) -> Iterator[Parked]:
-        """Yield the parked workers of a node; where it comes twice, those of both."""
+        """Yield the parked workers of a node; if its name is used twice, those of both."""
         for agent in self.world.agents:
             if agent.name == node_id and rdzv_id in agent.parts:
                 parked = agent.parts[rdzv_id].runner.parking.parked.get(local_rank)
@@ -608,7 +610,7 @@ class Judge:
             return
         if before.ended is not None and after.ended != before.ended:
             self.fail(f"durability: closed run {after.run} changed")
-        # One that lies ahead of the clock of the server that took over counts as of then.
+        # A time ahead of the new server's clock counts as its present time.
         pairs = list(zip(before.restarts, after.restarts, strict=False))
         if len(pairs) < len(before.restarts) or any(new > old for old, new in pairs):
             self.fail("durability: a spent restart was forgotten")
@@ -628,7 +630,7 @@ class Judge:
     def _check_budgets(
         self, before: State, command: Command, transition: Transition, after: Membership
     ) -> None:
-        """Count for myself what rounds end by, and how long each is waited for."""
+        """Count independently what rounds end by, and how long each is waited for."""
         if self.era:
             return
         mine = self.tallies.setdefault((after.rdzv_id, after.run), Counter())
@@ -637,7 +639,7 @@ class Judge:
         for event in transition.events:
             match event:
                 case NodeStopped():
-                    # What it has said counts, also if it is let go of in the same step.
+                    # Its reports count, even if it is released in the same step.
                     seats.discard(event.node_id)
                     offers = command.kept if isinstance(command, Join) else ()
                     workers = (after.rdzv_id, after.run, event.round)
@@ -686,12 +688,12 @@ class Judge:
             mine["free from"] = round_.end.at_ms + waits_ms
 
     def _moved_on(self, mine: Counter[str], after: Membership, round_: Round) -> bool:
-        """Whether this round has moved the job on, by those who have said that they stopped."""
+        """Return whether this round has moved the job on, by the reports of stopped nodes."""
         workers = (after.rdzv_id, after.run, round_.number)
         names = [p.node_id for p in round_.participants if p.node_id not in round_.gone]
         said = [self.moved.get((name, workers), UNMOVED) for name in names]
         steps = [one.step for one in said if one.step is not None]
-        # Above 0 by one, so that a job that has said nothing is below all.
+        # One higher, so that 0 stands for a job without reports.
         further = max(steps, default=-1) + 1 > mine["step"]
         mine["step"] = max(mine["step"], *(step + 1 for step in (*steps, -1)))
         sealed = max((self.offered.get((name, workers), 0) for name in names), default=0)
@@ -726,24 +728,24 @@ class Judge:
         self.world.counts["backed off"] += mine["free from"] > 0
 
     def _note_given_up(self, before: State, command: Command, transition: Transition) -> None:
-        """Note whose workers may run on, as far as the server knows."""
+        """Note which nodes' workers may still run, as far as the server knows."""
         membership = before.membership
         for event in transition.events:
             lost = isinstance(event, NodeLost | NodeStuck)
-            # Who said that it leaves, and was not heard to have done so, is called left.
+            # A node that announced its leave, without a confirmation, counts as left.
             itself = isinstance(command, Leave) and command.node_id == getattr(event, "node_id", "")
             left = isinstance(event, NodeLeft) and not itself
             if (lost or left) and membership.round is not None:
                 workers = (membership.rdzv_id, membership.run, membership.round.number)
                 self._give_up(event.node_id, workers)  # type: ignore[union-attr]
             if isinstance(event, RunEnded) and membership.round is not None:
-                # Another run took the place of this one, all of whose nodes are out of sight.
+                # Another run took the place of this one, whose nodes are all out of sight.
                 workers = (membership.rdzv_id, membership.run, membership.round.number)
                 for node_id in before.seats.keys() & before.away.keys():
                     self._give_up(node_id, workers)
 
     def _give_up(self, node_id: str, workers: Workers) -> None:
-        """Note that a seat was given up, perhaps by the name that stands in for its holder's."""
+        """Note that a seat was given up, perhaps under its holder's placeholder."""
         self.given_up.add((node_id, workers))
         round_ = self.first_rounds.get(workers)
         for group_rank, participant in enumerate(round_.participants if round_ else ()):
@@ -794,7 +796,8 @@ class Judge:
             case JobQueued():
                 self.moves.add(membership.rdzv_id)
             case NodesWithdrawn(node_ids=node_ids):
-                # Where a queue takes its nodes back, seats may have been given up in the same step.
+                # If a queued job takes its nodes back, seats may have been given up in the same
+                # step.
                 state = news.before if isinstance(news.command, Withdraw) else news.after
                 if seated := set(node_ids) & state.seats.keys():
                     self.fail(f"{seated} hear that they are withdrawn, and have seats")
@@ -829,7 +832,7 @@ class Judge:
                             )
 
     def _check_stopped(self, rdzv_id: str, run: str) -> None:
-        """A run that was stopped has no workers any more whose agent is dead."""
+        """A stopped run has no workers any more whose agent is dead."""
         for agent in self.world.agents:
             for part in agent.parts.values():
                 workers = part.runner.workers
@@ -849,7 +852,7 @@ class Judge:
         self.incarnations[agent.name] = (incarnation, agent.lineage)
 
     def turned_away(self, server: Server, agent: Agent) -> None:
-        """No server locks out the instance that holds all seats of its node, as is stored."""
+        """No server locks out the instance that holds all seats of its node, as stored."""
         record = server.driver.leases.records.get(agent.name)
         if record is None or record.instance or server.store.leadership != self.leadership:
             return
@@ -861,7 +864,7 @@ class Judge:
             self.fail(f"locked out: {agent.instance}, which holds a seat, is not let in")
 
     def heard(self, part: Part, message: pb.ServerMessage) -> None:
-        """Whatever an agent is told must be true: committed, and the same for all."""
+        """Whatever an agent receives must be true: committed, and the same for all."""
         body = message.WhichOneof("body")
         self.world.count(f"told {body}")
         if self.world.log is not None:
@@ -888,7 +891,7 @@ class Judge:
             self.fail(f"always a reason: {part.node_id} is not told why it waits")
 
     def _is_over(self, workers: Workers) -> bool:
-        """Whether it is committed that a round has ended."""
+        """Return whether it is committed that a round has ended."""
         rdzv_id, run, number = workers
         stored = self.stored.get(rdzv_id)
         if workers in self.over or (rdzv_id, run) in self.ended or stored is None:
@@ -972,10 +975,10 @@ class Judge:
         workers = (part.rdzv_id, before.run, line.round if line is not None else -1)
         given_up = (part.node_id, workers) in self.given_up
         if isinstance(event, agent_events.Withdrawn) and given_up and UNHEARD not in event.reason:
-            # It came back before its loss was stored, and hears of its placement first.
+            # It came back before its loss was stored, and receives its placement first.
             self.world.count("withdrawn with workers, after its seat was given up")
         elif isinstance(event, agent_events.Withdrawn) and self.era:
-            # A server that knows who holds a seat by its rank alone may take it for a spare.
+            # A server that knows a seat's holder only by its rank may take it for a spare.
             self.world.count("withdrawn with workers, after the store's loss")
         elif not _is_reason_to_stop(before, event, after):
             self.fail(f"{part.node_id} stops its workers because of {event}")
@@ -996,7 +999,7 @@ class Judge:
     # -------------------------------------------------------------- the workers
 
     def starts(self, part: Part, workers: Workers, assignment: Assignment) -> None:
-        """Exclusivity, as only an onlooker sees it."""
+        """Exclusivity, as only an observer sees it."""
         self.world.count("workers started")
         if part.runner.workers is not None:
             self.fail(f"exclusivity: {part.node_id} starts {workers} beside {part.runner.workers}")
@@ -1008,7 +1011,7 @@ class Judge:
             self.fail(f"{part.node_id} starts {workers} twice")
         self.started.add((part.node_id, workers))
         if (part.node_id, workers) in self.given_up:
-            # It hears late of a round in which nobody counts on it any more.
+            # It learns late of a round in which no other node counts on it any more.
             return
         for other in self.world.agents:
             for there in other.parts.values():
@@ -1024,14 +1027,14 @@ class Judge:
                 )
 
     def _must_be_fenced(self, part: Part) -> bool:
-        """Whether workers must be gone before their seat is given up, unheard as they are."""
+        """Return whether workers must be gone before their seat is given up, while cut off."""
         runner = part.runner
         return bool(part.job.fence_after_ms) and not (runner.stood_still or runner.stuck)
 
     def _knew(self, name: str, old: Workers, new: Workers) -> bool:
-        """Whether the server knew of these workers when it completed a new round.
+        """Return whether the server knew of these workers when it completed a new round.
 
-        One whose memory was lost does not, until a node has told it.
+        A server whose memory was lost does not, until a node has reported them.
         """
         if old not in self.known_ms or new not in self.known_ms or old in self.replaced:
             return False
@@ -1046,7 +1049,7 @@ class Judge:
         self.succeeded_on.add((part.node_id, workers))
 
     def exited(self, part: Part) -> None:
-        """Who hears the result exits by it."""
+        """A node that receives the result exits accordingly."""
         outcome = part.outcome
         assert outcome is not None
         self.world.count(f"exit {outcome.exit_code}")
@@ -1057,7 +1060,7 @@ class Judge:
 
 
 def fits(spec: JobSpec, host: Host, *, now: bool) -> bool:
-    """Whether a node could ever run a job, or has room for it `now`."""
+    """Return whether a node could ever run a job, or has room for it `now`."""
     resources = host.resources
     if not set(spec.labels) <= set(resources.labels):
         return False
@@ -1072,7 +1075,7 @@ def fits(spec: JobSpec, host: Host, *, now: bool) -> bool:
 
 
 def _words(events: tuple[Event | nodes.NodesEvent, ...]) -> str:
-    """Write events for a trace; no event that has no words yet may change the history by that."""
+    """Describe events for a trace; an event without a sentence must not change the history."""
     try:
         return write_events(events)
     except (AttributeError, KeyError, TypeError):
@@ -1080,7 +1083,7 @@ def _words(events: tuple[Event | nodes.NodesEvent, ...]) -> str:
 
 
 def _is_reason_to_stop(before: AgentState, event: agent_events.Event, after: AgentState) -> bool:
-    """Whether this ends running workers: a positive statement, their own end, or a signal."""
+    """Return whether this ends workers: a positive statement, their own end, or a signal."""
     line = before.assignment
     match event:
         case agent_events.RoundEnded():

@@ -1,8 +1,8 @@
 """The servers of a simulation: the real driver, jobs, streams and cores, on one simulated store.
 
-`Server` is one rdzvd and its door: what `rdzv.server.rpc` does with gRPC is done here with
-`Connection`s, and everything behind it is the code of `rdzv.server`. Several of them may believe
-that they lead; the store refuses the writes of all but the last that took over.
+`Server` is one rdzvd and its endpoint: `Connection`s replace the gRPC of `rdzv.server.rpc`, and
+everything behind them is the code of `rdzv.server`. Several servers may believe that they lead; the
+store refuses the writes of all but the latest leader.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ T = TypeVar("T")
 
 
 class Disk:
-    """What all servers share, and what of it survives."""
+    """The store that all servers share, and what survives of it."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
         self.kept = MemoryStore(HISTORY_ROWS)
         self.backup: MemoryStore | None = None
         self.leader = 0
-        """The last leadership that was given; writes of any other are refused."""
+        """The latest leadership; writes of any other are refused."""
         self.latencies_ms: tuple[int, ...] = (0,)
         self.refuses = 0.0
         """How often a call fails before it has done anything."""
         self.loses_answer = 0.0
-        """How often nobody learns whether a write has happened."""
+        """How often the outcome of a write is unknown."""
         self.away = False
 
     def back_up(self) -> None:
@@ -76,11 +76,11 @@ class Disk:
         self.kept, self.leader = MemoryStore(HISTORY_ROWS), 0
 
     def history(self, rdzv_id: str) -> tuple[Record, ...]:
-        """Return what is stored of a job's history."""
+        """Return the stored part of a job's history."""
         return tuple(self.kept._history.get(rdzv_id, ()))
 
     def document(self, name: str) -> bytes:
-        """Return a document as it was last written; an empty one if it never was."""
+        """Return a key-value record as last written; empty if it never was."""
         return self.kept._documents.get(name, (b"{}", 0))[0]
 
     def restore(self) -> None:
@@ -90,7 +90,7 @@ class Disk:
 
 
 class SimStore:
-    """One server's way to the disk: slow, away, or unsure what it did."""
+    """One server's access to the disk: slow, away, or unsure of a write's outcome."""
 
     def __init__(self, disk: Disk, server: Server) -> None:
         self._disk = disk
@@ -169,7 +169,7 @@ class SimStore:
         return await self._disk.kept.list_documents()
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Forget nothing: no history is so long that a job is pruned."""
+        """Refuse: no history is so long that a job is pruned."""
         raise AssertionError(f"{rdzv_id} is deleted")
 
     async def take_over(self, at_least: int = 0) -> int:
@@ -180,7 +180,7 @@ class SimStore:
         return self.leadership
 
     async def close(self) -> None:
-        """The disk belongs to nobody."""
+        """Do nothing: the disk belongs to no server."""
 
     async def _reach(self) -> None:
         disk = self._disk
@@ -205,7 +205,7 @@ class SimStore:
 
 
 class WatchedDriver(Driver):
-    """The real driver, with an onlooker for what it publishes."""
+    """The real driver, whose published events are observed."""
 
     world: World
     server: Server
@@ -219,7 +219,7 @@ class WatchedDriver(Driver):
 
 @dataclass(eq=False)
 class _Group:
-    """Where a process' tasks live; what one of them raises would have ended the process."""
+    """The owner of a process's tasks; an error in one of them would have ended the process."""
 
     process: Process
 
@@ -228,7 +228,7 @@ class _Group:
 
 
 class _Door:
-    """One connection as the server has it; see `RendezvousService`."""
+    """The server's end of a connection; see `RendezvousService`."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -252,7 +252,7 @@ class Server:
         self._doors: dict[Connection, _Door] = {}
         self._backlog: list[Callable[[], None]] = []
         self._read_ms = -1
-        """Until when what came in during the last pause is being read."""
+        """Until when messages that arrived during the last pause are being read."""
         self.driver: WatchedDriver
         self.store: SimStore
 
@@ -278,7 +278,7 @@ class Server:
     def _boot(self) -> None:
         world, tasks = self.world, Tasks(_Group(self.process))  # type: ignore[arg-type]
         self.store = SimStore(world.disk, self)
-        # Not by `running`, which stops in order: what is killed does nothing any more.
+        # Not by `running`, which stops in order: a killed process does nothing any more.
         config = replace(CONFIG, quarantine=world.swarm.quarantine)
         self.driver = WatchedDriver(self.store, self.process, config, tasks, world.new_uid, Meter())
         self.driver.world, self.driver.server = world, self
@@ -311,7 +311,7 @@ class Server:
             self.world.agenda.after(back_in_ms, self.start)
 
     def stop(self, back_in_ms: int) -> None:
-        """Stop in order: every stream is told to connect again."""
+        """Stop in order: every stream is told to reconnect."""
         if self.up and self.accepting and not self.process.paused:
             error = RendezvousConnectionError("this server is stopping; connect again")
             self.accepting = False
@@ -328,7 +328,7 @@ class Server:
         def resume() -> None:
             if self.process is process and self.up:
                 process.resume()
-                # What has come in meanwhile is read within a moment, after timers that are late.
+                # Messages that arrived meanwhile are read within a moment, after overdue timers.
                 backlog, self._backlog = self._backlog, []
                 in_ms = 0
                 for do in backlog:
@@ -345,15 +345,15 @@ class Server:
                 return connection
         return None
 
-    # -------------------------------------------------------------- the door
+    # -------------------------------------------------------------- connections
 
     def take(self, connection: Connection, message: Any) -> None:
-        """Hear something, as soon as the process runs."""
+        """Receive a message as soon as the process runs."""
         process, agenda = self.process, self.world.agenda
         if process.paused:
             self._backlog.append(lambda: self._hear(connection, message))
         elif agenda.now_ms <= self._read_ms:
-            # Nothing overtakes what came in during a pause.
+            # Nothing overtakes messages that arrived during a pause.
             in_ms = self._read_ms - agenda.now_ms
             agenda.after(in_ms, lambda: self._do(process, lambda: self._hear(connection, message)))
         else:

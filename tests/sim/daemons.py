@@ -1,7 +1,8 @@
-"""Nodes that take submitted jobs: the real ledger and agent core, with a model of what is between.
+"""Nodes that take submitted jobs: the real ledger and agent core, joined by a model.
 
-`Daemon` does what `rdzv.agent.node.placements` does: it takes up what the server places on it, one
-part each, waits for its places and GPUs, declines what cannot run here, and tells what it holds.
+`Daemon` does what `rdzv.agent.node.placements` does: it takes up the jobs that the server places on
+it, each as a part, waits for its places and GPUs, declines jobs that cannot run here, and reports
+the jobs that it holds.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Daemon(Agent):
         self._leaving = False
 
     def begin(self, rdzv_ids: tuple[str, ...]) -> None:
-        """Wait for what is placed here."""
+        """Wait for jobs to be placed here."""
         self.connect()
 
     # -------------------------------------------------------------- what the server says
@@ -72,7 +73,7 @@ class Daemon(Agent):
             super()._deliver(message)
 
     def _take_up(self, placed: Placed) -> None:
-        """Take up a job, unless that was done already."""
+        """Take up a job, unless it has already been taken up."""
         known = [held for held in self.held if held.placed.key == placed.key]
         if (
             self._leaving
@@ -109,7 +110,7 @@ class Daemon(Agent):
         self._let_go(held)
 
     def _grant(self) -> None:
-        """Give to those who wait what is free now."""
+        """Give free places and GPUs to waiting jobs."""
         for held in self.held:
             waits = held.ready and not held.starting and not held.given_back
             if waits and not self._is_behind(held):
@@ -120,7 +121,7 @@ class Daemon(Agent):
                     self._later((1, 100, 1_500), partial(self._start_part, held))
 
     def _is_behind(self, held: Held) -> bool:
-        """Whether something of an earlier run of the same job is left here."""
+        """Return whether something of an earlier run of the same job is left here."""
         before = self.held[: self.held.index(held)]
         return any(other.placed.rdzv_id == held.placed.rdzv_id for other in before)
 
@@ -134,7 +135,7 @@ class Daemon(Agent):
             part.post(events.ServerConnected())
         part.post(events.Ticked())
         if part.state.phase is Phase.JOINING:
-            # Where a stream is open its Hello has not told of this job.
+            # If a stream is open, its Hello did not include this job.
             part.say_join()
 
     # -------------------------------------------------------------- how it ends
@@ -159,7 +160,7 @@ class Daemon(Agent):
             self._later((0, 20), partial(self._let_go, held))
 
     def ended(self, part: Part) -> None:
-        """Let go of the job once its runner has ended, too."""
+        """Release the job once its runner has ended, too."""
         self.world.judge.exited(part)
         for held in self.held:
             if held.part is part:
@@ -170,7 +171,7 @@ class Daemon(Agent):
                 self._later((0, 20, 400), partial(self._let_go, held))
 
     def _let_go(self, held: Held) -> None:
-        """Take note that nothing is left of a job."""
+        """Note that nothing of a job is left."""
         if held.gone:
             return
         held.gone = True
@@ -202,7 +203,7 @@ class Daemon(Agent):
     # -------------------------------------------------------------- what it says
 
     def repeat(self) -> None:
-        """Repeat nothing of a job that it has not taken part in."""
+        """Repeat nothing about a job that it has not taken part in."""
         runs = {held.placed.run for held in self.held if held.part is not None}
         self.said = [message for message in self.said if _run_of(message) in runs]
         super().repeat()

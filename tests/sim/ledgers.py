@@ -15,7 +15,7 @@ from tests.sim.checkers import SafetyError
 from tests.sim.world import World
 
 SHORT = 20
-"""Of long histories the beginning is forgotten."""
+"""The beginning of longer histories is forgotten."""
 LIVE = {
     LedgerPhase.STARTING,
     LedgerPhase.LOADING,
@@ -26,11 +26,10 @@ LIVE = {
 
 
 def check_ledgers(world: World) -> None:
-    """Check the ledgers of all jobs of a history: when it is over, and at moments before.
+    """Check the ledgers of all jobs of a history: at its end, and at earlier moments.
 
     Raises:
-        SafetyError: a moment is missing, or there twice.
-
+        SafetyError: a moment is missing, or occurs twice.
     """
     random = Random(f"{world.seed}, ledgers")
     for rdzv_id in world.swarm.jobs:

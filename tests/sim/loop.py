@@ -1,9 +1,9 @@
 """Virtual time, and event loops in it: one for each simulated process that runs real asyncio code.
 
 `Agenda` is the only clock. A `Process` is an event loop whose timers are entries of the agenda;
-what is ready runs at once, in asyncio's own order, so that a history follows from its seed. A
-process can be paused, as by SIGSTOP: then nothing of it runs, and what fell due meanwhile is late.
-It can be killed: then nothing of it ever runs again, wherever it was.
+ready callbacks run at once, in asyncio's own order, so that a history follows from its seed. A
+process can be paused, as by SIGSTOP: then nothing in it runs, and timers due meanwhile are late. If
+it is killed, nothing in it ever runs again, wherever it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Agenda:
-    """What is to happen, in the order of its time; what is due at once, in the order it came."""
+    """The future callbacks in the order of their times; those of one time in order of arrival."""
 
     def __init__(self) -> None:
         self.now_ms = 0
@@ -35,7 +35,7 @@ class Agenda:
         heapq.heappush(self._entries, (self.now_ms + in_ms, self._count, do))
 
     def run(self, until_ms: int, check: Callable[[], None]) -> None:
-        """Do what is due until then, in order; `check` may raise after each thing."""
+        """Run everything due until then, in order; `check` may raise after each callback."""
         entries, pop = self._entries, heapq.heappop
         while entries and entries[0][0] <= until_ms:
             self.now_ms, _, do = pop(entries)
@@ -45,7 +45,7 @@ class Agenda:
 
 
 class Call:
-    """A callback of a process that can be taken back."""
+    """A callback of a process that can be cancelled."""
 
     __slots__ = ("callback", "due_ms", "process")
 
@@ -68,9 +68,9 @@ class Call:
 
 
 class Looks(Timer):
-    """The timer of a `LoopWatch`, which looks all the time, and finds nothing but after a pause.
+    """The timer of a `LoopWatch`, which checks all the time, but finds only pauses.
 
-    So only the look that a pause has delayed is one; of the others nothing but the time is known.
+    So only the check that a pause has delayed is simulated; of the others only the time is known.
     """
 
     def __init__(self, process: Process, every_ms: int, look: Callable[[int], None]) -> None:
@@ -78,7 +78,7 @@ class Looks(Timer):
         self._process = process
         self._every_ms = every_ms
         self._is_late = False
-        """Whether a look that a pause has delayed is still to come."""
+        """Whether a check delayed by a pause is still to come."""
 
     @property
     def due_ms(self) -> int | None:
@@ -92,7 +92,7 @@ class Looks(Timer):
         self._due_ms, self._is_late = at_ms, False
 
     def late(self) -> Call | None:
-        """Return the look that fell due in the pause that is now over, if any did."""
+        """Return the check that was due in the pause that is now over, if any was."""
         if self._due_ms is None or self._due_ms > self._process.now_ms():
             return None
         self._is_late = True
@@ -119,7 +119,7 @@ class Process(asyncio.AbstractEventLoop):
         self.alive = True
         self.looks: Looks | None = None
         self.on_error: Callable[[BaseException], None] = _raise
-        """Hears what a task raises, which would have ended the process."""
+        """Receives errors of tasks, which would have ended the process."""
 
     # -------------------------------------------------------------- as a clock
 
@@ -134,13 +134,13 @@ class Process(asyncio.AbstractEventLoop):
         return call
 
     def hold(self, call: Call) -> None:
-        """Keep what fell due while this process was paused."""
+        """Keep a callback that was due while this process was paused."""
         heapq.heappush(self._held, (call.due_ms, len(self._held), call))
 
     # -------------------------------------------------------------- life
 
     def enter(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Run something in this process, and then all that it has made ready."""
+        """Run a callback in this process, and then everything that it made ready."""
         if not self.alive:
             return
         self._ready.append((callback, args))
@@ -163,7 +163,7 @@ class Process(asyncio.AbstractEventLoop):
         self.paused = True
 
     def resume(self) -> None:
-        """Go on: timers that are late fire first, the earliest of them before the others."""
+        """Continue: overdue timers fire first, the earliest of them before the others."""
         if self.looks is not None and (late := self.looks.late()) is not None:
             self.hold(late)
         self.paused, self.resumed_ms = False, self.now_ms()
@@ -212,9 +212,9 @@ class Process(asyncio.AbstractEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> None:
-        # What becomes ready in a process that is dead, or being taken apart, is nobody's concern.
+        # Callbacks in a process that is dead, or being taken apart, do not matter.
         if self.alive:
             self._ready.append((callback, args))
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Say nothing: errors of tasks are noted."""
+        """Log nothing: errors of tasks are recorded."""

@@ -1,11 +1,11 @@
-"""Planted bugs: the simulator must catch each of them, or it is blind where that one is.
+"""Planted bugs: if the simulator does not catch each of them, it is blind at that place.
 
 A mutant is one small change to the code, at least one for each rule of the three cores and for each
 guarantee. Each is applied to a copy of the packages and run by a child process, until a history
-fails; those that a single history cannot show name the tests that catch them instead. A mutant
-that survives is a fault that the simulator does not make, or a check that it lacks: it fails the
-run. A change that fits no code, or several places, fails it, too: the list (`planted_bugs`) follows
-the code, by symbols and tokens (`planting`).
+fails; those that a single history cannot show name the tests that catch them instead. A mutant that
+survives means that the simulator lacks a fault or a check: it fails the run. A change that fits no
+code, or several places, fails it, too: the list (`planted_bugs`) follows the code, by symbols and
+tokens (`planting`).
 
 `make sim-mutants`, or `python -m tests.sim.mutants --only WORD` for some of them.
 """
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 @struct(frozen=True)
 class Verdict:
-    """What became of a mutant."""
+    """The result for a mutant."""
 
     mutant: Mutant
     caught: bool
@@ -41,13 +41,13 @@ class Verdict:
 
 
 def copy_packages(origin: Path, folder: Path) -> None:
-    """Copy the packages, compiled code too."""
+    """Copy the packages, including compiled code."""
     for source in SOURCES:
         shutil.copytree(origin / source, folder / source)
 
 
 NONE = Mutant("no planted bug", "", "", "")
-"""The code as it is: where a history of it fails, nothing is learned from one that was changed."""
+"""The unchanged code: if its histories fail, those of changed code show nothing."""
 
 
 def run(mutant: Mutant, origin: Path, seeds: int) -> Verdict:
@@ -87,13 +87,15 @@ def _judge(mutant: Mutant, done: subprocess.CompletedProcess[str]) -> tuple[bool
 
 
 def main() -> int:
-    """Run the planted bugs that the command line asks for."""
+    """Run the planted bugs selected by the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="mutants with this word in name or symbol")
-    parser.add_argument("--seeds", type=int, default=2_000, help="histories until one survives")
+    parser.add_argument("--seeds", type=int, default=2_000, help="how many histories to try")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--check", action="store_true", help="only see that each can be planted")
-    parser.add_argument("--by-sim", action="store_true", help="try the simulator on all of them")
+    parser.add_argument("--check", action="store_true", help="only check that each can be planted")
+    parser.add_argument(
+        "--by-sim", action="store_true", help="run the simulator even for those caught by tests"
+    )
     options = parser.parse_args()
     mutants = [m for m in MUTANTS if options.only in f"{m.name} {m.where}"]
     stale = _check(mutants)
@@ -102,7 +104,7 @@ def main() -> int:
     if options.by_sim:
         mutants = [Mutant(m.name, m.where, m.old, m.new) for m in mutants]
     with tempfile.TemporaryDirectory(prefix="rdzv-mutants-") as name:
-        # The code as it is now: it may be worked on while this runs.
+        # The code as it is now: it may be edited while this runs.
         copy_packages(ROOT, Path(name))
         return _run_all(mutants, Path(name), options.seeds, options.processes)
 

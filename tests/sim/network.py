@@ -1,8 +1,8 @@
-"""The network: one connection is messages in their order each way, late by chance, until it ends.
+"""The network: a connection delivers messages in order each way, with random delays, until it ends.
 
-Between connections no order holds, so what was said on an old one may arrive after the Hello of
-the next. A direction that is cut delivers nothing, and nobody is told; what was under way arrives
-when the cut is mended, if anyone is still there to hear it. That holds for a connection's end too.
+Between connections there is no order, so a message on an old one may arrive after the Hello of the
+next. A direction that is cut delivers nothing, and neither end notices; messages under way arrive
+when the cut is mended, if the receiver still exists. The same holds for a connection's end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UP, DOWN = "up", "down"
 
 @struct(frozen=True)
 class End:
-    """The end of a connection, with the error that says why, if it was ended in order."""
+    """The end of a connection, with the error that explains it, if it was ended in order."""
 
     error: RendezvousError | None = None
 
@@ -37,7 +37,7 @@ class Peer(Protocol):
 
 
 class Network:
-    """Latency, cuts, and every connection that is not over."""
+    """Latency, cuts, and every open connection."""
 
     def __init__(self, agenda: Agenda, random: Random) -> None:
         self.agenda = agenda
@@ -62,7 +62,7 @@ class Network:
         self.cuts.add((name, server, direction))
 
     def mend(self, name: str, server: int) -> None:
-        """Mend what is cut; what was under way arrives."""
+        """Mend a cut; messages under way arrive."""
         self.cuts -= {(name, server, UP), (name, server, DOWN)}
         for connection in list(self.connections):
             if connection.node.name == name and connection.server.number == server:
@@ -80,29 +80,29 @@ class Connection:
         self.node = node
         self.server = server
         self.process = server.process
-        """Which life of the server it leads to."""
+        """The life of the server that it leads to."""
         self.node_open = True
         self.server_open = True
         self.heard_ms = network.agenda.now_ms
-        """When something last came through to the server."""
+        """When a message last got through to the server."""
         self._reset = False
         self._last_ms = {UP: 0, DOWN: 0}
         self._stalled: dict[str, deque[Any]] = {UP: deque(), DOWN: deque()}
 
-    # -------------------------------------------------------------- what is sent
+    # -------------------------------------------------------------- sending
 
     def up(self, message: Any) -> None:
-        """Carry something to the server."""
+        """Send a message to the server."""
         if self.node_open:
             self._carry(UP, message)
 
     def down(self, message: Any) -> None:
-        """Carry something to the node."""
+        """Send a message to the node."""
         if self.server_open:
             self._carry(DOWN, message)
 
     def end_by_node(self, *, in_order: bool = True) -> None:
-        """End it; what is under way still arrives if that is done in order."""
+        """End it; if in order, messages under way still arrive."""
         if self.node_open:
             if not in_order:
                 self._stalled[UP].clear()
@@ -118,15 +118,15 @@ class Connection:
             self._forget()
 
     def die_with_node(self) -> None:
-        """The machine is gone: no word of it ever comes to the server."""
+        """Lose the node's machine: none of its messages ever reaches the server."""
         self.node_open = False
         self._forget()
 
     def die_with_server(self, *, silent: bool, reset: bool = False) -> None:
-        """The server's process is gone; its kernel says so, unless the machine is gone too.
+        """Lose the server's process; its kernel notifies the node, unless the machine is gone, too.
 
-        With `reset` nothing arrives that is under way to the node, for the server had not read
-        all that came.
+        With `reset`, messages under way to the node are lost, because the server had not read
+        everything that arrived.
         """
         self._reset = reset
         if not silent:
@@ -134,7 +134,7 @@ class Connection:
         self.server_open = False
         self._forget()
 
-    # -------------------------------------------------------------- what arrives
+    # -------------------------------------------------------------- receiving
 
     def _carry(self, direction: str, message: Any) -> None:
         agenda = self.network.agenda
@@ -150,7 +150,7 @@ class Connection:
             self._deliver(direction, message)
 
     def flush(self) -> None:
-        """Let everything arrive that was held up."""
+        """Deliver everything that was held up."""
         for direction, stalled in self._stalled.items():
             while stalled:
                 self._deliver(direction, stalled.popleft())

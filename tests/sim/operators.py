@@ -1,7 +1,7 @@
-"""What people ask of a server: jobs are submitted, scaled, restarted, stopped; nodes are cordoned.
+"""Operators' requests to a server: submitting, scaling, restarting, stopping, cordoning.
 
-Each asks the server that leads, as `rdzvctl` does; what fails is not tried again, but for what is
-submitted. Once nothing new goes wrong, jobs have the bounds again that they were launched with.
+Each request goes to the leading server, as from `rdzvctl`; a failed request is not repeated, except
+submissions. Once nothing new goes wrong, jobs get back the bounds that they were launched with.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 OPERATOR = "an operator wants it"
 AGAIN_MS = 3_000
-"""How soon something is submitted again after it failed."""
+"""The delay before a failed submission is repeated."""
 SOON_MS = 60_000
-"""A quarantine that is over so soon gives a job its node while all is to be calm."""
+"""A quarantine that ends this soon returns its node to a job while all should be calm."""
 
 
 class Operators:
-    """Everyone who uses `rdzvctl`."""
+    """All users of `rdzvctl`."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.cordoned: set[str] = set()
-        """On which nodes a server has promised to place nothing more."""
+        """The nodes on which a server has promised to place nothing more."""
         self._lifting: Counter[str] = Counter()
-        """Of how many cordons and drains of a node the end was asked for, and not answered yet."""
+        """How many requests to lift cordons and drains of a node are unanswered."""
         self.refused: set[str] = set()
-        """Jobs that no node could ever take, as a server has said when all was well."""
+        """Jobs that no node could ever take, as a server said when all was well."""
         self._runs = 0
 
-    # -------------------------------------------------------------- asking
+    # -------------------------------------------------------------- requests
 
     def _ask(
         self,
@@ -54,7 +54,7 @@ class Operators:
         failed: Callable[[RendezvousError | None], object] = lambda error: None,
         of: str = "",
     ) -> None:
-        """Ask whoever leads; what it answers comes back unless it dies before."""
+        """Send a request to the leader; its answer arrives unless the leader dies first."""
         world, leader = self.world, self.world.leader
         if leader is None or leader.process.paused:
             failed(None)
@@ -80,7 +80,7 @@ class Operators:
         return stored[chance.choice(names)] if names else None
 
     def scales(self, chance: Random) -> None:
-        """Give a job other bounds in the midst of its life."""
+        """Change a job's bounds while it runs."""
         if (job := self._job(chance)) is not None:
             least = chance.randint(1, 3)
             most = least + chance.randint(0, 2)
@@ -116,12 +116,12 @@ class Operators:
         self._lift("uncordon", name, lambda driver: driver.nodes.uncordon(name))
 
     def _promised(self, name: str) -> None:
-        """Take a server at its word, unless somebody has asked for the contrary meanwhile."""
+        """Record a server's promise, unless the contrary was requested meanwhile."""
         if not self._lifting[name]:
             self.cordoned.add(name)
 
     def _lift(self, what: str, name: str, request: Callable[[Driver], Awaitable[Any]]) -> None:
-        """Ask that a node may be placed on; it may be, too, where no answer comes to that."""
+        """Request that a node may be used again; even without an answer, it may be."""
         self.cordoned.discard(name)
         self._lifting[name] += 1
 
@@ -131,7 +131,7 @@ class Operators:
         self._ask(what, request, done=answered, failed=answered, of=name)
 
     def drains(self, chance: Random) -> None:
-        """Empty a node; nothing is placed on it either, until that is lifted."""
+        """Empty a node; nothing is placed on it until the drain is lifted."""
         name = chance.choice(list(self.world.specs))
         deadline_ms = chance.choice((0, 100, 2_000, 20_000, 300_000))
         self._ask(
@@ -148,7 +148,7 @@ class Operators:
         self._lift("undrain", name, lambda driver: driver.nodes.undrain(name))
 
     def preempts(self, chance: Random) -> None:
-        """Let a node know that it is taken away, which it soon is."""
+        """Notify a node that it is about to be preempted, which soon happens."""
         agents = [agent for agent in self.world.agents if agent.alive]
         if not agents:
             return
@@ -159,12 +159,12 @@ class Operators:
         self.world.agenda.after(left_ms + chance.choice((2_000, 20_000)), start)
 
     def submits(self, chance: Random) -> None:
-        """Submit a job anew; it is refused where a run of it has not ended."""
+        """Submit a job anew; this is refused if a run of it has not ended."""
         if specs := self.world.swarm.specs:
             self._submit(chance.choice(list(specs)), self._new_run(), insist=False)
 
     def submit(self, rdzv_id: str) -> None:
-        """Submit a job, again and again until it is done."""
+        """Submit a job, repeatedly until that succeeds."""
         self._submit(rdzv_id, self._new_run(), insist=True)
 
     def _new_run(self) -> str:
@@ -187,10 +187,10 @@ class Operators:
         )
         self._ask(f"submit {rdzv_id}", request, failed=failed)
 
-    # -------------------------------------------------------------- once all is to be well
+    # -------------------------------------------------------------- the end
 
     def heal(self) -> None:
-        """See that every job is there, with the bounds that it was launched with."""
+        """Ensure that every job exists, with the bounds that it was launched with."""
         judge, swarm = self.world.judge, self.world.swarm
         for rdzv_id in swarm.jobs:
             job = judge.stored.get(rdzv_id)
@@ -208,26 +208,26 @@ class Operators:
         self.world.agenda.after(AGAIN_MS, self.heal)
 
     def _drained(self) -> list[str]:
-        """Name the nodes that are to be empty because an operator has said so."""
+        """Return the nodes that an operator wants to be empty."""
         leader = self.world.leader
         drains = leader.driver.scheduling.drains.all() if leader is not None else {}
         return [name for name, drain in drains.items() if drain.by_operator]
 
     def ills(self) -> Iterable[str]:
-        """Name what is not as it should be with jobs that were submitted."""
+        """Yield everything that is wrong with submitted jobs."""
         world, leader = self.world, self.world.leader
         for job in world.judge.stored.values():
             if job.ended is None and job.scaled not in (None, self._launched(job)):
                 yield f"{job.rdzv_id} still has the bounds {job.scaled}"
         for name in self._drained():
-            # A server that is paused lifts it late, and then its jobs come back to it.
+            # A paused server lifts it late, and only then do its jobs return to it.
             yield f"{name} is still drained"
         if leader is None or not world.swarm.specs:
             return
         if leader.driver.scheduling.placer.settled_at_ms > leader.process.now_ms():
             yield "the server still waits for nodes that are on their way back"
         for record in leader.driver.leases.records.values():
-            # A job that could have it keeps back those that are after it in the queue.
+            # A job that could have it blocks those behind it in the queue.
             if record.stream is None:
                 yield f"the server still waits for {record.node_id}"
         for node_id, quarantined in leader.driver.scheduling.quarantine.nodes.items():
@@ -240,11 +240,12 @@ class Operators:
                     continue
                 job, state = world.judge.stored.get(rdzv_id), leader.driver.jobs.peek(rdzv_id)
                 if held.part is not None and job is not None and held.part.state.run == job.run:
-                    # It went on in another run that was adopted after the store's loss.
+                    # It continued in another run that was adopted after the store's loss.
                     run = job.run
                 if job is None or job.run != run or job.ended is not None:
                     yield f"{agent.name} still holds {held.placed.key}, which is over"
-                # Who was given up, and came back by itself, takes part as if by its own wish.
+                # A node that was given up, and came back by itself, takes part as if by its own
+                # wish.
                 elif state is not None and agent.name not in _in(state):
                     yield f"{agent.name} still holds {held.placed.key}, and is not in it"
 
@@ -253,15 +254,15 @@ class Operators:
         return settings.min_nodes, settings.max_nodes
 
     def _waits_for_room(self, held: Held) -> bool:
-        """Whether a node was given more than it has, which only a store that went back can do.
+        """Return whether a node was given more than it has, which requires a loss of the store.
 
-        What it has no room for waits there until something else has ended.
+        Jobs for which it has no room wait there until something else has ended.
         """
         queued = held.ready and not held.starting and not held.given_back
         return queued and self.world.judge.era > 0
 
     def why_waits(self, job: Membership) -> str:
-        """Return why a submitted job has no round, if that is as it should be; else nothing."""
+        """Return why a submitted job rightly has no round; empty if it should have one."""
         world = self.world
         leader = world.leader
         state = leader.driver.jobs.peek(job.rdzv_id) if leader is not None else None
@@ -276,7 +277,7 @@ class Operators:
             # They have not stopped yet.
             return ""
         if state is not None and job.submission is None:
-            # It was adopted after the store's loss: nobody is placed on it any more.
+            # It was adopted after the store's loss: no node is placed on it any more.
             few = not state.seats and len(state.waiting) < job.min_nodes
             return "nobody has submitted it" if few else ""
         wanted = demand(state, 0) if state is not None else None
@@ -292,7 +293,7 @@ class Operators:
         assert job.submission is not None
         spec = job.submission.spec
         declined = {one.node_id for one in job.submission.declined}
-        # One may be stored without that anybody has heard so.
+        # A placement may be stored without any answer.
         cordoned = {
             *leader.driver.scheduling.cordons.by_node,
             *leader.driver.scheduling.quarantine.nodes,

@@ -1,7 +1,7 @@
 """Workers that park between rounds, in a simulation: at once, late, never; some die of it.
 
 A worker with the library parks when its round ends, or by itself when a collective fails in it (a
-*suspect*). What is true of it is kept here; what its node claims may be something else.
+*suspect*). This module keeps the true state of each; its node's claims may differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @struct(frozen=True)
 class Parked:
-    """A parked worker, as it really is."""
+    """The true state of a parked worker."""
 
     workers: Workers
     """The round that it took part in."""
@@ -31,7 +31,7 @@ class Parked:
     torn: bool
     shard: int = 0
     shards: int = 1
-    """Which part of a sharded state it has, of how many."""
+    """Its state is part `shard` of this many; 1 if the state is not sharded."""
     oldest_step: int | None = None
 
     @property
@@ -39,12 +39,12 @@ class Parked:
         return self.step or 0
 
     def holds(self, step: int) -> bool:
-        """Whether it can go on from a step, if its state is sharded."""
+        """Return whether it can continue from a step, if its state is sharded."""
         return not self.torn and (self.oldest_step or 0) <= step <= self.sealed
 
 
 class Parking:
-    """The workers of one job on one node that can park, and those that are parked."""
+    """The workers of one job on one node that can park, and the parked ones."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -56,7 +56,7 @@ class Parking:
         self.pids: dict[int, int] = {}
         self.parked: dict[int, Parked] = {}
         self.suspects: set[int] = set()
-        """LOCAL_RANKs of workers that have parked by themselves, in a round that may yet run."""
+        """LOCAL_RANKs of workers that have parked by themselves, in a round that may still run."""
         self._ending: set[int] | None = None
         """Process ids of those that were told to end; None: nobody was."""
         self.base = 0
@@ -67,7 +67,7 @@ class Parking:
     # -------------------------------------------------------------- a round begins
 
     def go(self, assignment: Assignment) -> None:
-        """Let the kept workers take part in a round; all others that are parked end before."""
+        """Let the kept workers take part in a round; the other parked ones end before."""
         kept = {rank: self.parked[rank] for rank in assignment.kept if rank in self.parked}
         world = self._runner.world
         if self._ending is not None:
@@ -84,7 +84,7 @@ class Parking:
         self._rank_first, self._world_size = assignment.rank_first, assignment.world_size
         for rank in kept:
             if world.happens("goes on never"):
-                # It is suspect then, and may be the only one.
+                # It is then a suspect, and may be the only one.
                 in_ms = resume_ms(self._runner.part.job) - 1
                 world.agenda.after(in_ms, partial(self._blame, self._runner.workers))
             else:
@@ -97,7 +97,7 @@ class Parking:
             self._runner.world.blame()
 
     def suspect(self, workers: Workers, among: Iterable[int]) -> bool:
-        """Let a collective fail in a worker, which parks; return whether one can."""
+        """Let a collective fail in a worker, which parks; return whether any can."""
         able = sorted(self.able.intersection(among) - self.suspects)
         world = self._runner.world
         if not able or world.random.random() < 0.2:
@@ -127,7 +127,7 @@ class Parking:
         return parked
 
     def _sharded(self, one: Parked, rank: int) -> Parked:
-        """Say which part of the state a worker has, if its model is sharded."""
+        """Add which part of the state a worker has, if its model is sharded."""
         world, swarm = self._runner.world, self._runner.world.swarm
         if not swarm.replicas:
             return one
@@ -136,7 +136,7 @@ class Parking:
             shards //= swarm.replicas
         if shards == 1:
             return one
-        # One that was touched since has what it held before; nothing, if it held nothing.
+        # A worker touched since then has what it held before; nothing, if it held nothing.
         touched = world.random.random() < 0.3
         older = swarm.holds_last and not touched and one.sealed > self.base
         return replace(
@@ -148,7 +148,7 @@ class Parking:
         )
 
     def claims(self) -> tuple[KeptWorker, ...]:
-        """Return what is claimed of the workers that have just parked; some die of it."""
+        """Return the claims about the workers that have just parked; some die of it."""
         world = self._runner.world
         world.counts["workers parked"] += len(self.parked)
         claims = []

@@ -43,7 +43,7 @@ class Mutant:
     old: str
     new: str
     by: str = SIMULATOR
-    """What catches it: the simulator, or these tests (paths and options of pytest)."""
+    """The simulator, or the tests that catch it (paths and options of pytest)."""
 
 
 CORE_TESTS = (

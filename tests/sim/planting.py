@@ -1,9 +1,9 @@
-"""Plants a bug: finds the code that it changes by its symbol, wherever that stands, and by tokens.
+"""Plants a bug: finds the code to change by its symbol, wherever that is, and by tokens.
 
-A symbol is a function, class, method or constant of the packages by the end of its dotted name:
-`_settle`, `Placer.submit`, or `machine._close` where the last name alone is not unique. Inside it
-the old code is found token by token, so neither indentation, line breaks, comments nor trailing
-commas matter: code may move to another file, and the list of planted bugs stays as it is.
+A symbol is a function, class, method or constant of the packages, given by the end of its dotted
+name: `_settle`, `Placer.submit`, or `machine._close` if the last name alone is not unique. Inside
+it the old code is found token by token, so indentation, line breaks, comments and trailing commas
+do not matter: code may move to another file without a change to the list of planted bugs.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _LAYOUT = {
 
 
 class StaleError(ValueError):
-    """A planted bug does not fit the code: its symbol or its text is not there exactly once."""
+    """A planted bug does not fit the code: its symbol or text does not occur exactly once."""
 
 
 @struct(frozen=True)
 class Symbol:
-    """Where something is defined: the lines of a file, decorators included, counted from 1."""
+    """Where a symbol is defined: the lines of a file, including decorators, counted from 1."""
 
     name: str
     """Dotted, with the module: `rdzv.core.rendezvous._settle`."""
     file: str
-    """Its path below the folder that was searched."""
+    """Its path below the searched folder."""
     first: int
     last: int
 
 
 @struct(frozen=True)
 class Token:
-    """One token of a source text, and where it stands."""
+    """One token of a source text, and its position."""
 
     text: str
     line: int
@@ -56,8 +56,7 @@ def planted(folder: Path, where: str, old: str, new: str) -> tuple[Path, str]:
     """Return the file that a bug changes below `folder`, and its text with the bug.
 
     Raises:
-        StaleError: the symbol or the old code is not there exactly once; with what comes nearest.
-
+        StaleError: the symbol or the old code does not occur exactly once; names the nearest match.
     """
     symbol = find(folder, where)
     path = folder / symbol.file
@@ -149,7 +148,7 @@ def _defined(body: list[ast.stmt], prefix: str, file: str) -> Iterator[Symbol]:
 
 @functools.lru_cache(maxsize=64)
 def tokens(text: str) -> list[Token]:
-    """Return the tokens of a source text or of a part of one, without layout and comments."""
+    """Return the tokens of a source text or a part of one, without layout and comments."""
     found: list[Token] = []
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -166,7 +165,7 @@ def _unindented(old: str) -> str:
 
 
 def _shift(old: str, pairs: list[tuple[Token, Token]]) -> int:
-    """Return how much further to the right the code stands now than `old` does."""
+    """Return how much further to the right the code is now than `old`."""
     lines = old.splitlines()
     line_before = 0
     for number, (before, now) in enumerate(pairs):

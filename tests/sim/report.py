@@ -1,8 +1,8 @@
-"""Runs histories, one or many, and writes down what became of them.
+"""Runs histories, one or many, and reports their failures.
 
-A failure prints its seed and its swarm, then itself with everything left out that it does not need:
-as a scenario file where the bare core fails alike, else as a trace. Exit codes: 1 a crash,
-3 a broken guarantee, 4 nothing runs although nothing is wrong.
+A failure prints its seed and its swarm, then a minimal version of itself: as a scenario file if the
+bare core fails in the same way, else as a trace. Exit codes: 1 a crash, 3 a broken guarantee, 4
+nothing runs although nothing is wrong.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tests.support.builders import SETTINGS
 
 CRASH, SAFETY, LIVENESS = 1, 3, 4
 MOST_FAILURES = 20
-"""So many failures are shown; more would hide them."""
+"""The most failures shown; more would hide them."""
 BATCH = 50
-"""Histories that one process runs before it reports."""
+"""How many histories one process runs before it reports."""
 
 
 KNOWN: tuple[str, ...] = ()
-"""Words of failures that are known, reported, and wait for their cure; they are counted apart.
+"""Parts of the messages of known failures that wait for a fix; they are counted separately.
 
-An entry goes with the cure; what it would hide until then is seen again after that.
+Remove an entry together with its fix, so that it hides no other failure.
 """
 
 
@@ -57,7 +57,7 @@ def judge(
     without: frozenset[str] = frozenset(),
     counts: Counter[str] | None = None,
 ) -> Failure | None:
-    """Live one history; say how it failed, if it did."""
+    """Run one history; return its failure, if any."""
     gc.collect()
     world = World(seed, only=only, without=without, counts=counts)
     try:
@@ -78,7 +78,7 @@ def judge(
 
 
 def run_batch(task: tuple[range, frozenset[str], bool]) -> tuple[list[Failure], Counter[str]]:
-    """Live some histories; return those that failed, and what was seen."""
+    """Run some histories; return those that failed, and what was seen."""
     seeds, without, first = task
     counts: Counter[str] = Counter()
     failures: list[Failure] = []
@@ -94,7 +94,7 @@ def run_batch(task: tuple[range, frozenset[str], bool]) -> tuple[list[Failure], 
 def run_many(
     seeds: range, processes: int, without: frozenset[str], *, first: bool = False
 ) -> Iterator[tuple[list[Failure], Counter[str]]]:
-    """Live many histories in several processes, batch by batch."""
+    """Run many histories in several processes, batch by batch."""
     batches = [
         (range(at, min(at + BATCH, seeds.stop)), without, first)
         for at in range(seeds.start, seeds.stop, BATCH)
@@ -108,20 +108,20 @@ def run_many(
 
 
 def _be_quiet() -> None:
-    """Servers in trouble say so in their log, and one that is killed leaves tasks behind."""
+    """Silence servers in trouble, and asyncio about the tasks of killed ones."""
     logging.disable(logging.CRITICAL)
     _forget_tasks()
-    # What a history leaves behind is looked for between two of them, see `judge`.
+    # Each history's garbage is collected between two histories, see `judge`.
     gc.collect()
     gc.freeze()
     gc.disable()
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    # Python closes such tasks where they were left, and complains of those that would wait then.
+    # Python closes such tasks where they were left, and complains about those that would wait then.
     sys.unraisablehook = lambda unraisable: None
 
 
 def _forget_tasks() -> None:
-    """Keep asyncio from remembering every task; nobody asks this process for them."""
+    """Keep asyncio from remembering every task; this process never asks for them."""
     if (tasks := getattr(asyncio.tasks, "_all_tasks", None)) is not None:
         tasks.add = lambda task: None
 
@@ -130,7 +130,7 @@ def _forget_tasks() -> None:
 
 
 def shrink(failure: Failure, without: frozenset[str], budget: int = 400) -> list[int]:
-    """Leave out every trouble without which the history still fails alike."""
+    """Leave out every trouble without which the history still fails in the same way."""
     kept = [trouble.number for trouble in World(failure.seed, without=without).plan]
     size = len(kept) // 2
     while size >= 1 and budget > 0:
@@ -152,7 +152,7 @@ def _alike(one: Failure, other: Failure) -> bool:
 
 
 def as_scenario(world: World, rdzv_id: str) -> str:
-    """Write what was said to the rendezvous of a job as a scenario file without its answers."""
+    """Write the commands to a job's rendezvous as a scenario file without its answers."""
     trace = world.judge.trace.get(rdzv_id, [])
     incarnations = sorted({getattr(said.command, "incarnation", 1) for said in trace})
     names = {incarnation: number + 1 for number, incarnation in enumerate(incarnations)}
@@ -171,26 +171,26 @@ def as_scenario(world: World, rdzv_id: str) -> str:
 
 
 def plays_alike(world: World, rdzv_id: str, scenario: str) -> bool:
-    """Whether the bare core, given the scenario, comes to where the history came to."""
+    """Return whether the bare core, given the scenario, ends like the history."""
     stored = world.judge.stored.get(rdzv_id)
     stage = Stage()
     try:
         stage.run(scenario.splitlines())
     except Exception:
-        # It fails there as well, which is what a scenario of a failure is for.
+        # It fails there as well, which is the purpose of a failure's scenario.
         return True
     return stored is None or write_state(stage.job.state)[:8] == write_state_of(world, rdzv_id)[:8]
 
 
 def write_state_of(world: World, rdzv_id: str) -> str:
-    """Write where a job stands at the server that leads; empty if none does."""
+    """Describe a job's state at the leading server; empty if none leads."""
     leader = world.leader
     state = leader.driver.jobs.peek(rdzv_id) if leader else None
     return write_state(state) if state is not None else ""
 
 
 def show(seed: int, only: Sequence[int] | None, without: frozenset[str]) -> Failure | None:
-    """Live one history and print all of it."""
+    """Run one history and print all of it."""
     world = World(seed, only=only, without=without)
     world.log = []
     print(world.swarm.describe())
@@ -212,7 +212,7 @@ def show(seed: int, only: Sequence[int] | None, without: frozenset[str]) -> Fail
 
 
 def explain(failure: Failure, without: frozenset[str]) -> None:
-    """Print a failure: its seed, its swarm, and itself made small."""
+    """Print a failure: its seed, its swarm, and a minimal version of it."""
     kept = shrink(failure, without)
     world = World(failure.seed, only=kept, without=without)
     print(f"\nseed {failure.seed}, made small (--only {','.join(map(str, kept)) or 'none'}):")

@@ -1,7 +1,7 @@
-"""What one history is like: sizes, settings and rates of trouble, and the troubles themselves.
+"""One history's parameters: sizes, settings and rates of trouble, and the troubles themselves.
 
-All of it follows from the seed. Most rates are zero in most histories (swarm testing), so that what
-only happens where something else does not is found too.
+All of it follows from the seed. Most rates are zero in most histories (swarm testing), to find also
+what only happens in the absence of something else.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rdzv.structs import field_names, replace, struct
 from tests.sim.agents import NodeSpec
 
 TROUBLES = 40
-"""How many things go wrong, or right, in one history."""
+"""How many troubles, or their opposites, happen in one history."""
 
 SUBMITTED_SHARE = 0.25
-"""In how many histories jobs are submitted, and placed by the server."""
+"""The share of histories in which jobs are submitted, and placed by the server."""
 HANGING_SHARE = 0.2
-"""In how many histories workers hang."""
+"""The share of histories in which workers hang."""
 AIMED_SHARE = 0.2
-"""In how many histories servers are killed as a round completes."""
+"""The share of histories in which servers are killed as a round completes."""
 OPERATED_SHARE = 0.5
-"""In how many of the others operators ask for something."""
+"""The share of the others in which operators send requests."""
 
 NODE_TROUBLES = (
     "worker_fails",
@@ -49,7 +49,7 @@ NODE_TROUBLES = (
     "repeats",
     "comes_twice",
 )
-"""What happens to one node, chosen by chance."""
+"""Troubles of one node, chosen at random."""
 
 SERVER_TROUBLES = (
     "server_crashes",
@@ -65,10 +65,10 @@ SERVER_TROUBLES = (
     "store_is_forgotten",
     "store_is_restored",
 )
-"""What happens to a server, or to what it stores."""
+"""Troubles of a server, or of its store."""
 
 AIMED_TROUBLES = ("server_is_killed_as_a_round_completes",)
-"""What happens to a server at the worst moment, and not at any."""
+"""Troubles of a server at the worst moment, rather than at any."""
 
 OPERATOR_TROUBLES = (
     "operator_scales",
@@ -81,27 +81,27 @@ OPERATOR_TROUBLES = (
     "operator_uncordons",
     "operator_submits",
 )
-"""What people ask of a server."""
+"""Operators' requests."""
 
 BUDGETED_SHARE = 0.4
-"""In how many histories jobs have budgets beside that of restarts."""
+"""The share of histories in which jobs have budgets other than that of restarts."""
 
 BUDGET_TROUBLES = ("crash_loops",)
-"""What happens in such histories alone."""
+"""Troubles only of such histories."""
 
 CHANCES = ("slow stop", "workers stuck", "start fails", "store host is late", "peer hangs")
-"""What may happen whenever it can, each with its own chance."""
+"""Troubles that may occur at any suitable moment, each with its own probability."""
 
 
 KEEPING_SHARE = 0.4
-"""In how many histories workers can park, and be kept."""
+"""The share of histories in which workers can park, and be kept."""
 
 KEEPING_CHANCES = ("parks never", "dies parked", "torn", "wrong claims", "goes on never")
-"""What may happen there whenever it can."""
+"""Troubles that may occur there at any suitable moment."""
 
 
 SHARDED_SHARE = 0.5
-"""In how many of these histories each worker has a part of the state."""
+"""The share of these histories in which each worker has a part of the state."""
 
 
 SNAPSHOT_SHARE = 0.4
@@ -112,18 +112,18 @@ SNAPSHOT_CHANCES = ("slot is damaged", "wrong snapshots")
 
 
 FENCED_SHARE = 0.25
-"""In how many histories nodes kill their own workers once they are cut off."""
+"""The share of histories in which nodes kill their own workers once they are cut off."""
 
 
 @struct(frozen=True)
 class Trouble:
-    """One thing that goes wrong, `gap_ms` after the one before."""
+    """One trouble, `gap_ms` after the previous one."""
 
     number: int
     gap_ms: int
     name: str
     salt: int
-    """The seed of whatever else is left to chance in it."""
+    """The seed of all random choices in it."""
 
     def __str__(self) -> str:
         return f"{self.number}: {self.name} (after {self.gap_ms} ms)"
@@ -137,13 +137,13 @@ class Swarm:
     nodes: tuple[NodeSpec, ...]
     servers: int
     rates: dict[str, float]
-    """How likely each kind of trouble is beside the others."""
+    """The relative probability of each kind of trouble."""
     chances: dict[str, float]
     latencies_ms: tuple[int, ...]
     store_latencies_ms: tuple[int, ...]
     server_timeout_ms: int
     clock_offsets_ms: tuple[int, ...]
-    """How far the servers' clocks are from each other."""
+    """How far the servers' clocks differ."""
     specs: dict[str, JobSpec] = field(default_factory=dict)
     """The jobs that are submitted, if nodes take such jobs."""
     quarantine: QuarantineTuning = field(default_factory=QuarantineTuning)
@@ -151,13 +151,13 @@ class Swarm:
     """How long workers may take to park; 0: no worker is kept."""
     park_timeout_ms: int = 600_000
     fence_after_ms: int = 0
-    """When a node that is cut off kills its own workers; 0: never."""
+    """After how long a node that is cut off kills its own workers; 0: never."""
     replicas: int = 0
     """How many workers have each part of a sharded state; 0: each has all of a state."""
     snapshot_every_ms: int = 0
     """How long workers take from one snapshot to the next; 0: they save none."""
     holds_last: bool = True
-    """Whether workers hold the step before the last one as well, if their state is sharded."""
+    """Whether workers also hold the last but one step, if their state is sharded."""
 
     @classmethod
     def of(cls, seed: int, random: Random, without: frozenset[str] = frozenset()) -> Swarm:
@@ -174,12 +174,12 @@ class Swarm:
 
     @classmethod
     def _with_operators(cls, swarm: Swarm, seed: int, without: frozenset[str]) -> Swarm:
-        # By chance of its own: most histories are what they are without operators.
+        # Drawn independently: most histories are the same as without operators.
         other = Random(f"{seed}, with operators")
         if other.random() < SUBMITTED_SHARE:
             swarm = _with_submitted(swarm, other)
             swarm = _with_budgets(swarm, Random(f"{seed}, submitted, with budgets"), without)
-            # By chance of its own, too. With more failures than elsewhere, or hardly any counts.
+            # Drawn independently, too, with more failures: otherwise hardly any node is at fault.
             fails = swarm.rates["worker_fails"] * 4
             swarm = replace(
                 swarm,
@@ -196,14 +196,14 @@ class Swarm:
 
     @classmethod
     def _with_hangs(cls, swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
-        """Let workers hang in some histories; all others are what they are without."""
+        """Let workers hang in some histories; all others are unchanged."""
         if random.random() >= HANGING_SHARE or "worker_hangs" in without:
             return swarm
         return replace(swarm, rates={**swarm.rates, "worker_hangs": random.choice((0.3, 1.0, 3.0))})
 
     @classmethod
     def _with_aim(cls, swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
-        """Kill servers as rounds complete in some histories; all others are what they are."""
+        """Kill servers as rounds complete in some histories; all others are unchanged."""
         if random.random() >= AIMED_SHARE:
             return swarm
         rates = {name: random.choice((0.3, 1.0, 3.0)) for name in AIMED_TROUBLES}
@@ -235,7 +235,7 @@ class Swarm:
         )
 
     def job(self, rdzv_id: str, spec: NodeSpec) -> Job:
-        """Say how a job is launched on a node."""
+        """Return how a job is launched on a node."""
         submitted = self.specs.get(rdzv_id)
         if submitted is not None and spec.resources is not None:
             gpus = gpus_needed(submitted, spec.resources)
@@ -273,7 +273,7 @@ class Swarm:
         )
 
     def describe(self) -> str:
-        """Write it in a few lines: what a failure prints first."""
+        """Describe the parameters in a few lines, which a failure prints first."""
         lines = []
         for name in field_names(type(self)):
             value = getattr(self, name)
@@ -288,11 +288,11 @@ class Swarm:
 
 
 def _with_keeping(swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
-    """Let workers be kept in some histories; all others are what they are without."""
+    """Let workers be kept in some histories; all others are unchanged."""
     if random.random() >= KEEPING_SHARE or "collective_fails" in without:
         return swarm
     chances = {name: random.choice((0.0, 0.0, 0.05, 0.3)) for name in KEEPING_CHANCES}
-    # A claim that is wrong takes from the judge what it could check.
+    # A wrong claim takes away from the judge what it could check.
     chances["wrong claims"] = random.choice((0.0, 0.0, 0.0, 0.1))
     return replace(
         swarm,
@@ -304,14 +304,14 @@ def _with_keeping(swarm: Swarm, random: Random, without: frozenset[str]) -> Swar
 
 
 def _with_fence(swarm: Swarm, random: Random) -> Swarm:
-    """Fence all nodes in some histories; all others are what they are without."""
+    """Fence all nodes in some histories; all others are unchanged."""
     if random.random() >= FENCED_SHARE:
         return swarm
     return replace(swarm, fence_after_ms=random.choice((1_000, 2_500, 4_000)))
 
 
 def _with_shards(swarm: Swarm, random: Random) -> Swarm:
-    """Shard the state in some histories with kept workers; all others are what they are."""
+    """Shard the state in some histories with kept workers; all others are unchanged."""
     if not swarm.keep_timeout_ms or random.random() >= SHARDED_SHARE:
         return swarm
     return replace(swarm, replicas=random.choice((1, 2, 2, 2, 3)), holds_last=random.random() < 0.7)
@@ -334,7 +334,7 @@ def _with_snapshots(swarm: Swarm, random: Random) -> Swarm:
 
 
 def _with_budgets(swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
-    """Let some jobs have budgets for what is free else, or back off otherwise."""
+    """Give some jobs limited budgets, or other backoffs."""
     if random.random() < BUDGETED_SHARE:
         jobs = {name: _budgeted(settings, random) for name, settings in swarm.jobs.items()}
         loops = random.choice((0.0, 0.5, 2.0)) if "crash_loops" not in without else 0.0

@@ -1,7 +1,7 @@
-"""Random histories of the whole system: whatever goes wrong, no promise is broken, and it recovers.
+"""Random histories of the whole system: whatever goes wrong, it keeps every promise, and recovers.
 
-How many is so that two idle cores need five seconds or so; `make campaigns` and `make sim` run
-more. A seed that once failed stays here when what it found is cured.
+Their number is such that two idle cores need about five seconds; `make campaigns` and `make sim`
+run more. A seed that once failed stays here after the fix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HISTORIES = int(os.environ.get("SEEDS", "80"))
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the simulator as by hand, in processes of its own."""
+    """Run the simulator as by hand, in separate processes."""
     return subprocess.run(
         [sys.executable, "-m", "tests.sim", *arguments],
         cwd=ROOT,

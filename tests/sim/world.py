@@ -1,16 +1,16 @@
 """One history of the whole system in virtual time: everything in it follows from one seed.
 
-What is real: the server's driver, jobs, streams and timers, its three pure cores, the store's
-codec and contract, the agent core, and the words of both on the wire. What is simulated: the
-network, the disk, processes, clocks, and the workers. So the *driver* is tried as well, with each
-await a point where its process may be killed; a model of it around the bare cores would run about
-three times as many histories in the same time, and would miss whatever the driver does wrong.
+Real parts: the server's driver, jobs, streams and timers, its three pure cores, the store's codec
+and contract, the agent core, and the messages between server and agents. Simulated: the network,
+the disk, processes, clocks, and the workers. So the *driver* is tested as well: its process may be
+killed at each await. A model of it around the bare cores would run about three times as many
+histories in the same time, but would miss the driver's own bugs.
 (tests/unit/core/test_small_scope.py is the other extreme: the bare core, every order of commands.)
 
 A history has two phases. In the *safety* phase things go wrong as planned, and the judge checks
 every step. In the *liveness* phase nothing new goes wrong, a random core of at least `min_nodes`
-heals, and each job must run a round on whoever is there, or be closed, within a bound. Then, for a
-while, nothing must happen any more.
+heals, and each job must run a round on the available nodes, or be closed, within a bound. Then, for
+a while, nothing must happen any more.
 
 `python -m tests.sim 4711 --trace` prints one; `make sim SEEDS=100000` runs many.
 """
@@ -36,7 +36,7 @@ from tests.sim.operators import Operators
 from tests.sim.swarm import AIMED_TROUBLES, Swarm, Trouble
 
 TRACED = ("store", "trouble", "attach", "refused", "chance")
-"""Of what is counted only, what a trace shows too."""
+"""The kinds of counted events that a trace also shows."""
 OF_A_PART = (
     "worker_fails",
     "collective_fails",
@@ -46,17 +46,17 @@ OF_A_PART = (
     "store_host_fails",
     "runner_dies",
 )
-"""What happens to a job on a node, and not to one that has none."""
+"""Troubles of a job on a node, which need a node with a job."""
 CALM_MS = 15_000
 """For how long nothing must happen once all is well."""
 SETTLE_MS = 10_000
-"""What may still be under way when all is well for the first time comes to its end."""
+"""How long after that, events under way may still complete."""
 START_ANEW_MS = 5_000
-"""How often, in the liveness phase, an agent is started where there is none."""
+"""The interval, in the liveness phase, at which missing agents are started."""
 
 
 class World:
-    """Virtual time, one seeded source of chance, and everyone in it."""
+    """Virtual time, one seeded source of randomness, and all simulated processes."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class World:
         self.plan = [trouble for trouble in plan if keep is None or trouble.number in keep]
         self.random = random
         self.check_random = Random(seed)
-        """Chance for what is checked, apart, so that a check more or less changes no history."""
+        """A separate source for checks, so that adding or removing one changes no history."""
         self.moves_random = Random(f"{seed}, how far workers come")
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.agenda = Agenda()
         self.calm = False
-        """Nothing new goes wrong any more."""
+        """Whether nothing new goes wrong any more."""
         self.failure: BaseException | None = None
         self.log: list[str] | None = None
         self.judge = Judge(self)
@@ -91,14 +91,14 @@ class World:
         self.agents: list[Agent] = []
         """Every agent that lives, and every one whose workers do."""
         self._starts_anew = True
-        """Whether agents are started where there are none, once nothing new goes wrong."""
+        """Whether missing agents are started once nothing new goes wrong."""
         self._kill_ms: tuple[int, int] | None = None
         """How long after the next round completes its server is killed, and is back."""
         if any(self.swarm.rates.get(name) for name in AIMED_TROUBLES):
-            # The first round is like no other: its nodes have only just come.
+            # The first round is special: its nodes have only just joined.
             self._aim(Random(f"{seed}, the first aim"))
         self.servers_from_ms = 0
-        """Before this no server can start."""
+        """No server can start before this time."""
         self.operators = Operators(self)
         self._instances = 0
         self._uids = 0
@@ -115,7 +115,7 @@ class World:
             self.note(what)
 
     def note(self, text: str) -> None:
-        """Write into the trace, if there is one."""
+        """Write a line into the trace, if there is one."""
         if self.log is not None:
             self.log.append(f"{self.agenda.now_ms:>9} ms  {text}")
 
@@ -126,11 +126,11 @@ class World:
             self.note(f"FAILED: {error!r}")
 
     def blame(self) -> None:
-        """Note that a restart may be spent from now on, though the server cannot know why."""
+        """Note that from now on a restart may be spent for a reason that the server cannot know."""
         self.judge.blameless = False
 
     def happens(self, chance: str) -> bool:
-        """Whether something happens that has its own chance."""
+        """Return whether something happens that has its own probability."""
         likely = self.swarm.chances[chance]
         if self.calm or not likely or self.random.random() >= likely:
             return False
@@ -138,7 +138,7 @@ class World:
         return True
 
     def happens_in(self, what: str, likely: float) -> bool:
-        """Whether something happens that always has this chance, until all is healed."""
+        """Return whether something happens with this probability; never once all is healed."""
         if self.calm or self.random.random() >= likely:
             return False
         self.count(f"chance: {what}")
@@ -149,12 +149,12 @@ class World:
         return f"run-{self._uids}"
 
     def new_pid(self, local_rank: int) -> int:
-        """Return the process id of a new worker; unique where a parked one may be taken for it."""
+        """Return the process id of a new worker, unique if a parked one might have it."""
         self._pids += bool(self.swarm.keep_timeout_ms)
         return 100 + local_rank + 10 * self._pids
 
     def steps_sealed(self, workers: Workers) -> int:
-        """Return how many steps a round has sealed: its workers go in lock-step."""
+        """Return how many steps a round has sealed: its workers run in lock-step."""
         return Random(f"{self.seed}, {self.judge.era}, steps of {workers}").choice((0, 0, 1, 5))
 
     @property
@@ -167,13 +167,12 @@ class World:
     # -------------------------------------------------------------- life
 
     def live(self) -> None:
-        """Live this history to its end.
+        """Run this history to its end.
 
         Raises:
             SafetyError: a guarantee was broken.
             LivenessError: all is healed, and nothing runs in time.
-            Exception: whatever else was raised inside.
-
+            Exception: any other error inside.
         """
         with self.judge.watching():
             self._begin()
@@ -186,7 +185,7 @@ class World:
             self._stay_calm()
 
     def run(self, for_ms: int) -> None:
-        """Let time pass; stop at the first thing that is wrong."""
+        """Let time pass; stop at the first error."""
         self._check()
         self.agenda.run(self.agenda.now_ms + for_ms, self._check)
 
@@ -203,7 +202,7 @@ class World:
             self.agenda.after(in_ms, partial(self.operators.submit, rdzv_id))
 
     def start_node(self, name: str) -> None:
-        """Start an agent on a node that has none; once nothing new happens, see `_start_core`."""
+        """Start an agent on a node without one; once nothing new happens, see `_start_core`."""
         if not self.calm:
             self._start(name)
 
@@ -225,7 +224,7 @@ class World:
             self.agents.remove(agent)
 
     def collectives_break(self, workers: Workers, era: int) -> None:
-        """When workers vanish, those of their round on other nodes fail, unless they hang."""
+        """When workers vanish, fail those of their round on other nodes, unless they hang."""
         for agent in self.agents:
             for part in agent.parts.values():
                 peer = part.runner.workers == workers and part.runner.era == era
@@ -268,7 +267,7 @@ class World:
             self.collectives_break(workers, part.runner.era)
 
     def _crash_loops(self, chance: Random, agent: Agent, part: Part) -> None:
-        """The script is wrong: whenever a round of the job runs, it fails soon."""
+        """The script is broken: whenever a round of the job runs, it fails soon."""
         for times in range(chance.randint(2, 5)):
             at_ms = times * chance.choice((1_500, 5_000))
             self.agenda.after(at_ms, partial(self._fail_wherever, part.rdzv_id))
@@ -291,7 +290,7 @@ class World:
                         there.runner.hang(local_rank, chance.choice((None, None, 3_000, 9_000)))
 
     def _workers_succeed(self, chance: Random, agent: Agent, part: Part) -> None:
-        """All workers of the round come to their end; some a good while after the others."""
+        """All workers of the round finish, some much later than others."""
         workers = part.runner.workers
         alone = chance.random() < 0.3
         for other in list(self.agents):
@@ -323,7 +322,7 @@ class World:
         self._start_later(chance, agent.name)
 
     def _node_flaps(self, chance: Random, agent: Agent, part: Part) -> None:
-        """A node is lost and back, again and again."""
+        """A node is lost and back, repeatedly."""
         name = agent.name
         for times in range(chance.randint(2, 3)):
             at_ms = times * chance.choice((1_500, 4_000))
@@ -339,7 +338,7 @@ class World:
         self.agenda.after(in_ms, partial(self.start_node, name))
 
     def _machine_freezes(self, chance: Random, agent: Agent, part: Part) -> None:
-        """A machine stands still; perhaps the scheduler starts the node again elsewhere."""
+        """A machine stands still; perhaps the scheduler restarts the node elsewhere."""
         agent.freeze(chance.choice((400, 3_000, 8_000, 40_000)))
         if chance.random() < 0.3:
             in_ms = chance.choice((1_000, 6_000))
@@ -349,7 +348,7 @@ class World:
         self._start_twin(agent)
 
     def _start_twin(self, agent: Agent) -> None:
-        """Start another agent under the name of one that still lives."""
+        """Start another agent under the name of a living one."""
         same = sum(1 for other in self.agents if other.name == agent.name)
         # No two daemons use one directory.
         if not self.calm and not self.swarm.specs and same < 2:
@@ -369,7 +368,7 @@ class World:
             self.agenda.after(in_ms, partial(self._agent_restarts, chance, agent, part))
 
     def _adopt(self, former: Agent) -> None:
-        """Start the next instance of a daemon; it takes over whatever workers there are."""
+        """Start the next instance of a daemon; it takes over any remaining workers."""
         if former.alive or any(a.name == former.name and a.alive for a in self.agents):
             return
         if former.has_workers:
@@ -407,7 +406,7 @@ class World:
         self._cut(chance, agent, (chance.choice((UP, DOWN)),))
 
     def _cut(self, chance: Random, agent: Agent, directions: tuple[str, ...]) -> None:
-        """Let nothing through for a while; neither side is told."""
+        """Let nothing through for a while; neither side is notified."""
         everywhere = chance.random() < 0.5
         here = agent.connection.server.number if agent.connection else 0
         for server in self.servers:
@@ -437,7 +436,7 @@ class World:
             server.crash(back_in_ms=chance.choice((10, 1_000, 8_000)))
 
     def _server_machine_dies(self, chance: Random) -> None:
-        """No node is told; each finds out by its pings."""
+        """No node is notified; each finds out by its pings."""
         if (server := self._some_server(chance)) is not None:
             talking = [agent for agent in self.agents if agent.connection is not None]
             server.crash(silent=True, back_in_ms=chance.choice((1_000, 8_000)))
@@ -452,7 +451,7 @@ class World:
         self._kill_ms = chance.choice((0, 0, 1, 3, 10)), chance.choice((10, 1_000, 8_000))
 
     def round_completed(self, server: Server) -> None:
-        """Kill the server of a new round, if that is planned: nodes have hardly heard of it."""
+        """Kill the server of a new round, if planned, while nodes have barely received it."""
         if self._kill_ms is not None and not self.calm:
             (in_ms, back_in_ms), self._kill_ms = self._kill_ms, None
             process = server.process
@@ -478,7 +477,7 @@ class World:
             chance.choice(others).start()
 
     def took_over(self, server: Server) -> None:
-        """Let whoever led before find out that it does not, if it lives so long."""
+        """Let the former leader find out that it no longer leads, if it lives long enough."""
         for other in self.servers:
             if other is not server and other.up:
                 in_ms = 0 if self.calm else self.random.choice((0, 1_000, 6_000, 15_000))
@@ -531,7 +530,7 @@ class World:
             server.crash()
         change()
         self.judge.rolled_back(stored)
-        # A server's leadership is at least its clock in seconds, so that it outgrows the lost ones.
+        # A server's leadership is at least its clock in seconds, so that it exceeds the lost ones.
         offset_ms = max(server.clock_offset_ms for server in self.servers)
         for server in self.servers:
             server.clock_offset_ms = offset_ms
@@ -543,7 +542,7 @@ class World:
     # -------------------------------------------------------------- liveness
 
     def _heal(self) -> None:
-        """Begin the liveness phase: a random core of nodes is there again, others need not be."""
+        """Begin the liveness phase: a random core of nodes is back; the others may stay away."""
         self.note("healing")
         self.calm = True
         self.network.latencies_ms = (1, 2, 5)
@@ -579,20 +578,20 @@ class World:
         self.agenda.after(START_ANEW_MS, partial(self._keep_serving, leader))
 
     def _start_core(self) -> None:
-        """Start again whoever is not there, until all is well."""
+        """Restart missing agents until all is well."""
         if self._starts_anew and not self.well:
             for name in self.core:
                 self._start(name)
             for agent in list(self.agents):
                 over = any(part.outcome is not None for part in agent.parts.values())
                 if over and not self.swarm.specs:
-                    # It takes part in one of two jobs only; such a node is started anew.
+                    # It takes part in only one of two jobs; such a node is restarted.
                     agent.awake(agent.signal)
         self.agenda.after(START_ANEW_MS, self._start_core)
 
     @property
     def patience_ms(self) -> int:
-        """Within what time of the last trouble a round runs: each wait that may stand before it."""
+        """Return how long after the last trouble a round may take to run: all possible waits."""
         tuning, leases = Tuning(), NodesTuning()
         settings = self.swarm.jobs.values()
         stop_ms = max(spec.shutdown_timeout_ms for spec in self.specs.values())
@@ -604,8 +603,8 @@ class World:
             + tuning.store_backoff_max_ms
             + max(s.restart_backoff_max_ms for s in settings)
             + tuning.gather_ms
-            + 60_000  # Until workers that are stuck are reaped, ...
-            + 60_000  # ... and for whatever was planned before all of it healed.
+            + 60_000  # Until stuck workers are reaped, ...
+            + 60_000  # ... and for troubles planned before all of it healed.
         )
 
     def _wait_until_well(self) -> None:
@@ -632,12 +631,12 @@ class World:
         return not any(True for _ in self._ills())
 
     def ill(self) -> str:
-        """Say what is not well."""
+        """Describe what is not well."""
         return "; ".join(self._ills())
 
     def _ills(self) -> Iterable[str]:
         for agent in self.agents:
-            # Who comes to the server late may bring news of a round, or be lost before.
+            # A node that connects late may report a round, or be lost first.
             if agent.alive and not agent.greeted:
                 yield f"{agent.name} is not connected"
         yield from self.operators.ills()
@@ -653,7 +652,7 @@ class World:
                 yield from self._unheard(membership)
 
     def _unheard(self, membership: Membership) -> Iterable[str]:
-        """Name the nodes that are still in a run that is closed."""
+        """Yield the nodes that are still in a closed run."""
         for agent in self.agents:
             part = agent.parts.get(membership.rdzv_id)
             if part is None or not agent.alive or part.state.run != membership.run:
@@ -672,7 +671,7 @@ class World:
             return
         workers = (rdzv_id, membership.run, round_.number)
         for participant in round_.participants:
-            # Who is gone from a live round has succeeded before.
+            # A node missing from a live round has succeeded before.
             gone = participant.node_id in round_.gone
             if not gone and not self._has_workers(participant.node_id, workers):
                 yield f"{participant.node_id} has no workers of {workers}"
@@ -684,7 +683,7 @@ class World:
             yield f"nobody trains in {workers} any more, and the run is not closed"
 
     def _has_workers(self, name: str, workers: Workers) -> bool:
-        """Whether a node trains, or has done so to the end and waits for the others."""
+        """Return whether a node trains, or has finished and waits for the others."""
         for agent in self.agents:
             part = agent.parts.get(workers[0])
             if agent.name != name or part is None:
@@ -701,13 +700,13 @@ class World:
         part = agent.parts.get(workers[0])
         if part is None or part.runner.workers != workers or not part.runner.alive:
             return False
-        # Who stops or leaves trains for the last time.
+        # A node that stops or leaves trains for the last time.
         return part.state.phase is Phase.RUNNING
 
     # -------------------------------------------------------------- calm
 
     def _stay_calm(self) -> None:
-        """Once all is well, and nobody comes or goes, no round ends."""
+        """Check that once all is well, and no node comes or goes, no round ends."""
         self.run(SETTLE_MS)
         self._wait_until_well()
         self._starts_anew = False

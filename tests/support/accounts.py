@@ -1,4 +1,4 @@
-"""What tests of accounts need: root's rights to give up, and a folder that others can enter."""
+"""What tests of accounts need: root's rights, to give up, and a folder that others can enter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rdzv.agent.system.accounts import Account, Identity
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another account")
 
 ADA = Identity(uid=64_321, gid=64_322, groups=(64_322, 64_323), umask=0o027)
-"""Nobody's: an account is no more than its numbers to the kernel."""
+"""An unused account: to the kernel, an account is only its numbers."""
 
 SECRET = "root:only root may read this"
 
@@ -27,18 +27,18 @@ def account(home: Path, identity: Identity = ADA) -> Account:
 
 @contextmanager
 def passable_folder() -> Iterator[Path]:
-    """Make a folder that everybody can enter; those of pytest are root's alone."""
+    """Create a folder that everyone can enter; pytest's belong only to root."""
     folder = Path(tempfile.mkdtemp(prefix="rdzv-accounts-", dir="/tmp"))
     folder.chmod(0o711)
     try:
         yield folder
     finally:
-        # What a failed test has left may be too deep for Python.
+        # A failed test's leftovers may be too deep for Python.
         subprocess.run(["rm", "-rf", folder], check=True)
 
 
 def own_folder(above: Path, name: str, identity: Identity = ADA) -> Path:
-    """Make a folder that belongs to an account alone."""
+    """Create a folder that only one account may access."""
     folder = above / name
     folder.mkdir(mode=0o700)
     os.chown(folder, identity.uid, identity.gid)
@@ -46,7 +46,7 @@ def own_folder(above: Path, name: str, identity: Identity = ADA) -> Path:
 
 
 def roots_secret(above: Path) -> Path:
-    """Write a file that root alone may read, in a folder that everybody may enter."""
+    """Write a file that only root may read, in a folder that everyone may enter."""
     path = above / "shadow"
     path.write_text(SECRET)
     path.chmod(0o600)

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry: it takes what is sent by OTLP over HTTP, and remembers it."""
+"""An OpenTelemetry collector, which receives and remembers what is sent by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass
 class Collector:
-    """What was sent, in its order."""
+    """Everything received, in order."""
 
     url: str = ""
     spans: list[Any] = field(default_factory=list)
     resources: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     answers: threading.Event = field(default_factory=threading.Event)
-    """Set, as it is at first: a request is answered."""
+    """Whether requests are answered; initially set."""
 
     def named(self) -> dict[str, Any]:
-        """Return the spans by name; of those with the same, the last."""
+        """Return the spans by name; the last of those with the same name."""
         return {span.name: span for span in self.spans}
 
 
@@ -48,7 +48,7 @@ def collecting() -> Iterator[Collector]:
                 collector.resources.append(plain(resource.resource.attributes))
                 for scope in resource.scope_spans:
                     collector.spans += scope.spans
-            # Who has been told to stop waits for no answer.
+            # A client that was told to stop waits for no answer.
             with contextlib.suppress(ConnectionError):
                 self.send_response(200)
                 self.send_header("Content-Length", "0")

@@ -1,4 +1,4 @@
-"""Jobs as an operator meets them, in the words of the server."""
+"""Jobs as an operator meets them, in the server's messages."""
 
 from rdzv.core.timed_text import left, past, times_of
 from rdzv.structs import as_dict
@@ -48,7 +48,7 @@ def joining() -> pb.JobStatus:
 
 
 def give_reason(shown: pb.JobStatus | pb.NodeStatus, reason: str) -> None:
-    """Have a job, or a node of it, say a reason with its times."""
+    """Give a job, or one of its nodes, a reason with its times."""
     shown.reason = reason
     del shown.reason_times[:]
     shown.reason_times.extend(pb.ReasonTime(**as_dict(time)) for time in times_of(reason))
@@ -176,7 +176,7 @@ def large() -> pb.JobStatus:
 
 
 def watched() -> pb.JobStatus:
-    """A job of torch's own rendezvous: what its nodes do not write down is not known."""
+    """A job of torch's own rendezvous, of which only the data that its nodes store is known."""
     nodes = [
         pb.NodeStatus(
             node_id=f"h{i}_{4711 + i}_0",

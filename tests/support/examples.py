@@ -1,4 +1,4 @@
-"""How properties are tried: the same examples in every run, on a machine of any speed."""
+"""Settings for property tests: the same examples in every run, on a machine of any speed."""
 
 from hypothesis import HealthCheck, settings
 

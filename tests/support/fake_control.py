@@ -1,4 +1,4 @@
-"""A Control service that answers what a test has put into it, over real gRPC on loopback."""
+"""A Control service that returns a test's data, over real gRPC on loopback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 
 
 class FakeControl(pb_grpc.ControlServicer):
-    """Knows the jobs that it was given; `error` is what every call ends with, if set."""
+    """Knows the given jobs; every call ends with `error`, if set."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, pb.JobStatus] = {}
@@ -29,7 +29,7 @@ class FakeControl(pb_grpc.ControlServicer):
         self.history: list[pb.Event] = []
         self.error: RendezvousError | grpc.StatusCode | None = None
         self.next_error: Callable[[], RendezvousError | None] | None = None
-        """What the next call ends with, in place of `error`."""
+        """Returns the error of the next call, instead of `error`."""
         self.error_text = "no details"
         self.tokens_asked = 0
         self.hangs = False

@@ -1,8 +1,9 @@
-"""`--forks N`: what one process has collected is run by N that are forked from it.
+"""`--forks N`: the tests collected by one process are run by N processes forked from it.
 
 For thousands of tests of a millisecond pytest-xdist costs more than they do: each of its processes
-imports and collects everything for itself, and sends three reports of each test. Here the memory is
-shared, a process takes the next file when it has done one, and only that a test passed is sent.
+imports and collects everything for itself, and sends three reports for each test. Here the memory
+is shared, a process takes the next file when it has finished one, and for a passed test only that
+fact is sent.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Any
 import pytest
 
 _NUMBER = 2
-"""Bytes of the number of a file."""
+"""The size of a file's number, in bytes."""
 _LENGTH = 4
-"""Bytes of the length of a report."""
+"""The size of a report's length, in bytes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,12 +41,12 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run all tests in forked processes, and report here what they report."""
+    """Run all tests in forked processes, and pass on their reports here."""
     config = session.config
     if not config.option.forks or config.option.collectonly or session.testsfailed:
         return None
     files = [list(items) for _, items in groupby(session.items, _file)]
-    # What many tests are in is begun first, so that no process is left with it at the end.
+    # Files with many tests start first, so that no process is left with one at the end.
     files.sort(key=len, reverse=True)
     turns, all_turns = os.pipe()
     os.write(all_turns, b"".join(n.to_bytes(_NUMBER, "big") for n in range(len(files))))
@@ -66,18 +67,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _file(item: pytest.Item) -> Path:
-    """Return the file of a test; those of the whole project are together, to parse sources once."""
+    """Return the file of a test; tests of the whole project go together, to parse sources once."""
     return item.path.parent if item.path.parent.name == "project" else item.path
 
 
 class _Worker:
-    """A forked process, and the pipe of its reports, each with its length before it."""
+    """A forked process, and the pipe for its reports, each preceded by its length."""
 
     def __init__(self, session: pytest.Session, files: list[list[pytest.Item]], turns: int) -> None:
         self.reports, reports = os.pipe()
         self.unread = b""
         self.runs = ""
-        """The test that it has begun last."""
+        """The test that it started last."""
         self.has_ended = False
         if pid := os.fork():
             self.pid = pid
@@ -92,11 +93,11 @@ class _Worker:
         except BaseException:
             traceback.print_exc()
         finally:
-            # Nothing of what pytest does at its end is this process's to do.
+            # pytest's cleanup at its end is not this process's job.
             os._exit(code)
 
     def read(self) -> list[dict[str, Any]] | None:
-        """Return the reports that have come, and note what runs; None at the end of them."""
+        """Return the reports that have arrived, and note what runs; None at the end."""
         if not (data := os.read(self.reports, 1 << 16)):
             return None
         self.unread += data
@@ -111,7 +112,7 @@ class _Worker:
         return found
 
     def wait(self) -> str:
-        """Wait for its end; return what it ended by."""
+        """Wait for its end; describe how it ended."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         self.has_ended = True
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
@@ -129,12 +130,12 @@ def _items(files: list[list[pytest.Item]], turns: int) -> Iterator[pytest.Item]:
 
 
 def _run(session: pytest.Session, items: Iterator[pytest.Item], reports: int) -> None:
-    """Run what is left to run, in a forked process."""
+    """Run the remaining tests, in a forked process."""
     config = session.config
     config.pluginmanager.unregister(name="terminalreporter")
     config.pluginmanager.register(_Sender(config, reports))
     factory = config._tmp_path_factory  # type: ignore[attr-defined]
-    # The next free number is looked for among all folders that are there.
+    # The next free number is searched among all existing folders.
     factory._basetemp = factory.mktemp("forked")
     item = next(items, None)
     while item is not None:
@@ -144,7 +145,7 @@ def _run(session: pytest.Session, items: Iterator[pytest.Item], reports: int) ->
 
 
 class _Sender:
-    """Writes which test begins, and all that the terminal is to show of it."""
+    """Reports which test starts, and what the terminal should show about it."""
 
     def __init__(self, config: pytest.Config, reports: int) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""rdzv as a user has it: installed from the files of a release, with no checkout in sight."""
+"""rdzv as a user has it: installed from a release, without a checkout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(*command: str | Path, folder: Path, **environ: str) -> str:
 
 
 def clean_environ() -> dict[str, str]:
-    """Return this environment without what leads to the checkout or is a launch's."""
+    """Return this environment without variables of the checkout or of a launch."""
     dropped = ("RDZV_", "PET_", "PYTHON", "VIRTUAL_ENV", "COV_", "TORCHELASTIC_")
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
@@ -54,7 +54,7 @@ def build(out: Path, root: Path = ROOT, **environ: str) -> Path:
 
 
 def environment(folder: Path, *wheels: Path) -> Path:
-    """Make an environment with these wheels and the libraries of the release; return its bin."""
+    """Create an environment with these wheels and the release's libraries; return its bin."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder.parent)
     constraints = ("--constraint", ROOT / "deploy/constraints.txt")
     pip = (*PIP, "--python", folder / "bin/python")
@@ -64,12 +64,12 @@ def environment(folder: Path, *wheels: Path) -> Path:
 
 
 def environment_with_torch(folder: Path, *wheels: Path) -> Path:
-    """Make an environment with this one's torch and these wheels; return its interpreter."""
+    """Create an environment with this one's torch and these wheels; return its interpreter."""
     bin_folder = environment(folder, *wheels)
     (packages,) = folder.glob("lib/python3*/site-packages")
     import torch
 
-    # A line of such a file is a folder of modules; the .pth files in there are not read.
+    # Each line of such a file is a folder of modules, whose own .pth files are not read.
     (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     return bin_folder / "python"
 
@@ -98,7 +98,7 @@ class Programs:
         return self.folder / f"{name}.log"
 
     def until(self, what: str, holds: Callable[[], Any]) -> Any:
-        """Wait until something holds; on a failure show what all programs have written."""
+        """Wait until a condition holds; on a failure show the output of all programs."""
         deadline = time.monotonic() + DEADLINE_S
         while not (found := holds()):
             logs = "\n".join(f"--- {n}\n{self.log(n).read_text()[-3000:]}" for n in self.started)
@@ -120,7 +120,7 @@ class Programs:
 
 
 def status(rdzvctl: Path, server: str, job: str, folder: Path) -> dict[str, Any]:
-    """Return what rdzvctl says of a job."""
+    """Return a job's status from rdzvctl."""
     said = run(rdzvctl, f"--server={server}", "status", job, "-o", "json", folder=folder)
     answer = json.loads(said)
     assert isinstance(answer, dict)

@@ -1,4 +1,4 @@
-"""An issuer of service accounts' tokens: a real HTTPS server with keys of its own."""
+"""An issuer of service accounts' tokens: a real HTTPS server with its own keys."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Issuer:
     def claims(
         self, account: str = "train", namespace: str = "team-a", node: str = "gpu-7", **more: Any
     ) -> dict[str, Any]:
-        """Return the claims of a token as Kubernetes makes it; a claim that is None is left out."""
+        """Return the claims of a token of Kubernetes; claims that are None are left out."""
         now = time.time()
         claims = {
             "iss": self.url,
@@ -107,7 +107,7 @@ def issuing(folder: Path) -> Iterator[Issuer]:
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *_: object) -> None:
-            """Clients that hang up are part of the tests."""
+            """Ignore clients that hang up, which are part of the tests."""
 
     server = Server(("127.0.0.1", 0), Handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""What the workers of `kept_workers` run: a small training, with faults at chosen places."""
+"""The scripts of the workers in `kept_workers`: a small training, with faults at chosen places."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def weights(state: State) -> str:
 
 
 def fault(faults: list[dict[str, Any]], round_: Round, step: int, at: str) -> None:
-    """Do what is to happen here, if anything is."""
+    """Carry out the fault planned for this place, if any."""
     for one in faults:
         here = {"rank": round_.rank, "step": step, "at": at, "round": round_.number}
         if all(one.get(key, value) == value for key, value in here.items()):
@@ -81,7 +81,7 @@ def fault(faults: list[dict[str, Any]], round_: Round, step: int, at: str) -> No
                 time.sleep(one["seconds"])
             elif one["do"] == "time out":
                 group = dist.new_group()
-                # Not for its making, which may take longer on a busy machine.
+                # This does not cover its creation, which may take longer on a busy machine.
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
                 if round_.rank == 0:
                     dist.all_reduce(torch.ones(1), group=group)
@@ -89,7 +89,7 @@ def fault(faults: list[dict[str, Any]], round_: Round, step: int, at: str) -> No
 
 
 def stop_at(rank: int, operation: int) -> None:
-    """Have a rank stop itself before one operation on the store of its first round."""
+    """Make a rank stop itself before one operation on the store of its first round."""
     made = groups.recording_store
     left = operation
 
@@ -109,7 +109,7 @@ def stop_at(rank: int, operation: int) -> None:
 
 
 def die_while_healing(faults: list[dict[str, Any]]) -> None:
-    """Send a few tensors at a time, and have the source die before one of these sends."""
+    """Send a few tensors at a time, and let the source die before one of these sends."""
     healing._BUCKET_BYTES = 600
     divided = healing._buckets
 
@@ -117,7 +117,7 @@ def die_while_healing(faults: list[dict[str, Any]]) -> None:
         for number, bucket in enumerate(divided(tensors)):
             for one in faults:
                 place = (int(os.environ["RANK"]), int(os.environ["RDZV_ROUND"]), number)
-                # The first send is of the head alone.
+                # The first send has only the head.
                 if (one["rank"], one["round"], one["bucket"]) == place and len(tensors) > 1:
                     os.kill(os.getpid(), signal.SIGKILL)
             yield bucket
@@ -202,7 +202,7 @@ def _faulty_hook(faults: list[dict[str, Any]], state: State, round_: Round) -> A
 
 
 def with_socket(steps: int, port: int) -> None:
-    """Train beside a TCP connection of the script's own, and use it at last."""
+    """Train beside the script's own TCP connection, and use it at the end."""
     connection = socket.create_connection(("127.0.0.1", port))
     connection.sendall(b"a")
     train(steps)
@@ -221,7 +221,7 @@ def busy() -> None:
 
 
 def until_told() -> None:
-    """Do small collectives until this node was told to leave, then save and return."""
+    """Run small collectives until this node is told to leave, then save and return."""
 
     @elastic
     def run(state: State, round_: Round) -> None:
@@ -259,7 +259,7 @@ kept_for_long: dict[str, Any] = {}
 
 
 class Trainer:
-    """What some scripts keep everything in."""
+    """The object in which some scripts keep everything."""
 
     group: Any = None
 
@@ -268,7 +268,7 @@ trainer = Trainer()
 
 
 def parking(seconds: float) -> None:
-    """Have a callback of some length before each park, and see how the loop is left."""
+    """Have a callback of some length before each park, and check how the loop is left."""
     state = State(step=0)
 
     @state.on_park
@@ -334,7 +334,7 @@ def twice() -> None:
 
 
 def unsendable() -> None:
-    """Have a value in the state that can be copied, and not pickled."""
+    """Have a value in the state that can be copied, but not pickled."""
     elastic(lambda state, round_: say("begin"))(State(score=lambda x: x))
 
 

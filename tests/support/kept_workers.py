@@ -1,7 +1,7 @@
-"""A stand-in for the runner: it speaks the link's protocol with real workers.
+"""A stand-in for the runner, which uses the link's protocol with real workers.
 
-Each round has a store of its own. Workers are forked from a server that has torch imported. What a
-worker does is a function of `kept_training`, by name, with arguments.
+Each round has its own store. Workers are forked from a server that has torch imported. A worker
+runs a function of `kept_training`, given by name, with arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _forks.set_forkserver_preload(["kept_training"])
 
 
 def _start_fork_server() -> None:
-    """Start the server, once; its preload reads PYTHONPATH and nothing else of the path here."""
+    """Start the server once; its preload reads PYTHONPATH and nothing else of the path here."""
     before = os.environ.get("PYTHONPATH")
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "worker")]
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *([before] if before else [])])
@@ -51,7 +51,7 @@ def run_worker(
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.environ.update(env)
-    # Else it may have no loader processes.
+    # Otherwise it may have no loader processes.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     if link is not None:
         os.environ["RDZV_WORKER_LINK"] = str(link.detach())
@@ -60,7 +60,7 @@ def run_worker(
 
 @dataclass
 class Worker:
-    """One worker process, the runner's end of its link, and what it has written."""
+    """One worker process, the runner's end of its link, and its output."""
 
     process: BaseProcess
     link: socket.socket
@@ -78,7 +78,7 @@ class Worker:
         socket.send_fds(self.link, [struct.pack(">I", len(payload)) + payload], fds)
 
     def expect(self, kind: str, deadline_s: float = DEADLINE_S, **fields: Any) -> dict[str, Any]:
-        """Return the next message of a kind that has these fields; earlier ones are passed over."""
+        """Return the next message of a kind with these fields; earlier ones are skipped."""
         end = time.monotonic() + deadline_s
         while True:
             while self.messages:
@@ -103,7 +103,7 @@ class Worker:
         return self.out.read_text() if self.out.exists() else ""
 
     def lines(self, what: str | None = None) -> list[dict[str, Any]]:
-        """Return the JSON lines that the worker has printed; those of one kind."""
+        """Return the JSON lines that the worker has printed, optionally of one kind."""
         found = []
         for line in self.text().splitlines():
             if line.startswith("{") and line.endswith("}"):
@@ -141,7 +141,7 @@ class Worker:
 
 
 class World:
-    """Rounds of workers: who takes part, with which rank, and on which store."""
+    """Rounds of workers: which ones take part, with which rank, and on which store."""
 
     def __init__(self, folder: Path, function: str, **args: Any) -> None:
         self.folder = folder
@@ -163,7 +163,7 @@ class World:
         fds: Sequence[int] = (),
         **args: Any,
     ) -> list[Worker]:
-        """Begin a round: kept workers have the first ranks, new ones are started for the others."""
+        """Begin a round: kept workers get the first ranks, new ones are started for the others."""
         import torch.distributed as dist
 
         self.number += 1
@@ -196,7 +196,7 @@ class World:
         return workers
 
     def end(self, workers: Sequence[Worker] | None = None) -> list[dict[str, Any]]:
-        """Say that the round is over, and wait until these workers have parked."""
+        """Announce that the round is over, and wait until these workers have parked."""
         told = self.workers if workers is None else workers
         for worker in told:
             worker.send({"type": "round_over", "round": self.number})
@@ -207,7 +207,7 @@ class World:
         return [worker.expect("resumed", round=self.number) for worker in self.workers]
 
     def notice_file(self, rank: int) -> Path:
-        """Return the file that tells a rank to leave once it is there."""
+        """Return the file whose existence tells a rank to leave."""
         return self.folder / f"notice{rank}"
 
     def _env(self, rank: int, size: int, port: int) -> dict[str, str]:
@@ -248,7 +248,7 @@ class World:
 
 @contextmanager
 def world(folder: Path, function: str = "train", **args: Any) -> Iterator[World]:
-    """Make a world whose workers end with the block."""
+    """Create a world whose workers end with the block."""
     made = World(folder, function, **args)
     try:
         yield made

@@ -1,6 +1,6 @@
-"""A stand-in for the API server of Kubernetes: list and watch of nodes and pods, and its bad days.
+"""A stand-in for the API server of Kubernetes: list and watch of nodes and pods, and its failures.
 
-It is no API server: it has no schemas, rights or other kinds. What it speaks is written by the
+It is not an API server: it has no schemas, rights or other kinds. Its protocol follows the
 documents of Kubernetes' API: pages, resource versions, bookmarks, and 410 Gone as a status and as
 an event.
 """
@@ -29,7 +29,7 @@ def machine(name: str, *taints: str, **more: Any) -> Object:
 
 
 def pod(name: str, namespace: str = "team-a", on: str = "gpu-7", **metadata: Any) -> Object:
-    """Return a pod that an rdzvrun runs in."""
+    """Return a pod that runs rdzvrun."""
     named = {"name": name, "namespace": namespace, "labels": {"rdzv": "node"}, **metadata}
     spec = {"nodeName": on, "terminationGracePeriodSeconds": 60}
     return {"metadata": named, "spec": spec, "status": {"phase": "Running"}}
@@ -43,14 +43,14 @@ class StandIn:
         self.asked: list[dict[str, str]] = []
         """The queries of all requests, with `path`."""
         self.refuses: int | None = None
-        """The status that every request is answered with."""
+        """The status with which every request is answered."""
         self.slow_s = 0.0
-        """How long an answer takes to begin."""
+        """The delay before an answer begins."""
         self.says_version: str | None = None
-        """What lists say in place of their resource version."""
+        """Sent in lists instead of their resource version."""
         self.gone_as_event = False
         self.page: int | None = None
-        """Objects in a page, if fewer than were asked for."""
+        """The number of objects in a page, if fewer than requested."""
         self._changed = threading.Condition()
         self._version = 100
         self._oldest = 0
@@ -83,7 +83,7 @@ class StandIn:
             self._changed.notify_all()
 
     def lose_next(self, item: Object) -> None:
-        """Change an object without an event, as a server does that has served stale data."""
+        """Change an object without an event, like a server that has served stale data."""
         kind, key = _place(item)
         with self._changed:
             self._objects[kind][key] = item
@@ -136,7 +136,7 @@ class StandIn:
                 if at >= self._version and self._cuts == cuts:
                     self._changed.wait(BOOKMARK_EVERY_S)
                 new = [one for one in self._events if one[0] > at and one[1] == kind]
-                # One that asks from the future is told of nothing until then.
+                # A watch that starts in the future gets no events until then.
                 at = max(at, self._version)
             for _, _, event, item in new:
                 yield _line(event, item)
@@ -147,7 +147,7 @@ class StandIn:
                 yield _line("BOOKMARK", {"metadata": {"resourceVersion": str(at)}})
 
     def gone(self, query: dict[str, str]) -> bool:
-        """Whether a watch is answered with the status 410."""
+        """Return whether a watch is answered with the status 410."""
         at = query.get("resourceVersion", "")
         return not self.gone_as_event and at.isdecimal() and int(at) < self._oldest
 
@@ -156,7 +156,7 @@ class StandIn:
         self.cut()
 
     def kubeconfig(self, file: Path) -> Path:
-        """Write a kubeconfig that leads here."""
+        """Write a kubeconfig for this server."""
         named = {
             "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}]
         }
@@ -224,7 +224,7 @@ def standing_in() -> Iterator[StandIn]:
         daemon_threads = True
 
         def handle_error(self, *_: object) -> None:
-            """Clients that hang up are part of the tests."""
+            """Ignore clients that hang up, which are part of the tests."""
 
     server = Server(("127.0.0.1", 0), Handler)
     stand_in.port = server.server_port

@@ -1,7 +1,7 @@
-"""What `kubectl kustomize` makes of the folders of deploy/kubernetes, as far as they use it.
+"""The output of `kubectl kustomize` for the folders of deploy/kubernetes, as far as they need it.
 
-Resources, a namespace, ConfigMaps from files and JSON patches; a field that is not known here is
-refused. It adds no hash to the names of ConfigMaps, as kustomize does, with all references to them.
+It supports resources, a namespace, ConfigMaps from files and JSON patches; unknown fields are
+refused. Unlike kustomize, it adds no hash to the names of ConfigMaps and the references to them.
 """
 
 from __future__ import annotations

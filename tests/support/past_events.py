@@ -1,4 +1,4 @@
-"""Events of a job's past, as a client gets them."""
+"""Events of a job's past, as received by a client."""
 
 from __future__ import annotations
 

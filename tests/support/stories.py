@@ -1,4 +1,4 @@
-"""Jobs with a past, as a client sees them: what a real server has decided, in made-up time."""
+"""Jobs with a past, as a client sees them: the decisions of a real server, in simulated time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.server.test_metrics import Scraped, history, scraped
 
 @dataclass(frozen=True)
 class Told:
-    """What `status` and `events` say of one job at one moment."""
+    """The `status` and `events` of one job at one moment."""
 
     status: JobStatus
     history: tuple[Event, ...]
@@ -34,7 +34,7 @@ class Told:
 async def told(
     story: Callable[[Scraped], Awaitable[None]], rdzv_id: str = "job-7", limit: int = 10_000
 ) -> Told:
-    """Let a story happen, and return what is said of one of its jobs."""
+    """Run a story, and return the status and events of one of its jobs."""
     async with scraped() as s:
         await story(s)
         now_ms = s.clock.now_ms()
@@ -49,7 +49,7 @@ async def told(
 async def crashing(s: Scraped, rounds: int = 20) -> None:
     """A worker fails in every round; then an operator stops the job."""
     n1 = await s.connect("n1")
-    # Without any back-off, which would be longer than the story.
+    # Without any backoff, which would be longer than the story.
     own = {"min_nodes": 1, "max_nodes": 1, "max_restarts": 100, "restart_backoff_ms": 0}
     settings = replace(SETTINGS, **own)
     await s.say(n1, join(n1, (1, 1), settings=settings))
@@ -76,7 +76,7 @@ async def fenced(s: Scraped) -> None:
 
 
 async def failing(s: Scraped) -> None:
-    """The budget is spent by a failure of two workers at once, and another node is gone by then."""
+    """The budget is spent by a failure of two workers at once, after another node has gone."""
     nodes = (2, 3)
     settings = replace(SETTINGS, min_nodes=2, max_nodes=3, max_restarts=1)
     n1, n2, n3 = [await s.connect(name) for name in ("n1", "n2", "n3")]
@@ -99,7 +99,7 @@ async def failing(s: Scraped) -> None:
 
 
 async def many_nodes(s: Scraped) -> None:
-    """Ten nodes form a round: a line names eight. One of those that are not named is lost."""
+    """Ten nodes form a round, of which a line names eight; an unnamed one is lost."""
     nodes = (9, 10)
     streams = [await s.connect(f"n{number:02}") for number in range(10)]
     for stream in streams:

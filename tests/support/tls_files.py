@@ -1,4 +1,4 @@
-"""Certificates for the tests: good ones, and some that nobody should accept."""
+"""Certificates for the tests: valid ones, and some that must be refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rdzv.transport.channels import Credentials
 
 
 class Files:
-    """A CA in a folder, and what it has signed."""
+    """A CA in a folder, and the certificates that it signed."""
 
     def __init__(self, folder: Path, *hosts: str) -> None:
         self.folder = folder
@@ -53,7 +53,7 @@ class Files:
 
 
 def put(source: Path, target: Path) -> None:
-    """Put a file in the place of another at once, as tools that renew certificates do."""
+    """Replace a file atomically, as tools that renew certificates do."""
     beside = target.with_name(f"{target.name}.new")
     beside.write_bytes(source.read_bytes())
     beside.chmod(source.stat().st_mode & 0o777)

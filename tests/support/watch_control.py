@@ -1,4 +1,4 @@
-"""A Control service whose one job is watched, and what has happened to it."""
+"""A Control service with one watched job, and the job's updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN = "5f3a9c21"
 
 
 class WatchControl(FakeControl):
-    """Pushes what a test has put into it, the last of it when it is released."""
+    """Pushes a test's updates, the last one when it is released."""
 
     def __init__(self) -> None:
         super().__init__()

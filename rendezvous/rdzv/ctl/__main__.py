@@ -85,7 +85,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; every error is one line on stderr.
 
-    A command returns the text to print; --help and the like print it themselves, and return a code.
+    A command returns the text to print; --help and similar options print it themselves, and return
+    a code.
     """
     try:
         result = rdzvctl.main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
@@ -157,18 +158,18 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
     "When something is wrong": (doctor_command, support_bundle_command),
     "This machine": (demo_command, docs_command, _completion, _version),
 }
-"""All commands, by the task that they are for."""
+"""All commands, by task."""
 
 
 _SENTENCE = 200
-"""The number of characters of a command's first sentence that fit into the help of all."""
+"""How many characters of a command's first sentence fit into the list of commands."""
 
 
 class _Rdzvctl(click.Group):
     """The group of all commands, whose help lists them by task."""
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands, those for one task together."""
+        """List the commands, grouped by task."""
         for title, commands in SECTIONS.items():
             with formatter.section(title):
                 rows = [(c.name or "", c.get_short_help_str(_SENTENCE)) for c in commands]
@@ -185,12 +186,12 @@ class _Rdzvctl(click.Group):
 @click.version_option(package_name="rdzv", message=f"{PROGRAM} %(version)s")
 @click.pass_context
 def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
-    """Show what the jobs of an rdzvd do, and why; submit, stop, restart and scale them."""
+    """Show the jobs of an rdzvd and why they are in their state; submit, stop and scale them."""
     if server is None:
         server = os.environ.get("RDZV_SERVER") or None
     context.obj = Connection(server, timeout_s)
     if context.invoked_subcommand is None:
-        # An error, since a script whose variable is empty has not done what was meant.
+        # An error, because a script whose variable is empty has not done what was meant.
         click.echo(context.get_help(), err=True)
         context.exit(USAGE)
 

@@ -33,7 +33,7 @@ _MOST_FAILURES = 10
 _MOST_TRACEBACK_LINES = 60
 
 _STEADY_MS = 60_000
-"""The rate of a worker that was silent for longer, and for several steps, is not shown."""
+"""If a worker was silent for longer, and for several steps, its rate is not shown."""
 _BEHIND_MS = 10_000
 """A worker that has been silent this much longer than the others is shown separately."""
 
@@ -102,7 +102,7 @@ def scaled(before: JobStatus, job: JobStatus) -> str:
 
 
 def only_watched(job: JobStatus | JobSummary) -> bool:
-    """Return whether another backend forms the group, so that no command can change the job."""
+    """Return whether another back-end forms the group, so that no command can change the job."""
     return job.backend != OWN_BACKEND
 
 
@@ -142,8 +142,8 @@ def servers(found: Sequence[Server], page: Page) -> str:
     header = ("SERVER", "STATE", "FOR", "LEADERSHIP", "VERSION", "DATA")
     warned = [
         Cell(
-            f"insecure: {server.insecure}; everyone who reaches {server.address} may run and end "
-            "jobs",
+            f"insecure: {server.insecure}; everyone who can reach {server.address} may "
+            "run and end jobs",
             "red",
         )
         for server in found
@@ -189,7 +189,7 @@ def facts(job: JobStatus, page: Page) -> list[str]:
 def _run(job: JobStatus) -> str:
     began = f"{duration(job.run_age_ms)} ago"
     if only_watched(job):
-        return f"{job.backend}, which forms the group; here it is only watched, first seen {began}"
+        return f"{job.backend}, which forms the group; rdzvd only watches it, first seen {began}"
     number = _UNKNOWN if job.run_number is None else str(job.run_number)
     return f"{number} (uid {job.run or _UNKNOWN}), began {began}"
 
@@ -205,7 +205,7 @@ def _round(job: JobStatus) -> str:
 
 
 def _of_round(value: str, job: JobStatus) -> str:
-    """Add the round that a value belongs to, unless that round is running."""
+    """Add the number of the round that a value belongs to, unless that round is running."""
     if job.state == "running" or value == _UNKNOWN or job.round is None:
         return value
     return f"{value} in round {job.round}"
@@ -218,13 +218,13 @@ def _node_counts(job: JobStatus) -> str:
     states = known + [state for state in counts if state not in known]
     have = ", ".join(f"{counts[state]} {state}" for state in states) or "none"
     if job.min_nodes is None or job.max_nodes is None:
-        return f"{have}; min:max is not told"
+        return f"{have}; min:max is unknown"
     return f"{have}; min:max is {job.min_nodes}:{job.max_nodes}"
 
 
 def _restarts(job: JobStatus) -> Cell:
     if job.restarts is None or job.max_restarts is None:
-        return Cell("each node's own agent counts them")
+        return Cell("counted by each node's own agent")
     if job.max_restarts == 0:
         return Cell("none allowed (max_restarts is 0)")
     spent = f"{job.restarts} of {job.max_restarts} spent"
@@ -236,7 +236,7 @@ def _restarts(job: JobStatus) -> Cell:
 
 
 def budgets(job: JobStatus) -> str:
-    """Describe the budgets spent besides restarts, where any was spent or has a limit."""
+    """Describe the budgets spent other than restarts, if any was spent or has a limit."""
     has, said = job.budgets, []
     if has is None:
         return ""
@@ -261,7 +261,7 @@ def _of(spent: int, most: int | None) -> str:
 
 
 def workers(job: JobStatus) -> str:
-    """Describe how the round's workers came into it; empty if nothing is known of new ones."""
+    """Describe how the round's workers entered it; empty if nothing is known of new ones."""
     kept = f"{job.kept} kept" if job.kept else ""
     if kept and job.source is not None:
         kept += f" from step {job.resume_step} of RANK {job.source}"
@@ -280,7 +280,7 @@ def _master(job: JobStatus) -> str:
 
 
 def progress(job: JobStatus) -> str:
-    """Describe the workers' progress: the slowest of them sets the pace."""
+    """Describe the workers' progress; the slowest one determines the pace."""
     newest_ms = min(one.age_ms for one in job.progress)
     slowest = max(job.progress, key=lambda one: (one.behind, one.age_ms))
     rates = [rate for one in job.progress if (rate := _present_rate(one)) is not None]
@@ -293,7 +293,7 @@ def progress(job: JobStatus) -> str:
         since = f", {duration(slowest.age_ms)} ago" if silent else ""
         text += f" (slowest: RANK {slowest.rank}{since})"
     if job.world_size is not None and len(job.progress) < job.world_size:
-        text += f"; of {len(job.progress)} of {job.world_size} workers"
+        text += f"; reported by {len(job.progress)} of {job.world_size} workers"
     return text
 
 
@@ -337,14 +337,14 @@ def _steps(progress: Sequence[RankProgress], job: JobStatus) -> str:
 
 
 def _present_rate(one: RankProgress) -> float | None:
-    """Return a worker's rate, unless it is unknown or out of date."""
+    """Return a worker's rate, unless it is unknown or outdated."""
     if one.rate is None:
         return None
     missed = one.rate * one.age_ms / 1000
     return None if one.age_ms > _STEADY_MS and missed > 3 else one.rate
 
 
-# ------------------------------------------------------------------------------ how it came here
+# ------------------------------------------------------------------------------ its submission
 
 
 def submitted(job: JobStatus, server: str | None, page: Page, *, followed: bool = False) -> str:
@@ -399,7 +399,7 @@ def _submission(job: JobStatus, submission: Submission, page: Page) -> list[str]
         ),
     ]
     if submission.jobs_before:
-        found.append(("before it", counted(submission.jobs_before, "job") + " of those that wait"))
+        found.append(("waits behind", counted(submission.jobs_before, "job")))
     if coming := awaited(job):
         found.append(("placed", f"{listed(coming)}; not joined yet"))
     lines = [line for label, text in found for line in page.fact(label, Cell(text))]
@@ -409,7 +409,7 @@ def _submission(job: JobStatus, submission: Submission, page: Page) -> list[str]
 
 
 def awaited(job: JobStatus) -> list[str]:
-    """List the nodes that a submitted job is placed on and that have not joined yet.
+    """List the nodes that a submitted job is placed on but that have not joined yet.
 
     An ended job awaits no node: a placed node may have run and left.
     """
@@ -431,7 +431,7 @@ def _wanted(
     account: str,
 ) -> list[tuple[str, str]]:
     """Describe what a submitted job runs and needs; default values are left out."""
-    found = [("runs", shlex.join(args)), ("in", chdir or "a folder of the node's choice")]
+    found = [("runs", shlex.join(args)), ("in", chdir or "the folder that the node chooses")]
     if env_names:
         found.append(("environment", f"{', '.join(env_names)} (values are not shown)"))
     if labels:
@@ -475,7 +475,7 @@ def node_table(
     lines = page.table(header, rows, expendable=expendable, one_line=one_line)
     if left_out := Counter(node.state for node in job.nodes) - Counter(n.state for n in nodes):
         states = ", ".join(f"{number} {state}" for state, number in left_out.items())
-        note = f"... and {left_out.total()} nodes more ({states}){hint}"
+        note = f"... and {left_out.total()} more nodes ({states}){hint}"
         lines.append(page.line(Cell(note, "dim")))
     return lines
 
@@ -514,13 +514,13 @@ def _node_steps(node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProg
     if node.rank_first is None or not by_rank:
         return ""
     ranks = range(node.rank_first, node.rank_first + (node.local_world_size or 1))
-    # The reports are searched, and not the RANKs, because a server may report any size.
+    # The reports are searched rather than the RANKs, because a server may report any number.
     said = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
     return _steps(said, job) if said else _UNKNOWN
 
 
 def _node_workers(node: NodeStatus) -> str:
-    """Count a node's workers, or tell kept, warm and cold ones apart, where that is known."""
+    """Count a node's workers, by kept, warm and cold if known."""
     return origins(node) or number_cell(node.local_world_size).text
 
 
@@ -577,7 +577,7 @@ def _how(failure: WorkerFailure) -> str:
     if failure.suspect:
         return "a collective failed in it"
     hung = (failure.message or "").startswith("hung: ")
-    return "it hung" if hung else "how it ended is not known"
+    return "it hung" if hung else "how it ended is unknown"
 
 
 def _signal_name(number: int) -> str:
@@ -610,7 +610,7 @@ def _failed_too(others: Sequence[WorkerFailure], page: Page, everything: bool) -
 
 
 def state_cell(state: str) -> Cell:
-    """Return a state, in the color that it has everywhere."""
+    """Return a state in its usual color."""
     return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
 
 

@@ -15,7 +15,7 @@ _LIFE_UNITS_MS = {"h": 3_600_000, "d": 86_400_000}
 
 
 def parse_life(text: str) -> int:
-    """Read a token's lifetime as milliseconds; the server decides whether it is allowed.
+    """Parse a token's lifetime into milliseconds; the server decides whether it is allowed.
 
     >>> parse_life("12h"), parse_life("30d")
     (43200000, 2592000000)
@@ -23,7 +23,7 @@ def parse_life(text: str) -> int:
     found = _LIFE.fullmatch(text.strip())
     if found is None:
         raise InvalidRequestError(
-            f"--expires={text} is not a time; give a number with h or d behind it, such as 30d"
+            f"--expires={text} is not a time; give a number followed by h or d, such as 30d"
         )
     return int(found[1]) * _LIFE_UNITS_MS[found[2]]
 
@@ -31,7 +31,7 @@ def parse_life(text: str) -> int:
 def tokens(found: Sequence[Token], page: Page) -> str:
     """Show one line per token."""
     if not found:
-        return "\n".join(page.sentence("there are no tokens; `rdzvctl tokens create` makes one"))
+        return "\n".join(page.sentence("there are no tokens; `rdzvctl tokens create` creates one"))
     rows = [
         (
             Cell(token.id),
@@ -68,8 +68,9 @@ def made(token: Token) -> str:
     if token.expires_in_ms is not None:
         until = f"expires in {duration(token.expires_in_ms)}"
     return (
-        f"token {token.id} of {token.name} ({', '.join(token.roles)}) {until}. Its text is shown "
-        "this once; put it into a file that only its owner can read, for --token-file"
+        f"token {token.id} of {token.name} ({', '.join(token.roles)}) {until}. Its text "
+        "is shown only once; store it in a file that only its owner can read, for "
+        "--token-file"
     )
 
 
@@ -81,6 +82,6 @@ def revoked(found: Sequence[Token]) -> str:
 def audit(history: Sequence[Event], page: Page) -> str:
     """Show the audit log, oldest first."""
     if not history:
-        return "\n".join(page.sentence("nobody has changed anything, as far as is remembered"))
+        return "\n".join(page.sentence("no changes are recorded"))
     rows = [(Cell(page.at(event.unix_ms)), Cell(event.name), Cell(event.text)) for event in history]
     return "\n".join(page.table(("TIME", "CALL", "TEXT"), rows))

@@ -70,7 +70,7 @@ def drained(found: Node) -> str:
     """Report that a node is being emptied, and what is still there."""
     name = harmless(found.node_id)
     if found.drain is None:
-        return f"{name} is drained no more: the drain was lifted meanwhile"
+        return f"{name} is no longer drained: the drain was lifted meanwhile"
     if not found.jobs:
         return f"{name} is drained"
     left = duration(found.drain_left_ms or 0)
@@ -112,7 +112,7 @@ def _why_taken_out(node: Node) -> str:
     if node.drain == "draining":
         left = duration(node.drain_left_ms or 0)
         why = f": {node.drain_reason}" if node.drain_reason else ""
-        return (f"leaves in {left}" if node.drain_left_ms else "its time is over") + why
+        return (f"leaves in {left}" if node.drain_left_ms else "the deadline has passed") + why
     if node.drain is not None:
         return node.drain_reason or "yes"
     return node.cordon_reason or "yes" if node.cordoned else ""
@@ -209,7 +209,7 @@ def _jobs(node: Node) -> str:
 
 
 def _by_name(node: Node) -> list[tuple[int, str]]:
-    """Sort n2 before n10."""
+    """Return a sort key that puts n2 before n10."""
     parts = re.split(r"([0-9]+)", node.node_id)
     return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]
 

@@ -1,4 +1,4 @@
-"""Ledgers as text: where the time of one run, or of all jobs, went, and what it cost."""
+"""Ledgers as text: how one run, or all jobs, spent their time, and what failures cost."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NO_STEPS = (
     "No progress is reported: training counts from the first collective, or where none is recorded "
     "from the start of the workers, so this is at most what it can be."
 )
-"""Shown where starting, loading and redone steps cannot be told from training."""
+"""Shown if starting, loading and redone steps cannot be told from training."""
 FORGOTTEN = "The beginning of this run is no longer kept, and not counted."
 LISTED = 10
-"""The most jobs, causes and nodes that a text lists."""
+"""The most jobs, causes and nodes listed in a text."""
 
 COMEBACKS = ("workers", "times", "each", "time", "node-hours")
-"""The name of each kind of comeback."""
+"""The column titles for the ways in which rounds began."""
 
 _BAR = 24
 _HOUR_MS = 3_600_000
@@ -30,11 +30,10 @@ _STYLES = {LedgerPhase.TRAINING.value: "green", LedgerPhase.REDOING.value: "yell
 
 
 def read_since(text: str) -> int:
-    """Read how far back to look, such as `7d` or `12h`, in milliseconds.
+    """Parse how far back to look, such as `7d` or `12h`, into milliseconds.
 
     Raises:
-        InvalidRequestError: it is no such time.
-
+        InvalidRequestError: it is not such a time.
     """
     found = re.fullmatch(r"(\d{1,6})\s*(m|min|h|d|w)", text.strip())
     if found is None or not int(found[1]):
@@ -45,7 +44,7 @@ def read_since(text: str) -> int:
 
 
 def share(goodput: float | None, *, steps_reported: bool) -> str:
-    """Write a share of time, as an upper bound where no steps are reported.
+    """Format a share of time, as an upper bound if no steps are reported.
 
     >>> share(0.8731, steps_reported=True), share(1.0, steps_reported=False)
     ('87.3%', 'at most 100.0%')
@@ -56,7 +55,7 @@ def share(goodput: float | None, *, steps_reported: bool) -> str:
 
 
 def hours(ms: int | None) -> str:
-    """Write the time of nodes or GPUs in hours; empty if unknown.
+    """Format the time of nodes or GPUs in hours; empty if unknown.
 
     >>> hours(15_000), hours(90 * 60_000), hours(360_000_000), hours(None)
     ('0.00417', '1.50', '100', '')
@@ -68,7 +67,7 @@ def hours(ms: int | None) -> str:
 
 
 def cause_name(cause: str) -> str:
-    """Name the cause of lost time; it is the start of a run if nothing has failed."""
+    """Name the cause of lost time; without a failure it is the start of the run."""
     return cause or "the start"
 
 
@@ -101,7 +100,7 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) ->
 
 
 def notes(found: Ledger) -> list[str]:
-    """Describe what a ledger cannot know."""
+    """Describe the limits of a ledger's knowledge."""
     told = []
     if not found.steps_reported and found.phases[LedgerPhase.TRAINING]:
         told.append(NO_STEPS)

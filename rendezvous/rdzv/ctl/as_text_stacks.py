@@ -38,9 +38,9 @@ def text(report: StackReport, page: Page, *, raw: bool) -> str:
         lines += page.sentence(f"RANK {ranks} on {node.node_id}: {node.reason}")
     if not raw and len(report.silent) > _MOST_SILENT:
         silent = counted(len(report.silent) - _MOST_SILENT, "more node")
-        lines.append(page.line(Cell(f"... and {silent} of which nothing is known", "dim")))
+        lines.append(page.line(Cell(f"... and {silent} about which nothing is known", "dim")))
     if not report.groups and not report.silent:
-        lines.append("no worker was there")
+        lines.append("there was no worker")
     for stack in report.stacks if raw else _one_of_each(report, groups_shown=len(groups)):
         lines += ["", *_stack(stack, page, raw)]
     if raw and report.left_out:
@@ -72,7 +72,7 @@ def _stack(stack: WorkerStack, page: Page, raw: bool) -> list[str]:
             at = f"{frame.file}:{frame.line}" if frame.line else frame.file
             lines += page.block(f"{frame.name} ({at})", indent=4)
         if left_out := len(thread.frames) - len(frames):
-            lines += page.block(f"... {left_out} frames more; --raw shows them", indent=4)
+            lines += page.block(f"... {left_out} more frames; --raw shows them", indent=4)
         if not thread.frames:
             lines += page.block("(no Python frames)", indent=4)
     for place in stack.kernel:

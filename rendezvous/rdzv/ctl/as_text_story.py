@@ -1,4 +1,4 @@
-"""A job's story in sentences: its rounds, its first failure, the time it lost, its wait.
+"""A job's story in sentences: its rounds, its first failure, the time it lost, its present wait.
 
 All of it comes from its history and its status; nothing is guessed.
 """
@@ -19,7 +19,7 @@ from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
 from rdzv.view.life import Round, Run, following, name_present, runs_of
 
 FIRST, LAST = 3, 5
-"""How many rounds of a long story are shown in full, first and last; the rest is summed up."""
+"""How many rounds of a long story are shown in full, first and last; the others are summarized."""
 NODES_TOLD = 8
 """How many nodes are shown with the reason for not being seated."""
 
@@ -131,7 +131,7 @@ def _told(told: Sequence[tuple[int, str]], page: Page) -> list[str]:
 
 def _beginning(run: Run) -> str:
     if run.number is None:
-        return "The history that is kept begins here; what was before is not known any more."
+        return "The recorded history begins here; earlier events are no longer known."
     return f"Run {run.number} began: {_sentence(run.began_why)}"
 
 
@@ -206,7 +206,7 @@ def _sentence(text: str) -> str:
 
 
 def _failures(run: Run) -> Sequence[tuple[int, str]]:
-    """Return the worker failures; suspects only where one was charged, and nothing else failed."""
+    """Return the worker failures, and suspects only if one was charged and nothing else failed."""
     charged = any(round_.charge == Cause.WORKER_FAILURE for round_ in run.rounds)
     return run.failures or (run.suspects if charged else ())
 
@@ -246,7 +246,7 @@ def _costs(run: Run, now_ms: int) -> list[str]:
 
 
 def _spent(spent: Ledger) -> list[str]:
-    """Say what share of the time was training, and what else took time."""
+    """Show what share of the time was training, and what took the rest."""
     if not spent.wall_ms:
         return []
     phases = dict(spent.phases)
@@ -291,7 +291,7 @@ def _does(state: str) -> str:
 
 
 def _is_told(node: NodeStatus, status: JobStatus) -> bool:
-    """Return whether a node's reason says more than the job's own."""
+    """Return whether a node's reason adds to the job's own."""
     if status.state in _ENDED or not node.reason or node.state == "seated":
         return False
     return node.reason not in (status.reason or "")

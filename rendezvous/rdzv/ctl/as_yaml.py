@@ -17,7 +17,7 @@ def document(text: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes multi-line texts as blocks, unless something in them has to be escaped."""
+    """Writes multi-line texts as blocks, unless something in them must be escaped."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -1,4 +1,4 @@
-"""A small CA, and the certificates that it signs: for users without a CA of their own.
+"""A small CA, and the certificates that it signs, for users without a CA of their own.
 
 A folder holds all of it: `ca.crt`, which everyone trusts, `ca.key`, which stays here, and a pair of
 files for each holder. A holder's common name (CN) is the caller's name, and its organizations (O)
@@ -76,7 +76,7 @@ class Authority:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidRequestError(
-                f"{folder} cannot be made: {error.strerror}; give another --dir"
+                f"{folder} cannot be created: {error.strerror}; give another --dir"
             ) from error
         files = _files(folder, "ca")
         _refuse_present(files, replace=replace)
@@ -103,22 +103,22 @@ class Authority:
             certificate = x509.load_pem_x509_certificate(files.cert.read_bytes())
         except OSError as error:
             raise InvalidRequestError(
-                f"{error.filename} cannot be read: {error.strerror}; `rdzvctl certs init` makes "
-                "a CA, and --dir names the folder of one"
+                f"{error.filename} cannot be read: {error.strerror}; create a CA with "
+                "`rdzvctl certs init`, or name its folder with --dir"
             ) from error
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise InvalidRequestError(
-                f"the CA in {folder} cannot be used: {error}; give the folder of another"
+                f"the CA in {folder} cannot be used: {error}; give another folder"
             ) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise InvalidRequestError(
-                f"{files.key} is of another kind than those that are made here; sign with the "
-                "tools that have made it"
+                f"{files.key} is another kind of key than rdzvctl creates; sign with the "
+                "tools that created it"
             )
         return cls(folder, key, certificate)
 
     def server(self, hosts: Sequence[str], days: int, *, replace: bool) -> Made:
-        """Create the pair of a server that is reached by these names and addresses."""
+        """Create the pair of a server reached by these names and addresses."""
         names = tuple(dict.fromkeys((*hosts, *OF_THIS_MACHINE)))
         return self._make(
             "server",
@@ -187,7 +187,7 @@ def show(files: Sequence[Path]) -> list[Shown]:
         try:
             certificate = x509.load_pem_x509_certificate(file.read_bytes())
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "it is no certificate in PEM"
+            reason = getattr(error, "strerror", None) or "it is not a certificate in PEM"
             raise InvalidRequestError(f"{file} cannot be read: {reason}") from error
         found.append(_shown(file, certificate))
     return found
@@ -224,11 +224,10 @@ def _kind(certificate: x509.Certificate) -> str:
 
 
 def parse_hosts(given: Sequence[str]) -> tuple[str, ...]:
-    """Read names and addresses; one word may hold several, separated by commas.
+    """Parse names and addresses; one argument may hold several, separated by commas.
 
     Raises:
         InvalidRequestError: one is not valid, or there is none.
-
     """
     names = [part.strip() for word in given for part in word.split(",") if part.strip()]
     if not names:
@@ -244,8 +243,8 @@ def _host(name: str) -> x509.GeneralName:
     except ValueError:
         if not _HOST.fullmatch(name):
             raise InvalidRequestError(
-                f"{name!r} is not a host name or address; give those by which the server is asked "
-                "for, without a port"
+                f"{name!r} is not a host name or address; give those by which clients "
+                "reach the server, without a port"
             ) from None
         return x509.DNSName(name)
 
@@ -293,10 +292,10 @@ def _files(folder: Path, name: str) -> Made:
 
 
 def _refuse_present(files: Made, *, replace: bool) -> None:
-    """Refuse before anything is written: a new key is of no use beside an old certificate."""
+    """Refuse before anything is written: a new key is useless beside an old certificate."""
     for path in (files.cert, files.key):
         if not replace and path.exists():
-            raise InvalidRequestError(f"{path} exists already; --force replaces it")
+            raise InvalidRequestError(f"{path} already exists; --force replaces it")
 
 
 def _write(files: Made, key: _Key, certificate: x509.Certificate, *, replace: bool) -> None:

@@ -1,4 +1,4 @@
-"""Shared by the commands of rdzvctl: exit codes, options, and opening the client."""
+"""What the commands of rdzvctl share: exit codes, options, and opening the client."""
 
 from __future__ import annotations
 
@@ -68,30 +68,33 @@ _R = TypeVar("_R")
 
 
 def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the options that are accepted both after and before the name of a command."""
+    """Add the options that are accepted both before and after the name of a command."""
     server = click.option(
         "--server",
         metavar="HOST:PORT",
-        help=f"The rdzvd to ask; else RDZV_SERVER, else {DEFAULT_SERVER}. Of several that share a "
-        "store, some or all, with commas.",
+        help=f"The rdzvd to ask; default: RDZV_SERVER, else {DEFAULT_SERVER}. Of several that "
+        "share a store, give some or all, separated by commas.",
     )
     timeout = click.option(
         "--timeout",
         "timeout_s",
         type=click.FloatRange(min=0, min_open=True, max=86_400),
         metavar="SECONDS",
-        help=f"How long to wait for an answer; {_DEFAULT_TIMEOUT_S:g} if not given.",
+        help=f"How many seconds to wait for an answer; default: {_DEFAULT_TIMEOUT_S:g}.",
     )
     return server(timeout(_credentials_options(command)))
 
 
 _CREDENTIALS = {
-    "ca": ("--tls-ca", "Reach rdzvd by TLS: the CA of its certificate (PEM); else RDZV_TLS_CA."),
-    "cert": ("--tls-cert", "The certificate that rdzvd is shown (PEM); else RDZV_TLS_CERT."),
-    "key": ("--tls-key", "The key of that certificate; else RDZV_TLS_KEY."),
+    "ca": (
+        "--tls-ca",
+        "The CA of rdzvd's certificate (PEM), for a TLS connection; default: RDZV_TLS_CA.",
+    ),
+    "cert": ("--tls-cert", "The client certificate for rdzvd (PEM); default: RDZV_TLS_CERT."),
+    "key": ("--tls-key", "The key of that certificate; default: RDZV_TLS_KEY."),
     "token_file": (
         "--token-file",
-        "The token that rdzvd is sent; else RDZV_TOKEN_FILE, or the token in RDZV_TOKEN.",
+        "The file with the token for rdzvd; default: RDZV_TOKEN_FILE, or the token in RDZV_TOKEN.",
     ),
 }
 """The connection options, by the fields of `Credentials`."""
@@ -101,7 +104,7 @@ CREDENTIALS_KEY = "rdzv.credentials"
 
 
 def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the options of `Credentials`. No command needs their values: `credentials_of` finds them.
+    """Add the options of `Credentials`; commands ignore their values, which `credentials_of` reads.
 
     An option after the name of a command overrides one before it.
     """
@@ -142,7 +145,9 @@ output_option = click.option(
 
 
 reason_option = click.option(
-    "--reason", metavar="TEXT", help="Why, for those who ask later; who asks is added."
+    "--reason",
+    metavar="TEXT",
+    help="The reason, recorded for later questions together with your name.",
 )
 
 
@@ -194,7 +199,7 @@ def as_asked(output: str, json: str) -> str:
 
 @contextmanager
 def opened_client(server: str | None, timeout_s: float | None) -> Iterator[ControlClient]:
-    """Open a client to the server that the command line names; errors raised inside name it too.
+    """Open a client to the server that the command line names; errors raised inside name it, too.
 
     An invalid endpoint or timeout is an error of the command line.
     """
@@ -238,5 +243,5 @@ def this_user() -> str:
 
 
 def by_whom(reason: str | None) -> str:
-    """Return the reason stored with a change: who asked for it, and why."""
+    """Return the reason stored with a change: the user's name and the given reason."""
     return f"by {this_user()}" + (f": {reason}" if reason else "")

@@ -30,7 +30,7 @@ FEW_FILES = 4_096
 """With a lower limit, workers with several data loaders and their sockets run out of files."""
 SMALL_SHM_BYTES = 1 << 30
 CLOCK_MS = 2_000
-"""The most by which this machine's clock may differ from the server's."""
+"""How far this machine's clock may differ from the server's."""
 EXPIRES_SOON_S = 14 * 86_400
 IMPORT_WITHIN_S = 120
 CONNECT_WITHIN_S = 3.0
@@ -79,7 +79,9 @@ def check_machine(python: str) -> Iterator[Finding]:
 def check_torch(python: str) -> Finding:
     """Check that the workers' interpreter has torch, by importing it there."""
     if shutil.which(python) is None:
-        return _problem("torch", f"{python} is not a program; give the job's by --python")
+        return _problem(
+            "torch", f"{python} is not a program; name the job's interpreter with --python"
+        )
     code = "import torch; print(torch.__version__, torch.cuda.device_count())"
     try:
         done = subprocess.run(
@@ -93,7 +95,7 @@ def check_torch(python: str) -> Finding:
     except (OSError, subprocess.TimeoutExpired) as error:
         return _problem("torch", f"{python} cannot import it: {error}")
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         return _problem("torch", f"{python} cannot import it ({reason}); install it there")
     version, gpus = done.stdout.split()[-2:]
     return _ok("torch", f"{version} in {python}, {counted(int(gpus), 'GPU')}")
@@ -127,14 +129,14 @@ def check_name(name: str) -> Finding:
     except OSError as error:
         return _warning(
             "host name",
-            f"{name} is not known to the name service ({error.strerror}); nodes get an address "
-            "instead, unless --local-addr names one",
+            f"{name} is unknown to the name service ({error.strerror}); nodes get an "
+            "address instead, unless --local-addr names one",
         )
     if not leads_beyond_loopback(found):
         return _warning(
             "host name",
-            f"{name} resolves to loopback only ({found[0][4][0]}; see /etc/hosts), so other "
-            "machines cannot use it; nodes get an address instead",
+            f"{name} resolves only to loopback ({found[0][4][0]}; see /etc/hosts), so "
+            "other machines cannot use it; nodes get an address instead",
         )
     return _ok("host name", f"{name} is {found[0][4][0]}")
 
@@ -176,7 +178,7 @@ def check_server(client: ControlClient) -> Iterator[Finding]:
 def judge_servers(
     asked: str, servers: Sequence[Server], took_ms: float, now_unix_ms: int
 ) -> Iterator[Finding]:
-    """Judge an answer that took `took_ms` and came at `now_unix_ms`."""
+    """Judge an answer that took `took_ms` and arrived at `now_unix_ms`."""
     leaders = [server.address for server in servers if server.leads]
     if leaders:
         yield _ok("server", f"{asked} answers after {took_ms:.0f} ms; {leaders[0]} leads")
@@ -195,13 +197,13 @@ def judge_servers(
 
 
 def _judge_clock(address: str, ahead_ms: float, took_ms: float) -> Finding:
-    # The server looked at its clock at some time between question and answer.
+    # The server read its clock at some time between request and answer.
     ahead_ms, error_ms = ahead_ms - took_ms / 2, took_ms / 2
     if abs(ahead_ms) - error_ms <= CLOCK_MS:
         return _ok("clock", f"it agrees with that of {address}, within {CLOCK_MS / 1000:g} s")
     side = "ahead of" if ahead_ms > 0 else "behind"
     text = f"this machine's is {duration(round(abs(ahead_ms)))} {side} that of {address}"
-    return _warning("clock", f"{text}; run NTP on both, or times in logs mislead")
+    return _warning("clock", f"{text}; run NTP on both, or times in logs are misleading")
 
 
 # ---------------------------------------------------------------------- the nodes
@@ -236,7 +238,7 @@ def check_nodes(
 
 
 def try_port(host: str, port: int) -> str:
-    """Connect to a port; return why that failed, empty if it did not."""
+    """Connect to a port; return the reason if that fails, else nothing."""
     try:
         with socket.create_connection((host, port), CONNECT_WITHIN_S):
             return ""
@@ -269,7 +271,7 @@ def meet(listening: socket.socket, within_s: float) -> Finding:
     except (OSError, ValueError) as error_:
         return _problem("ports", f"no other machine connected within {within_s:g} s: {error_}")
     if error:
-        return _problem("ports", f"{host} reaches this machine, which does not reach it: {error}")
+        return _problem("ports", f"{host} reaches this machine, but not vice versa: {error}")
     return _ok("ports", f"{host} and this machine reach each other's ports")
 
 
@@ -296,7 +298,7 @@ def visit(host: str, port: int) -> Finding:
 def examine(
     client: ControlClient, credentials: Credentials, python: str, *, with_nodes: bool
 ) -> Iterator[Finding]:
-    """Run all checks of this machine and the server, and those of the nodes if asked for."""
+    """Run all checks of this machine and the server, and those of the nodes if requested."""
     yield from check_machine(python)
     yield from check_certificate(credentials, datetime.now(UTC))
     answers = True
@@ -311,7 +313,7 @@ def examine(
 
 
 def line(finding: Finding, page: Page) -> str:
-    """Write a finding for people."""
+    """Format a finding for people."""
     styles = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "red"}
     verdict = Cell(finding.verdict.value.ljust(7), styles[finding.verdict])
     return page.line(verdict, Cell(finding.check.ljust(12), "bold"), Cell(finding.text))

@@ -51,7 +51,7 @@ def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) 
         # It ended without output, or another run has begun: the story reports which.
         pass
     except RendezvousError as error:
-        _say(f"no more of what it writes can be shown: {error}")
+        _say(f"no more of its output can be shown: {error}")
     # Its watch of the server gives up by itself if no server answers.
     told.join()
     return story.end()
@@ -77,7 +77,7 @@ class _Story:
                 elif found.status.run != self._run:
                     self._end = RendezvousClosedError(
                         f"another run of {self._rdzv_id} has begun; `rdzvctl events "
-                        f"{self._rdzv_id}` tells how this one ended"
+                        f"{self._rdzv_id}` shows how this one ended"
                     )
                 else:
                     self._tell(found.status)

@@ -20,7 +20,7 @@ from rdzv.settings.toml_files import read_document
 from rdzv.structs import struct
 
 _OF_CALLER = frozenset({"file", "follow", "dry_run", "output", "server", "timeout", "help", "env"})
-"""Flags about what the caller wants to see; and `env`, which is a table here."""
+"""Flags about the output that the caller wants; and `env`, which is a table here."""
 
 
 @struct(frozen=True)
@@ -39,13 +39,12 @@ NOTHING = JobFile()
 
 
 def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]) -> JobFile:
-    """Read a job; `flags` are the known flags, `refused` those that it must not have.
+    """Parse a job; `flags` are the known flags, `refused` those that it must not have.
 
     A relative `chdir` starts from the folder of the file.
 
     Raises:
         InvalidRequestError: the file cannot be read, is not TOML, or a key or value is not valid.
-
     """
     keys = _Keys(path, flags, refused)
     return keys.read(read_document(path, f"--file={path}"))
@@ -73,7 +72,7 @@ class _Keys:
         script = self._script(*found.pop("script", ("script", None)))
         args = self._strings(*found.pop("args", ("args", [])))
         if args and not script:
-            raise self._bad("args", "are of no script", "add `script`, or leave them out")
+            raise self._bad("args", "need a script", "add `script`, or leave them out")
         return JobFile(
             env=self._env(*found.pop("env", ("env", {}))),
             env_from=self._strings(*found.pop("env_from", ("env_from", []))),
@@ -106,7 +105,7 @@ class _Keys:
         return str(value)
 
     def _item(self, key: str, name: str, value: Any) -> str:
-        """Format a value of a table as it appears in a list with commas."""
+        """Format a value of a table as it appears in a comma-separated list."""
         if isinstance(value, bool):
             return str(value).lower()
         if not isinstance(value, str | int | float) or "," in f"{name}{value}":
@@ -119,27 +118,27 @@ class _Keys:
         if value is None:
             return ()
         if not isinstance(value, str) or not value:
-            raise self._bad(key, f"{value!r} is no script", "give the path of one, as text")
+            raise self._bad(key, f"{value!r} is not a script", "give its path, as text")
         return ("--", value) if value.startswith("-") else (value,)
 
     def _strings(self, key: str, value: Any) -> tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self._bad(key, "is no list of texts", f'write {key} = ["...", "..."]')
+            raise self._bad(key, "is not a list of strings", f'write {key} = ["...", "..."]')
         return tuple(value)
 
     def _env(self, key: str, value: Any) -> dict[str, str]:
-        """Read the variables; values are never shown, even when refused."""
+        """Parse the variables; values are never shown, even when refused."""
         if not isinstance(value, dict):
-            raise self._bad(key, "is no table", 'write NAME = "VALUE" lines below [env]')
+            raise self._bad(key, "is not a table", 'write NAME = "VALUE" lines below [env]')
         for name, one in value.items():
             if not isinstance(one, str):
-                raise self._bad(f"{key}.{name}", "is no text", "put its value in quotes")
+                raise self._bad(f"{key}.{name}", "is not a string", "put its value in quotes")
         return value
 
     def _unknown(self, key: str) -> InvalidRequestError:
         known = sorted({*self._flags.keys() - self._refused.keys(), *_OTHERS} - _HIDDEN)
         close = difflib.get_close_matches(key.replace("-", "_"), known, n=1)
-        remedy = f"is `{close[0]}` meant?" if close else f"known: {', '.join(known)}"
+        remedy = f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"
         return self._bad(key, "is not known", remedy)
 
     def _bad(self, key: str, why: str, remedy: str) -> InvalidRequestError:

@@ -21,13 +21,13 @@ ORDERS: dict[str, Callable[[JobSummary], tuple[object, ...]]] = {
     "nodes": lambda job: (-job.nodes, job.rdzv_id),
     "restarts": lambda job: (-(job.restarts or 0), job.rdzv_id),
 }
-"""By name, the orders: the latest change, the most nodes and the most restarts come first."""
+"""The orders by name: the latest change, the most nodes and the most restarts come first."""
 
 
 def chosen(
     jobs: Sequence[JobSummary], states: Collection[str], name: str | None, order: str | None
 ) -> list[JobSummary]:
-    """Return the jobs in one of these states (any if there are none) whose name fits a pattern.
+    """Return the jobs in one of these states (any if there are none) whose name matches a pattern.
 
     Jobs that have ended come last. Without an order they are sorted by the time of their end, and
     the others by name.
@@ -61,8 +61,8 @@ def as_lines(
 ) -> str:
     """Show one line per job, and why changes are not stored, if they are not.
 
-    Jobs that have ended are shown apart, and at most `most_ended` of them. A `wide` list keeps all
-    columns and the whole reason.
+    Jobs that have ended are shown separately, and at most `most_ended` of them. A `wide` list keeps
+    all columns and the whole reason.
     """
     away = page.sentence(store_away) if store_away else []
     if not summaries:

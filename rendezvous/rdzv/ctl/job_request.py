@@ -1,4 +1,4 @@
-"""The request of `rdzvctl submit`: a command line and a file, read and checked.
+"""The request of `rdzvctl submit`: a command line and a file, parsed and checked.
 
 Nothing is sent, and no server is asked, before all of it is valid.
 """
@@ -37,14 +37,14 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,127}")
 
 REFUSED = {
     "standalone": "the nodes that run it have a server; leave it out",
-    "rdzv_endpoint": "the server that is asked takes the job; name it with --server or RDZV_SERVER",
-    "rdzv_backend": "the server that is asked forms the group; leave it out",
+    "rdzv_endpoint": "the server asked takes the job; name it with --server or RDZV_SERVER",
+    "rdzv_backend": "the server asked forms the group; leave it out",
     "node_id": "every node has its own name; leave it out, and choose nodes with --labels",
-    "node_rank": "the server gives the ranks; leave it out",
-    "master_addr": "the node of GROUP_RANK 0 is the master, whichever that is; leave it out",
+    "node_rank": "the server assigns the ranks; leave it out",
+    "master_addr": "the node of GROUP_RANK 0 is the master; leave it out",
     "master_port": "the node of GROUP_RANK 0 chooses a port; leave it out",
     "local_addr": "every node knows its own address; leave it out",
-    "preemption_file": "every node knows its own, as [preemption] in agent.toml; leave it out",
+    "preemption_file": "every node has its own, as [preemption] in agent.toml; leave it out",
 }
 """Flags that a submitted job cannot have, by their dest: the reason, and the remedy."""
 
@@ -58,14 +58,14 @@ CREDENTIALS = {
 
 _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
     CREDENTIALS,
-    "it is for this command, not for the job: every node connects with its own; give it on the "
-    "command line or in the environment",
+    "it is for this command, not for the job: every node connects with its own; give it "
+    "on the command line or in the environment",
 )
 
 
 @struct(frozen=True)
 class Caller:
-    """Where the command is run: the source of values that the command line leaves out."""
+    """Where the command runs: the source of values that the command line leaves out."""
 
     directory: str
     environ: Mapping[str, str]
@@ -82,7 +82,7 @@ class Request:
 
     rdzv_id: str
     run: str
-    """Made here, so that the same request can be sent twice."""
+    """Chosen here, so that the same request can be sent twice."""
     settings: Settings
     spec: JobSpec
     follow: bool
@@ -156,7 +156,7 @@ def _request(
     _check_for_nodes(args, conf, local_world_size)
     if args.follow and args.output != "text":
         raise InvalidRequestError(
-            f"--follow shows what workers write, and -o {args.output} a document; leave one out"
+            f"--follow shows the workers' output, and -o {args.output} a document; leave one out"
         )
     chdir = _chdir(args.chdir, caller.directory)
     spec = JobSpec(
@@ -208,9 +208,10 @@ def _parser() -> _Parser:
         prog="rdzvctl submit",
         usage="rdzvctl submit [rdzvrun's flags] [flags below] [--] script ...",
         formatter_class=HelpFormatter,
-        description="Hand a job to the server, which chooses its nodes among those whose "
-        "rdzv-agent takes submitted jobs, as soon as enough of them are free. The script, its "
-        "folder and its interpreter have to be on every node: nothing is copied.",
+        description="Submit a job to the server, which chooses its nodes among those whose "
+        "rdzv-agent takes submitted jobs, as soon as enough of them are free. The "
+        "script, its folder and its interpreter must exist on every node: nothing is "
+        "copied.",
         epilog="PET_* of this environment do not count. Exit codes: 0 "
         "submitted, 1 refused, 2 usage, 75 the server cannot be reached; with --follow 0 the job "
         "has succeeded, 1 failed, 3 stopped, 93 failed without progress, 130 Ctrl-C.",
@@ -245,7 +246,7 @@ def _of_job() -> list[Option]:
         value(
             "--env",
             "NAME[=VALUE]",
-            "a variable of the job's environment, with the caller's value if none is given; "
+            "a variable of the job's environment, by default with the caller's value; "
             "may be repeated. Values are never shown, but stored with the job",
             action="append",
         ),
@@ -266,15 +267,15 @@ def _of_job() -> list[Option]:
         value(
             "--priority",
             "N",
-            "jobs with a higher one are placed first (default 0); what runs goes on",
+            "jobs with a higher one are placed first (default 0); running jobs are not affected",
             type=int,
             default=0,
         ),
         value(
             "--user",
             "NAME",
-            "the account of the nodes that it runs as, if they give it to you (default: the "
-            "first that each has for you)",
+            "the account that it runs as on its nodes, if they allow it (default: the "
+            "first that each node maps to you)",
             default="",
         ),
     ]
@@ -282,13 +283,13 @@ def _of_job() -> list[Option]:
 
 def _of_command() -> list[Option]:
     return [
-        value("--file", "FILE", "TOML with all or some of this"),
+        value("--file", "FILE", "a TOML file with some or all of these options"),
         switch(
             "--follow",
-            "show what the workers write until the job has ended, and exit with its code; "
+            "show the workers' output until the job has ended, and exit with its code; "
             "Ctrl-C leaves it running",
         ),
-        switch("--dry-run", "check all of it, show it, send nothing"),
+        switch("--dry-run", "check and show the job, but send nothing"),
         value(
             "--output",
             "FORMAT",
@@ -327,7 +328,7 @@ def _check_given(one: Given) -> None:
 
 
 def _last_value(given: Sequence[Given], dest: str) -> str | None:
-    """Return the last value given; if it is missing, argparse refuses the flag."""
+    """Return the last value given; argparse refuses a flag without one."""
     for one in reversed(given):
         if one.actions[-1].dest == dest:
             _, equals, value = one.words[0].partition("=")
@@ -345,7 +346,7 @@ def _words(given: Iterable[Given]) -> list[str]:
 def _check_for_nodes(
     args: argparse.Namespace, conf: Mapping[str, str], local_world_size: int
 ) -> None:
-    """Refuse values that every node would refuse; better to learn of them early."""
+    """Refuse values that every node would refuse, so that the user learns of them early."""
     job_options.conf_bool(conf, "reuse", default=True)
     job_options.conf_ms(conf, "failure_stop_timeout", 5)
     job_options.conf_ms(conf, "server_timeout", 600)
@@ -367,7 +368,7 @@ def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[
     for one in given:
         dest = one.actions[-1].dest
         if dest == "log_dir":
-            # A node's daemon has a working directory of its own.
+            # A node's daemon has its own working directory.
             words.append(f"--log-dir={Path(chdir, _last_value([one], dest) or '')}")
         elif dest not in _OWN and dest != "rdzv_id":
             words += one.words
@@ -377,8 +378,8 @@ def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[
     size = sum(len(arg.encode()) for arg in args)
     if size > ARGS_BYTES:
         raise InvalidRequestError(
-            f"the arguments have {size} bytes; give at most {ARGS_BYTES}, and put what is larger "
-            "into a file"
+            f"the arguments have {size} bytes; give at most {ARGS_BYTES}, and put larger "
+            "data into a file"
         )
     return args
 
@@ -397,8 +398,8 @@ def _environment(
         if not name:
             # No value is ever shown, so neither is this one.
             raise InvalidRequestError(
-                "--env: there is no name before the `=`; give NAME=VALUE, or NAME alone for the "
-                "caller's value"
+                "--env: there is no name before the `=`; give NAME=VALUE, or only NAME "
+                "for the caller's value"
             )
         _check_variable(f"--env {name}", name)
         if name in on_line:
@@ -414,8 +415,8 @@ def _environment(
         )
     if size > ENV_BYTES:
         raise InvalidRequestError(
-            f"the environment has {size} bytes; give at most {ENV_BYTES}, and put what is larger "
-            "into a file"
+            f"the environment has {size} bytes; give at most {ENV_BYTES}, and put larger "
+            "data into a file"
         )
     return tuple(env.items())
 
@@ -432,8 +433,8 @@ def _from_caller(name: str, given: str, environ: Mapping[str, str]) -> str:
 def _check_variable(given: str, name: str) -> None:
     if not VARIABLE.fullmatch(name):
         raise InvalidRequestError(
-            f"{given}: {name!r} is not the name of a variable; give letters, digits and _, not "
-            "beginning with a digit, as NAME=VALUE or NAME"
+            f"{given}: {name!r} is not a variable name; give letters, digits and _, not "
+            "starting with a digit, as NAME=VALUE or NAME"
         )
 
 
@@ -441,11 +442,11 @@ def _check_value(name: str, value: str) -> None:
     """Refuse a value that no node can set; the value itself is not shown."""
     if name in WORKERS_OWN:
         raise InvalidRequestError(
-            f"variable {name}: every worker is given its own in every round; leave it out"
+            f"variable {name}: it is different in every worker and round; leave it out"
         )
     if name == "CUDA_VISIBLE_DEVICES":
         raise InvalidRequestError(
-            f"variable {name}: each node gives the job its GPUs; say how many with --gpus-per-node"
+            f"variable {name}: each node assigns GPUs to the job; say how many with --gpus-per-node"
         )
     if "\0" in value:
         raise InvalidRequestError(f"variable {name}: its value has a NUL character; leave it out")
@@ -511,8 +512,8 @@ def _account(name: str) -> str:
     job_options.check_printable("--user", name)
     if len(name) > ACCOUNT_CHARS:
         raise InvalidRequestError(
-            f"--user={name:.80} has {len(name)} characters, and no account is called so; give at "
-            f"most {ACCOUNT_CHARS}"
+            f"--user={name:.80} has {len(name)} characters, too many for an account name; "
+            f"give at most {ACCOUNT_CHARS}"
         )
     return name
 
@@ -520,8 +521,8 @@ def _account(name: str) -> str:
 def _name(rdzv_id: str) -> str:
     if not _NAME.fullmatch(rdzv_id):
         raise InvalidRequestError(
-            f"--rdzv-id={short(rdzv_id)} cannot be used; give at most 128 letters, digits and "
-            ". _ : @ -, beginning with a letter, a digit or _"
+            f"--rdzv-id={short(rdzv_id)} cannot be used; give at most 128 letters, digits "
+            "and . _ : @ -, starting with a letter, a digit or _"
         )
     return rdzv_id
 
@@ -568,5 +569,5 @@ def _notes(conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ..
         known = ", ".join(declared_flags.CONF_KEYS)
         notes.append(f"--rdzv-conf: unknown {listed(unknown)}; known: {known}")
     if defaults := sorted(name for name in environ if name.startswith("PET_")):
-        notes.append(f"{listed(defaults)} of this environment do not count here; give flags")
+        notes.append(f"{listed(defaults)} in this environment have no effect here; give flags")
     return tuple(notes)

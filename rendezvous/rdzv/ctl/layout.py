@@ -1,6 +1,6 @@
-"""Lines for a terminal or a pipe: widths, colours, and texts made harmless.
+"""Lines for a terminal or a pipe: widths, colours, and neutralized text.
 
-Every text is treated as hostile: a traceback may hold codes that retitle a terminal, clear it or
+Every text is treated as hostile: a traceback may contain codes that retitle a terminal, clear it or
 type into it. The output of a `Page` has no control characters but its own colours.
 """
 
@@ -25,7 +25,7 @@ _LABEL_WIDTH = 15
 _NARROWEST = 28
 """If less than this width is left beside a row, its free text goes below the row."""
 _SHORTEST = 40
-"""Expendable columns are dropped to leave at least this much for free text, by default."""
+"""By default, expendable columns are dropped to leave at least this much for free text."""
 
 
 @struct(frozen=True)
@@ -55,7 +55,7 @@ class Page:
         return self._wrapped(Cell(text), "", 0)
 
     def fact(self, label: str, value: Cell, width: int = 0) -> list[str]:
-        """Put a value beside its label; `width` is that of the widest label of these facts."""
+        """Put a value beside its label; `width` is the width of the widest label of these facts."""
         indent = max(_LABEL_WIDTH, 2 + width + len(_GAP))
         name = self._paint(Cell(f"  {label}".ljust(indent), "dim"))
         return self._wrapped(value, name, indent)
@@ -80,8 +80,8 @@ class Page:
     ) -> list[str]:
         """Align rows under a header; the last column is free text and takes the remaining room.
 
-        Columns without any text are left out, and so are `expendable` ones, in that order, until
-        the rest fits. Free text is wrapped; with `one_line` it is cut, and has room for `least`.
+        Columns without any text are left out, as are `expendable` ones, in that order, until the
+        rest fits. Free text is wrapped; with `one_line` it is cut, and has room for `least`.
         """
         *columns, texts = (
             _Column(name, cells)
@@ -108,7 +108,7 @@ class Page:
     def clock(self, unix_ms: int) -> str:
         """Format a point in time to the second: the time of day, with the date unless it is today.
 
-        It is meant for a column in which most times are of today.
+        For a column in which most times are of today.
         """
         return self.ago(round(self.now_s * 1000) - unix_ms)
 

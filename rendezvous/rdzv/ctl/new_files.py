@@ -24,7 +24,7 @@ def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
     """
     _check(path, replace)
     try:
-        # The file is made beside `path`, so that it can be renamed at once, with mode 0600.
+        # The file is created beside `path`, so that it can be renamed at once, with mode 0600.
         number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -50,7 +50,7 @@ def _check(path: Path, replace: bool) -> None:
     if not path.is_file():
         raise InvalidRequestError(f"{path} is not a regular file; give the name of one")
     if not replace:
-        raise InvalidRequestError(f"{path} exists already; give another name, or --force")
+        raise InvalidRequestError(f"{path} already exists; give another name, or --force")
 
 
 def _name(written: str, path: Path) -> None:
@@ -76,6 +76,6 @@ def _sync(folder: Path) -> None:
 
 def _unwritable(path: Path, error: OSError) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{path} cannot be written: {error.strerror or error}; give a file in a folder that you "
-        "may write to, with room for it"
+        f"{path} cannot be written: {error.strerror or error}; give a file in a writable "
+        "folder with enough space"
     )

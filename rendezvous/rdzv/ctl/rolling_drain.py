@@ -1,7 +1,7 @@
 """rdzvctl drain: empties nodes, one or several in turn, and reports what it waits for.
 
-The server decides and keeps the drains; this module only requests them, and waits. However
-this program ends, a node that it has drained stays drained, and leaves by its deadline.
+The server decides and keeps the drains; this module only requests them, and waits. However this
+program ends, a node that it has drained stays drained, and leaves by its deadline.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _UNITS_MS = {"ms": 1, "s": 1_000, "": 1_000, "m": 60_000, "min": 60_000, "h": 3_
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)")
 
 NODE_VARIABLE = "RDZV_NODE"
-"""The variable that gives a command of --undrain-after its node."""
+"""The variable that names the node to a command of --undrain-after."""
 
 EXIT_COMMAND_FAILED = 3
 
 
 def parse_deadline(text: str) -> int:
-    """Read how long workers have, as milliseconds.
+    """Parse how long workers have, into milliseconds.
 
     >>> parse_deadline("5m"), parse_deadline("90"), parse_deadline("1.5h")
     (300000, 90000, 5400000)
@@ -46,7 +46,7 @@ def parse_deadline(text: str) -> int:
     found = _DURATION.fullmatch(text.strip())
     if found is None or found[2] not in _UNITS_MS:
         raise InvalidRequestError(
-            f"--deadline={text} is not a time; give a number with s, m or h behind it, such as 5m"
+            f"--deadline={text} is not a time; give a number followed by s, m or h, such as 5m"
         )
     ms = round(float(found[1]) * _UNITS_MS[found[2]])
     if ms > MAX_DEADLINE_MS:
@@ -55,14 +55,14 @@ def parse_deadline(text: str) -> int:
 
 
 def parse_label(text: str) -> tuple[str, str]:
-    """Read LABEL=VALUE.
+    """Parse LABEL=VALUE.
 
     >>> parse_label("rack=a1")
     ('rack', 'a1')
     """
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise InvalidRequestError(f"--all-of={text} is not LABEL=VALUE; give such as rack=a1")
+        raise InvalidRequestError(f"--all-of={text} is not LABEL=VALUE; give, for example, rack=a1")
     return name, value
 
 
@@ -114,11 +114,10 @@ def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) ->
     """Drain all nodes with a label one after another; return the exit code.
 
     A node is drained only if each of its jobs keeps its min_nodes without it, and the next only
-    when the jobs of the one before run again.
+    when the jobs of the previous one run again.
 
     Raises:
         RendezvousError: no node has the label, or the server refuses.
-
     """
     name, value = rolling.label
     node_ids = [node.node_id for node in client.nodes() if _has(node, name, value)]
@@ -158,7 +157,7 @@ def _drain_when_it_may(
                 say("it is no longer known, and is skipped")
                 return ()
             if found.drained_by_operator:
-                say("it is drained already")
+                say("it is already drained")
             else:
                 found = client.drain(node_id, rolling.deadline_ms, rolling.reason, keep_min=True)
                 say("draining")
@@ -216,6 +215,6 @@ def _has(node: Node, name: str, value: str) -> bool:
 
 
 def _natural(node_id: str) -> list[tuple[int, str]]:
-    """Sort n2 before n10."""
+    """Return a sort key that puts n2 before n10."""
     parts = re.split(r"([0-9]+)", node_id)
     return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]

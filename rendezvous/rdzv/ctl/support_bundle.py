@@ -1,7 +1,7 @@
-"""`rdzvctl support-bundle`: all that another person needs to examine a job, without secrets.
+"""`rdzvctl support-bundle`: everything needed to examine a job elsewhere, without secrets.
 
-Documents of the server never contain tokens, job secrets or the environment of submitted jobs. What
-jobs write themselves (arguments, reasons, output) may: `redacted` hides what looks like a secret.
+Documents of the server never contain tokens, job secrets or the environment of submitted jobs. Data
+from the jobs themselves (arguments, reasons, output) may; `redacted` hides likely secrets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rdzv.view import as_json
 
 HISTORY_EVENTS = 10_000
 LOG_LINES = 1_000
-"""The number of last lines of each worker's output that are included."""
+"""How many of the last lines of each worker's output are included."""
 LOG_BYTES = 1 << 20
 """The most output of one worker that is included."""
 
@@ -101,7 +101,7 @@ def _output(client: ControlClient, rdzv_id: str) -> str:
 
 
 def contents(files: Mapping[str, str]) -> Iterable[str]:
-    """List the files with their sizes, for people to look at before anything is written."""
+    """List the files with their sizes, for review before anything is written."""
     for name, text in files.items():
         yield f"  {name:<16} {len(text.encode()):>9} bytes"
 

@@ -1,9 +1,9 @@
-"""A job's life as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
+"""A job's history as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-One process is one run. Its first track shows the job itself: each round with the cause of its end,
-and between them the time to stop all workers and to form the next round. Every node has a track
-below, with a slice for each round that it took part in, and one for the time it took to stop.
-Every event is an instant on the track that it belongs to.
+Each run is one process. Its first track shows the job itself: each round with the cause of its end,
+and between them the time to stop all workers and to form the next round. Below, every node has a
+track with a slice for each round that it took part in, and one for the time it took to stop. Every
+event is an instant on the track that it belongs to.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _instants(
         track = tracks.get(node_of(event) or "", _JOB_TRACK)
         yield {
             **{"ph": "i", "cat": "rdzv", "name": event.name, "pid": process, "tid": track},
-            # The scope of the instant: a track alone, or a line across all tracks of the run.
+            # The scope of the instant: only a track, or a line across all tracks of the run.
             **{"ts": event.unix_ms * 1000, "s": "p" if event.name in _ACROSS else "t"},
             "args": {"text": event.text},
         }

@@ -1,6 +1,6 @@
 """Commands that follow a job: `status --watch` and `wait`.
 
-The server pushes every change. Between two changes only ages grow, which this side counts itself.
+The server pushes every change. Between two changes only ages grow, which are computed here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REDRAW_S = 1.0
 LEAST_REDRAW_S = 0.1
 
 REPEAT_S = 2.0
-"""How often a list is asked for again: the server pushes single jobs only."""
+"""How often a list is requested again: the server pushes only single jobs."""
 
 HISTORY_EVENTS = 500
 """How many events the screen's history covers, including nodes that come and go."""
@@ -106,7 +106,7 @@ def _next(news: _News, within_s: float | None) -> _Seen | None:
 
 def _newest(news: _News) -> _Seen:
     seen = _next(news, None)
-    assert seen is not None, "without a deadline something comes"
+    assert seen is not None, "there is always an update without a deadline"
     return seen
 
 
@@ -139,9 +139,9 @@ def show(
 
 
 def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
-    """Show what `shown` returns, now and every `REPEAT_S`, until the user interrupts.
+    """Show the result of `shown`, now and every `REPEAT_S`, until the user interrupts.
 
-    On a terminal and `as_screen`, it is redrawn in place. A server that does not answer any more is
+    On a terminal and `as_screen`, it is redrawn in place. A server that stops answering is
     reported, and asked again.
     """
     smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and as_screen
@@ -160,7 +160,7 @@ def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
 
 
 def _cut(lines: Sequence[str], height: int) -> Sequence[str]:
-    """Return as many lines as a terminal has room for, the last of which may say that some miss."""
+    """Return as many lines as fit on a terminal; the last may say that some are missing."""
     return lines if len(lines) <= height else [*lines[: height - 1], "..."]
 
 
@@ -261,7 +261,7 @@ def exit_code(status: JobStatus) -> int | None:
 
 
 class StateReports:
-    """Reports on stderr what a job does and why, once for each change."""
+    """Reports on stderr a job's state and the reason, once for each change."""
 
     def __init__(self, job: str) -> None:
         self._job = job

@@ -1,4 +1,4 @@
-"""The processes of the demo, and what they have written."""
+"""The processes of the demo, and their output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def environment(python: str) -> dict[str, str]:
 
 @dataclass
 class Line:
-    """One line that a process has written, and when."""
+    """One line of a process's output, and when it was written."""
 
     at_s: float
     text: str
@@ -40,7 +40,7 @@ class Line:
 
 @dataclass
 class Program:
-    """One process of the demo and what it has written."""
+    """One process of the demo and its output."""
 
     name: str
     process: subprocess.Popen[str]
@@ -52,7 +52,7 @@ class Program:
     def start(
         cls, name: str, command: Sequence[str], environ: dict[str, str], log: Path
     ) -> Program:
-        """Start a program in a session of its own; its output is kept, and appended to `log`."""
+        """Start a program in its own session; its output is kept, and appended to `log`."""
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -94,7 +94,7 @@ class Program:
         return [pid for pid in descendants(self.process.pid) if b"RANK" in environ_of(pid)]
 
     def kill_all(self) -> None:
-        """Kill the program and all that it has started; no process gets to send anything."""
+        """Kill the program and everything it has started, before any process can send a message."""
         for pid in [self.process.pid, *descendants(self.process.pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

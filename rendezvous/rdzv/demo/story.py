@@ -25,9 +25,9 @@ TRAINING = Path(__file__).with_name("training.py")
 DEADLINE_S = 300.0
 """The demo fails if it has not ended by then."""
 SILENT_S = 1.0
-"""After so long without a line the demo says what it waits for."""
+"""After this long without a line the demo prints what it is waiting for."""
 REMINDS_S = 5.0
-"""After so long it says so again."""
+"""After this long it prints that again."""
 _EPOCH = re.compile(r"epoch (\d+) \| loss ([\d.]+) \| world_size (\d+)")
 _HAS_TORCH = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('torch') else 3)"
 
@@ -37,12 +37,13 @@ class DemoError(RendezvousError):
 
 
 def play(python: str, *, keep: bool) -> None:
-    """Play the demo with the interpreter `python` for its training; raise if a step fails.
+    """Play the demo, training with the interpreter `python`; raise if a step fails.
 
     With `keep` its files stay, and so do the server and its page until Ctrl-C.
     """
     say = (
-        f"rdzv {VERSION}: a training on this machine loses a worker, then a whole node, and goes on"
+        f"rdzv {VERSION}: a training on this machine loses a worker, then a whole node, "
+        "and continues"
     )
     print(f"{say}; this takes about a minute", flush=True)
     check_torch(python)
@@ -66,8 +67,9 @@ def check_torch(python: str) -> None:
         raise DemoError(f"cannot run the interpreter {python!r}: {error}") from None
     if done.returncode != 0:
         raise DemoError(
-            f"the interpreter {python!r} has no torch, which the demo's training needs; install it "
-            f"(`{python} -m pip install torch`), or name an interpreter that has it: --python PATH"
+            f"the interpreter {python!r} has no torch, which the demo's training needs; "
+            f"install it (`{python} -m pip install torch`), or name an interpreter that "
+            "has it: --python PATH"
         )
 
 
@@ -91,7 +93,7 @@ class Demo:
         self.start_server()
         for name in ("n1", "n2"):
             self.start_node(name)
-        self.say("started two nodes, n1 and n2, with two workers each; the job can do with one")
+        self.say("started two nodes, n1 and n2, with two workers each; the job can run on one")
         self.await_training(4, 0, self.began_s, "the training began")
         self.await_epochs(2)
 
@@ -106,7 +108,7 @@ class Demo:
         text = "SIGKILL to everything on n2: its agent, its runner, its workers"
         killed_s = self.do("a node is killed", text)
         self.nodes.pop("n2").kill_all()
-        self.await_training(2, 1, killed_s, "n1 went on without n2", "no restart is spent")
+        self.await_training(2, 1, killed_s, "n1 continued without n2", "no restart is spent")
         self.await_epochs(2)
 
         came_s = self.do("the node is back", "n2 comes back")
@@ -139,14 +141,14 @@ class Demo:
         return Program.start(name, command, self.environ, self.folder / f"{name}.log")
 
     def do(self, deed: str, text: str) -> float:
-        """Say what is done to the job next; return the time. `deed` names it for observers."""
+        """Print the next action on the job; return the time. `deed` names it for observers."""
         self.say(text)
         return time.monotonic()
 
     def await_training(
         self, world_size: int, restarts: int, after_s: float, what: str, cost: str = ""
     ) -> None:
-        """Wait until RANK 0 trains in a group of this size, and check what the server says."""
+        """Wait until RANK 0 trains in a group of this size, and check the server's status."""
         pattern = re.compile(rf"rank 0 of {world_size}: (resuming from .*|starting afresh)")
         awaited = f"{world_size} workers to import torch and connect"
         line, match = self.await_line(self.nodes["n1"], pattern, after_s, awaited)
@@ -156,14 +158,14 @@ class Demo:
         seen = (status["state"], status["world_size"], status["restarts"])
         if seen != ("running", world_size, restarts):
             raise DemoError(
-                f"expected a running job of {world_size} workers with {restarts} restarts spent, "
-                f"and rdzvctl says {seen}: {status['reason']}"
+                f"expected a running job of {world_size} workers with {restarts} restarts "
+                f"spent, but rdzvctl says {seen}: {status['reason']}"
             )
         spent = f"restarts {status['restarts']} of {status['max_restarts']}"
         self.say(f"  rdzvctl: {status['state']}, {status['reason']}; {spent}")
 
     def await_epochs(self, count: int) -> None:
-        """Let the training go on for a while."""
+        """Let the training continue for a while."""
         for _ in range(count):
             _, match = self.await_line(self.nodes["n1"], _EPOCH, time.monotonic(), "the next epoch")
         self.say(f"  epoch {match.group(1)}, loss {match.group(2)}")
@@ -178,12 +180,12 @@ class Demo:
         self.await_line(self.nodes["n1"], finished, 0.0, "the last line of the training")
         losses = [float(m[2]) for x in self.nodes["n1"].lines if (m := _EPOCH.search(x.text))]
         if not losses[-1] < losses[0] / 2:
-            raise DemoError(f"the loss was to fall by half: it was {losses[0]}, then {losses[-1]}")
+            raise DemoError(f"the loss should fall by half, but was {losses[0]}, then {losses[-1]}")
         self.say(f"both nodes exited with 0; the loss fell from {losses[0]} to {losses[-1]}")
         print(f"\n$ rdzvctl explain {JOB}\n{self.rdzvctl('explain', JOB)}", flush=True)
         status = self.status()
         if (status["state"], status["restarts"]) != ("succeeded", 1):
-            raise DemoError(f"expected success with 1 restart, and rdzvctl says {status}")
+            raise DemoError(f"expected success with 1 restart, but rdzvctl says {status}")
 
     def status(self) -> dict[str, object]:
         """Ask the server, as an operator would."""
@@ -192,7 +194,7 @@ class Demo:
         return answer
 
     def rdzvctl(self, *args: str) -> str:
-        """Run rdzvctl and return what it says."""
+        """Run rdzvctl and return its output."""
         command = command_of(OPERATOR, "--server", self.endpoint, *args)
         done = subprocess.run(
             command, env=self.environ, capture_output=True, text=True, timeout=60, check=False
@@ -204,7 +206,7 @@ class Demo:
     def await_line(
         self, program: Program, pattern: re.Pattern[str], after_s: float, what: str
     ) -> tuple[Line, re.Match[str]]:
-        """Wait until a program writes a line that matches; `what` says it to people."""
+        """Wait until a program prints a matching line; `what` describes it to people."""
         with program.written:
             while (found := program.find(pattern, after_s)) is None:
                 if program.process.poll() is not None:
@@ -221,21 +223,23 @@ class Demo:
             time.sleep(0.1)
 
     def note_wait(self, what: str) -> None:
-        """Say what is waited for if nothing was said for a while; fail if it takes too long."""
+        """Print what is awaited if nothing was printed for a while; fail if it takes too long."""
         now_s = time.monotonic()
         if now_s > self.began_s + self.deadline_s:
-            raise DemoError(f"waited for {what} until the demo's {self.deadline_s:g} s were over")
+            raise DemoError(
+                f"still waiting for {what} when the demo's {self.deadline_s:g} s were over"
+            )
         if now_s >= self.speaks_s:
             self.say(f"  waiting for {what} ...")
             self.speaks_s = now_s + REMINDS_S
 
     def say(self, text: str) -> None:
-        """Print what happens, with the time since the beginning."""
+        """Print a message, with the time since the beginning."""
         print(f"[{time.monotonic() - self.began_s:5.1f} s] {text}", flush=True)
         self.speaks_s = time.monotonic() + SILENT_S
 
     def stay(self) -> None:
-        """Leave the server up, to be looked at, until Ctrl-C or SIGTERM."""
+        """Keep the server running, for the user to look at, until Ctrl-C or SIGTERM."""
         over = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: over.set())
@@ -262,7 +266,7 @@ class Demo:
 
 @contextmanager
 def _folder(keep: bool) -> Iterator[Path]:
-    """Make a folder for the demo's files; it stays if the demo fails, or is asked to keep it."""
+    """Create a folder for the demo's files; it stays if the demo fails, or on request."""
     path = Path(tempfile.mkdtemp(prefix="rdzv_demo_"))
     try:
         yield path

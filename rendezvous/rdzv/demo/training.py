@@ -2,8 +2,8 @@
 
     rdzvrun --standalone --nproc-per-node=2 training.py --snapshot=/tmp/snapshot.pt
 
-It runs with the job's interpreter, so it needs torch and nothing of rdzv, and supports Pythons
-older than rdzv's own.
+It runs with the job's interpreter, so it needs torch but nothing of rdzv, and supports older
+Pythons than rdzv itself.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def load(file: str) -> Any:
 
 
 def save(file: str, state: dict[str, Any]) -> None:
-    """Replace the snapshot; a crash here leaves the one before."""
+    """Replace the snapshot; a crash here leaves the previous one."""
     torch.save(state, f"{file}.new")
     os.replace(f"{file}.new", file)  # noqa: PTH105
 
@@ -94,7 +94,7 @@ def report(step: int) -> None:
 
 
 def say(rank: int, line: str) -> None:
-    """Print a line, once for the whole group."""
+    """Print a line once for the whole group."""
     if rank == 0:
         print(line, flush=True)
 

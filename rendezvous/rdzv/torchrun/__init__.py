@@ -47,16 +47,15 @@ BACKEND = "rdzv"
 
 
 def plugin() -> object:
-    """Return the function that makes a handler, as torch's registry expects."""
+    """Return the function that creates a handler, as torch's registry expects."""
     return create_handler
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler of one torchrun.
+    """Create the handler of one torchrun.
 
     Raises:
         ValueError: a value of the command line is not valid; the message names it and the remedy.
-
     """
     # Imported late: torch loads every plug-in, whichever backend is requested.
     from rdzv.torchrun.handler import RdzvHandler

@@ -50,7 +50,7 @@ class Talk:
         atexit.register(self.at_exit)
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message; without a stream the next Hello carries it."""
+        """Send a message; without a stream the next Hello includes it."""
         if self.stream is not None:
             self.stream.say(message)
 
@@ -83,7 +83,7 @@ class Talk:
                 self.say(self.part.say_succeeded())
 
     def on_signal(self, signum: signal.Signals) -> None:
-        """Leave at once: torch's agent stops the workers now, and does not come back."""
+        """Leave at once: torch's agent is stopping the workers, and will not call again."""
         with self.news:
             self.signalled = self.signalled or signum
             self.leave(pb.Leave.SIGNAL, f"received {signum.name}", workers_gone=False)
@@ -109,7 +109,7 @@ class Talk:
         self.hang_up(wait=False)
 
     def leave(self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool) -> None:
-        """Send that this node leaves, if it is in the job; call it with `news` held."""
+        """Announce that this node leaves, if it is in the job; call it with `news` held."""
         if self.part.phase is not Phase.APART and not self.part.ended and not self.hung_up:
             self.say(self.part.say_leave(cause, reason, workers_gone=workers_gone))
 

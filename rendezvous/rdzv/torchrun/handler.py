@@ -1,11 +1,11 @@
-"""The rendezvous handler that torch's agent talks to.
+"""The rendezvous handler that torch's agent calls.
 
 torch calls it from one thread, its main one. Messages of the server arrive in a second one, and a
-signal is noticed in a third; one lock guards what they share (`conversation`).
+signal is noticed in a third; one lock guards their shared state (`conversation`).
 
 One process may have many handlers, one after another or at once: a notebook calls
-`elastic_launch(...)()` repeatedly. Each is a node of its own, and leaves when its launch is
-over, however it ends.
+`elastic_launch(...)()` repeatedly. Each is a node of its own, and leaves when its launch is over,
+however it ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ log = logging.getLogger("rdzv.torchrun")
 
 STOP_TIMEOUT_MS = 30_000
 """How long torch's agent lets workers take between SIGTERM and SIGKILL when it restarts them; it
-does not honour --shutdown-timeout there (`LocalElasticAgent._stop_workers`)."""
+ignores --shutdown-timeout there (`LocalElasticAgent._stop_workers`).
+"""
 EXPLAIN_TIMEOUT_S = 10.0
 """How long to wait for the server to explain a failed store: its host was lost."""
 
@@ -99,8 +100,8 @@ class RdzvHandler(RendezvousHandler):
     def use_agent_store(self) -> bool:
         """Whether the workers meet in the agents' store.
 
-        They may, because each round has its own store: it has no keys of earlier attempts.
-        torch's agent reads this after every `next_rendezvous` (`_start_workers`).
+        They do, because each round has its own store, without keys of earlier attempts. torch's
+        agent reads this after every `next_rendezvous` (`_start_workers`).
         """
         return shares_store()
 
@@ -146,13 +147,12 @@ class RdzvHandler(RendezvousHandler):
     def set_closed(self) -> None:
         """End the job's present run, as `rdzvctl stop` does: its nodes are notified, and stop.
 
-        A node that has not joined may call this too. If the job has no run, no message is sent;
+        A node that has not joined may call this, too. If the job has no run, no message is sent;
         this node will not begin one.
 
         Raises:
             RendezvousConnectionError: no server could be reached.
             RendezvousError: the server refuses it; the message has the reason.
-
         """
         self._has_closed = True
         name, options = self._options.rdzv_id, self._options
@@ -172,11 +172,11 @@ class RdzvHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """Report to the server how this node's part in the job ended, and close the stream.
 
-        Call it only while no workers are left. An exception being raised (`launch_agent` calls this
-        in its `finally`) decides what is reported. Without one, the workers have succeeded, and
-        this waits for the success of the other nodes, since this process may serve their store. An
-        exception that a caller further up is handling counts too: a failure must not be taken for a
-        success.
+        Call it only while no workers are left. If an exception is being raised (`launch_agent`
+        calls this in its `finally`), it decides what is reported. Without one, the workers have
+        succeeded, and this waits for the other nodes to succeed, because this process may serve
+        their store. An exception that a caller further up is handling counts, too: a failure must
+        not be taken for a success.
         """
         error = sys.exc_info()[1]
         if self._talk.stream is None or self._talk.hung_up:
@@ -255,7 +255,7 @@ class RdzvHandler(RendezvousHandler):
         raise kind(f"{rdzv_id} {result}: {closed.reason}")
 
     def _raise_if_apart(self) -> None:
-        """Give up after join_timeout without a server since this node joined."""
+        """Give up if there has been no server for join_timeout since this node joined."""
         stream, timeout_s = self._talk.stream, self._join_timeout_s
         assert stream is not None
         if stream.apart_since_s is None:
@@ -298,7 +298,7 @@ class RdzvHandler(RendezvousHandler):
     def _explain_failure(self, line: pb.RoundCompleted, work: Future[RendezvousInfo]) -> None:
         """Wait for the server to end a round whose nodes could not meet.
 
-        GROUP_RANK 0 asks it to. The others expect a message that GROUP_RANK 0 was lost.
+        GROUP_RANK 0 requests that. The others expect the message that GROUP_RANK 0 was lost.
         """
         error = work.exception() if work.done() else None
         why = f"{type(error).__name__}: {_first_line(error)}" if error else "not all nodes came"
@@ -307,9 +307,9 @@ class RdzvHandler(RendezvousHandler):
             self._talk.say(self._part.say_store_failed(f"the store at {where}: {why}"))
         if not self._news.wait_for(lambda: self._talk.round_is_over, EXPLAIN_TIMEOUT_S):
             raise RendezvousConnectionError(
-                f"the nodes of round {line.round} did not meet in the store at {where} ({why}); "
-                "if this address cannot be reached from here, start the node that is there with "
-                "another --local-addr"
+                f"the nodes of round {line.round} did not meet in the store at {where} "
+                f"({why}); if this address cannot be reached from here, start that node "
+                "with another --local-addr"
             )
 
     # ------------------------------------------------------------------ the end
@@ -318,8 +318,8 @@ class RdzvHandler(RendezvousHandler):
         self._talk.on_success()
         if not self._news.wait_for(lambda: self._talk.round_is_over, self._options.close_timeout_s):
             log.warning(
-                "the other nodes of %s have not succeeded within %g s (close_timeout); not "
-                "waiting for them any longer",
+                "the other nodes of %s have not succeeded within %g s (close_timeout); "
+                "no longer waiting for them",
                 self._options.rdzv_id,
                 self._options.close_timeout_s,
             )
@@ -399,7 +399,7 @@ def _worker_failures(error: ChildFailedError) -> list[pb.WorkerFailure]:
 
 
 def _worker_failure(rank: int, failure: ProcessFailure) -> pb.WorkerFailure:
-    """Turn torch's record of a failure into a message.
+    """Convert torch's record of a failure into a message.
 
     Its `message` is a sentence, or the data written by `@record`
     (`torch/distributed/elastic/multiprocessing/errors`).

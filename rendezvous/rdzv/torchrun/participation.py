@@ -1,7 +1,7 @@
 """One node's part in one job: the messages it sends and receives.
 
-Without threads, clocks and torch: the owner of a `Part` guards it, sends its messages, and
-acts on its state.
+Without threads, clocks or torch: the owner of a `Part` guards it, sends its messages, and acts on
+its state.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ log = logging.getLogger("rdzv.torchrun")
 
 
 class Phase(Enum):
-    """How far this node has come."""
+    """The progress of this node's part in the job."""
 
     APART = "it has not joined yet, or has left"
     JOINING = "it has no workers, and wants a place in the next round"
     RUNNING = "it has a place in a round, and workers of that round or none yet"
     SUCCEEDED = "its workers have all exited 0"
-    LEAVING = "it has said that it leaves, and its workers are being stopped"
+    LEAVING = "it has announced that it leaves, and its workers are being stopped"
 
 
 _BELIEFS = {
@@ -115,7 +115,7 @@ class Part:
         return pb.NodeMessage(store_host_failed=failed)
 
     def beliefs(self) -> list[pb.Belief]:
-        """Return the full state of this node, for a stream that opens."""
+        """Return the full state of this node, for a new stream."""
         if self.phase not in _BELIEFS or self.ended:
             return []
         belief = pb.Belief(phase=_BELIEFS[self.phase], join=self._join())

@@ -1,6 +1,6 @@
 """The options of `torchrun`'s command line, as this node uses them.
 
-Names, defaults and units of `--rdzv-conf` are torchrun's where it has them.
+Names, defaults and units of `--rdzv-conf` are torchrun's if it has them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rdzv.transport.job_secret import read_secret
 log = logging.getLogger("rdzv.torchrun")
 
 _handlers = itertools.count(1)
-"""Numbers the handlers of this process, each of which is a node."""
+"""The number of each handler in this process; each handler is a node."""
 
 MAX_CONF_S = 30 * 24 * 3600
 
@@ -74,18 +74,17 @@ class Options:
 
 
 def read_options(params: RendezvousParameters) -> Options:
-    """Read the parameters that torchrun passes to a rendezvous backend.
+    """Parse the parameters that torchrun passes to a rendezvous back-end.
 
     Raises:
         ValueError: a value is not valid; the message names it, the reason, and a remedy.
-
     """
     conf = {key: str(value) for key, value in params.config.items() if value is not None}
     _warn_of_unknown(params.config)
     if params.run_id in ("", "none"):
         raise ValueError(
-            "--rdzv-id is missing: without a name of its own the job could be mixed up with "
-            "another; give all nodes of this job the same --rdzv-id=NAME"
+            "--rdzv-id is missing; without it this job could be mixed up with another; "
+            "give all nodes of this job the same --rdzv-id=NAME"
         )
     config = launch_config()
     scale_up, scale_up_after_ms = _scale_up(conf.get("scale_up", ScaleUp.EAGER.value))
@@ -138,7 +137,7 @@ def agent_has_run() -> bool:
 def launch_config() -> Any | None:
     """Return the `LaunchConfig` of the calling launch; None if there is none.
 
-    torch does not pass a backend the number of workers (`RendezvousParameters`), but the server
+    torch does not pass the number of workers to a back-end (`RendezvousParameters`), but the server
     should show it. Ranks do not depend on it: torch's agents assign them among themselves.
     """
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -171,7 +170,7 @@ def _endpoints(text: str) -> tuple[Endpoint, ...]:
 
 
 def _secret() -> str:
-    """Read the job secret, which only the environment can hold."""
+    """Return the job secret, which only the environment can hold."""
     try:
         return read_secret(os.environ)
     except InvalidRequestError as error:
@@ -179,7 +178,7 @@ def _secret() -> str:
 
 
 def _credentials(conf: Mapping[str, str]) -> Credentials:
-    """Read this node's credentials, which may also come from the environment."""
+    """Return this node's credentials, which may also come from the environment."""
     keys = {"ca": "tls_ca", "cert": "tls_cert", "key": "tls_key", "token_file": "token_file"}
     given = {name: Path(conf[key]) for name, key in keys.items() if key in conf}
     try:

@@ -39,7 +39,7 @@ _ATTENTION_S = 0.2
 
 
 def shares_store() -> bool:
-    """Return whether workers are clients of the agents' store, by torchrun's own switch."""
+    """Return whether workers are clients of the agents' store, as torchrun's own switch says."""
     return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
@@ -100,7 +100,7 @@ def meet(
     wrap: Callable[[Store], AgentStore],
     timeout_s: float,
 ) -> RendezvousInfo:
-    """Open the store of a round and wait until all its nodes are there.
+    """Open the store of a round and wait until all its nodes are connected.
 
     GROUP_RANK 0 passes the socket that it has offered, and serves the store as long as the result
     is in use.
@@ -111,7 +111,7 @@ def meet(
     _roll_call(agents, line.group_world_size, timeout)
     where = RendezvousStoreInfo(line.master_addr, line.master_port)
     if not shares_store():
-        # RANK 0's worker serves a store of its own, on a port that GROUP_RANK 0 finds for it.
+        # RANK 0's worker serves another store, on a port that GROUP_RANK 0 picks for it.
         where = RendezvousStoreInfo.build(line.group_rank, agents, line.master_addr)
     return RendezvousInfo(agents, line.group_rank, line.group_world_size, where)
 
@@ -126,12 +126,12 @@ def _open(line: pb.RoundCompleted, listening: socket.socket | None, timeout: tim
             timeout=timeout,
         )
     return TCPStore(
-        "127.0.0.1",  # Where the store's own client connects; the socket decides where it listens.
+        "127.0.0.1",  # The address for the store's own client; it listens at the socket's.
         line.master_port,
         is_master=True,
         wait_for_workers=False,
-        # With this option, all stores of a process on one port share a server, and a second store
-        # that was opened by mistake would go unnoticed.
+        # With this option, all stores of a process on one port would share a server, and a second
+        # store opened by mistake would go unnoticed.
         multi_tenant=False,
         master_listen_fd=listening.detach(),
         timeout=timeout,

@@ -1,4 +1,4 @@
-"""Detect at once the signals that end torchrun.
+"""Detects at once the signals that end torchrun.
 
 torch's signal handler only raises an exception in the main thread, and nothing else is notified
 before the workers have been stopped (`torch/distributed/launcher/api.py`, `launch_agent`;
@@ -22,14 +22,16 @@ _LEFT_WITHIN_S = 1.0
 _left: dict[int, tuple[int, threading.Thread]] = {}
 """Pipes that Python still writes signals to although their watch has ended, by their write ends:
 the read end, and the thread that read it. A watch that ends outside the main thread leaves its
-pipe, since only the main thread can change that. Without a reader Python would print warnings."""
+pipe, because only the main thread can change the descriptor. Without a reader Python would print
+warnings.
+"""
 
 _watched: set[int] = set()
 """The write ends of all pipes that Python may write signals to."""
 
 
 def _in_a_fork() -> None:
-    """Keep the signals of a fork, as torch starts and stops workers, out of its parent's pipe."""
+    """Keep a fork's signals out of its parent's pipe when torch starts and stops workers."""
     present = signal.set_wakeup_fd(-1)
     if present not in _watched:
         signal.set_wakeup_fd(present)
@@ -41,8 +43,8 @@ os.register_at_fork(after_in_child=_in_a_fork)
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], None]:
     """Call a function, in a separate thread, for each signal that ends torchrun.
 
-    Returns the function that ends the watch. Outside the main thread, and where the wakeup
-    descriptor is already in use, nothing is watched.
+    Returns the function that ends the watch. Outside the main thread, and if the wakeup descriptor
+    is already in use, nothing is watched.
     """
     if not _in_main_thread():
         return lambda: None
@@ -95,7 +97,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
 def _close_left(write_end: int) -> None:
     """Close a pipe whose watch was asked to end, once its thread no longer reads from it.
 
-    It is not closed earlier, because the thread that asks may be about to write to the pipe.
+    It is not closed earlier, because the requesting thread may be about to write to the pipe.
     """
     read_end, thread = _left.pop(write_end)
     _watched.remove(write_end)

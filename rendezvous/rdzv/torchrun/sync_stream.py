@@ -1,8 +1,8 @@
 """A node's stream to the server, for a program that is not asynchronous.
 
 One thread keeps it open and reopens it. Messages are sent through `say`; received messages are
-passed to a function, in that thread. Each stream begins with a Hello that has the full state of
-the node, so a message that was lost with the previous stream is not missed.
+passed to a function, in that thread. Each stream begins with a Hello that has the full state of the
+node, so a message that was lost with the previous stream does no harm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
 log = logging.getLogger("rdzv.torchrun")
 
 WELCOME_TIMEOUT_S = 10.0
-"""How long an open stream may stay without the server's Welcome."""
+"""How long an open stream may wait for the server's Welcome."""
 
 _Outbox = queue.SimpleQueue[pb.NodeMessage | None]
 
@@ -59,7 +59,7 @@ class NodeStream:
         self._beliefs = beliefs
         self._hear = hear
         self.apart_since_s: float | None = time.monotonic()
-        """Since when no server is connected; None while one is."""
+        """Since when no server has been connected; None while one is."""
         self.trouble = "no attempt was made"
         """Why no server is connected."""
         self._outbox: _Outbox | None = None
@@ -76,7 +76,7 @@ class NodeStream:
         self._thread.start()
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message if a stream is open; otherwise the next Hello carries it."""
+        """Send a message if a stream is open; otherwise the next Hello includes it."""
         if self._outbox is not None:
             self._outbox.put(message)
 
@@ -93,7 +93,7 @@ class NodeStream:
                 self._cut = _timer(within_s, self._call)
         # Ctrl-C may have come before the thread was started; then it no longer starts.
         if wait and self._thread.is_alive():
-            # The timer cancels the stream in time; the rest is for the thread itself.
+            # The timer cancels the stream in time; the thread then ends by itself.
             self._thread.join(within_s + 1)
 
     # ------------------------------------------------------------------ the thread
@@ -113,7 +113,9 @@ class NodeStream:
         """Note that no stream is open; `again`: the immediate second attempt failed too."""
         if again and not self._told_lost:
             self._told_lost = True
-            log.warning("%s; trying again until a server answers, running workers go on", trouble)
+            log.warning(
+                "%s; trying again until a server answers; running workers continue", trouble
+            )
         with self._lock:
             self.trouble = trouble
             if self.apart_since_s is None:
@@ -139,8 +141,8 @@ class NodeStream:
                     if self._closing.is_set():
                         # Nothing else would end this stream, since it did not exist when `close`
                         # looked for it.
-                        return RendezvousConnectionError("it was closed before it was open")
-                    # Later messages follow this Hello; the state before is in it.
+                        return RendezvousConnectionError("it was closed before it opened")
+                    # Later messages follow this Hello, which includes the state before.
                     self._hello.ClearField("beliefs")
                     self._hello.beliefs.extend(self._beliefs())
                     outbox.put(pb.NodeMessage(hello=self._hello))
@@ -199,7 +201,7 @@ class NodeStream:
             log.warning("connected to the server at %s again", endpoint)
         with self._lock:
             self.apart_since_s = None
-            # The sender still waits for the old interval; this ends its wait.
+            # The sender is still waiting for the old interval; this ends its wait.
             self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
 
     def _take_interval(self, heartbeat_interval_ms: int) -> None:
@@ -211,7 +213,7 @@ class NodeStream:
             self._lock.notify_all()
 
     def _judge(self, endpoint: Endpoint, call: grpc.Call) -> RendezvousError:
-        """Distinguish a refusal, which is final, from a failure, after which it tries again."""
+        """Distinguish a refusal, which is final, from a failure, after which it retries."""
         if not self._attempts.welcome and call.code() is grpc.StatusCode.CANCELLED:
             return RendezvousConnectionError(
                 f"no answer from {endpoint} within {WELCOME_TIMEOUT_S:g} s"
@@ -234,7 +236,7 @@ class NodeStream:
 
 
 def _timer(after_s: float, call: grpc.Call) -> threading.Timer:
-    """Cancel a call after a while, unless the timer is cancelled."""
+    """Return a timer that cancels a call after a while, unless it is cancelled itself."""
     timer = threading.Timer(after_s, call.cancel)
     timer.name, timer.daemon = "rdzv-timer", True
     timer.start()

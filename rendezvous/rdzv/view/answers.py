@@ -1,7 +1,7 @@
 """The answers of rdzvd as values, in which None means "unknown".
 
 The server builds them from its own values (`rdzv.server.operations.answer_values`). Its HTTP API
-writes them as JSON, its gRPC services as messages, which `from_messages` reads as the same values.
+writes them as JSON, its gRPC services as messages, which `from_messages` decodes to equal values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WorkerFailure:
     message: str | None
     traceback: str | None
     suspect: bool = False
-    """A collective failed in it, which may follow from another failure; it has not exited."""
+    """Whether a collective failed in it, perhaps because of another failure; it has not exited."""
 
 
 @struct(frozen=True)
@@ -53,7 +53,7 @@ class LastFailure:
 class NodeStatus:
     """One node of a job. `reason` says why it is not seated; None if it is seated and stays.
 
-    `drain_left_ms` is the time its workers have left, if it is about to leave.
+    `drain_left_ms` is how much time its workers have left, if it is about to leave.
     """
 
     node_id: str
@@ -93,7 +93,7 @@ class WholeSnapshot:
 class RankProgress:
     """The progress of one worker, as it reported `age_ms` ago. `rate` is in steps per second.
 
-    `behind` is the minimum number of steps by which it trails the foremost worker at the same
+    `behind` is the minimum number of steps by which it trails the leading worker at the same
     moment; the reported steps themselves are from different moments.
     """
 
@@ -154,9 +154,9 @@ class DeclinedNode:
 class Submission:
     """How a job was submitted, and its placement so far. `placed` are the chosen nodes.
 
-    `jobs_before` jobs are served before it; None if it does not wait. `env_names` are the names of
-    its environment variables; values are never sent. `gpus_per_node` is None if each worker gets
-    one GPU, as far as there are any.
+    `jobs_before` is the number of jobs served before it; None if it does not wait. `env_names` are
+    the names of its environment variables; values are never sent. `gpus_per_node` is None if each
+    worker gets one GPU, as far as there are any.
     """
 
     submitted_by: str | None
@@ -173,12 +173,12 @@ class Submission:
     submitter: str | None = None
     """The authenticated name of the submitter; None if authentication is not required."""
     account: str | None = None
-    """The account it asks to run as; None for each node's own account for the submitter."""
+    """The account it asks to run as; None for each node's default account for the submitter."""
 
 
 @struct(frozen=True)
 class Budgets:
-    """How often rounds of a run ended by each cause, and the limits; None where there is no limit.
+    """How often rounds of a run ended by each cause, and the limits; None if there is no limit.
 
     `restarts_in_vain` counts consecutive restarts without progress, beyond `furthest_step` or to
     another snapshot; after `no_progress_restarts` of them the job fails, unless that is 0.
@@ -237,13 +237,13 @@ class JobStatus:
     reason_times: tuple[TimeInText, ...] = ()
     """The durations in `reason` that change with time."""
     kept: int = 0
-    """Workers of the last complete round that took part in the one before."""
+    """How many workers of the last complete round also took part in the previous one."""
     source: int | None = None
-    """RANK of the kept worker with the newest state; None: there is none."""
+    """RANK of the kept worker with the newest state; None if there is none."""
     resume_step: int | None = None
     """How many steps the source had sealed."""
     warm: int | None = None
-    """Workers of the live round that were forked warm; None, with `cold`, while that is unknown."""
+    """How many workers of the live round were forked warm; with `cold`, None if unknown."""
     cold: int | None = None
     snapshot: WholeSnapshot | None = None
     """The newest snapshots in memory that are whole; None: there are none."""
@@ -306,8 +306,8 @@ class NodeJob:
 class Node:
     """One node, across its jobs. `resources` is None if it takes no submitted jobs.
 
-    `gpus_free` is None where the number of its GPUs is unknown. A node that is cordoned,
-    quarantined or unhealthy takes no more jobs; `quarantine` and `unhealthy` give the reasons.
+    `gpus_free` is None if the number of its GPUs is unknown. A node that is cordoned, quarantined
+    or unhealthy takes no more jobs; `quarantine` and `unhealthy` give the reasons.
     """
 
     node_id: str
@@ -333,7 +333,7 @@ class Node:
     """`draining` while jobs are left there, then `drained`; None if it is not being drained."""
     drain_reason: str | None = None
     drain_left_ms: int | None = None
-    """The time its workers have left; 0 if it is over."""
+    """How much time its workers have left; 0 if none."""
     drained_by_operator: bool = False
 
 
@@ -350,15 +350,14 @@ class Server:
     insecure: str | None = None
     """Why everyone who can reach it may do everything; known only for the server that answers."""
     store_away: str | None = None
-    """Why it cannot store now, since when, and what waits; known only for the server that
-    answers."""
+    """Why it cannot store now, since when, and what waits; known only for the answering server."""
     unix_ms: int | None = None
     """The time by its clock; only for the server that answers."""
 
 
 @struct(frozen=True)
 class LogLines:
-    """A piece of one worker's output, or a `note` why output of its node is missing.
+    """A piece of one worker's output, or a `note` about why output of its node is missing.
 
     A note about the whole job has an empty `node_id`. A piece may end anywhere in a line; the
     pieces of one worker, round and stream are in order.
@@ -464,7 +463,7 @@ class HangCause:
 
     kind: str
     ranks: tuple[int, ...]
-    """The workers that the others wait for; empty where it may be either side."""
+    """The workers that the others wait for; empty if it may be either side."""
     group: str
     """The process group of the collective that the others wait in."""
     sequence: int
@@ -525,8 +524,8 @@ class NodeEvent:
 
 
 def node_event_in(row: Record, node_id: str) -> NodeEvent | None:
-    """Read a row of history; None if it is not about this node alone."""
-    if node_id not in row.data:  # Most are not, and need not be read.
+    """Decode a row of history; None if it is not only about this node."""
+    if node_id not in row.data:  # Most rows do not, and need not be decoded.
         return None
     fields = fields_in(row.data) or {}
     if node_id not in (fields.get("node_id"), fields.get("cause_node_id")):
@@ -544,7 +543,7 @@ def rank_progress(said: Sequence[tuple[int, Word]]) -> tuple[RankProgress, ...]:
 
 
 def event_in(row: Record) -> Event:
-    """Read a row of history."""
+    """Decode a row of history."""
     fields = fields_in(row.data)
     text = row.data if fields is None else sentence_of(row.name, fields)
     return Event(row.unix_ms, row.run or None, row.name, text, fields)

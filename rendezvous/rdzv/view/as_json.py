@@ -54,7 +54,7 @@ def events(rdzv_id: str, history: Sequence[Event], indent: int | None = INDENT) 
 
 
 def node_events(node_id: str, found: Sequence[NodeEvent]) -> str:
-    """Return the document of what has happened on a node, oldest first."""
+    """Return the document of a node's history, oldest first."""
     return _document({"node_id": node_id, "events": [as_dict(event) for event in found]})
 
 
@@ -112,7 +112,7 @@ def node(found: Node, indent: int | None = INDENT) -> str:
 def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec) -> str:
     """Return the document of a job to submit, without the values of its environment.
 
-    The submitter is not in it either: the server determines that.
+    It does not include the submitter, whom the server determines.
     """
     hidden = ("env", "submitter")
     fields = {key: value for key, value in as_dict(spec).items() if key not in hidden}

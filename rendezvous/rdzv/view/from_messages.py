@@ -1,4 +1,4 @@
-"""Conversion of `Control` service messages to the values of `answers`."""
+"""Converts messages of the `Control` service to the values of `answers`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _last_failure(status: pb.JobStatus) -> LastFailure | None:
 
 
 def node_of(node: pb.Node) -> Node:
-    """Decode a node. A time counts only while the node is in the state that it is about."""
+    """Decode a node. A time counts only while the node is in the state it refers to."""
     return from_message(
         Node,
         node,

@@ -62,7 +62,7 @@ class WorkerFailed:
 
 @struct(frozen=True)
 class NotKept:
-    """Workers that might have been kept, and are new; `ranks` are the first few of `workers`."""
+    """Workers that might have been kept, but are new; `ranks` are the first few of `workers`."""
 
     why: str
     """A code."""
@@ -105,7 +105,7 @@ class RoundAdopted:
 
 @struct(frozen=True)
 class RoundEnded:
-    """A round is over. Its workers had then been dead for `dead_ms`, killed by a fence."""
+    """A round is over. By then its workers had been dead for `dead_ms`, killed by a fence."""
 
     round: int
     cause: Cause
@@ -121,7 +121,7 @@ class RoundEnded:
 class RoundSettled:
     """All nodes have stopped; the end of the round is charged to this cause.
 
-    `max_restarts` is None where each node's own agent counts restarts.
+    `max_restarts` is None if each node's own agent counts restarts.
     """
 
     round: int

@@ -5,7 +5,7 @@ is read from a sentence, and nothing is guessed: where no worker has reported a 
 counts from the round's first collective, or where torch has no record of these, from the start of
 the workers; and the ledger says so (`Ledger.steps_reported`).
 
-Some facts arrive late: a failure is reported after it happened, and only a complete round tells
+Some facts arrive late: a failure is reported after it happened, and only a complete round shows
 when enough nodes were ready. So the time of a round is final once the round is over.
 """
 
@@ -24,7 +24,7 @@ from rdzv.view import history
 from rdzv.view.answers import Event
 
 DECLINED = "node declined"
-"""The cause of time that was lost because a node could not run the job."""
+"""The cause of time lost because a node could not run the job."""
 
 
 class LedgerPhase(StrEnum):
@@ -35,7 +35,7 @@ class LedgerPhase(StrEnum):
     WAITING = "waiting"
     """Fewer nodes are ready than a round needs."""
     FORMING = "forming"
-    """Enough nodes are ready; more are waited for, or the run backs off."""
+    """Enough nodes are ready; the run waits for more, or backs off."""
     STARTING = "starting"
     """From a complete round to its first step, before the run has made any step."""
     LOADING = "loading"
@@ -50,20 +50,20 @@ class LedgerPhase(StrEnum):
 
 
 class Way(StrEnum):
-    """How the workers of a round came into it."""
+    """How the workers of a round entered it."""
 
     ALL_KEPT = "all kept"
-    """Their processes are those of the round before."""
+    """Their processes are those of the previous round."""
     KEPT_AND_WARM = "some kept, others warm"
     KEPT_AND_COLD = "some kept, others cold"
     """At least one of the others was started cold."""
     SOME_KEPT = "some kept"
-    """It is not known how the others were started."""
+    """It is unknown how the others were started."""
     ALL_WARM = "all warm"
     COLD = "cold"
     """None is kept, and at least one was started cold."""
     ALL_NEW = "all new"
-    """It is not known how they were started."""
+    """It is unknown how they were started."""
 
 
 @struct(frozen=True)
@@ -75,15 +75,16 @@ class Interval:
     phase: str
     """One of `LedgerPhase`."""
     cause: str
-    """Why the time was lost: the cause that ended this round or the one before; or empty."""
+    """Why the time was lost: the cause that ended this round or the previous one; or empty."""
     node_id: str
-    """The node that this cause is about; empty if there is none, several, or it is unknown."""
+    """The node that this cause is about; empty if there is none or several, or it is unknown."""
     round: int | None
     """The round that it belongs to; None between rounds."""
     node_ms: int
     """The time of all nodes that the job held."""
     way: str = ""
-    """How the workers of its round came: one of `Way`; empty between rounds, and if not known."""
+    """How the workers of its round entered it: one of `Way`; empty between rounds, or if unknown.
+    """
 
     @property
     def ms(self) -> int:
@@ -98,14 +99,14 @@ class Cost:
     cause: str
     node_id: str
     times: int
-    """The number of ends of rounds, or refusals, with this cause."""
+    """How many ends of rounds, or refusals, had this cause."""
     ms: int
     node_ms: int
 
 
 @struct(frozen=True)
 class Comeback:
-    """The time from the end of training until it went on, of all rounds that began in one way."""
+    """The time until training continued, for all rounds that began in one way."""
 
     way: str
     """One of `Way`."""
@@ -140,9 +141,9 @@ class Ledger:
     phases: dict[str, int]
     """Milliseconds by phase, of all phases."""
     costs: tuple[Cost, ...]
-    """Why the run did not train, the most node time first."""
+    """Why the run did not train, the cause with the most node time first."""
     comebacks: tuple[Comeback, ...]
-    """How long it took to train again, by how the workers of the round came."""
+    """How long it took to train again, by how the workers entered the round."""
     intervals: tuple[Interval, ...]
 
 
@@ -179,7 +180,7 @@ def _begins(one: Interval, before: Interval | None) -> bool:
 
 
 def comebacks(intervals: Iterable[Interval]) -> tuple[Comeback, ...]:
-    """Sum up the stretches between two of training, by how the workers came that ended them."""
+    """Sum up the times between training, by how the workers entered the round that ended them."""
     found: dict[str, list[int]] = {}
     trained, ms, node_ms = False, 0, 0
     for one in intervals:
@@ -199,7 +200,7 @@ _ENDS = (LedgerPhase.DETECTING, LedgerPhase.STOPPING)
 def ledgers_of(past: Iterable[Event], now_ms: int, state: str = "") -> list[Ledger]:
     """Return the ledger of each run, oldest first.
 
-    `state` is the job's present state, if known: it tells a queued job from one that waits.
+    `state` is the job's present state, if known: it distinguishes a queued job from a waiting one.
     """
     books: dict[str, Book] = {}
     for event in past:
@@ -218,11 +219,10 @@ def run_numbers(runs: Iterable[Ledger]) -> list[int]:
 
 
 def chosen(rdzv_id: str, runs: Sequence[Ledger], number: int | None) -> Ledger:
-    """Return the ledger of the run with this number; None: of the last run.
+    """Return the ledger of the run with this number; None for the last run.
 
     Raises:
         UnknownJobError: the history of this run is not kept.
-
     """
     if not runs:
         raise UnknownJobError(f"no history of {rdzv_id} is kept, so it has no ledger")
@@ -277,9 +277,9 @@ class Book:
     folded: dict[str, int] = field(default_factory=dict)
     """Milliseconds by phase of intervals that are no longer in `booked`; see `fold`."""
     folded_nodes: dict[str, int] = field(default_factory=dict)
-    """The same of the nodes' time."""
+    """The same for the nodes' time."""
     _until_ms: int = -1
-    """The time until which all is booked."""
+    """The time up to which everything is booked."""
     _now_ms: int = 0
     _round: _Round | None = None
     _cause: tuple[str, str] = ("", "")
@@ -353,7 +353,7 @@ class Book:
     # ---------------------------------------------------------------- events
 
     def note(self, at_ms: int, event: history.Kept | None) -> None:
-        """Note the next event; None: one that is not known here. Time never goes back."""
+        """Record the next event; None for an unknown one. Time never goes back."""
         if self.result:
             return
         self._now_ms = now_ms = max(at_ms, self._now_ms)
@@ -404,7 +404,7 @@ class Book:
         if event.enough_ms is not None:
             enough_ms = now_ms - event.enough_ms
         else:
-            # An older version does not say since when; between rounds, nodes are usually there.
+            # Older versions do not report since when; between rounds, enough nodes usually wait.
             enough_ms = self._called_ms or (self._until_ms if later else now_ms)
         self._book(enough_ms, LedgerPhase.WAITING, self._cause)
         self._book(now_ms, LedgerPhase.FORMING, self._cause)
@@ -448,7 +448,7 @@ class Book:
         self._held.append((now_ms, len(self._present) + self._unnamed))
 
     def _note_evidence(self, event: history.Kept | None, now_ms: int) -> None:
-        """Note what tells how far a round has come, and when it broke."""
+        """Record events that show how far a round has come, and when it broke."""
         match event:
             case events.WorkersStarted():
                 self._of(event.round).way = _way_of_start(event)
@@ -501,9 +501,9 @@ class Book:
                 sums[LedgerPhase.STARTING.value] = started_ms + trained_ms
 
     def _of(self, number: int) -> _Round:
-        """Return a round; facts about any but the last are of no use any more."""
+        """Return a round; facts about any but the last are no longer of use."""
         if self._round is None and self.number is None and not self.booked:
-            # Complete before this history began.
+            # It was complete before this history began.
             self._round = _Round(number, self._until_ms, adopted=True)
         known = self._round is not None and self._round.number == number
         return self._round if known and self._round else _Round(number, 0, adopted=True)
@@ -517,7 +517,7 @@ class Book:
         cause: tuple[str, str] = ("", ""),
         of: _Round | None = None,
     ) -> None:
-        """Book the time that is not booked yet, until `until_ms` and never beyond now."""
+        """Book the time not yet booked, until `until_ms` and never beyond now."""
         since_ms, until_ms = self._until_ms, min(until_ms, self._now_ms)
         if until_ms <= since_ms:
             return
@@ -528,7 +528,7 @@ class Book:
         self._until_ms = until_ms
 
     def _spend_held(self, since_ms: int, until_ms: int) -> int:
-        """Return the nodes' time in an interval; changes before its end are done with."""
+        """Return the nodes' time in an interval, and drop the changes before its end."""
         node_ms, held, at_ms = 0, 0, since_ms
         for changed_ms, number in self._held:
             if changed_ms >= until_ms:
@@ -596,7 +596,7 @@ def _broke_ms(round_: _Round, ended_ms: int) -> int:
     """Return when a round stopped working: at its end, or earlier if the failure was noticed late.
 
     It is never before the last step: a step made after a node fell silent shows that the others
-    worked on.
+    continued.
     """
     found = [ended_ms - round_.dead_ms]
     if round_.failed_ms is not None:
@@ -632,7 +632,7 @@ def _further(*steps: int | None) -> int | None:
 
 
 def _starting(booked: Iterable[Interval]) -> list[Interval]:
-    """Return intervals in which no step was ever made, so that those rounds have not trained."""
+    """Return intervals in which no step was ever made, so those rounds have not trained."""
     found: list[Interval] = []
     for one in booked:
         if one.phase != LedgerPhase.TRAINING:

@@ -1,7 +1,7 @@
 """A job's life from its history: runs, their rounds, and the cost of each change.
 
 All of it follows from the fields of events. An event without fields, as in older versions, or with
-an unknown name or unknown fields, is kept as its line, and nothing follows from it.
+an unknown name or unknown fields, is kept as a line of text, and nothing follows from it.
 
 History names the first eight participants of a round. Others become known when later events name
 them; until then only their number is known.
@@ -20,7 +20,7 @@ from rdzv.view.sentences import failure, kept, one_line, started
 
 @dataclass(slots=True)
 class Round:
-    """One round, from the moment when the nodes began to meet for it."""
+    """One round, from the moment when nodes began to wait for it."""
 
     number: int
     since_ms: int
@@ -43,11 +43,11 @@ class Round:
     stopped_ms: dict[str, int] = field(default_factory=dict)
     """By node: when it had stopped its workers or was gone."""
     dead_ms: int = 0
-    """How long its workers had been dead when it ended: killed by a node that was cut off."""
+    """How long its workers had been dead when it ended, killed by a node that was cut off."""
     kept: str = ""
-    """Which of its workers were kept, in words; empty if none could be."""
+    """A description of the kept workers; empty if none could be."""
     started: str = ""
-    """How its workers came into it, in words; empty if a node has not said so."""
+    """A description of how its workers entered it; empty if no node has reported it."""
     restarts: str = ""
     """The restarts spent by then, such as `1 of 3`; empty if the nodes count them."""
 
@@ -70,7 +70,7 @@ class Run:
     failures: list[tuple[int, str]] = field(default_factory=list)
     """The time and description of each worker failure."""
     suspects: list[tuple[int, str]] = field(default_factory=list)
-    """Likewise of each worker whose collective failed; the reason is most often elsewhere."""
+    """The same for each worker whose collective failed; the cause is usually elsewhere."""
     nodes: dict[str, None] = field(default_factory=dict)
     """All nodes named in its history, in order of appearance."""
     happenings: list[Event] = field(default_factory=list)
@@ -185,7 +185,7 @@ def _take_part(run: Run, round_: Round, node: str) -> None:
 
 
 def _go(run: Run, node: str, now_ms: int) -> None:
-    """Note that a node is gone, and so has no workers of the last round any more."""
+    """Note that a node is gone, and thus has no workers of the last round any more."""
     last = run.round
     if last is not None and last.ended_ms is not None and node in last.nodes:
         last.stopped_ms.setdefault(node, now_ms)

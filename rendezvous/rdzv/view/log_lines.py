@@ -1,6 +1,6 @@
-"""Lines of workers' logs: whole lines, with the RANK before each.
+"""Lines of workers' logs: whole lines, each after its RANK.
 
-Output to a pipe or a file is unchanged. On a terminal it is made harmless: a log may hold control
+Output to a pipe or a file is unchanged. On a terminal it is neutralized: a log may contain control
 sequences that retitle the terminal, clear it or type into it.
 """
 
@@ -77,7 +77,7 @@ class Printer:
             self._begun[source] = rest
 
     def _line_ends(self, text: bytes) -> list[int]:
-        """Return where lines end. The steps of a progress bar end in CR, and each is a line."""
+        """Return where lines end. Each step of a progress bar ends in CR, and is a line."""
         lines = text.splitlines(keepends=True)
         ends, at = [], 0
         for line in lines:

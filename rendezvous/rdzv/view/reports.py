@@ -23,7 +23,7 @@ class JobLine:
     lost_node_ms: int
     """The nodes' time without training."""
     lost_gpu_ms: int | None
-    """The same of their GPUs; None if the GPUs of a run are unknown."""
+    """The same for their GPUs; None if the GPUs of a run are unknown."""
 
 
 @struct(frozen=True)
@@ -51,7 +51,7 @@ class Report:
     """Training's share of the nodes' time."""
     node_ms: int
     jobs: tuple[JobLine, ...]
-    """The most lost node time first."""
+    """The job with the most lost node time comes first."""
     causes: tuple[Loss, ...]
     nodes: tuple[Loss, ...]
     """Only nodes that a cause is about."""
@@ -64,11 +64,11 @@ class Spent:
     line: JobLine
     phases: dict[str, int]
     costs: tuple[tuple[Cost, int | None], ...]
-    """Each with the GPUs that a node of its run has."""
+    """Each cost with the number of GPUs of its run's nodes."""
 
 
 def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
-    """Return the intervals since `from_ms`; one that began before is cut, with its nodes' time."""
+    """Return the intervals since `from_ms`; an earlier one is cut, with its nodes' time."""
     found = []
     for one in ledger.intervals:
         if one.until_unix_ms <= from_ms:
@@ -101,7 +101,7 @@ def spent_by(rdzv_id: str, runs: Iterable[Ledger], from_ms: int) -> Spent | None
 
 
 def report(jobs: Iterable[Spent | None], from_ms: int, until_ms: int) -> Report:
-    """Sum up what all jobs have spent."""
+    """Sum up how all jobs spent their time."""
     found = [job for job in jobs if job is not None]
     lines = [job.line for job in found]
     owed = [cost for job in found for cost in job.costs]

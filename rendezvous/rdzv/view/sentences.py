@@ -63,7 +63,7 @@ def failure(event: history.WorkerFailed) -> str:
 
 
 def slowness(one: events.RankStraggles | answers.Straggler) -> str:
-    """Say how slow a straggler is, and what its GPU shows."""
+    """Describe how slow a straggler is, and what its GPU shows."""
     gpu = "" if one.gpu is None else gpu_state.described(one.gpu)
     return _delay(one) + (f"; its GPU {gpu}" if gpu else "")
 

@@ -1,4 +1,4 @@
-"""A run as a sequence of spans: forming, live, stopping. Every trace is made of these.
+"""A run as a sequence of spans: forming, live, stopping. All traces are made of these.
 
 `rdzvctl trace` draws them for Perfetto, and rdzvd sends them to OpenTelemetry.
 """

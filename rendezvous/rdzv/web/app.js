@@ -1,4 +1,4 @@
-// Which view is shown, what the link to the server is like, and the theme.
+// Chooses the view, and shows the state of the connection to the server, and the theme.
 
 import { useToken } from "./ask.js";
 import { put, tell, tick } from "./dom.js";
@@ -32,7 +32,7 @@ function route() {
     if (kind === "job" && name) return { kind, name: decodeURIComponent(name) };
     if (kind === "node" && name) return { kind, name: decodeURIComponent(name) };
   } catch {
-    // Half an escape: there is no such name.
+    // An incomplete escape: there is no such name.
   }
   return { kind: kind === "nodes" || kind === "report" ? kind : "jobs", name: null };
 }
@@ -57,7 +57,7 @@ function show(first) {
   note("all");
 }
 
-/** Something has come: draw once, with the next frame, all that has come by then. */
+/** Draw all updates received by the next frame at once. */
 function note(what) {
   fresh.add(what);
   if (drawing) return;
@@ -72,7 +72,7 @@ function note(what) {
   });
 }
 
-// ------------------------------------------------------------------ the link
+// ------------------------------------------------------------------ the connection
 
 const LINKS = { opening: "connecting", live: "live", lost: "reconnecting", paused: "paused" };
 const linkText = () => (stream.link === "lost" && stream.unknown ? "waiting" : LINKS[stream.link]);
@@ -82,7 +82,7 @@ function drawLink() {
   if (link.dataset.link !== stream.link) link.dataset.link = stream.link;
   put($("link-text"), linkText());
   const banner = $("banner");
-  // Where the view itself says that there is no such job, nothing is stale.
+  // If the view itself shows that there is no such job, nothing is stale.
   const stale = stream.link === "lost" && (stream.ready || (stream.error && !stream.unknown));
   document.body.classList.toggle("stale", Boolean(stale));
   banner.hidden = !stale;
@@ -110,11 +110,11 @@ $("login").addEventListener("submit", (event) => {
 });
 $("token").addEventListener("input", () => $("token").setCustomValidity(""));
 
-// ------------------------------------------------------------------ for those who listen
+// ------------------------------------------------------------------ screen readers
 
 let saying = [];
 
-/** Have a screen reader say what has changed; what comes at once is said at once. */
+/** Announce changes to a screen reader, those of one moment together. */
 function say(text) {
   saying.push(text);
   if (saying.length > 1) return;
@@ -151,17 +151,17 @@ $("theme").addEventListener("click", () => {
   try {
     localStorage.setItem("theme", chosen);
   } catch {
-    // It lasts as long as the page, then.
+    // Then it lasts as long as the page.
   }
 });
 
 document.querySelector(".skip").addEventListener("click", (event) => {
-  // The address says which view it is, and is not to change.
+  // The address identifies the view, and must not change.
   event.preventDefault();
   main.focus();
 });
 
-/** Warn where everyone who reaches the server may do everything; of this page, that is to be said. */
+/** Warn if everyone who can reach the server may do everything. */
 async function warn() {
   const { servers } = await (await fetch("/api/v1/servers")).json();
   const exposed = servers.find((server) => server.insecure);
@@ -177,5 +177,5 @@ setInterval(() => {
   view.tick?.(stream);
 }, 1000);
 show(true);
-// Without an answer the link says so.
+// A missing answer is shown by the state of the connection.
 warn().catch(() => {});

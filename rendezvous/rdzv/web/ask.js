@@ -1,11 +1,11 @@
-// How the page asks the server: with the token of whoever looks at it, where one is needed.
+// Requests to the server, with the user's token if one is needed.
 
 const KEY = "rdzv-token";
 const TOKEN = /^[\w.~+/=-]{1,1024}$/;
 
 let token = remembered();
 
-/** The token lasts as long as the tab; no other site can have the browser send it. */
+/** The token lasts as long as the tab; no other site can make the browser send it. */
 function remembered() {
   try {
     return sessionStorage.getItem(KEY) || "";
@@ -14,7 +14,7 @@ function remembered() {
   }
 }
 
-/** Show this token from now on; false if it is none. */
+/** Send this token from now on; return false if it is not a token. */
 export function useToken(text) {
   const given = text.trim();
   if (!TOKEN.test(given)) return false;
@@ -22,7 +22,7 @@ export function useToken(text) {
   try {
     sessionStorage.setItem(KEY, token);
   } catch {
-    // It lasts as long as the page, then.
+    // Then it lasts as long as the page.
   }
   return true;
 }
@@ -30,7 +30,7 @@ export function useToken(text) {
 export const ask = (path, options = {}) =>
   fetch(path, { ...options, headers: token ? { Authorization: `Bearer ${token}` } : {} });
 
-/** What an EventSource is, which can send no token; whoever opened it opens the next. */
+/** Like an EventSource, which cannot send a token; its owner reopens it. */
 export class Source {
   constructor(path) {
     this.takes = new Map();
@@ -52,7 +52,7 @@ export class Source {
       const answer = await ask(path, { signal: this.closed.signal });
       if (answer.ok) await this.takeAll(answer.body.pipeThrough(new TextDecoderStream()).getReader());
     } catch {
-      // Why it has ended is asked for otherwise.
+      // Another request finds out why it ended.
     }
     if (!this.closed.signal.aborted) this.onerror();
   }

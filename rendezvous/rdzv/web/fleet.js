@@ -3,7 +3,7 @@
 import { age, chip, h, icon, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
 import { aged, bounds, bytes, counted, duration, orNone } from "./words.js";
 
-const PAGE = 200; // Rows that are drawn before one scrolls down.
+const PAGE = 200; // Rows drawn before the user scrolls down.
 
 const JOB_STATES = ["failed", "hangs", "queued", "joining", "stopping", "running", "stopped", "succeeded"];
 const NODE_STATES = ["away", "unhealthy", "quarantined", "draining", "drained", "cordoned", "connected", "gone"];
@@ -12,11 +12,11 @@ export const nodeLink = (name) => `#/node/${encodeURIComponent(name)}`;
 
 const text = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
 
-/** What stands out of a job: that it runs on and gets nowhere. */
+/** A job's problem: it runs without progress. */
 const jobState = (job) => (job.hangs ? "hangs" : job.state);
 const jobReason = (job) => (job.hangs ? `hangs: ${job.hangs}` : aged(job.reason, job.reason_times, Date.now() - job.at));
 
-/** What stands out of a node: that nothing is placed on it, unless it is not even there. */
+/** A node's problem: nothing is placed on it, unless it is not even connected. */
 export function nodeState(node) {
   if (node.state !== "connected" && node.state !== "gone") return node.state;
   return (node.unhealthy && "unhealthy") || (node.quarantine && "quarantined") || node.drain || (node.cordoned ? "cordoned" : node.state);
@@ -31,7 +31,7 @@ export function nodeNote(node) {
   return notes.join("; ");
 }
 
-/** What a table of jobs or nodes consists of: titles, how to sort, how a cell is made and kept. */
+/** The columns of a table of jobs or nodes: titles, sort keys, and how cells are created and updated. */
 const JOBS = {
   title: "Jobs",
   one: "job",
@@ -185,7 +185,7 @@ export class FleetView {
     this.kind = kind;
     this.table = kind === "nodes" ? NODES : JOBS;
     this.say = say;
-    this.wanted = new Set(); // States that are shown; none: all.
+    this.wanted = new Set(); // The states shown; all if empty.
     this.sorted = { column: this.table.columns[0], falls: false };
     this.most = PAGE;
     this.states = null;
@@ -267,7 +267,7 @@ export class FleetView {
     this.redraw();
   }
 
-  /** Tell those who listen which jobs have changed their state. */
+  /** Announce to screen readers which jobs have changed their state. */
   announce() {
     const states = new Map();
     for (const [name, row] of this.rows) states.set(name, this.table.state(row));

@@ -1,4 +1,4 @@
-// One job: what it does and why, who sits where, how its rounds came and went, its logs.
+// One job: its state and the reason, its nodes and workers, its rounds, its logs.
 
 import { age, chip, fillAnew, h, icon, keyed, mark, put, shape, tell, tone, updateAge, updateChip } from "./dom.js";
 import { nodeLink } from "./fleet.js";
@@ -11,7 +11,7 @@ import { aged, bounds, clock, counted, moment, orNone, ranks, slowness } from ".
 
 const spent = (count, most) => (most === null ? String(count) : `${count} of ${most}`);
 
-/** How the workers of a job's round, or of a node, came into it, as far as that is known. */
+/** How the workers of a job's round, or of a node, entered it, as far as known. */
 function origins(of) {
   const fresh = of.warm === null && of.kept ? (of.world_size ?? of.local_world_size) - of.kept : null;
   const counts = [[of.kept, "kept"], [of.warm, "warm"], [of.cold, "cold"], [fresh, "new"]];
@@ -36,7 +36,7 @@ function grafanaLink(name) {
   return h("a", { class: "grafana", href, rel: "noreferrer" }, "Grafana");
 }
 
-const COMPACT = 64; // With more nodes than that a tile has its rank alone.
+const COMPACT = 64; // With more nodes, a tile has only its rank.
 
 export class JobView {
   constructor(name, say) {
@@ -196,7 +196,7 @@ export class JobView {
 
   drawNodes(job) {
     const seated = job.nodes.filter((node) => node.group_rank !== null);
-    // All that stop together do so for the job's own reason.
+    // Nodes that stop together do so for the job's own reason.
     const others = job.nodes.filter((node) => node.group_rank === null || node.state === "away" || node.state === "lost");
     this.grid.classList.toggle("compact", seated.length > COMPACT);
     keyed(
@@ -242,7 +242,7 @@ export class JobView {
     this.others.hidden = !others.length;
   }
 
-  /** One stop of the tabulator for all tiles; arrows go from one to the next. */
+  /** One Tab stop for all tiles; arrow keys move between them. */
   move(event) {
     const tiles = [...this.grid.children];
     const at = tiles.indexOf(document.activeElement);
@@ -313,7 +313,7 @@ export class JobView {
     const rows = events.map((event, at) => ({ ...event, id: `${event.unix_ms} ${event.name} ${event.text} ${at - events.length}` })).reverse();
     const seen = new Map();
     for (const row of rows) {
-      // By what it says, so that a row stays what it is as others come.
+      // Keyed by its text, so that a row stays the same as others are added.
       const told = `${row.unix_ms} ${row.name} ${row.text}`;
       seen.set(told, (seen.get(told) || 0) + 1);
       row.id = `${told} ${seen.get(told)}`;

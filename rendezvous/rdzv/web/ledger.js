@@ -1,4 +1,4 @@
-// What the time of a run was spent on: a band over time, and a table that says the same in words.
+// How a run spent its time: a band over time, and a table with the same data.
 
 import { ask } from "./ask.js";
 import { fillAnew, h, keyed, mark, put, s } from "./dom.js";
@@ -7,8 +7,8 @@ import { clock, counted, hours, moment, orNone, took } from "./words.js";
 
 const WIDE = 1000;
 const HIGH = 30;
-const LEAST = 0.25; // What is narrower is drawn together with what follows, as the longest of them.
-const REST = 2000; // Milliseconds between two readings, however many events come.
+const LEAST = 0.25; // Narrower intervals are merged with the next ones, in the longest one's colour.
+const REST = 2000; // The least milliseconds between two requests, however many events arrive.
 
 /** Group intervals so that each group can be seen. */
 export function together(intervals, least) {
@@ -91,7 +91,7 @@ export class Ledger {
         if (answer.ok) this.show(told);
       }
     } catch {
-      // The line above says when the server is away; the next event has it read again.
+      // The line above shows that the server is away; the next event triggers another request.
     }
     this.timer = setTimeout(() => {
       this.busy = false;
@@ -120,7 +120,7 @@ export class Ledger {
     this.tick();
   }
 
-  /** An open run goes on as it was, until the next event says otherwise. */
+  /** Extend an open run as it is, until the next event. */
   tick() {
     const ledger = this.ledger;
     if (!ledger) return;

@@ -1,10 +1,10 @@
-// What the workers of a job have written: the end of it, or as it comes.
+// The output of a job's workers: its end, or new output as it arrives.
 
 import { ask } from "./ask.js";
 import { h, put } from "./dom.js";
 import { jobPath } from "./stream.js";
 
-const MOST = 400000; // Characters that are kept of a log that is followed.
+const MOST = 400000; // Characters kept of a followed log.
 
 export class LogView {
   constructor(name) {
@@ -30,7 +30,7 @@ export class LogView {
     this.follow.addEventListener("change", () => this.read());
     this.element = h("section", { class: "card wide logs", "aria-labelledby": "logs" }, h("h2", { id: "logs" }, "Logs"), this.form, this.said, this.text);
     this.text.hidden = true;
-    // Nodes are asked when somebody comes to look, and not before.
+    // Nodes are asked only when the user opens the logs.
     this.seen = new IntersectionObserver((found) => {
       if (!found.some((one) => one.isIntersecting)) return;
       this.seen.disconnect();
@@ -44,7 +44,7 @@ export class LogView {
     this.reading?.abort();
   }
 
-  /** A job that is only watched has no logs here, and one without a round has none yet. */
+  /** A watched job has no logs here, and a job without a round has none yet. */
   note(job) {
     this.element.hidden = job.backend !== "rdzv" || job.round === null;
     if (!this.element.hidden && !this.reading) this.seen.observe(this.element);

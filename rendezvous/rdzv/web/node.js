@@ -1,4 +1,4 @@
-// One node, across its jobs: how it is, what runs there, and what has happened there.
+// One node, across its jobs: its state, what runs there, and its history.
 
 import { ask } from "./ask.js";
 import { age, chip, fillAnew, h, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
@@ -45,7 +45,7 @@ export class NodeView {
     this.reading?.abort();
   }
 
-  /** Read the histories of all jobs for what is about this node: it outlives both. */
+  /** Read the events about this node in the histories of all jobs. */
   async read() {
     this.reading?.abort();
     const reading = (this.reading = new AbortController());
@@ -82,7 +82,7 @@ export class NodeView {
     mark(this.chip, "hidden", node ? null : "");
     put(this.missing, stream.ready ? `No node ${this.name} is known here: it is neither connected, away nor cordoned.` : "Waiting for the server.");
     if (!node || node === this.node) return;
-    // Of one that is not known, nothing is asked by itself: its name may be none.
+    // Nothing is requested for an unknown node: its name may be invalid.
     if (!this.node) this.read();
     this.node = node;
     updateChip(this.chip, nodeState(node));

@@ -1,4 +1,4 @@
-// What all jobs have spent: which causes, nodes and jobs have cost most. Read when it is opened, or asked for.
+// How all jobs spent their time: which causes, nodes and jobs cost most. Loaded when opened, or on request.
 
 import { ask } from "./ask.js";
 import { fillAnew, h, put } from "./dom.js";

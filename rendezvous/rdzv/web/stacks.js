@@ -1,14 +1,14 @@
-// Workers that hang, and what all workers of a round are doing, or were: read when somebody asks for it.
+// Hung workers, and the stacks of all workers of a round, loaded on request.
 
 import { ask } from "./ask.js";
 import { chip, fillAnew, h, keyed, put, updateChip } from "./dom.js";
 import { jobPath } from "./stream.js";
 import { clock, counted, rankList } from "./words.js";
 
-const GROUPS = 16; // Places in the code that are shown; rdzvctl stacks --raw has all.
+const GROUPS = 16; // The most places in the code shown; rdzvctl stacks --raw has all.
 const FRAMES = 40;
 
-/** What history tells of the hangs of a run: who hangs now, and of which round there are stacks. */
+/** The hangs of a run, from its history: which workers hang now, and which round has stacks. */
 export function hangsOf(events, run) {
   let hung = null;
   let hanging = new Map();
@@ -58,7 +58,7 @@ export class Stacks {
     if (taken) {
       put(this.taken, `At ${clock(taken.at)}: ${taken.summary}`);
       put(this.button, `Show the stacks of round ${taken.round}`);
-      // Those that are open were of an earlier moment.
+      // The open ones are from an earlier moment.
       if (this.shown && this.shown !== "now" && this.shown !== `${taken.round} ${taken.at}`) this.read(taken);
     }
     this.last = taken;

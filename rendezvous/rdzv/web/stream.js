@@ -1,18 +1,18 @@
-// Keeps what the server pushes. All else (logs, ledger, a node's past, reports) is asked for with `ask`.
+// Keeps what the server pushes. Everything else (logs, ledger, a node's history, reports) is requested with `ask`.
 
 import { ask, Source } from "./ask.js";
 
 const API = "/api/v1";
-const SILENT_MS = 12000; // The server says something every 5 s.
+const SILENT_MS = 12000; // The server sends something every 5 s.
 const HIDDEN_MS = 60000;
 const FIRST_MS = 500;
 const MOST_MS = 10000;
 
 export const jobPath = (name) => `${API}/jobs/${encodeURIComponent(name)}`;
 
-/** One stream of the server: opened again whenever it ends, and given up while nobody looks. */
+/** One stream of the server: reopened whenever it ends, and closed while the page is hidden. */
 export class Stream {
-  /** `job` is the job that is followed; null: the fleet. `changed` is told what has come. */
+  /** `job` is the followed job, or null for the fleet. `changed` is called with each update. */
   constructor(job, changed) {
     this.job = job;
     this.changed = changed;
@@ -95,14 +95,14 @@ export class Stream {
     };
   }
 
-  /** Note when a row was told, for its ages go on from there. */
+  /** Note when a row arrived, because its ages grow from then on. */
   stamped(row) {
     row.at = Date.now();
     row.since = row.at - row.state_age_ms;
     return row;
   }
 
-  /** Whether the server wants to know who looks at the page. */
+  /** Whether the server refuses the caller's token, or the lack of one. */
   get locked() {
     return this.error?.code === "UnauthenticatedError" || this.error?.code === "DeniedError";
   }
@@ -133,7 +133,7 @@ export class Stream {
     this.tell("link");
   }
 
-  /** A stream does not say why it failed; the same question asked otherwise does. */
+  /** A stream does not report why it failed; the same request without a stream does. */
   async explain() {
     this.retry();
     try {
@@ -148,7 +148,7 @@ export class Stream {
       // It waits for a token, and is opened again when there is one.
       if (this.locked) clearTimeout(this.again);
       if (this.unknown) {
-        // Whether there is one by now is asked seldom, and once each time.
+        // Check only rarely whether it exists by now.
         clearTimeout(this.again);
         this.again = setTimeout(() => document.hidden || this.explain(), MOST_MS);
       }

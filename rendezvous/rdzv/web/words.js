@@ -17,7 +17,7 @@ export const took = (ms) => (ms < 10_000 ? `${(ms / 1000).toFixed(1)} s` : durat
 /** A reason as it reads so much later: of the times in it, what is left has shrunk, what is past has grown. */
 export function aged(reason, times, more) {
   if (!reason || more < 1000) return reason || "";
-  const chars = Array.from(reason); // Times are at characters, and not at half of one.
+  const chars = Array.from(reason); // Times start at characters, not at UTF-16 units.
   let [text, end] = ["", 0];
   for (const time of times || []) {
     if (time.at < end || time.at + time.length > chars.length) continue;
@@ -27,7 +27,7 @@ export function aged(reason, times, more) {
   return text + chars.slice(end).join("");
 }
 
-/** The time of nodes or GPUs, "0.25", "12.5" or "1,200"; a dash if it is not known. */
+/** The time of nodes or GPUs, "0.25", "12.5" or "1,200"; a dash if unknown. */
 export function hours(ms) {
   if (ms === null) return "–";
   const found = ms / 3_600_000;
@@ -59,7 +59,7 @@ export function ranks(first, count) {
   return count > 1 ? `${first}–${first + count - 1}` : String(first);
 }
 
-/** RANKs shorter than one by one: "0,2-4,8", and of very many ranges the first. */
+/** RANKs in short form: "0,2-4,8", and only the first of very many ranges. */
 export function rankList(all, most = 16) {
   const runs = [];
   for (const rank of all) {

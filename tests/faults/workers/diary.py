@@ -1,4 +1,4 @@
-"""What a worker writes down: its start, ten times a second how far it is, and its end.
+"""A worker's diary: its start, its progress ten times a second, and its end.
 
 One that stays begins each round with such a start, and parks between two: then it writes nothing.
 
@@ -18,7 +18,7 @@ EVERY_S = 0.1
 
 
 class Diary:
-    """Writes for one worker; a thread tells that the worker is alive, even if it hangs."""
+    """Writes for one worker; a thread reports that the worker is alive, even if it hangs."""
 
     def __init__(self) -> None:
         self._file = (Path(os.environ["RDZV_FAULTS_HISTORY"]) / f"{os.getpid()}.jsonl").open("a")
@@ -58,11 +58,11 @@ class Diary:
             self._parked = True
 
     def met_stranger(self, text: str) -> None:
-        """Tell that a peer of another round, or of none, came to this one's meeting place."""
+        """Record that a peer of another round, or of none, came to this round's meeting place."""
         self._write("MetStranger", text=text)
 
     def end(self, reason: str) -> None:
-        """Tell that the worker ends of its own accord."""
+        """Record that the worker ends by itself."""
         self._write("Exited", reason=reason)
 
     def _beat(self) -> None:
@@ -83,7 +83,7 @@ class Diary:
 
 
 def load_step() -> int:
-    """Return the step that was saved last."""
+    """Return the last saved step."""
     snapshot = Path(os.environ["RDZV_FAULTS_SNAPSHOT"])
     return int(snapshot.read_text()) if snapshot.exists() else 0
 

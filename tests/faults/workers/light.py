@@ -1,9 +1,9 @@
 """A worker without torch: steps in lockstep with its peers through RANK 0, as an all-reduce does.
 
-RANK 0 serves at MASTER_ADDR:MASTER_PORT. Each step everyone sends its number and waits for the
-answer, which comes when all have sent theirs. RANK 0 saves each step.
+RANK 0 serves at MASTER_ADDR:MASTER_PORT. In each step every worker sends its number and waits for
+the answer, which comes when all have sent theirs. RANK 0 saves each step.
 
-A peer that is silent makes everyone wait. A peer whose connection ends makes some fail, as gloo's
+A silent peer makes all others wait. A peer whose connection ends makes some fail, as gloo's
 collectives do, and others hang until they are stopped, as NCCL's do.
 """
 
@@ -49,7 +49,7 @@ def receive(peer: socket.socket, size: int) -> bytes:
 
 
 def gather(diary: Diary) -> list[socket.socket]:
-    """Wait, as RANK 0, until all others of this round are here."""
+    """As RANK 0, wait until all other workers of this round are connected."""
     server = socket.create_server(("", MASTER[1]), reuse_port=False)
     server.settimeout(MEET_S)
     peers: dict[int, socket.socket] = {}
@@ -70,7 +70,7 @@ def gather(diary: Diary) -> list[socket.socket]:
 
 
 def connect() -> socket.socket:
-    """Find RANK 0, which may take a while to be there."""
+    """Connect to RANK 0, which may take a while to start."""
     deadline = time.monotonic() + MEET_S
     while True:
         try:

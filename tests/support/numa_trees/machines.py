@@ -21,7 +21,7 @@ NVIDIA_3D = {"class": "0x030200", "vendor": "0x10de"}
 
 @dataclass(frozen=True)
 class Machine:
-    """Sockets of nodes of core complexes of cores of threads; numbered as Linux does on x86.
+    """A machine: sockets, their nodes, core complexes, cores and threads, numbered as by Linux.
 
     The first threads of all cores come first, node by node, then the second threads.
     """
@@ -34,9 +34,9 @@ class Machine:
     gpu_nodes: tuple[int, ...] = ()
     """`numa_node` of each GPU, in the order of CUDA."""
     empty_nodes: tuple[int, ...] = ()
-    """Nodes of memory alone."""
+    """Memory-only nodes."""
     possible: str = ""
-    """What is possible beyond what is there."""
+    """Nodes that are possible, besides those present."""
     cpu_lists: Mapping[int, str] = field(default_factory=dict)
     """Other spellings of a node's CPUs."""
 
@@ -54,7 +54,7 @@ class Machine:
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """Addresses that do not ascend, as CUDA's order need not be that of the bus."""
+        """Addresses that do not ascend, because CUDA's order may differ from the bus's."""
         return tuple(f"0000:{0xE0 - 0x0B * i:02x}:00.0" for i in range(len(self.gpu_nodes)))
 
     def threads_of(self, cores: range) -> str:
@@ -121,7 +121,7 @@ def write_recorded(sysfs: Path, name: str) -> Path:
 
 
 def _split(line: str) -> tuple[str, str]:
-    # A PCI address has colons, too: the file's name is what ends before the first that ends one.
+    # A PCI address has colons, too: the file's name ends before the first that ends one.
     folder, _, rest = line.rpartition("/")
     name, _, text = rest.partition(":")
     return f"{folder}/{name}", text
@@ -142,9 +142,9 @@ EIGHT_GPUS = Machine(
 ZEN = Machine(
     sockets=2, complexes_per_node=3, cores_per_complex=2, threads=2, gpu_nodes=(0, 0, 0, 0, 1, 1)
 )
-"""Several core complexes per node, fewer than GPUs on the first."""
+"""Several core complexes per node, but fewer than GPUs on the first."""
 
 WITH_EMPTY_NODES = Machine(
     sockets=2, gpu_nodes=(0, 1), empty_nodes=(2, 3), possible="0-7", threads=2
 )
-"""Two nodes of memory alone, and four that are possible but absent."""
+"""Two memory-only nodes, and four that are possible but absent."""

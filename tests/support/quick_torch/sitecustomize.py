@@ -1,4 +1,4 @@
-"""Found by each Python that a test starts: with it an import of torch costs a third less.
+"""Found by each Python that a test starts: it makes an import of torch a third cheaper.
 
 Nothing that torch makes while it is imported is garbage; without this, the collector looks through
 all of it again and again, and twice more when the process ends. There are hundreds of such imports.
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Torch:
-    """Finds torch as the others would, and keeps the collector from what it makes."""
+    """Finds torch like the other finders, and exempts what it creates from the collector."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:

@@ -131,7 +131,7 @@ def test_an_abbreviated_table_keeps_who_is_not_seated(control: FakeControl) -> N
         node.state = "lost"
     text = show(control, job)
     assert "500 lost; min:max" in text
-    assert "... and 460 nodes more (460 lost); --all shows them" in text
+    assert "... and 460 more nodes (460 lost); --all shows them" in text
 
 
 def test_a_long_traceback_keeps_its_end(control: FakeControl) -> None:
@@ -150,7 +150,7 @@ def test_a_long_traceback_keeps_its_end(control: FakeControl) -> None:
         (pb.WorkerFailure(signal=9), "signal 9 (SIGKILL)"),
         (pb.WorkerFailure(signal=40), "signal 40\n"),
         (pb.WorkerFailure(exit_code=0), "exit code 0"),
-        (pb.WorkerFailure(), "how it ended is not known"),
+        (pb.WorkerFailure(), "how it ended is unknown"),
     ],
 )
 def test_how_a_worker_ended(control: FakeControl, failure: pb.WorkerFailure, text: str) -> None:

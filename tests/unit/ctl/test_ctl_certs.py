@@ -81,7 +81,10 @@ def test_a_folder_without_a_ca_is_said_to_have_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = certs(capsys, "node", "n1", "--dir", str(tmp_path), code=1)
-    assert "ca.key cannot be read: No such file or directory; `rdzvctl certs init` makes" in said
+    assert (
+        "ca.key cannot be read: No such file or directory; create a CA with `rdzvctl certs init`"
+        in said
+    )
     assert "no certificate is in" in certs(capsys, "show", "--dir", str(tmp_path), code=1)
 
 

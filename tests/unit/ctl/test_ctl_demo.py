@@ -101,5 +101,7 @@ def test_a_wait_is_never_silent_and_says_what_for(
         "[  6.0 s]   waiting for the server to start ...",
     ]
     clock[0] = 100.0 + story.DEADLINE_S + 1
-    with pytest.raises(story.DemoError, match="waited for the server to start until the demo's"):
+    with pytest.raises(
+        story.DemoError, match="still waiting for the server to start when the demo's"
+    ):
         demo.note_wait("the server to start")

@@ -77,7 +77,7 @@ def test_a_small_shm_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_name_that_leads_to_loopback_is_warned_of() -> None:
     finding = doctor.check_name("localhost")
     assert finding.verdict is WARNING
-    assert "loopback only" in finding.text
+    assert "only to loopback" in finding.text
     assert doctor.check_name("no-such-host.invalid").verdict is WARNING
 
 
@@ -193,7 +193,7 @@ def test_a_way_back_that_is_closed_is_told_to_both(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "try_port", lambda *_: "No route to host")
     finding, visited = meeting(visits=True)
     assert (finding.verdict, [f.verdict for f in visited]) == (PROBLEM, [PROBLEM])
-    assert "this machine, which does not reach it: No route to host" in finding.text
+    assert "this machine, but not vice versa: No route to host" in finding.text
     assert "cannot reach this machine: No route to host" in visited[0].text
 
 

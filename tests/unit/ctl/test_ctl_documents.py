@@ -48,7 +48,7 @@ def test_another_page_is_refused(site: Path, name: str, hint: str) -> None:
 
 def test_a_checkout_names_its_own_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["docs", "hangs"]) == 1
-    assert "docs/; `make docs` makes them a site" in capsys.readouterr().err
+    assert "docs/; `make docs` builds the site" in capsys.readouterr().err
 
 
 def test_the_site_is_served_until_ctrl_c(

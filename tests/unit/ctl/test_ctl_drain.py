@@ -226,7 +226,7 @@ def test_a_roll_goes_on_where_it_was(floor: Floor, out: Out) -> None:
     floor.jobs["job"] = control_samples.running()
     run(["drain", "n1"])
     assert run(["drain", "--all-of=rack=a1"]) == 0
-    assert "1 of 3, n1: it is drained already" in out()
+    assert "1 of 3, n1: it is already drained" in out()
     assert floor.asked == [
         *(f"drain {n} 300000 keeping min" for n in ("n1", "n2", "n10")),
     ]
@@ -247,5 +247,5 @@ def test_ctrl_c_says_that_what_is_drained_stays_so(
     # Not `time.sleep` itself: threads that earlier commands have left behind sleep, too.
     monkeypatch.setattr(rolling_drain, "time", SimpleNamespace(sleep=interrupt))
     assert run(["drain", "n1", "--wait"]) == 130
-    assert "what is drained stays drained; `rdzvctl undrain` lifts it" in capsys.readouterr().err
+    assert "drained nodes stay drained; `rdzvctl undrain` lifts that" in capsys.readouterr().err
     assert floor.nodes["n1"].drain == "draining"

@@ -142,7 +142,7 @@ async def test_a_long_story_is_summed_up_in_the_middle() -> None:
 async def test_a_history_whose_beginning_is_gone_says_so() -> None:
     of = await told(crashing, limit=30)
     text = explain(of.status, of.history, of.page(width=None))
-    assert "The history that is kept begins here" in text
+    assert "The recorded history begins here" in text
     assert "The run stopped after" in text
 
 

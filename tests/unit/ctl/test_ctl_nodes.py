@@ -197,7 +197,7 @@ def test_one_node_is_told_in_full(server: str, capsys: pytest.CaptureFixture[str
     assert "http://10.0.0.2:29481/metrics" in said
     assert run(["nodes", "gpu-99"]) == 1
     said = capsys.readouterr().err
-    assert "no node gpu-99 is known; `rdzvctl nodes` shows those that are" in said
+    assert "no node gpu-99 is known; `rdzvctl nodes` lists the known ones" in said
 
 
 def test_nodes_for_programs(server: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,7 +427,7 @@ def test_a_server_that_is_open_to_everyone_is_warned_of() -> None:
     open_to_all = replace(shut, address="10.0.0.5:29400", leads=False, insecure=why)
     assert "insecure" not in as_text.servers([shut], PAGE)
     last = as_text.servers([open_to_all, shut], PAGE).splitlines()[-1]
-    assert last == f"insecure: {why}; everyone who reaches 10.0.0.5:29400 may run and end jobs"
+    assert last == f"insecure: {why}; everyone who can reach 10.0.0.5:29400 may run and end jobs"
 
 
 def test_flags_of_submit_are_completed() -> None:

@@ -221,12 +221,12 @@ REFUSED = [
     ("--rdzv-endpoint=h t", "name it with --server or RDZV_SERVER"),
     ("--rdzv_backend c10d t", "--rdzv-backend is not for submitted jobs: "),
     ("--node-id=n t", "choose nodes with --labels"),
-    ("--node-rank=0 t", "the server gives the ranks; leave it out"),
+    ("--node-rank=0 t", "the server assigns the ranks; leave it out"),
     ("--master-addr=h t", "--master-addr is not for submitted jobs: "),
     ("--master-port=1 t", "--master-port is not for submitted jobs: "),
     ("--local-addr=h t", "every node knows its own address; leave it out"),
     ("--user=\t t", "has characters that cannot be printed; leave them out"),
-    (f"--user={'u' * 65} t", "has 65 characters, and no account is called so; give at most 64"),
+    (f"--user={'u' * 65} t", "has 65 characters, too many for an account name; give at most 64"),
     ("--nope t", "unrecognized arguments: --nope"),
     ("--priority x t", "argument --priority: invalid int value: 'x'"),
     ("--priority=1000001 t", "--priority=1000001 is out of bounds; give -1000000 to 1000000"),
@@ -236,11 +236,11 @@ REFUSED = [
     ("--labels=a=1,a=2 t", "--labels: a is given twice; leave one of them out"),
     ("--labels=a=\x1b t", "--labels: the value of a cannot be used"),
     ("--rdzv-id= t", "--rdzv-id is empty; give the job's name, or leave it out"),
-    ("--env =1 t", "--env: there is no name before the `=`; give NAME=VALUE, or NAME"),
-    ("--env A-B=1 t", "--env A-B: 'A-B' is not the name of a variable"),
+    ("--env =1 t", "--env: there is no name before the `=`; give NAME=VALUE, or only NAME"),
+    ("--env A-B=1 t", "--env A-B: 'A-B' is not a variable name"),
     ("--env NOPE t", "--env NOPE: it is not set here; set it, or give NOPE=VALUE"),
     ("--env A=1 --env A=2 t", "--env A is given twice; leave one of them out"),
-    ("--env WORLD_SIZE=2 t", "variable WORLD_SIZE: every worker is given its own in every round"),
+    ("--env WORLD_SIZE=2 t", "variable WORLD_SIZE: it is different in every worker and round"),
     ("--env CUDA_VISIBLE_DEVICES=0 t", "say how many with --gpus-per-node"),
     ("--chdir= t", "--chdir is empty; name a folder, or leave it out"),
     ("--timeout=0 t", "--timeout=0: give a number of seconds above 0, at most 86400"),
@@ -251,7 +251,7 @@ REFUSED = [
     ("--nproc-per-node=x t", "--nproc-per-node=x is not a number of workers"),
     ("--redirects=4 t", "--redirects=4: '4' is not of the form LOCAL_RANK:N"),
     ("--tee=x:1 t", "--tee=x:1: 'x:1' is not of the form LOCAL_RANK:N"),
-    ("--preemption-file=x t", "every node knows its own, as [preemption] in agent.toml"),
+    ("--preemption-file=x t", "every node has its own, as [preemption] in agent.toml"),
     ("--signals-to-handle=SIGKILL t", "SIGKILL is not a signal that can be handled"),
     ("--fence-after=0.5 t", "--fence-after=0.5: give a number of seconds from 1 to 3600"),
     ("--hang-timeout=soon t", "--hang-timeout=soon: give a number of seconds from 1 to 86400"),
@@ -261,7 +261,7 @@ REFUSED = [
     ("-m --no-python t", "-m and --no-python exclude each other"),
     ("--role=\x1b t", "--role='\\x1b' has characters that cannot be printed"),
     ("-mo json t", "-mo mixes flags of rdzvrun and of rdzvctl; write them apart"),
-    ("--follow -o json t", "--follow shows what workers write, and -o json a document"),
+    ("--follow -o json t", "--follow shows the workers' output, and -o json a document"),
     ("--file=nowhere.toml", "--file=/home/ada/gpt/nowhere.toml: it cannot be read: No such file"),
 ]
 
@@ -305,7 +305,7 @@ def test_what_has_no_effect_is_noted() -> None:
     found = read("--rdzv-conf=timeot=9,timeout=9", "t", caller=caller)
     assert found.notes == (
         "--rdzv-conf: unknown timeot; known: " + ", ".join(job_request.declared_flags.CONF_KEYS),
-        "PET_NNODES, PET_TEE of this environment do not count here; give flags",
+        "PET_NNODES, PET_TEE in this environment have no effect here; give flags",
     )
     assert found.settings.min_nodes == 1
 
@@ -380,7 +380,7 @@ def test_a_script_may_begin_with_a_dash(tmp_path: Path) -> None:
 
 
 BAD_FILES = [
-    ("nodes = 2", "`nodes` is not known; is `nnodes` meant?"),
+    ("nodes = 2", "`nodes` is not known; did you mean `nnodes`?"),
     ("zzzz = 2", "`zzzz` is not known; known: args, chdir, "),
     ("training_script = 't'", "`training_script` is not known"),
     ("follow = true", "`follow` is not known"),
@@ -391,16 +391,16 @@ BAD_FILES = [
     ("nnodes = 2\nn = 1", "`n` is not known"),
     ("rdzv-id = 'a'\nrdzv_id = 'b'", "`rdzv_id` is given twice, also as `rdzv-id`; keep one"),
     ("module = 1", "`module` 1 is neither true nor false; give one of them"),
-    ("script = 3", "`script` 3 is no script; give the path of one, as text"),
-    ("script = ''", "`script` '' is no script"),
-    ("args = 'x'", '`args` is no list of texts; write args = ["...", "..."]'),
-    ("args = ['x']", "`args` are of no script; add `script`, or leave them out"),
-    ("script = 't'\nargs = [1]", "`args` is no list of texts"),
-    ("env = ['A']", '`env` is no table; write NAME = "VALUE" lines below [env]'),
-    ("[env]\nA = 31337", "`env.A` is no text; put its value in quotes"),
-    ("env_from = 'A'", "`env_from` is no list of texts"),
+    ("script = 3", "`script` 3 is not a script; give its path, as text"),
+    ("script = ''", "`script` '' is not a script"),
+    ("args = 'x'", '`args` is not a list of strings; write args = ["...", "..."]'),
+    ("args = ['x']", "`args` need a script; add `script`, or leave them out"),
+    ("script = 't'\nargs = [1]", "`args` is not a list of strings"),
+    ("env = ['A']", '`env` is not a table; write NAME = "VALUE" lines below [env]'),
+    ("[env]\nA = 31337", "`env.A` is not a string; put its value in quotes"),
+    ("env_from = 'A'", "`env_from` is not a list of strings"),
     ("script='t'\nenv_from = ['NOPE']", "env_from: NOPE: it is not set here"),
-    ("script='t'\n[env]\n'A-B' = '1'", "'A-B' is not the name of a variable"),
+    ("script='t'\n[env]\n'A-B' = '1'", "'A-B' is not a variable name"),
     ("[labels]\na = 'x,y'", "`labels.a` 'x,y' cannot be used; give text without commas"),
     ("[labels]\na = ['x']", "`labels.a` ['x'] cannot be used"),
     ("script = 't'\nnnodes = '4:2'", "--nnodes=4:2: the minimum 4 is above the maximum 2"),
@@ -580,7 +580,7 @@ def test_a_request_that_may_have_arrived_says_so(
 ) -> None:
     control.cuts = 1_000
     assert run(["submit", "--timeout=0.3", "--rdzv-id=night", "t"]) == 75
-    assert "whether night was submitted is not known" in capsys.readouterr().err
+    assert "it is unknown whether night was submitted" in capsys.readouterr().err
     assert 1 < len(control.requests) < 8
     control.cuts, control.hangs = 0, True
     assert run(["submit", "--timeout=0.2", "--rdzv-id=night", "t"]) == 75
@@ -613,7 +613,7 @@ def test_who_got_it_and_did_not_answer_may_have_done_it_whoever_is_asked_next(
     control.cuts = 1_000
     words = ["submit", f"--server={server},127.0.0.1:1", "--timeout=0.3", "--rdzv-id=night", "t"]
     assert run(words) == 75
-    assert "whether night was submitted is not known" in capsys.readouterr().err
+    assert "it is unknown whether night was submitted" in capsys.readouterr().err
     control.cuts = 1
     assert run(words) == 0
 
@@ -689,7 +689,7 @@ def test_logs_that_can_not_be_shown_end_nothing(
     control.log_error = grpc.StatusCode.RESOURCE_EXHAUSTED
     assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 0
     said = capsys.readouterr().err
-    assert "no more of what it writes can be shown: " in said
+    assert "no more of its output can be shown: " in said
     assert "night has succeeded" in said
 
 
@@ -716,8 +716,8 @@ def test_ctrl_c_leaves_it_running(
     assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 130
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == (
-        "rdzvctl: night goes on; `rdzvctl logs -f night` shows what it writes, `rdzvctl stop "
-        "night` ends it"
+        "rdzvctl: night continues; `rdzvctl logs -f night` shows its output, `rdzvctl stop "
+        "night` stops it"
     )
 
 

@@ -136,7 +136,7 @@ def test_the_file_is_written_whole_or_the_reason_is_told(
     control.history = control_samples.history()
     path = tmp_path / "life.json"
     assert run(["trace", "a", "-o", str(path)]) == 0
-    assert f"{path} has the life of a; open it at https://ui." in capsys.readouterr().out
+    assert f"{path} has the history of a; open it at https://ui." in capsys.readouterr().out
     whole = json.loads(path.read_text())
     assert len([e for e in whole["traceEvents"] if e["ph"] == "i"]) == 3
     assert run(["trace", "a", "-o", "-"]) == 0

@@ -84,7 +84,7 @@ def test_of_five_hundred_nodes_those_that_matter_are_there() -> None:
     text = "\n".join(lines)
     for node_id in ("node-904", "node-123", "node-903", "node-901", "node-902"):
         assert node_id in text
-    assert re.search(r"\.\.\. and \d+ nodes more \(\d+ seated\)$", text, re.MULTILINE)
+    assert re.search(r"\.\.\. and \d+ more nodes \(\d+ seated\)$", text, re.MULTILINE)
     assert "495 of 400:496" in text
 
 

@@ -388,7 +388,7 @@ def _write(path: Path, replace: bool = False) -> None:
 def test_a_file_that_is_there_is_replaced_only_if_that_is_said(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(InvalidRequestError, match="exists already; give another name, or --force"):
+    with pytest.raises(InvalidRequestError, match="already exists; give another name, or --force"):
         _write(path)
     assert path.read_bytes() == b"old"
     _write(path, replace=True)
@@ -404,7 +404,7 @@ def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
             file.write(b"new")
             path.write_bytes(b"theirs")
 
-    with pytest.raises(InvalidRequestError, match="exists already"):
+    with pytest.raises(InvalidRequestError, match="already exists"):
         body()
     assert path.read_bytes() == b"theirs"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]

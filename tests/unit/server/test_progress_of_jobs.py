@@ -288,7 +288,7 @@ def test_one_line_says_how_far_a_job_is() -> None:
 
 def test_nodes_in_lock_step_are_so_whenever_each_has_said_its_last_word() -> None:
     nodes = all_of(1204)[:8] + all_of(1191, age_ms=1_200)[8:16]
-    assert shown(*nodes).startswith("step 1204, 14.2 steps/s, last 0.3 s ago; of 16 of 24")
+    assert shown(*nodes).startswith("step 1204, 14.2 steps/s, last 0.3 s ago; reported by 16 of 24")
     lines = as_text.status(status(*nodes), PAGE).splitlines()
     (head,) = [n for n, line in enumerate(lines) if line.startswith("GROUP_RANK")]
     column = lines[head].index("STEP")
@@ -303,7 +303,9 @@ def test_a_rate_that_is_not_known_is_left_out() -> None:
 
 
 def test_it_is_told_how_many_workers_say_anything() -> None:
-    assert shown(*all_of(5)[:1]) == "step 5, 14.2 steps/s, last 0.3 s ago; of 1 of 24 workers"
+    assert (
+        shown(*all_of(5)[:1]) == "step 5, 14.2 steps/s, last 0.3 s ago; reported by 1 of 24 workers"
+    )
 
 
 @pytest.mark.parametrize(("width", "there"), [(None, True), (200, True), (60, False)])

@@ -517,7 +517,9 @@ def test_a_token_that_may_have_been_made_is_not_made_again(control: FakeControl)
     control.error, control.error_text = grpc.StatusCode.UNAVAILABLE, "Socket closed"
     with serving(control) as endpoint:
         server = parse_endpoint(endpoint)
-        in_doubt = pytest.raises(RendezvousConnectionError, match="whether the token was made")
+        in_doubt = pytest.raises(
+            RendezvousConnectionError, match="it is unknown whether the token was created"
+        )
         with ControlClient([server, server]) as client, in_doubt:
             client.create_token("ann", ["read"], 0)
     assert control.tokens_asked == 1

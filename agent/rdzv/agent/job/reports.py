@@ -101,7 +101,7 @@ class Reports:
     def stacks(
         self, asked: StacksAsked, targets: tuple[Target, ...], why_none: str, world_size: int
     ) -> None:
-        """Start sampling workers' stacks and sending each, or the reason why there are none."""
+        """Start to sample and send workers' stacks, or send the reason why there are none."""
         self._stacks.answer(asked, targets, why_none, world_size)
 
     async def _say_stacks(

@@ -62,9 +62,7 @@ def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Serve a c10d TCPStore on a listening socket.")
     parser.add_argument("--fd", type=int, required=True, help="the listening socket")
-    parser.add_argument(
-        "--ready-fd", type=int, required=True, help="where to write that it is ready"
-    )
+    parser.add_argument("--ready-fd", type=int, required=True, help="written to once it is ready")
     parser.add_argument("--port", type=int, help="the expected port of the socket")
     parser.add_argument(
         "--whole-torch", action="store_true", help="import all of torch, not just its C++ part"

@@ -85,7 +85,7 @@ class _Held:
 
 @struct(frozen=True)
 class Occupancy:
-    """How many of this node's places and GPUs running and ending jobs use."""
+    """The places and GPUs of this node in use by running jobs, and by ending ones."""
 
     jobs: Mapping[str, int]
     gpus: Mapping[str, int]

@@ -65,7 +65,7 @@ class ArrivalReport:
 
 
 class ArrivalWatch:
-    """Watches the workers of one job. For each round, call `open_round`, then `close_round`."""
+    """Watches the workers of one job. Call `open_round` and `close_round` in each round."""
 
     def __init__(
         self,

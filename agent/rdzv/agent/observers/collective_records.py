@@ -131,7 +131,7 @@ class RecordReader:
         """Return when the worker with this progress file entered its collectives, by group.
 
         Raises:
-            NoRecordError: as of `read`, which logs the reason.
+            NoRecordError: under the same conditions as in `read`, which logs the reason.
         """
         answer = await self._answer(file, pid, timeout_s)
         self._latest[pid] = time.time_ns(), answer

@@ -71,7 +71,7 @@ class _Worker:
 
 
 class HangWatch:
-    """Watches the workers of one job. For each round, call `open_round`, then `close_round`."""
+    """Watches the workers of one job. Call `open_round` and `close_round` in each round."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ elsewhere, but most often follows from an exit.
 
 
 class HeldExits:
-    """Holds back exits of one job on this node. Call `open_round`, then `close_round`, for each."""
+    """Holds back exits of one job. Call `open_round` and `close_round` in each round."""
 
     def __init__(
         self, rdzv_id: str, records: RecordReader, say: Callable[[HungReport], None]

@@ -22,7 +22,7 @@ from rdzv.ctl.command_line import as_asked, connection_options, opened_client, o
 def audit_command(
     limit: int | None, output: str, server: str | None, timeout_s: float | None
 ) -> str:
-    """Show who has changed what in all jobs, nodes and tokens, oldest first.
+    """Show who changed which jobs, nodes and tokens, oldest first.
 
     For admins only. Times are in this machine's time zone.
     """
@@ -58,7 +58,7 @@ def tokens() -> None:
 @click.option(
     "--expires",
     metavar="TIME",
-    help="How long it is good, such as 12h or 30d; for ever if not given.",
+    help="How long it is valid, such as 12h or 30d; forever if not given.",
 )
 @output_option
 @connection_options
@@ -72,7 +72,7 @@ def _create_token(
 ) -> str:
     """Create a token for the caller NAME, and write its text to stdout.
 
-    The text cannot be shown again: put it where only NAME can read it. A name may have several
+    The text cannot be shown again: store it where only NAME can read it. A name may have several
     tokens, so that the next can be handed out before the last is revoked.
     """
     from rdzv.ctl import as_text_access
@@ -111,7 +111,7 @@ def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> st
 def _revoke_tokens(
     id_or_name: str, output: str, server: str | None, timeout_s: float | None
 ) -> str:
-    """Revoke the token ID, or all of the caller NAME; nodes that use them are cut off."""
+    """Revoke the token ID, or all of the caller NAME; nodes that use them are disconnected."""
     from rdzv.ctl import as_text_access
     from rdzv.view import as_json
 

@@ -29,7 +29,7 @@ _dir = click.option(
     metavar="DIR",
     help="The folder of the CA.",
 )
-_force = click.option("--force", is_flag=True, help="Replace files that are there.")
+_force = click.option("--force", is_flag=True, help="Replace existing files.")
 
 
 def _days(default: int, what: str = "it is valid") -> Callable[..., Any]:
@@ -48,8 +48,8 @@ _server_names = click.option(
     multiple=True,
     required=True,
     metavar="HOST,...",
-    help="The names and addresses by which nodes and operators ask for rdzvd; localhost is always "
-    "one of them.",
+    help="The names and addresses by which nodes and operators reach rdzvd; localhost is "
+    "always included.",
 )
 
 
@@ -73,7 +73,7 @@ def certs() -> None:
 def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: bool) -> str:
     """Create a CA, and the certificate of rdzvd.
 
-    ca.crt is for everyone. Anyone who has ca.key can sign, so it stays where it was created; that
+    ca.crt is for everyone. Anyone with ca.key can sign, so it stays where it was created; that
     machine needs no server.
     """
     from rdzv.ctl.authority import Authority, parse_hosts
@@ -100,7 +100,7 @@ def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: 
 def _server(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> str:
     """Create another certificate of rdzvd; with --force, replace the present one.
 
-    An rdzvd that uses these files presents the new one on the next connection.
+    An rdzvd that uses these files presents the new one from the next connection on.
     """
     from rdzv.ctl.authority import Authority, parse_hosts
 

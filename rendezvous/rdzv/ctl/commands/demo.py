@@ -1,4 +1,4 @@
-"""The command that shows what rdzv does, on this machine alone."""
+"""The command that demonstrates rdzv on this machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import click
 @click.option(
     "--python",
     metavar="PATH",
-    help="The interpreter with torch that trains; else PYTHON_EXEC, else rdzvctl's own.",
+    help="The interpreter with torch that trains; default: PYTHON_EXEC, else rdzvctl's own.",
 )
 @click.option(
-    "--keep", is_flag=True, help="Keep the files; keep the server and its page until Ctrl-C."
+    "--keep",
+    is_flag=True,
+    help="Keep the files, and keep the server and its page running until Ctrl-C.",
 )
 def demo_command(python: str | None, keep: bool) -> int:
-    """Play a real training on this machine that loses a worker, then a node, and goes on.
+    """Run a real training on this machine that loses a worker, then a node, and continues.
 
     It starts a server and two nodes on loopback, on free ports, trains a small model on the CPU,
     and ends by itself within a minute or two. It asks no other server and leaves nothing behind.

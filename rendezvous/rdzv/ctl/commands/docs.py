@@ -1,4 +1,4 @@
-"""The command that shows the documents, which a release brings along."""
+"""The command that shows the documents included in a release."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from rdzv.errors import InvalidRequestError
 
 SITE = Path(__file__).parents[2] / "documents"
-"""Where `deploy/release.py` puts the site; each page lies there as Markdown, too."""
+"""Where `deploy/release.py` puts the site; each page is there as Markdown, too."""
 
 
 @click.command("docs")
@@ -23,12 +23,12 @@ SITE = Path(__file__).parents[2] / "documents"
     type=click.IntRange(min=0, max=65_535),
     default=0,
     metavar="PORT",
-    help="With --serve: a port of loopback, such as one that ssh forwards; else a free one.",
+    help="With --serve: a port on loopback, such as one that ssh forwards; default: a free one.",
 )
 def docs_command(page: str | None, serve: bool, port: int) -> str:
     """Print PAGE of the documents; without PAGE, list all pages.
 
-    They are those of this version. `docs/hangs.md` in a message is the page `hangs`.
+    They belong to this version. `docs/hangs.md` in a message is the page `hangs`.
     """
     return show(SITE, page, port if serve else None)
 
@@ -38,7 +38,7 @@ def show(site: Path, page: str | None, port: int | None) -> str:
     if not site.exists():
         raise InvalidRequestError(
             "this rdzvctl runs from a checkout: the documents are in its folder docs/; "
-            "`make docs` makes them a site, in build/site"
+            "`make docs` builds the site in build/site"
         )
     if port is not None:
         _serve(site, port)
@@ -69,14 +69,14 @@ def _title(page: Path) -> str:
 
 class _Handler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing of single requests."""
+        """Log no single requests."""
 
 
 def _serve(site: Path, port: int) -> None:
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, directory=str(site)))
     except OSError as error:
-        raise InvalidRequestError(f"port {port} cannot be listened on: {error.strerror}") from None
+        raise InvalidRequestError(f"cannot listen on port {port}: {error.strerror}") from None
     with server:
         click.echo(f"the documents are at http://127.0.0.1:{server.server_port}/ until Ctrl-C")
         try:

@@ -39,7 +39,8 @@ _HISTORY_ROWS = 10_000
     "--follow",
     "followed",
     is_flag=True,
-    help="Go on with new events until JOB has ended or Ctrl-C; with -o json one document a line.",
+    help="Continue with new events until JOB has ended or Ctrl-C; with -o json one document "
+    "per line.",
 )
 @output_option
 @connection_options
@@ -99,11 +100,11 @@ def explain_command(job: str, server: str | None, timeout_s: float | None) -> st
     type=click.Path(path_type=Path, dir_okay=False),
     required=True,
     metavar="FILE",
-    help="Where to write it; - is standard output. A file that is there is replaced.",
+    help="Where to write it; - is standard output. An existing file is replaced.",
 )
 @connection_options
 def trace_command(job: str, path: Path, server: str | None, timeout_s: float | None) -> str:
-    """Write the life of JOB as a trace for ui.perfetto.dev.
+    """Write the history of JOB as a trace for ui.perfetto.dev.
 
     Rounds are slices on the track of each node, with what ended them; events are instants.
     """
@@ -122,7 +123,7 @@ def trace_command(job: str, path: Path, server: str | None, timeout_s: float | N
         raise InvalidRequestError(
             f"{path} cannot be written: {error.strerror}; give another file"
         ) from error
-    return f"{path} has the life of {job}; open it at https://ui.perfetto.dev"
+    return f"{path} has the history of {job}; open it at https://ui.perfetto.dev"
 
 
 def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:

@@ -20,7 +20,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.view.log_lines import harmless
 
 MOST_ENDED = 10
-"""How many jobs that have ended a list shows, unless all are asked for."""
+"""How many ended jobs a list shows, unless all are requested."""
 
 
 @click.command("status")
@@ -81,8 +81,8 @@ def status_command(
     "--sort",
     "order",
     type=click.Choice(["name", "state", "age", "nodes", "restarts"]),
-    help="By name or state; or the latest change, most nodes or most restarts first. "
-    "Default: by name, and ended jobs by when they ended.",
+    help="Sort by name or state, or with the latest change, most nodes or most restarts "
+    "first. Default: by name, and ended jobs by when they ended.",
 )
 @click.option(
     "--all",
@@ -90,17 +90,15 @@ def status_command(
     is_flag=True,
     help=f"List all ended jobs, not only the latest {MOST_ENDED}.",
 )
-@click.option(
-    "-w", "--watch", "watched", is_flag=True, help="Show it again every 2 s until Ctrl-C."
-)
+@click.option("-w", "--watch", "watched", is_flag=True, help="Repeat every 2 s until Ctrl-C.")
 @click.option(
     "-o",
     "--output",
     type=click.Choice(["text", "wide", "name", "json", "yaml"]),
     default="text",
     show_default=True,
-    help="text for people; wide: all columns and full reasons; name: names only; json or "
-    "yaml for programs, with all ended jobs.",
+    help="text for people; wide: all columns and full reasons; name: only names; json or yaml "
+    "for programs, with all ended jobs.",
 )
 @connection_options
 def list_command(
@@ -133,7 +131,7 @@ def list_command(
                 return "\n".join(harmless(job.rdzv_id) for job in found)
             if output in ("json", "yaml"):
                 return as_asked(output, as_json.jobs(found, store_away=client.store_away))
-            where = str(client.server) if not (states or name) else f"{client.server} fit that"
+            where = str(client.server) if not (states or name) else f"{client.server} match that"
             return job_list.as_lines(
                 where,
                 found,
@@ -158,7 +156,7 @@ def list_command(
     "wait_s",
     type=click.FloatRange(min=0, min_open=True, max=30 * 86_400),
     metavar="SECONDS",
-    help="Give up after this time; without it, never.",
+    help="Give up after this many seconds; default: never.",
 )
 @connection_options
 @click.pass_context
@@ -171,7 +169,7 @@ def wait_command(
 ) -> None:
     """Wait until JOB has ended.
 
-    What it does meanwhile, and why, is shown on stderr: at once, and when it changes.
+    Its state and the reason are shown on stderr at once, and whenever they change.
 
     \b
     Exit codes: 0 it has succeeded, 1 failed, 3 stopped,
@@ -190,7 +188,7 @@ def wait_command(
 @reason_option
 @connection_options
 def stop_command(job: str, reason: str | None, server: str | None, timeout_s: float | None) -> str:
-    """Stop JOB: its workers get SIGTERM and time to save, and all of its nodes leave."""
+    """Stop JOB: its workers get SIGTERM and time to save, and all its nodes leave."""
     with opened_client(server, timeout_s) as client:
         run = client.status(job).run or ""
         found = client.stop(job, run, f"stopped {by_whom(reason)}")
@@ -206,7 +204,7 @@ def restart_command(
 ) -> str:
     """Make JOB stop its workers, with time to save, and form a new round.
 
-    Costs no restart.
+    This does not count as a restart.
     """
     with opened_client(server, timeout_s) as client:
         before = client.status(job)

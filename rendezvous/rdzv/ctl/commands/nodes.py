@@ -50,7 +50,7 @@ def nodes_command(
             one = next((one for one in found if one.node_id == node), None)
             if one is None:
                 raise UnknownNodeError(
-                    f"no node {short(node)} is known; `rdzvctl nodes` shows those that are"
+                    f"no node {short(node)} is known; `rdzvctl nodes` lists the known ones"
                 )
             if output != "text":
                 return as_asked(output, as_json.node(one))
@@ -104,22 +104,24 @@ def uncordon_command(node: str, output: str, server: str | None, timeout_s: floa
     default="5m",
     show_default=True,
     metavar="TIME",
-    help="How long the workers have to save and exit, such as 90s or 5m; then they are ended.",
+    help="How long the workers have to save and exit, such as 90s or 5m; then they are killed.",
 )
 @reason_option
-@click.option("--wait", "waits", is_flag=True, help="Return when nothing of a job is left there.")
+@click.option(
+    "--wait", "waits", is_flag=True, help="Return when nothing of a job is left on the node."
+)
 @click.option(
     "--all-of",
     metavar="LABEL=VALUE",
-    help="In place of NODE: all nodes with this label, one after another. Each only when its jobs "
-    "keep their min_nodes without it, and the next only when they run again.",
+    help="Instead of NODE: all nodes with this label, one after another: each only if its "
+    "jobs keep their min_nodes without it, and the next only when they run again.",
 )
 @click.option(
     "--undrain-after",
     "command",
     metavar="COMMAND",
-    help="With --all-of: run this for each node that is empty, with RDZV_NODE in its environment; "
-    "if it succeeds, the drain of the node is lifted.",
+    help="With --all-of: run this for each empty node, with RDZV_NODE in its environment; if "
+    "it succeeds, the drain of the node is lifted.",
 )
 @output_option
 @connection_options
@@ -167,7 +169,7 @@ def drain_command(
                 return rolling_drain.roll(client, rolling, click.echo)
             return _drain_one(client, node, deadline_ms, reason, output, waits=waits)
     except KeyboardInterrupt:
-        return complain("what is drained stays drained; `rdzvctl undrain` lifts it", INTERRUPTED)
+        return complain("drained nodes stay drained; `rdzvctl undrain` lifts that", INTERRUPTED)
 
 
 def _drain_one(

@@ -39,12 +39,12 @@ _SINCE = "7d"
     "number",
     type=click.IntRange(min=1, max=2**32 - 1),
     metavar="N",
-    help="Run N of JOB; its last one if not given.",
+    help="Run N of JOB; default: its last one.",
 )
 @click.option(
     "--since",
     metavar="TIME",
-    help=f"Without JOB: how far back to look, such as 12h; {_SINCE} if not given.",
+    help=f"Without JOB: how far back to look, such as 12h; default: {_SINCE}.",
 )
 @click.option(
     "--html",
@@ -63,7 +63,7 @@ def report_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str:
-    """Show what each second of JOB was spent on, and what its failures cost.
+    """Show how JOB spent its time, and what its failures cost.
 
     Without JOB, all jobs are summed up: which causes and which nodes cost most. JOB is its rdzv_id.
     Every moment counts once: as queued, waiting for nodes, forming, starting, loading, training,

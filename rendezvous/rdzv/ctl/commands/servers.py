@@ -29,13 +29,13 @@ def servers_command(output: str, server: str | None, timeout_s: float | None) ->
 
 @click.command("backup")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @connection_options
 def backup_command(file: Path, force: bool, server: str | None, timeout_s: float | None) -> str:
     """Write a backup of the server's store into FILE, while the server runs.
 
-    `rdzvd --restore FILE` restores it, into a store of any kind. Only the user who runs this can
-    read FILE. --timeout is how long to wait while no data arrives.
+    `rdzvd --restore FILE` restores it into a store of any kind. Only the current user can read
+    FILE. --timeout is how long to wait while no data arrives.
     """
     from rdzv.ctl.new_files import new_file
 

@@ -92,7 +92,7 @@ def _followed(rdzv_id: str, run: str, server: str | None, timeout_s: float | Non
     except KeyboardInterrupt:
         option = f"--server={server} " if server else ""
         return complain(
-            f"{rdzv_id} goes on; `rdzvctl {option}logs -f {rdzv_id}` shows what it writes, "
-            f"`rdzvctl {option}stop {rdzv_id}` ends it",
+            f"{rdzv_id} continues; `rdzvctl {option}logs -f {rdzv_id}` shows its output, "
+            f"`rdzvctl {option}stop {rdzv_id}` stops it",
             INTERRUPTED,
         )

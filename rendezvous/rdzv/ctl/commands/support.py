@@ -28,23 +28,25 @@ WAIT_S = 300.0
 
 
 @click.command("doctor")
-@click.option("--nodes", "with_nodes", is_flag=True, help="Also the nodes that the server knows.")
+@click.option(
+    "--nodes", "with_nodes", is_flag=True, help="Also check the nodes that the server knows."
+)
 @click.option(
     "--python",
     metavar="PATH",
-    help="The interpreter of the workers; else PYTHON_EXEC, else the one of rdzvctl.",
+    help="The interpreter of the workers; default: PYTHON_EXEC, else rdzvctl's own.",
 )
 @click.option(
     "--listen",
     "listen_port",
     type=click.IntRange(min=0, max=65_535),
     metavar="PORT",
-    help="Only wait for --reach of another machine, and connect back; 0: a free port.",
+    help="Only wait for --reach from another machine, and connect back; 0: a free port.",
 )
 @click.option(
     "--reach",
     metavar="HOST:PORT",
-    help="Only test the connection to a machine that runs --listen, and back.",
+    help="Only test the connection to and from a machine that runs --listen.",
 )
 @connection_options
 @click.pass_context
@@ -59,8 +61,8 @@ def doctor_command(
 ) -> int:
     """Check this machine, the connection to the server and, with --nodes, the nodes.
 
-    Nothing is changed. Exit code 1: there is a problem; warnings alone are 0. To test
-    whether workers of two machines reach each other, run it on both:
+    Nothing is changed. Exit code 1: there is a problem; with only warnings it is 0. To test whether
+    workers of two machines reach each other, run it on both:
 
     \b
     on n1: rdzvctl doctor --listen 29500
@@ -69,7 +71,9 @@ def doctor_command(
     from rdzv.ctl import doctor
 
     if listen_port is not None and reach is not None:
-        raise click.UsageError("--listen and --reach go on two machines; give one of them", context)
+        raise click.UsageError(
+            "--listen and --reach are for two different machines; give one of them", context
+        )
     if listen_port is not None:
         return _show([doctor.wait_for_visit(listen_port, timeout_s or WAIT_S, _say_port)])
     if reach is not None:
@@ -108,10 +112,12 @@ def _show(findings: Iterable[Finding]) -> int:
     "path",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Where to write it; JOB-support.tar.gz if not given.",
+    help="Where to write it; default: JOB-support.tar.gz.",
 )
-@click.option("--logs", "with_logs", is_flag=True, help="Also the end of what its workers wrote.")
-@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option(
+    "--logs", "with_logs", is_flag=True, help="Also include the end of its workers' output."
+)
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--yes", is_flag=True, help="Write it without asking.")
 @connection_options
 def support_bundle_command(
@@ -125,8 +131,9 @@ def support_bundle_command(
 ) -> str:
     """Write all that is known about JOB into an archive, to send to another person.
 
-    It has status, history, explanation, trace, nodes and servers. What looks like a secret (tokens,
-    passwords, keys) is hidden. The files are listed before they are written, so that you can check.
+    It has status, history, explanation, trace, nodes and servers. Anything that looks like a secret
+    (tokens, passwords, keys) is hidden. The files are listed before they are written, so that you
+    can check.
     """
     from rdzv.ctl import support_bundle
     from rdzv.ctl.new_files import new_file

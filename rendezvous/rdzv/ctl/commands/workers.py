@@ -20,28 +20,26 @@ from rdzv.errors import InvalidRequestError
 
 @click.command("logs")
 @job_argument
-@click.option(
-    "-f", "--follow", is_flag=True, help="Go on with what is written, until the job ends."
-)
+@click.option("-f", "--follow", is_flag=True, help="Continue with new output until the job ends.")
 @click.option(
     "--rank",
     type=click.IntRange(0, 2**32 - 1),
     metavar="R",
-    help="Only the worker with this RANK, as it is.",
+    help="Only the worker with this RANK, without a prefix.",
 )
 @click.option(
     "--round",
     "number",
     type=click.IntRange(0, 2**32 - 1),
     metavar="N",
-    help="This round; the last if not given.",
+    help="This round; default: the last.",
 )
 @click.option("--stdout", is_flag=True, help="Only standard output.")
 @click.option("--stderr", is_flag=True, help="Only standard error.")
 @click.option(
     "--tail",
     metavar="N",
-    help="Only the last N lines of each file or, with a k, M or G behind it, so many bytes.",
+    help="Only the last N lines of each file or, with a suffix k, M or G, that many bytes.",
 )
 @connection_options
 @click.pass_context
@@ -91,9 +89,11 @@ def logs_command(
     "number",
     type=click.IntRange(0, 2**32 - 1),
     metavar="N",
-    help="This round, of which they were kept when it hung; the present one if not given.",
+    help="The round whose stacks were kept when it hung; default: the present one.",
 )
-@click.option("--raw", is_flag=True, help="All threads of all workers, not of one of each group.")
+@click.option(
+    "--raw", is_flag=True, help="All threads of all workers, not just one worker of each group."
+)
 @output_option
 @connection_options
 def stacks_command(
