@@ -133,7 +133,7 @@ class RoundCompleted:
 
     round: Round
     enough_ms: int | None = None
-    """For how long enough nodes had been ready; None in rows of older versions."""
+    """How long there had been enough ready nodes; None in rows of older versions."""
     not_kept: tuple[NotKept, ...] = ()
     not_loaded: WhyNotLoaded | None = None
     """Why no snapshots are loaded although nodes hold some; None if they are, or need not be."""

@@ -420,7 +420,7 @@ class JobSpec:
     gpus_per_node: int | None = None
     """None for one GPU per worker on nodes that have GPUs, and none elsewhere."""
     local_world_size: int = 0
-    """Workers of each node; with 0, the node gives the job all its GPUs, and a worker to each."""
+    """Workers of each node; 0 if the node counts its GPUs and gives the job all of them."""
     needs_gpu: bool = False
     """Nodes without a GPU are not used."""
     submitter: str = ""

@@ -69,7 +69,7 @@ class JobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
 
 
 class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
-    """One row of the history of the preceding job; `text` is its data, the name in all versions."""
+    """One row of the history of the preceding job; `text` has its data (an older name)."""
 
     rdzv_id: str
     unix_ms: int
