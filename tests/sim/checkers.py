@@ -535,19 +535,21 @@ class Judge:
             sealed = {one.workers for one in held if one.mark == mark}
             if len(sealed) > 1 and not self.era and self.honest_of_snapshots:
                 self.fail(f"snapshots: {mark} of {workers} is mixed from {sealed}")
-        if before is not None and before.round is not None and before.run == workers[1]:
-            self._check_pinned(workers, before.round, round_, held)
+        if before is not None and before.run == workers[1] and decided is not None:
+            said = _said_of_snapshots(decided)
+            claimed = [one for p in round_.participants for one in said.get(p.node_id, ())]
+            self._check_pinned(workers, before.round, round_, claimed)
 
     def _check_pinned(
-        self, workers: Workers, last: Round, round_: Round, held: Sequence[Saved]
+        self, workers: Workers, last: Round | None, round_: Round, claimed: Sequence[Snapshot]
     ) -> None:
         """What the last round has begun with is loaded again, or what came after it."""
-        mark = last.snapshot
-        if mark is None or round_.source is not None or self.era or not self.honest_of_snapshots:
+        mark = last.snapshot if last is not None else None
+        if last is None or mark is None or round_.source is not None or self.era:
             return
         if not last.snapshot_loads or last.snapshot_loads >= MAX_LOADS:
             return
-        parts = {one.shard for one in held if one.mark == mark}
+        parts = {one.shard for one in claimed if one.mark == mark}
         fits = mark.shards == 1 or mark.world_size == round_.world_size
         if fits and parts == set(range(mark.shards)):
             if round_.snapshot is None or round_.snapshot < mark:
