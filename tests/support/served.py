@@ -193,9 +193,9 @@ class Served:
         """Take in what a node is told, and answer when it is asked for logs."""
         while several := await stream.outbox.take():
             for told in several:
-                await self._hear(stream, told)
+                await self._take_in(stream, told)
 
-    async def _hear(self, stream: Stream, told: Announcement) -> None:
+    async def _take_in(self, stream: Stream, told: Announcement) -> None:
         if isinstance(told, ReadLog):
             rank = told.rank or 0
             written = self.logs.get(stream.node_id, b"")
