@@ -54,7 +54,7 @@ WORKERS = 2
 START_S = 60.0
 """How long a launcher may take until both workers run."""
 SETTLE_S = 60.0
-"""How long what is imported beside the workers may take."""
+"""How long imports beside the workers may take."""
 QUIET_S, QUIET_CPU = 1.0, 0.02
 """Nothing is imported any more once all processes together took less than that for so long."""
 END_S = 15.0
@@ -240,7 +240,7 @@ class Job:
         """Return what the processes of each role have, after everything is imported.
 
         Raises:
-            RuntimeError: processes came or went meanwhile, or never come to rest.
+            RuntimeError: processes started or ended meanwhile, or never became idle.
 
         """
         self._settle()

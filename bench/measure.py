@@ -34,7 +34,7 @@ Json: TypeAlias = "str | int | float | bool | Sequence[Json] | dict[str, Json] |
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What is said of samples: never a mean, which one stall of the machine moves."""
+    """A summary of samples, without the mean, which one stall of the machine would move."""
 
     count: int
     median: float
@@ -152,7 +152,7 @@ def emitting_to(path: Path | None) -> Iterator[None]:
 
 
 def say_progress(line: str) -> None:
-    """Tell whoever waits how far this is; it is no result."""
+    """Report progress to the user; this is not a result."""
     print(f"  {line}", file=sys.stderr, flush=True)
 
 

@@ -59,7 +59,7 @@ WRITERS = (1, 8, 64)
 
 CASE_TIMEOUT_S = 120.0
 LEASE_S = 30
-"""Long, so that a machine that is busy with this deposes nobody."""
+"""Long, so that a machine busy with this benchmark deposes no server."""
 
 
 def membership(nodes: int) -> Membership:

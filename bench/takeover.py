@@ -112,7 +112,7 @@ class Outages:
         self.times = Times()
 
     async def repeat(self, times: int) -> None:
-        """Measure so many repetitions; one that fails is told of and not counted."""
+        """Measure this many repetitions; a failed one is reported and not counted."""
         await self._started(0)
         await self._whole()
         for _ in range(times):
@@ -124,7 +124,7 @@ class Outages:
                 return
 
     async def _calm(self) -> Server:
-        """Wait until streams are old enough; return who leads."""
+        """Wait until streams are old enough; return the leader."""
         await asyncio.sleep(BACKOFF.steady_s + 0.5)
         return await self._leader(0)
 
@@ -297,7 +297,7 @@ def torchrun_without_its_store(directory: Path) -> tuple[list[int | None], float
             for node in nodes
         ], time.monotonic() - began
     finally:
-        # The workers of a killed torchrun train on without it.
+        # The workers of a killed torchrun continue to train without it.
         for pid in c.marked():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -360,7 +360,7 @@ def main() -> None:
     """Measure, and leave nothing behind."""
     chosen = arguments()
     end_on_sigterm()
-    # That a server is lost is what is measured; fifty nodes need not say so.
+    # The loss of a server is what is measured; fifty nodes need not log it.
     logging.getLogger("rdzv.agent").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="rdzv-bench-", dir=chosen.directory) as temporary:
         directory = Path(temporary)

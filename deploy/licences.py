@@ -1,4 +1,4 @@
-"""Write docs/licences.md: under which licences that comes which rdzv needs.
+"""Writes docs/licences.md: the licences of the packages that rdzv needs.
 
     deploy/licences.py dist/rdzv.cdx.json >docs/licences.md
 
@@ -36,7 +36,7 @@ def licence(component: dict[str, Any]) -> str:
     expressions = [one["expression"] for one in declared if "expression" in one]
     ids = [one["license"]["id"] for one in declared if "id" in one.get("license", {})]
     names = [one["license"]["name"] for one in declared if "name" in one.get("license", {})]
-    # Who gives an identifier repeats it as a classifier, which says less.
+    # Packages with an identifier repeat it as a classifier, which is less precise.
     found = expressions or ids or [name.removeprefix(CLASSIFIER) for name in names]
     return ", ".join(found) or "see the package"
 

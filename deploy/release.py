@@ -140,7 +140,7 @@ def project_version(root: Path) -> str:
 
 
 def warning() -> str:
-    """Return a warning for files that are not of a commit."""
+    """Return a warning if files differ from the commit."""
     if (ROOT / ".git").exists() and git("status", "--porcelain"):
         return "**Not a release: these files hold changes that are in no commit.**\n\n"
     return ""

@@ -39,7 +39,7 @@ from grafana_foundation_sdk.models.dashboard import (
 FOLDER = Path(__file__).with_name("dashboards")
 TAG = "rdzv"
 PAGE = "http://127.0.0.1:29480"
-"""Where rdzvd's page is, until somebody says so on the dashboard."""
+"""The address of rdzvd's page, unless it is set on the dashboard."""
 SOURCE = DataSourceRef(type_val="prometheus", uid="$datasource")
 
 LINES, STACKED, STAT, TIMELINE = "lines", "stacked", "stat", "timeline"
@@ -63,7 +63,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Query:
-    """One query of a panel, and what its lines are called."""
+    """One query of a panel, and the names of its lines."""
 
     expr: str
     legend: str = ""
@@ -71,7 +71,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: what it shows, and why somebody looks at it."""
+    """One panel: what it shows, and what it is for."""
 
     title: str
     text: str
@@ -94,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Board:
-    """One dashboard. `variables` are asked for by name, each with where its values come from."""
+    """One dashboard. `variables` has the source of the values of each variable, by name."""
 
     uid: str
     title: str
@@ -143,12 +143,12 @@ def increase(metric: str, where: str, by: str = "") -> str:
 
 
 def quantile(q: float, metric: str, where: str, by: str = "") -> str:
-    """Ask for a quantile of a histogram."""
+    """Return the query for a quantile of a histogram."""
     labels = f"{by}, le" if by else "le"
     return f"histogram_quantile({q}, {rate(f'{metric}_bucket', where, labels)})"
 
 
-# ------------------------------------------------------------------ what is shown
+# ------------------------------------------------------------------ the dashboards
 
 SERVERS = {"job": "label_values(rdzv_leads, job)"}
 FLEET_OF = 'job="$job"'
@@ -1130,7 +1130,7 @@ _KINDS = {LINES: _lines, STACKED: _stacked, STAT: _stat, TIMELINE: _timeline}
 
 
 def main(arguments: Iterable[str]) -> int:
-    """Write the dashboards; with --check only say which are not current."""
+    """Write the dashboards; with --check only report outdated ones."""
     check = "--check" in arguments
     stale = []
     for board in BOARDS:

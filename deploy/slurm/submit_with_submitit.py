@@ -59,7 +59,7 @@ def main() -> None:
         ntasks_per_node=1,
         time=args.minutes,
         signal_delay_s=90,
-        # A node that dies, or a task that ends early, ends nobody else's.
+        # A node that dies, or a task that ends early, does not end the others.
         additional_parameters={"no_kill": True},
         srun_args=["--no-kill", "--kill-on-bad-exit=0", "--wait=0"],
     )
