@@ -155,7 +155,7 @@ def test_what_can_not_be_started_on_this_node_never_joins(
     ("options", "said"),
     [
         ("no-such.py", "looked in the working directory, which is gone"),
-        ("--log-dir=logs no-such.py", "--log-dir=logs: the working directory cannot be found"),
+        ("--log-dir=logs no-such.py", "--log-dir=logs: the current directory is gone"),
     ],
 )
 def test_a_working_directory_that_is_gone_is_named(

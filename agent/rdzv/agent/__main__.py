@@ -90,7 +90,7 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
             check_state_dir(config)
         if check_config or print_config:
             click.echo(
-                render(config.loaded) if print_config else f"rdzv-agent: {path} is valid",
+                render(config.loaded) if print_config else f"rdzv-agent: {path} is in order",
                 nl=not print_config,
             )
             sys.exit(EXIT_SUCCESS)
