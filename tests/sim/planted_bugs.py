@@ -8,7 +8,7 @@ SIMULATOR = "sim"
 
 CONNECTIONS = "rendezvous/rdzv/server/sessions/connections.py"
 NODE_COMMANDS = "rendezvous/rdzv/server/sessions/commands_from_nodes.py"
-PRESENCE = "rendezvous/rdzv/server/sessions/presence.py"
+NODE_JOBS = "rendezvous/rdzv/server/sessions/node_jobs.py"
 RECOVERY = "rendezvous/rdzv/server/sessions/recovery.py"
 REPORTS = "rendezvous/rdzv/server/sessions/reports.py"
 QUARANTINE_TESTS = (
@@ -16,7 +16,7 @@ QUARANTINE_TESTS = (
 )
 NOTICE_TESTS = "tests/unit/agent/test_agent_notice.py"
 LEDGER_TESTS = "tests/unit/view/test_ledger.py tests/unit/server/test_step_milestones.py"
-PLACER_TESTS = "tests/unit/server/test_placer.py"
+QUEUE_TESTS = "tests/unit/server/test_job_queue.py"
 ROLE_TESTS = "tests/unit/server/test_roles.py"
 KEEPING_TESTS = (
     "tests/unit/core/test_kept_ranks.py "
@@ -132,14 +132,14 @@ MUTANTS = (
         "staying",
         "        return len(self.here) - len(self.going)",
         "        return len(self.here)",
-        by="tests/unit/core/fleet/test_placement.py tests/unit/server/test_placer.py",
+        by="tests/unit/core/fleet/test_placement.py tests/unit/server/test_job_queue.py",
     ),
     Mutant(
         "a lifted drain is not told to who was away",
         "Drains.owed",
         "        return UndrainNode() if lifted else None",
         "        return None",
-        by="tests/unit/server/test_placer.py",
+        by="tests/unit/server/test_job_queue.py",
     ),
     # ---------------------------------------------------------- notice, and who leaves by it
     Mutant(
@@ -202,35 +202,35 @@ MUTANTS = (
         "Drains.of",
         "        return min((one for one in both if one), key=",
         "        return max((one for one in both if one), key=",
-        by=PLACER_TESTS,
+        by=QUEUE_TESTS,
     ),
     Mutant(
         "who has not taken it up yet keeps its placement on a drained node",
-        "Placer._decide",
+        "JobQueue._decide",
         "        return [*_withdrawn_from(going, states), *_commands(decided, runs, lost)]",
         "        return [*_commands(decided, runs, lost)]",
-        by=PLACER_TESTS,
+        by=QUEUE_TESTS,
     ),
     Mutant(
         "a cordon lifts a drain",
         "Cordons.cordon",
         "            if node_id in cordons and cordons[node_id].due_ms is not None:",
         "            if False:",
-        by=PLACER_TESTS,
+        by=QUEUE_TESTS,
     ),
     Mutant(
         "a node is drained below what its jobs need",
         "Drains.drain",
         "            if short is not None and (why := short(node_id)):",
         "            if short is not None and (why := short(node_id)) and not why:",
-        by=PLACER_TESTS,
+        by=QUEUE_TESTS,
     ),
     Mutant(
         "nobody is placed beside who leaves a job that may not grow",
         "grow",
         "            wanted = min(wanted, job.unreplaced - new)",
         "            wanted = 0",
-        by="tests/unit/core/fleet/test_placement.py " + PLACER_TESTS,
+        by="tests/unit/core/fleet/test_placement.py " + QUEUE_TESTS,
     ),
     # ---------------------------------------------------------- health
     Mutant(
@@ -238,21 +238,21 @@ MUTANTS = (
         "Hosts._unusable",
         "if known is not None and known.failing else",
         "if False else",
-        by=PLACER_TESTS,
+        by=QUEUE_TESTS,
     ),
     Mutant(
         "an unhealthy node is kept for jobs that wait",
         "Hosts.all",
         "            unfit = node_id in quarantined or bool(known.failing)",
         "            unfit = node_id in quarantined",
-        by=PLACER_TESTS,
+        by=QUEUE_TESTS,
     ),
     Mutant(
         "that it was not well for a moment is held against a node",
         "decline_job",
         "    if command.passing:",
         "    if False:",
-        by=_unit("tests/unit/server/test_placer.py"),
+        by=_unit("tests/unit/server/test_job_queue.py"),
     ),
     Mutant(
         "a check that hangs is asked again and again",
@@ -1328,7 +1328,7 @@ MUTANTS = (
     Mutant(
         "jobs are not told who is away",
         "note_event",
-        "NodeAway():\n                self._presence.mark_soon(event.node_id)",
+        "NodeAway():\n                self._node_jobs.mark_soon(event.node_id)",
         "NodeAway():\n                pass",
         by=_unit(),
     ),
@@ -1342,7 +1342,7 @@ MUTANTS = (
     Mutant(
         "jobs are not told who is lost",
         "note_event",
-        "                self._presence.mark_soon(event.node_id, lost=event)",
+        "                self._node_jobs.mark_soon(event.node_id, lost=event)",
         "                pass",
     ),
     Mutant(
@@ -1629,10 +1629,10 @@ MUTANTS = (
     ),
     Mutant(
         "nodes are given while a placement is in doubt",
-        "Placer.place",
+        "JobQueue.place",
         "while not self.stopped and await self._resolved() and (",
         "while not self.stopped and (",
-        by="tests/unit/server/test_placer.py",
+        by="tests/unit/server/test_job_queue.py",
     ),
     Mutant(
         "cordons are forgotten by the next server",
@@ -1742,7 +1742,7 @@ MUTANTS = (
     ),
     Mutant(
         "a placement is not taken back from who is not heard of again",
-        "Placer._decide",
+        "JobQueue._decide",
         "        lost = self._vanished(states) if settled else {}",
         "        lost: dict[str, tuple[str, ...]] = {}",
     ),
@@ -1763,7 +1763,7 @@ MUTANTS = (
         "after_step",
         "                    yield node_id, withdrawn",
         "                    continue",
-        by="tests/unit/server/test_placer.py",
+        by="tests/unit/server/test_job_queue.py",
     ),
     Mutant(
         "a job that left a node unheard keeps it",
@@ -1804,7 +1804,7 @@ MUTANTS = (
         "after_step",
         "                gone = event.node_id in before.placed and event",
         "                gone = False and event",
-        by="tests/unit/server/test_placer.py",
+        by="tests/unit/server/test_job_queue.py",
     ),
     Mutant(
         "who joins from an old round does not hear that its seat is of one that has ended",
@@ -1818,14 +1818,14 @@ MUTANTS = (
         "Reports.note_holdings",
         "                await self._note_let_go(stream, rdzv_id, run)\n",
         "                pass\n",
-        by="tests/unit/server/test_placer.py",
+        by="tests/unit/server/test_job_queue.py",
     ),
     Mutant(
         "who believes in another run keeps its seat in this one",
         "greet",
         "            if not self._is_of_another_run(belief):\n",
         "            if True:\n",
-        by="tests/unit/server/test_placer.py",
+        by="tests/unit/server/test_job_queue.py",
     ),
     Mutant(
         "who joins as another run is adopted has no place in that one",

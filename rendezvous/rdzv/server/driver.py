@@ -26,7 +26,7 @@ from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.engine import Engine
 from rdzv.server.engine.forgetting import Forgetting
 from rdzv.server.engine.job import Job, News
-from rdzv.server.engine.store_calls import StoreAccess
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_operations import JobOperations
 from rdzv.server.operations.job_views import JobViews
@@ -38,7 +38,7 @@ from rdzv.server.security.tokens import Tokens
 from rdzv.server.sessions.commands_from_nodes import NodeCommands
 from rdzv.server.sessions.connections import Connections
 from rdzv.server.sessions.leases import Leases
-from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.recovery import Recovery
 from rdzv.server.sessions.reports import Reports
 from rdzv.server.sessions.streams import Streams
@@ -98,7 +98,7 @@ class Driver:
             timings.hear_every_ms,
             on_event=self._on_node_event,
         )
-        self.presence = Presence(self.engine, self.leases, self.streams, clock, tasks, retry_ms)
+        self.node_jobs = NodeJobs(self.engine, self.leases, self.streams, clock, tasks, retry_ms)
         self._make_services()
         self._make_entrances_of_nodes()
         self._make_entrances_of_operators()
@@ -139,21 +139,21 @@ class Driver:
             self._meter,
             streams=self.streams,
             leases=self.leases,
-            presence=self.presence,
+            node_jobs=self.node_jobs,
             scheduling=self.scheduling,
             diagnosis=self.diagnosis,
             targets=self.scrape_targets,
             watchers=self.watchers,
         )
         self.commands = NodeCommands(
-            self.engine, self.presence, clock, limits, self._config.timings
+            self.engine, self.node_jobs, clock, limits, self._config.timings
         )
         self.recovery = Recovery(
             self.jobs,
             clock,
             streams=self.streams,
             leases=self.leases,
-            presence=self.presence,
+            node_jobs=self.node_jobs,
             commands=self.commands,
             scheduling=self.scheduling,
         )
@@ -161,7 +161,7 @@ class Driver:
             self.jobs,
             clock,
             streams=self.streams,
-            presence=self.presence,
+            node_jobs=self.node_jobs,
             commands=self.commands,
             scheduling=self.scheduling,
             diagnosis=self.diagnosis,
@@ -184,7 +184,7 @@ class Driver:
             self.engine,
             forgetting=self.forgetting,
             views=self.views,
-            placer=self.scheduling.placer,
+            queue=self.scheduling.queue,
             stack_archive=self.diagnosis.stack_archive,
             watchers=self.watchers,
         )
@@ -194,7 +194,7 @@ class Driver:
             views=self.node_views,
             scheduling=self.scheduling,
             streams=self.streams,
-            presence=self.presence,
+            node_jobs=self.node_jobs,
             watchers=self.watchers,
         )
 
@@ -286,15 +286,15 @@ class Driver:
 
     def publish(self, job: Job, news: News) -> None:
         """Announce a stored step to everyone concerned. Does not wait."""
-        self.presence.note_step(job, news)
+        self.node_jobs.note_step(job, news)
         if news.before.membership.submission or news.after.membership.submission:
-            self.scheduling.placer.wake()
+            self.scheduling.queue.wake()
         self.diagnosis.note_state(news.after)
         self.watchers.job_changed(job.rdzv_id)
         self.streams.announce(news)
         # The nodes that join the round have been notified by now.
         self.diagnosis.logs.note_state(news.after)
-        self.presence.note_end(job, news)
+        self.node_jobs.note_end(job, news)
 
     def _note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
         """Pass events that did not come from a step to log, history and watchers."""

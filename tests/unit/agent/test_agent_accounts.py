@@ -16,6 +16,7 @@ import pytest
 
 from rdzv.agent.core.model import Assignment, Job
 from rdzv.agent.handover.handover_state import KeptPlacement, decode_placement, encode, format_for
+from rdzv.agent.job.notice_file import NoticeFile
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable, has_torch
 from rdzv.agent.node.submitted_launch import (
     Share,
@@ -23,7 +24,6 @@ from rdzv.agent.node.submitted_launch import (
     job_environ,
     working_directory,
 )
-from rdzv.agent.observers.notice import NoticeFile
 from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.snapshot import Snapshot
 from rdzv.agent.output.log_reading import LogReading, Piece, ReadRequest

@@ -345,7 +345,7 @@ async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
             assert isinstance(closed, Closed)
             assert closed.ended.result is Result.SUCCEEDED
         assert not s.driver.jobs.in_memory
-        assert not s.driver.presence.node_ids
+        assert not s.driver.node_jobs.node_ids
         assert (await s.driver.views.status("job-7")).state == "succeeded"
         assert [view.rdzv_id for view in await s.driver.views.list()] == ["job-7"]
 
@@ -1168,7 +1168,7 @@ async def test_who_is_heard_again_without_workers_has_none() -> None:
         await given_up(s)
         await s.connect("n1", instance="another")
         assert MAY_RUN not in await why_gone(s)
-        assert "n1" not in s.driver.presence.node_ids
+        assert "n1" not in s.driver.node_jobs.node_ids
 
 
 async def test_after_a_restart_of_the_server_it_is_still_not_known_until_it_is_heard() -> None:
@@ -1204,7 +1204,7 @@ async def test_a_run_that_has_ended_hears_of_a_node_that_was_given_up() -> None:
         assert MAY_RUN in await why_gone(s)
         await s.connect("n1", instance="another")
         assert MAY_RUN not in await why_gone(s)
-        assert "n1" not in s.driver.presence.node_ids
+        assert "n1" not in s.driver.node_jobs.node_ids
 
 
 # ---------------------------------------------------------------- one job that fails, and others
@@ -1331,7 +1331,7 @@ async def test_a_stream_keeps_nothing_of_jobs_that_are_over() -> None:
             read(n1)
             read(n2)
         assert not n1._last and not n2._last
-        assert not s.driver.presence.node_ids
+        assert not s.driver.node_jobs.node_ids
 
 
 async def test_a_start_that_fails_leaves_no_timer_behind() -> None:
@@ -1368,7 +1368,7 @@ async def test_word_of_a_superseded_stream_changes_nothing() -> None:
             (scheduling, "note_health"),
             (scheduling, "note_draining"),
             (scheduling, "note_holdings"),
-            (hangs, "note"),
+            (hangs, "take_report"),
             (s.driver.diagnosis.logs, "take"),
             (s.driver.diagnosis.stacks, "take_in"),
         )

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rdzv.agent.core.model import Assignment
+from rdzv.agent.job.notice_file import NoticeFile
 from rdzv.agent.job.reports import Reports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalWatch
 from rdzv.agent.observers.gpu_watch import GpuWatch
 from rdzv.agent.observers.hang_watch import HangWatch
 from rdzv.agent.observers.held_exits import HeldExits
-from rdzv.agent.observers.notice import NoticeFile
 from rdzv.agent.observers.progress_files import ProgressFiles
 from rdzv.agent.observers.snapshot import Snapshot
 

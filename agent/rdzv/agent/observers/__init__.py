@@ -1,1 +1,1 @@
-"""Observes workers from outside: progress, hangs, stacks, snapshots; and gives them notices."""
+"""Observes workers from outside: progress, hangs, stacks, snapshots, GPUs."""

@@ -77,7 +77,7 @@ class Hangs:
         self._retry_ms = retry_ms
         self._episodes: dict[str, _Episode] = {}
 
-    def note(self, node_id: str, incarnation: int, said: Hung) -> None:
+    def take_report(self, node_id: str, incarnation: int, said: Hung) -> None:
         """Note a node's report of hanging workers; ignore one about a round that is not live.
 
         Raises:

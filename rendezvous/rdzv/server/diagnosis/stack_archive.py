@@ -14,7 +14,7 @@ import msgspec
 
 from rdzv.core.evidence.stacks import Report
 from rdzv.server.engine.key_value_records import KeyValueRecord
-from rdzv.server.engine.store_calls import StoreAccess
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.stores.base import DOCUMENT_BYTES
 from rdzv.structs import replace, struct
 

@@ -22,7 +22,7 @@ from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.history import History
 from rdzv.server.engine.job import Asked, Guard, Job, Judge, News, Step
 from rdzv.server.engine.jobs import Jobs
-from rdzv.server.engine.store_calls import StoreAccess
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.structs import replace

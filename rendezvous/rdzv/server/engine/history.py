@@ -11,7 +11,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.job import Job
 from rdzv.server.engine.jobs import Jobs
-from rdzv.server.engine.store_calls import StoreAccess
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.telemetry import event_lines
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import Record

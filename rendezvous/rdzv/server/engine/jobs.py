@@ -22,7 +22,7 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.engine.job import Job, Step
-from rdzv.server.engine.store_calls import StoreAccess
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Meter
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from rdzv.errors import RendezvousConnectionError, RendezvousStateError
-from rdzv.server.engine.store_calls import StoreAccess
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.stores.base import RevisionConflictError, StoreRefusedError
 
 T = TypeVar("T")

@@ -72,7 +72,7 @@ class JobViews:
     def of(self, state: State) -> JobView:
         """Show the job that has this state."""
         rdzv_id, scheduling = state.membership.rdzv_id, self._scheduling
-        wait, drains = scheduling.placer.wait(rdzv_id), scheduling.drains.all()
+        wait, drains = scheduling.queue.wait_of(rdzv_id), scheduling.drains.all()
         shown = view(state, self._clock.now_ms(), wait, drains)
         # The view is of the stored state: steps in doubt must be resolved first.
         if state.membership.ended is None or self._store_state.waiting(rdzv_id):

@@ -6,7 +6,7 @@ from rdzv.server.engine.watchers import Watchers
 from rdzv.server.messages import LookAgain
 from rdzv.server.operations.node_views import NodeViews
 from rdzv.server.scheduling.scheduling import Scheduling
-from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Streams
 from rdzv.view.answers import Node
 
@@ -26,13 +26,13 @@ class NodeOperations:
         views: NodeViews,
         scheduling: Scheduling,
         streams: Streams,
-        presence: Presence,
+        node_jobs: NodeJobs,
         watchers: Watchers,
     ) -> None:
         self._views = views
         self._scheduling = scheduling
         self._streams = streams
-        self._presence = presence
+        self._node_jobs = node_jobs
         self._watchers = watchers
 
     async def cordon(self, node_id: str, reason: str) -> Node:
@@ -62,7 +62,7 @@ class NodeOperations:
             TooFewNodesError: with `keep_min`, one of its jobs would be left with too few nodes.
 
         """
-        short = self._scheduling.placer.short_without if keep_min else None
+        short = self._scheduling.queue.short_without if keep_min else None
         await self._scheduling.drains.drain(node_id, deadline_ms, reason, short)
         self._show_drain(node_id)
         return self._views.summary(node_id)
@@ -75,5 +75,5 @@ class NodeOperations:
         return self._views.summary(node_id)
 
     def _show_drain(self, node_id: str) -> None:
-        for rdzv_id in self._presence.jobs_of(node_id):
+        for rdzv_id in self._node_jobs.jobs_of(node_id):
             self._watchers.job_changed(rdzv_id)

@@ -13,9 +13,9 @@ from rdzv.core.fleet.drains import Drain
 from rdzv.errors import UnknownNodeError
 from rdzv.runtime.clock import Clock
 from rdzv.server.engine.key_value_records import KeyValueRecord
-from rdzv.server.engine.store_calls import StoreAccess
+from rdzv.server.engine.store_access import StoreAccess
 
-log = logging.getLogger("rdzv.placer")
+log = logging.getLogger("rdzv.scheduling")
 
 CORDONS = "cordons"
 """The key-value record of the nodes that are cordoned or drained."""

@@ -21,7 +21,7 @@ from rdzv.server.engine.engine import Engine
 from rdzv.server.messages import Announcement, Draining, DrainNode, Hello, UndrainNode
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 
-log = logging.getLogger("rdzv.placer")
+log = logging.getLogger("rdzv.scheduling")
 
 
 class Drains:

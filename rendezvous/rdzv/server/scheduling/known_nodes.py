@@ -10,7 +10,7 @@ from rdzv.runtime.clock import Clock
 from rdzv.server.messages import Hello, Holding
 from rdzv.structs import replace, struct
 
-log = logging.getLogger("rdzv.placer")
+log = logging.getLogger("rdzv.scheduling")
 
 
 @struct(frozen=True)

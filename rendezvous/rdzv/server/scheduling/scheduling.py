@@ -10,13 +10,13 @@ from rdzv.core.fleet.placement import FailingCheck
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.engine import Engine
-from rdzv.server.engine.store_calls import StoreAccess
+from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.messages import Announcement, Draining, Hello, Holding
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 from rdzv.server.scheduling.drains import Drains
 from rdzv.server.scheduling.hosts import Hosts
+from rdzv.server.scheduling.job_queue import JobQueue
 from rdzv.server.scheduling.known_nodes import KnownNodes
-from rdzv.server.scheduling.placer import Placer
 from rdzv.server.scheduling.quarantined_nodes import Quarantine
 from rdzv.server.settings.config import Config
 
@@ -49,7 +49,7 @@ class Scheduling:
         self.cordons = Cordons(store, clock, lock, records, on_change=self._cordons_changed)
         self.drains = Drains(engine, clock, self.cordons, send)
         self.hosts = Hosts(records, self.known_nodes, self.cordons, self.drains, self.quarantine)
-        self.placer = Placer(
+        self.queue = JobQueue(
             engine,
             clock,
             tasks,
@@ -73,23 +73,23 @@ class Scheduling:
 
         """
         await self.cordons.load()
-        self.placer.start()
+        self.queue.start()
 
     def stop(self) -> None:
         """Stop placing, and stop the timer that ends quarantines."""
-        self.placer.stop()
+        self.queue.stop()
         self.quarantine.stop()
 
     def _wake(self) -> None:
-        self.placer.wake()
+        self.queue.wake()
 
     def _quarantine_changed(self) -> None:
         self._on_quarantine()
-        self.placer.wake()
+        self.queue.wake()
 
     def _cordons_changed(self, before: Mapping[str, Cordon]) -> None:
         self.drains.tell_changes(before)
-        self.placer.wake()
+        self.queue.wake()
 
     # ---------------------------------------------------------------- reports of nodes
 
@@ -110,7 +110,7 @@ class Scheduling:
         """Note that a node is about to leave all its jobs."""
         if self.known_nodes.of(node_id) is not None and draining.own:
             self.drains.note_draining(node_id, draining)
-            self.placer.wake()
+            self.queue.wake()
 
     def note_lost(self, node_id: str) -> None:
         """Forget a node that was given up."""

@@ -25,7 +25,7 @@ from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.server.engine.engine import Engine
 from rdzv.server.messages import Belief, Closed, Refused, Waiting
 from rdzv.server.security import roles
-from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Limits, Timings
 from rdzv.structs import replace
@@ -37,11 +37,11 @@ class NodeCommands:
     """Submits the commands of nodes, and sends refusals back."""
 
     def __init__(
-        self, engine: Engine, presence: Presence, clock: Clock, limits: Limits, timings: Timings
+        self, engine: Engine, node_jobs: NodeJobs, clock: Clock, limits: Limits, timings: Timings
     ) -> None:
         self._engine = engine
         self._jobs = engine.jobs
-        self._presence = presence
+        self._node_jobs = node_jobs
         self._clock = clock
         self._limits = limits
         self._timings = timings
@@ -57,7 +57,7 @@ class NodeCommands:
 
     def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
         """Refuse a node that is in too many jobs: one hello has to hold them all."""
-        held, most = self._presence.jobs_of(node_id), self._limits.beliefs
+        held, most = self._node_jobs.jobs_of(node_id), self._limits.beliefs
         if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
             raise LimitExceededError(
                 f"{node_id} is already in {len(held)} jobs, and the limit is {most}; leave one, or "
@@ -114,7 +114,7 @@ class NodeCommands:
             await self._refuse_as_it_is(stream, belief, error)
         except (InvariantError, RendezvousStateError) as own:
             log.error("job %s: a report of %s is lost: %s", belief.rdzv_id, stream.node_id, own)
-            if self._presence.jobs_of(stream.node_id) - {belief.rdzv_id}:
+            if self._node_jobs.jobs_of(stream.node_id) - {belief.rdzv_id}:
                 reason = f"the server cannot decide anything about this job: {own}"
                 stream.send(Waiting(belief.rdzv_id, reason))
             else:

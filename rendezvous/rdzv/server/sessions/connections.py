@@ -15,7 +15,7 @@ from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.sessions.leases import Leases
-from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Stream, Streams
 from rdzv.server.settings.config import Limits
 from rdzv.server.telemetry.metrics_interface import Meter
@@ -34,7 +34,7 @@ class Connections:
         *,
         streams: Streams,
         leases: Leases,
-        presence: Presence,
+        node_jobs: NodeJobs,
         scheduling: Scheduling,
         diagnosis: Diagnosis,
         targets: ScrapeTargets,
@@ -46,7 +46,7 @@ class Connections:
         self._meter = meter
         self._streams = streams
         self._leases = leases
-        self._presence = presence
+        self._node_jobs = node_jobs
         self._scheduling = scheduling
         self._diagnosis = diagnosis
         self._targets = targets
@@ -151,14 +151,14 @@ class Connections:
         match event:
             case nodes.NodeConnected():
                 self._streams.close(event.node_id, event.stale_stream, "a newer one is open")
-                self._presence.mark_soon(event.node_id)
-                self._scheduling.placer.wake()
+                self._node_jobs.mark_soon(event.node_id)
+                self._scheduling.queue.wake()
             case nodes.LeaseGrown():
                 interval_ms = self._leases.heartbeat_interval_ms(event.lease_ms)
                 self._streams.send(event.node_id, Lease(interval_ms, event.lease_ms))
             case nodes.NodeAway():
-                self._presence.mark_soon(event.node_id)
-                self._scheduling.placer.wake()
+                self._node_jobs.mark_soon(event.node_id)
+                self._scheduling.queue.wake()
             case nodes.NodeLost():
                 self._meter.node_lost()
                 self._callers.pop(event.node_id, None)
@@ -166,5 +166,5 @@ class Connections:
                 self._scheduling.note_lost(event.node_id)
                 why = f"given up: {event.reason}"
                 self._streams.close(event.node_id, event.stream, why)
-                self._presence.mark_soon(event.node_id, lost=event)
+                self._node_jobs.mark_soon(event.node_id, lost=event)
         self._watchers.nodes_changed()

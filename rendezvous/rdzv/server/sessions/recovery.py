@@ -25,7 +25,7 @@ from rdzv.server.messages import Belief, Refused
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.commands_from_nodes import NodeCommands, log_unknown
 from rdzv.server.sessions.leases import Leases
-from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Stream, Streams
 from rdzv.structs import replace
 
@@ -42,7 +42,7 @@ class Recovery:
         *,
         streams: Streams,
         leases: Leases,
-        presence: Presence,
+        node_jobs: NodeJobs,
         commands: NodeCommands,
         scheduling: Scheduling,
     ) -> None:
@@ -50,7 +50,7 @@ class Recovery:
         self._clock = clock
         self._streams = streams
         self._leases = leases
-        self._presence = presence
+        self._node_jobs = node_jobs
         self._commands = commands
         self._scheduling = scheduling
 
@@ -65,12 +65,12 @@ class Recovery:
             seat = job.state.seats.get(node_id)
             if seat is None or is_placeholder(node_id):
                 continue
-            self._presence.add(job, node_id)
+            self._node_jobs.add(job, node_id)
             fence_ms = instance.fence_after_ms
             self._leases.step(nodes.Expect(node_id, seat.incarnation, instance.id, fence_ms))
-            self._presence.mark_soon(node_id, [job.rdzv_id])
+            self._node_jobs.mark_soon(node_id, [job.rdzv_id])
         for node_id in (*job.state.placed, *unheard(job.state)):
-            self._presence.add(job, node_id)
+            self._node_jobs.add(job, node_id)
         # The nodes that the job may not keep are not stored with it; it learns them with its first
         # step.
         job.loaded = replace(job.state, barred=dict(self._scheduling.quarantine.bar.barred))
@@ -109,7 +109,7 @@ class Recovery:
         await self._note_left(stream, believed)
         await self._tell_placements(stream)
         stream.greeted = True
-        self._presence.mark_soon(stream.node_id)
+        self._node_jobs.mark_soon(stream.node_id)
 
     async def _hear_belief(self, stream: Stream, belief: Belief) -> Belief:
         """Handle a node's belief about one job; return it with the run that the node has joined."""
@@ -158,7 +158,7 @@ class Recovery:
         It left them while it had no stream, and so could not report that.
         """
         node_id = stream.node_id
-        for rdzv_id in sorted(self._presence.jobs_of(node_id) - set(believed)):
+        for rdzv_id in sorted(self._node_jobs.jobs_of(node_id) - set(believed)):
             state = self._jobs.peek(rdzv_id)
             if state is None or may_run_on(state, node_id):
                 await self._commands.insist_or_log(stream, rdzv_id, MarkHeard(node_id))
@@ -174,7 +174,7 @@ class Recovery:
         # may return.
         placed = [
             rdzv_id
-            for rdzv_id in self._presence.jobs_of(node_id)
+            for rdzv_id in self._node_jobs.jobs_of(node_id)
             if (known := self._jobs.peek(rdzv_id)) is None or node_id in known.placed
         ]
         for rdzv_id in {*placed, *held}:

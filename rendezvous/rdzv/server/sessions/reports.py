@@ -29,7 +29,7 @@ from rdzv.server.messages import (
 )
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.sessions.commands_from_nodes import NodeCommands
-from rdzv.server.sessions.presence import Presence
+from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Stream, Streams
 
 
@@ -42,7 +42,7 @@ class Reports:
         clock: Clock,
         *,
         streams: Streams,
-        presence: Presence,
+        node_jobs: NodeJobs,
         commands: NodeCommands,
         scheduling: Scheduling,
         diagnosis: Diagnosis,
@@ -51,7 +51,7 @@ class Reports:
         self._jobs = jobs
         self._clock = clock
         self._streams = streams
-        self._presence = presence
+        self._node_jobs = node_jobs
         self._commands = commands
         self._scheduling = scheduling
         self._diagnosis = diagnosis
@@ -131,9 +131,9 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:
-        """Pass on that workers of a node hang, or no longer do; see `Hangs.note`."""
+        """Pass on that workers of a node hang, or no longer do; see `Hangs.take_report`."""
         if self._streams.is_current(stream):
-            self._diagnosis.hangs.note(stream.node_id, stream.incarnation, said)
+            self._diagnosis.hangs.take_report(stream.node_id, stream.incarnation, said)
 
     def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
         """Note which health checks of a node fail."""
@@ -144,7 +144,7 @@ class Reports:
         """Note that a node is about to leave all its jobs."""
         if self._streams.is_current(stream):
             self._scheduling.note_draining(stream.node_id, draining)
-            for rdzv_id in self._presence.jobs_of(stream.node_id):
+            for rdzv_id in self._node_jobs.jobs_of(stream.node_id):
                 self._watchers.job_changed(rdzv_id)
 
     async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:

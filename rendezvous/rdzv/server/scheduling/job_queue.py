@@ -29,10 +29,10 @@ from rdzv.server.scheduling.known_nodes import KnownNodes
 from rdzv.server.scheduling.quarantined_nodes import Quarantine
 from rdzv.structs import replace
 
-log = logging.getLogger("rdzv.placer")
+log = logging.getLogger("rdzv.scheduling")
 
 
-class Placer:
+class JobQueue:
     """Places one server's submitted jobs. Any change that may let a job be placed wakes it."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Placer:
         if not self.stopped and (self._known or self._waits):
             self._timer.arm_by(self._clock.now_ms() + self._quiet_ms)
 
-    def wait(self, rdzv_id: str) -> Wait | None:
+    def wait_of(self, rdzv_id: str) -> Wait | None:
         """Return what a job waits for; None if it does not wait for nodes."""
         return self._waits.get(rdzv_id)
 

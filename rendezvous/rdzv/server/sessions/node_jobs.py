@@ -1,7 +1,7 @@
 """Tracks which nodes are in which jobs, and updates the jobs about them.
 
 Each job learns when one of its nodes is away, back or lost. The command for that is computed again
-under the job's lock (`Presence._mark_command`), so neither late nor repeated delivery does harm.
+under the job's lock (`NodeJobs._mark_command`), so neither late nor repeated delivery does harm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MARKED_AT_ONCE = 128
 nodes, each loss takes 0.12 ms."""
 
 
-class Presence:
+class NodeJobs:
     """The nodes of each job of one server, and the jobs of each node."""
 
     def __init__(
@@ -126,7 +126,7 @@ class Presence:
                 to_mark[node_id] = lost or to_mark.get(node_id)
 
     async def _mark_all(self, rdzv_id: str) -> None:
-        """Update a job about its nodes until none is left to mark."""
+        """Mark a job's nodes as away, back or lost, until none is left to mark."""
         to_mark = self._to_mark[rdzv_id]
         try:
             while to_mark and not self._streams.closed:
