@@ -93,7 +93,7 @@ class Facade:
     # ---------------------------------------------------------------- the life of the process
 
     async def keep(self, server: _StoreServer) -> None:
-        """Poll the process, and restart it whenever it ends; until cancelled."""
+        """Poll the process and restart it whenever it exits, until cancelled."""
         wait_s, most_s = RESTART_AFTER_S
         while True:
             began_ms = self._clock.now_ms()

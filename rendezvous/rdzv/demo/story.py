@@ -217,7 +217,7 @@ class Demo:
         return found
 
     def await_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until something holds."""
+        """Wait until `condition` holds; `what` describes it in messages."""
         while not condition():
             self.note_wait(what)
             time.sleep(0.1)

@@ -338,7 +338,9 @@ def fence_after_ms(seconds: float | None) -> int:
 
 
 def hang_timeout(text: str | None) -> HangTimeout | None:
-    """Read the time without progress after which a worker counts as hung; None if none does.
+    """Parse `--hang-timeout`: how long a worker may go without progress before it counts as hung.
+
+    `auto` gives a timeout without a length; None means that hangs are not detected.
 
     >>> hang_timeout("600"), hang_timeout("auto"), hang_timeout(None)
     (HangTimeout(ms=600000), HangTimeout(ms=None), None)

@@ -95,7 +95,7 @@ class EtcdStore:
 
     @property
     def place(self) -> str:
-        """Where the data is, for people."""
+        """A description of where the data is, for messages."""
         return self._client.config.place
 
     async def load(self, rdzv_id: str) -> Stored | None:

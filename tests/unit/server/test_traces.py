@@ -139,7 +139,9 @@ async def test_a_past_that_can_not_be_read_costs_no_more_than_itself(
     found: list[TraceSpan] = []
     await sent(rows[ended:], Traces(away, found.append))
     assert {"round 0", "round 1"} <= {span.key for span in found}
-    assert said(caplog) == ["the trace of job-7 begins now: the store is away"]
+    assert said(caplog) == [
+        "job job-7 has no trace of its past, which cannot be read: the store is away"
+    ]
 
 
 async def test_a_server_that_leads_again_knows_that_it_has_missed_something() -> None:

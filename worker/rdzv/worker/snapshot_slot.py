@@ -159,7 +159,7 @@ class Slot:
 
     @property
     def size(self) -> int:
-        """How many bytes it has."""
+        """The size of the slot in bytes."""
         return len(self._bytes)
 
     def header(self) -> Header | None:

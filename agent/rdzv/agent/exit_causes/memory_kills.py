@@ -56,7 +56,7 @@ def explain_memory_kill(
     cgroup: Path = CGROUP,
     kernel_log: Path = KMSG,
 ) -> str:
-    """Explain that the kernel killed a process for lack of memory; empty without evidence.
+    """Say whether the kernel killed a process for lack of memory; empty without evidence.
 
     `before` holds the counts from before the process started.
     """

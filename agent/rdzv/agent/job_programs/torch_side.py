@@ -135,7 +135,7 @@ def reify_logs_specs(
     tee: dict[str, int],
     ranks: list[int] | None,
 ) -> Iterator[dict[str, Any] | None]:
-    """Answer, for every round, with its workers' output locations and environment."""
+    """For each round asked about, yield where its workers write, and their environment."""
     made = load_logs_specs(name)(
         log_dir=log_dir,
         redirects=to_streams(redirects),

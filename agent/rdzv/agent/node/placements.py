@@ -92,7 +92,7 @@ class Occupancy:
 
 
 class _UnhealthyError(Exception):
-    """This node takes up no jobs at the moment."""
+    """This node is unhealthy and accepts no jobs at the moment."""
 
 
 class Placements:
@@ -390,8 +390,8 @@ class Placements:
         """Take part in a job until nothing of it is left.
 
         Raises:
-            InvalidRequestError: this node cannot take it up.
-            _UnhealthyError: this node takes up no jobs at the moment.
+            InvalidRequestError: this node cannot run the job.
+            _UnhealthyError: this node accepts no jobs at the moment.
         """
         placed = held.placed
         await self._runners.former_gone()

@@ -464,7 +464,10 @@ class _Opened:
 def tail(
     path: Path, size: int, tail_bytes: int, tail_lines: int, identity: Identity | None = None
 ) -> int:
-    """Return where the last `lines` or `size` bytes of a file begin, whichever is less."""
+    """Return the offset of the last `tail_lines` lines or `tail_bytes` bytes, whichever is shorter.
+
+    0 sets no limit. At most `TAIL_BYTES` are searched for lines.
+    """
     start = max(size - tail_bytes, 0) if tail_bytes else 0
     if not tail_lines:
         return start

@@ -86,7 +86,7 @@ class SnapshotSlots:
     """The slots of all workers of this runner."""
 
     def __init__(self, agent: AgentLink, free: Callable[[], int | None] = free_bytes) -> None:
-        """Tell `agent` of them, if it asks; `free` returns how much memory is free, if known."""
+        """Report to `agent` once it asks; `free` returns the free memory, None if unknown."""
         self._agent = agent
         self._free = free
         self._slots: dict[int, Slots] = {}

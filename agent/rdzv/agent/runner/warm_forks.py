@@ -394,7 +394,7 @@ class WarmForks:
             self._give_up([start], str(answer.get("refused")))
 
     def _end_fork(self, fork: Fork, child: Child, code: int) -> None:
-        """Handle the exit of a fork, at whatever point."""
+        """Handle the exit of a fork, whatever stage it had reached."""
         start = fork.start
         if start in self._wanted and fork.has_order and fork.is_open:
             fork.read()  # It may have become ready, and its script may be short.

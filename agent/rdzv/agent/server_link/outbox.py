@@ -35,7 +35,7 @@ class Outbox:
 
     @property
     def waiting(self) -> int | None:
-        """How many messages wait to be sent; None if there is no stream."""
+        """The number of messages waiting to be sent; None if there is no stream."""
         return None if self._waiting is None else self._waiting.qsize()
 
     def begin(

@@ -93,7 +93,7 @@ class Accounts:
         find: Callable[[str], pwd.struct_passwd] = pwd.getpwnam,
         own_uid: int | None = None,
     ) -> None:
-        """Use these rules; `find` and `own_uid` default to this machine's."""
+        """Map submitters by `rules`; `find` looks an account up, on this machine by default."""
         self._rules = {rule.submitter: rule for rule in rules}
         self._find = find
         self._own_uid = os.geteuid() if own_uid is None else own_uid

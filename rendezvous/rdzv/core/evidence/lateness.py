@@ -161,7 +161,7 @@ def _median_of_others(times: Sequence[int], own: int) -> int:
 
 
 def _beyond(difference_us: int, error_us: int) -> int:
-    """Return what is left of a difference when it may be wrong by so much."""
+    """Move a difference towards zero by its possible error; 0 if the error covers it."""
     if difference_us < 0:
         return min(difference_us + error_us, 0)
     return max(difference_us - error_us, 0)

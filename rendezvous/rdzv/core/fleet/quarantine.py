@@ -185,7 +185,7 @@ def _known(record: Record, strike: Strike) -> bool:
 
 
 def _pruned(record: Record, tuning: QuarantineTuning, now_ms: int) -> Record:
-    """Forget entries that no longer count."""
+    """Return the record without the entries that no longer count."""
     since_ms = now_ms - tuning.window_ms
     return Record(
         tuple(strike for strike in record.strikes if strike.at_ms > since_ms),

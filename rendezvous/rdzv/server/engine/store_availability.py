@@ -94,7 +94,7 @@ class StoreState:
                 self._on_change(rdzv_id)
 
     def decided(self, rdzv_id: str, command: Command) -> None:
-        """Note that a command no longer waits."""
+        """Note that a command is no longer waiting for the store."""
         if (waiting := self._waiting.get(rdzv_id)) is not None:
             waiting.pop(_words(command), None)
             if not waiting:

@@ -240,7 +240,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def CreateToken(  # noqa: N802
         self, request: pb.CreateTokenRequest, context: AnyContext
     ) -> pb.CreateTokenResponse:
-        """Make a token; this answer is the only one that has its text."""
+        """Create a token. Only this response ever contains its text."""
         name, roles = callers.name_of(request.name), callers.roles_of(request.roles)
         expires_in_ms = inbound_operators.token_life_of(request, self._limits)
         driver = self._replica.driver

@@ -75,7 +75,7 @@ class JobTally:
         return tally
 
     def follow(self, state: State, now_ms: int) -> None:
-        """Update whether a round is live now."""
+        """Start or stop counting running time, depending on whether a round is live."""
         live = job_state(state) is JobState.RUNNING
         if live and self.running_since_ms is None:
             self.running_since_ms = now_ms

@@ -168,7 +168,9 @@ class Traces(Meter):
         try:
             past = [r for r in await self._history(row.rdzv_id, PAST) if r.run == row.run]
         except RendezvousError as error:
-            log.warning("the trace of %s begins now: %s", row.rdzv_id, error)
+            log.warning(
+                "job %s has no trace of its past, which cannot be read: %s", row.rdzv_id, error
+            )
             return tale
         # Events after `row` are processed in their turn.
         past = past[: past.index(row)] if row in past else past
