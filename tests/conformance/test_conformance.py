@@ -40,6 +40,10 @@ EVERYWHERE = {
     # How a worker that uses rdzv.worker speaks with its runner, and whose descendants are whose.
     "env RDZV_WORKER_LINK",
     "env RDZV_WORKER_MARK",
+    # That its runner has memory for snapshots, and which of them new workers may load.
+    "env RDZV_SNAPSHOTS",
+    "env RDZV_SNAPSHOT",
+    "env RDZV_SNAPSHOT_ORIGIN",
     # How torchrun's command tells torchrun's agent which signals to handle; no worker reads it.
     "env TORCHELASTIC_SIGNALS_TO_HANDLE",
 }
