@@ -729,7 +729,7 @@ CASES: Sequence[Case] = [
         USAGE,
         says=(
             "EtcdStubError",
-            "--rdzv-id is missing: with --rdzv-backend=etcd all jobs share one etcd",
+            "--rdzv-id is missing; with --rdzv-backend=etcd all jobs share one etcd",
         ),
     ),
     Case(
@@ -737,7 +737,7 @@ CASES: Sequence[Case] = [
         f"{ALONE} --logs-specs=mine see.py",
         {"workers": 0},
         USAGE,
-        says=("torchrun.logs_specs[mine]", "there is no entry point 'mine' of the group"),
+        says=("torchrun.logs_specs[mine]", "there is no entry point 'mine' in the group"),
     ),
     Case(
         "a signal that is none",

@@ -431,7 +431,7 @@ async def test_an_answer_that_comes_too_late_is_nobodys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "how", "reason"),
     [
-        ("yours", "", "there is no entry point 'yours' of the group torchrun.logs_specs"),
+        ("yours", "", "there is no entry point 'yours' in the group torchrun.logs_specs"),
         ("mine", "refuse", "ValueError: no place for logs"),
     ],
 )

@@ -49,6 +49,7 @@ WORKERS_OWN = frozenset(
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
         *("RDZV_ROUND", "RDZV_PROGRESS_FILE", "RDZV_NOTICE_FILE"),
+        *("RDZV_SNAPSHOT", "RDZV_SNAPSHOT_ORIGIN"),
     }
 )
 """The variables that the agent sets for every worker in every round."""

@@ -191,6 +191,7 @@ def test_the_zygote_has_what_workers_of_all_rounds_have_in_common() -> None:
         ({"MINE": ""}, "its MINE is '', but the zygote has unset"),
         ({"CUDA_VISIBLE_DEVICES": "3"}, ""),
         ({"NCCL_DEBUG": "INFO"}, ""),
+        ({"RDZV_SNAPSHOT": "2:40:f00d", "RDZV_SNAPSHOT_ORIGIN": "2"}, ""),
     ],
 )
 def test_a_worker_whose_environment_a_module_may_have_read_is_cold(
