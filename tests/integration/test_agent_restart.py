@@ -292,7 +292,7 @@ def test_without_another_agent_the_workers_are_gone_after_a_lease(d: Nodes) -> N
     d.until("its worker is gone", lambda: not alive(pids["n1"]))
     d.until("its runner is gone", lambda: not alive(runner))
     assert list((d.folder / "n1" / "run" / "runners").iterdir()) == []
-    assert "no agent within 2 s; its workers are stopped" in d.agents["n1"].text
+    assert "no agent within 2 s; stopping its workers" in d.agents["n1"].text
     # Nothing is left to adopt, so this is another instance, which is given the job again.
     d.agents["n1"] = d.launch("n1")
     assert len(d.reports("job", 3)) >= 3

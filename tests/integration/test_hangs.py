@@ -127,7 +127,7 @@ def test_a_hang_that_the_server_could_not_hear_of_is_told_when_it_is_back(c: Clu
     c.wait_until("both have steps", lambda: len(c.status().progress) == 2)
     c.kill_server()
     os.kill(reports[0]["pid"], signal.SIGSTOP)
-    c.wait_until("the agent has seen it", lambda: " hangs: no word" in node.text)
+    c.wait_until("the agent has seen it", lambda: " hangs: no progress" in node.text)
     assert alive(reports[0]["pid"])
     c.start_server()
     assert node.wait() == 1

@@ -208,7 +208,7 @@ def every_panel_has_data(p: Prometheus, instance: str, fails: Path) -> None:
     """
     values = {
         "job": ["rdzv"],
-        "rdzv_id": [JOB, "submitted", "crash"],
+        "rdzv_id": [JOB, "submitted", "crash", "kept"],
         "node_id": ["g1"],
         "instance": [instance],
     }
@@ -294,7 +294,7 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     budgets = ("--max-preemptions=9", "--max-store-failures=9", "--no-progress-restarts=9")
     fails = c.folder / "fails"
     kept = ("--nproc-per-node=2", "--max-restarts=10000", str(SUPPORT / "linked_worker.py"))
-    d.submit("kept", *kept, f"fails:{fails}", env=env, gpus_per_node=0)
+    d.submit("kept", *kept, f"fails:{fails}", "saves:4096", env=env, gpus_per_node=0)
     for name in ("submitted", "queued"):
         d.submit(name, "--nproc-per-node=2", *budgets, str(WORKERS / "steps.py"), env=env)
     c.start_node(

@@ -7,6 +7,7 @@ import asyncio
 from rdzv.server.messages import Announcement, Heard, Joined, Waiting, Welcome
 from rdzv.server.sessions import outbox
 from rdzv.server.sessions.outbox import Outbox
+from rdzv.server.sessions.streams import Stream
 
 WELCOME = Welcome(1, 1_000, 5_000)
 JOINED = Joined("job-7", "run-1", 1)
@@ -73,3 +74,16 @@ async def test_its_reader_ends_with_it() -> None:
     await asyncio.sleep(0)
     waits.close()
     assert await reader == []
+
+
+async def test_a_stream_calls_back_at_its_end_only_within_the_block() -> None:
+    """The callback sets a time limit, which must not be set once it is over."""
+    called = []
+    early, late = (Stream(number, "n1", 1, limit=10) for number in range(2))
+    with early.calling_on_end(lambda: called.append("early")):
+        early.close()
+        await asyncio.sleep(0)
+    with late.calling_on_end(lambda: called.append("late")):
+        late.close()
+    await asyncio.sleep(0)
+    assert called == ["early"]

@@ -315,15 +315,20 @@ class Conversation:
         loop = asyncio.get_running_loop()
         with suppress(TimeoutError):
             async with asyncio.timeout(None) as limit:
-                stream.on_end(lambda: limit.reschedule(loop.time() + LAST_WRITE_S))
-                while told := await stream.outbox.take():
-                    if not self._replica.proven:
-                        # Another server may lead by now and have sent a different state.
-                        unproven = "this server cannot prove that it leads"
-                        stream.close(RendezvousConnectionError(unproven))
-                    for together in [told] if stream.takes_several else [[one] for one in told]:
-                        if stream.open:
-                            await self._write_together(together, stream, context)
+                with stream.calling_on_end(lambda: limit.reschedule(loop.time() + LAST_WRITE_S)):
+                    while told := await stream.outbox.take():
+                        await self._write_all(told, stream, context)
+
+    async def _write_all(
+        self, told: Sequence[Announcement], stream: Stream, context: Context
+    ) -> None:
+        if not self._replica.proven:
+            # Another server may lead by now and have sent a different state.
+            unproven = "this server cannot prove that it leads"
+            stream.close(RendezvousConnectionError(unproven))
+        for together in [told] if stream.takes_several else [[one] for one in told]:
+            if stream.open:
+                await self._write_together(together, stream, context)
 
     async def _write_together(
         self, told: Sequence[Announcement], stream: Stream, context: Context

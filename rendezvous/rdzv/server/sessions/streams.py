@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from rdzv.core.commands import Join
 from rdzv.core.model import UNKNOWN_INSTANCE, Instance, State
@@ -108,9 +108,15 @@ class Stream:
             self._ended.set_result(error)
             self.outbox.close()
 
-    def on_end(self, call: Callable[[], None]) -> None:
-        """Call back soon after the stream's end."""
-        self._ended.add_done_callback(lambda _: call())
+    @contextlib.contextmanager
+    def calling_on_end(self, call: Callable[[], object]) -> Iterator[None]:
+        """Call back soon after the stream's end, if that comes within the block."""
+        inside = True
+        self._ended.add_done_callback(lambda _: inside and call())
+        try:
+            yield
+        finally:
+            inside = False
 
     async def ended(self) -> RendezvousError | None:
         """Wait for the stream's end."""
