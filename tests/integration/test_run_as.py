@@ -195,5 +195,5 @@ async def test_a_zygote_that_lies_is_given_up(
     zygote = ZygoteSpec((str(program),), node.env, str(home), ("m",), identity=ADA)
     node.link.keep_zygote(zygote)
     lost = await node.heard(ZygoteLost)
-    assert "it says" in lost.reason
+    assert "it sent" in lost.reason
     assert await exit_code(node, 1, shell(node, home, "true")) == 0

@@ -217,7 +217,7 @@ async def test_a_handler_that_nobody_knows_is_refused_with_the_remedy() -> None:
     await log.close()
     told = str(refusal.value)
     assert told.startswith(
-        f"--event-log-handler=mine: asked {sys.executable}: torch knows no event"
+        f"--event-log-handler=mine: {sys.executable} answers: torch knows no event"
     )
     assert "only console, die, fail_once, hang, write; have a module" in told
 
@@ -440,7 +440,7 @@ async def test_a_class_that_can_not_be_made_is_refused(
 ) -> None:
     monkeypatch.setenv("SPECS", how)
     specs = LogsSpecs(2)
-    with pytest.raises(InvalidRequestError, match=f"--logs-specs={name}: asked .*{reason}"):
+    with pytest.raises(InvalidRequestError, match=f"--logs-specs={name}: .* answers: .*{reason}"):
         await specs.open(launch(specs=name))
     await specs.close()
 

@@ -413,7 +413,7 @@ async def test_a_driver_that_crashes_takes_nobody_along(stub: str, tmp_path: Pat
 
 @pytest.mark.slow
 async def test_a_driver_that_ends_the_process_is_refused(stub: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"the CUDA driver fails: exit code 0; see"):
+    with pytest.raises(InvalidRequestError, match=r"the CUDA driver fails: exit code 0; check"):
         await seen(stub, "exit", tmp_path)
 
 

@@ -586,7 +586,7 @@ def test_a_request_that_may_have_arrived_says_so(
     assert run(["submit", "--timeout=0.2", "--rdzv-id=night", "t"]) == 75
     said = capsys.readouterr().err
     assert "no answer within 0.2 s" in said
-    assert "is not known" in said
+    assert "is unknown" in said
 
 
 def test_a_server_that_is_not_there_is_not_asked_twice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -594,7 +594,7 @@ def test_a_server_that_is_not_there_is_not_asked_twice(capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     assert "connection refused" in said
     assert "nothing was submitted" in said
-    assert "is not known" not in said
+    assert "is unknown" not in said
 
 
 def test_a_host_that_has_no_address_got_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -602,7 +602,7 @@ def test_a_host_that_has_no_address_got_nothing(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().err
     assert "no such host name" in said
     assert "nothing was submitted" in said
-    assert "is not known" not in said
+    assert "is unknown" not in said
 
 
 @pytest.mark.slow
@@ -636,7 +636,7 @@ def test_an_older_server_is_told_apart_at_once(
     assert run(["submit", "t"]) == 75
     said = capsys.readouterr().err
     assert "not an rdzv server, or an older one" in said
-    assert "is not known" not in said
+    assert "is unknown" not in said
     assert len(control.requests) == 1
 
 

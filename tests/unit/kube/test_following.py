@@ -155,7 +155,7 @@ def test_slow_answers_and_refusals_are_said_and_survived(
         api.forget()
         api.refuses = None
         until(lambda: seen.tainted() == {"m0": True} and not seen.machines.trouble)
-    assert "the API server answers 403: who asks may not (see RBAC)" in caplog.text
+    assert "the API server answers 403: the caller has no permission (see RBAC)" in caplog.text
 
 
 @pytest.mark.parametrize("version", ["7", "99999999", "so-to-speak"])
