@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mkdocs", reason="mkdocs is not installed; run: make docs")
 pytest.importorskip("playwright", reason="playwright is not installed; run: make setup")
 
 from playwright.sync_api import Page, expect, sync_playwright
@@ -51,6 +50,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed; run: make docs")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
