@@ -23,7 +23,7 @@ from rdzv.agent.handover import handover_state
 from rdzv.agent.observers.progress_files import read_step
 from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.channel import Channel, MalformedFrameError
-from rdzv.agent.runner.children import Child, Children
+from rdzv.agent.runner.child_exits import Child, Children
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.requests import (
     ZygoteSpec,

@@ -159,7 +159,7 @@ def test_a_name_is_used_once_at_a_time_and_a_repetition_is_the_same_job(t: Typis
     assert t.types("submit", "--rdzv-id=night", REPORT).returncode == 0
     again = t.types("submit", "--rdzv-id=night", REPORT)
     assert again.returncode == 1
-    assert "a job night exists already, submitted by " in again.stderr
+    assert "a job night already exists, submitted by " in again.stderr
     t.says("stop", "night")
     t.agent("n1")
     t.says("submit", "--rdzv-id=night", REPORT, "exit=0")

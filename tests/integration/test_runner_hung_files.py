@@ -149,8 +149,8 @@ def impatient_runner() -> Iterator[tuple[Channel, IO[str]]]:
     """A runner that soon finds a start slow, the agent's end of its socket, and its stderr."""
     folder = str(RUNNER.parents[1])
     code = (
-        f"import sys; sys.path.append({folder!r}); from runner import children, runner; "
-        "children.START_SLOW_S = 0.1; runner.main(int(sys.argv[1]))"
+        f"import sys; sys.path.append({folder!r}); from runner import child_exits, runner; "
+        "child_exits.START_SLOW_S = 0.1; runner.main(int(sys.argv[1]))"
     )
     ours, theirs = socket.socketpair()
     with theirs:

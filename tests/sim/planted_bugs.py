@@ -1962,7 +1962,7 @@ MUTANTS = (
     ),
     Mutant(
         "every D state is one long sleep",
-        "Vigil.after",
+        "WorkerActivity.after",
         "look.switches == self.switches is not None",
         "True",
         by="tests/unit/agent/test_agent_hangs.py",
@@ -1976,7 +1976,7 @@ MUTANTS = (
     ),
     Mutant(
         "who is held by a debugger hangs",
-        "Vigil.after",
+        "WorkerActivity.after",
         "        return replace(seen, silent_ms=self.silent_ms) if look.state == TRACED else seen",
         "        return seen",
         by="tests/unit/agent/test_agent_hangs.py",
@@ -2060,7 +2060,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker whose torch does not answer counts as silent",
-        "Vigil.after",
+        "WorkerActivity.after",
         "            silent_ms=self.silent_ms + passed_ms if look.known else self.silent_ms,\n",
         "            silent_ms=self.silent_ms + passed_ms,\n",
         by="tests/unit/agent/test_agent_hangs.py",

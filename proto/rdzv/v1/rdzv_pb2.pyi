@@ -678,7 +678,7 @@ class Join(google.protobuf.message.Message):
     furthest_step: builtins.int
     """The highest step that a worker of `left_round` on this node has reported; unset: none has."""
     snapshot_changed: builtins.bool
-    """The named snapshot has changed since that round began, or that is unknown."""
+    """The snapshot file has changed since that round began, or that is unknown."""
     secret: builtins.str
     """The job secret that every participant of the run must know; empty: none. The first join sets it.
     The server stores a hash of it.

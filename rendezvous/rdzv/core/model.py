@@ -374,7 +374,7 @@ class Moved:
     step: int | None = None
     """The highest step that any of them has reached."""
     snapshot: bool = False
-    """Whether the snapshot that was named has changed since the round began."""
+    """Whether the snapshot file has changed since the round began."""
     sealed: bool = False
     """Whether the round has sealed a step that is not lost: kept workers have it, or snapshots."""
 

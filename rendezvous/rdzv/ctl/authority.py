@@ -69,7 +69,7 @@ class Authority:
         """Create a CA.
 
         Raises:
-            InvalidRequestError: one exists already, or the folder cannot be written.
+            InvalidRequestError: one already exists, or the folder cannot be written.
 
         """
         try:

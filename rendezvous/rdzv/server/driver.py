@@ -23,7 +23,7 @@ from rdzv.runtime.clock import Clock, LoopWatch
 from rdzv.runtime.concurrency import single_error
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.diagnosis.diagnosis import Diagnosis
-from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.forgetting import Forgetting
 from rdzv.server.engine.job import Job, News
 from rdzv.server.engine.store_access import StoreAccess

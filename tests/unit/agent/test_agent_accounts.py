@@ -25,7 +25,7 @@ from rdzv.agent.node.submitted_launch import (
     working_directory,
 )
 from rdzv.agent.observers.progress_files import ProgressFiles
-from rdzv.agent.observers.snapshot import Snapshot
+from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
 from rdzv.agent.output.log_reading import LogReading, Piece, ReadRequest
 from rdzv.agent.output.run_files import RoundOutput, RunLogs, WorkerOutput, Written
 from rdzv.agent.output.run_folders import INDEX, RunFolders
@@ -619,10 +619,10 @@ async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> 
     private.mkdir(mode=0o700)
     (private / "model.pt").write_text("x")
     async with asyncio.timeout(100):
-        snapshot = Snapshot(private / "model.pt", identity=ADA)
+        snapshot = SnapshotFileWatch(private / "model.pt", identity=ADA)
         await snapshot.begin_round()
         assert await snapshot.has_changed(), "what cannot be seen counts as changed"
-        seen = Snapshot(private / "model.pt")
+        seen = SnapshotFileWatch(private / "model.pt")
         await seen.begin_round()
         assert not await seen.has_changed()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.core.hang_timeout import AUTO_INTERVALS, Look, Vigil, timeout_ms
+from rdzv.agent.core.hang_timeout import AUTO_INTERVALS, Observation, WorkerActivity, timeout_ms
 from rdzv.agent.core.model import Assignment
 from rdzv.agent.observers import hang_watch
 from rdzv.agent.observers.hang_watch import HangWatch, HungReport
@@ -23,15 +23,15 @@ from rdzv.core.evidence.hang_culprit import HangTimeout
 AUTO, FIXED = HangTimeout(None), HangTimeout(5_000)
 
 
-def watched(*looks: Look, every_ms: int = 1_000) -> Vigil:
-    vigil = Vigil()
+def watched(*looks: Observation, every_ms: int = 1_000) -> WorkerActivity:
+    activity = WorkerActivity()
     for look in looks:
-        vigil = vigil.after(look, every_ms)
-    return vigil
+        activity = activity.after(look, every_ms)
+    return activity
 
 
-def words(*numbers: int | None, state: str = "S") -> tuple[Look, ...]:
-    return tuple(Look(None if n is None else (n,), state) for n in numbers)
+def words(*numbers: int | None, state: str = "S") -> tuple[Observation, ...]:
+    return tuple(Observation(None if n is None else (n,), state) for n in numbers)
 
 
 # ------------------------------------------------------------------ a worker, look by look
@@ -57,7 +57,7 @@ def words(*numbers: int | None, state: str = "S") -> tuple[Look, ...]:
         ),
     ],
 )
-def test_silence_after_a_word(looks: tuple[Look, ...], hung: str) -> None:
+def test_silence_after_a_word(looks: tuple[Observation, ...], hung: str) -> None:
     assert watched(*looks).why_hung(5_000) == hung
 
 
@@ -65,19 +65,27 @@ def test_silence_after_a_word(looks: tuple[Look, ...], hung: str) -> None:
     ("looks", "hung"),
     [
         pytest.param(
-            [Look(None, "D", 7)] * 6, "in D state for 5 s without a break", id="one sleep"
+            [Observation(None, "D", 7)] * 6, "in D state for 5 s without a break", id="one sleep"
         ),
-        pytest.param([Look(None, "D", 7)] * 5, "", id="4 s"),
+        pytest.param([Observation(None, "D", 7)] * 5, "", id="4 s"),
         pytest.param(
-            [Look(None, "D", n) for n in range(20)], "", id="many short ones: a slow disk"
+            [Observation(None, "D", n) for n in range(20)], "", id="many short ones: a slow disk"
         ),
-        pytest.param([Look(None, "D", None)] * 20, "", id="nobody knows whether it is one"),
+        pytest.param([Observation(None, "D", None)] * 20, "", id="nobody knows whether it is one"),
         pytest.param(
-            [*[Look(None, "D", 7)] * 4, Look(None, "S"), *[Look(None, "D", 7)] * 5], "", id="broken"
+            [
+                *[Observation(None, "D", 7)] * 4,
+                Observation(None, "S"),
+                *[Observation(None, "D", 7)] * 5,
+            ],
+            "",
+            id="broken",
         ),
     ],
 )
-def test_one_uninterruptible_sleep_is_a_hang_without_any_word(looks: list[Look], hung: str) -> None:
+def test_one_uninterruptible_sleep_is_a_hang_without_any_word(
+    looks: list[Observation], hung: str
+) -> None:
     assert watched(*looks).why_hung(5_000) == hung
 
 
@@ -93,14 +101,14 @@ def test_one_uninterruptible_sleep_is_a_hang_without_any_word(looks: list[Look],
     ],
 )
 def test_what_is_learned(intervals: tuple[int, ...], longest_ms: int, expected_ms: int) -> None:
-    vigil = Vigil(report=(1,), intervals_ms=intervals)
-    assert timeout_ms(AUTO, vigil, longest_ms) == expected_ms
-    assert timeout_ms(FIXED, vigil, longest_ms) == 5_000
+    activity = WorkerActivity(report=(1,), intervals_ms=intervals)
+    assert timeout_ms(AUTO, activity, longest_ms) == expected_ms
+    assert timeout_ms(FIXED, activity, longest_ms) == 5_000
 
 
 def test_intervals_are_those_between_words_and_the_first_from_the_start() -> None:
-    vigil = watched(*words(None, None, 1, 1, 2, 3))
-    assert vigil.intervals_ms == (3_000, 2_000, 1_000)
+    activity = watched(*words(None, None, 1, 1, 2, 3))
+    assert activity.intervals_ms == (3_000, 2_000, 1_000)
     many = watched(*words(*range(2 * AUTO_INTERVALS)))
     assert len(many.intervals_ms) == AUTO_INTERVALS
 
@@ -108,13 +116,13 @@ def test_intervals_are_those_between_words_and_the_first_from_the_start() -> Non
 # ------------------------------------------------------------------ counts of collectives
 
 
-def counts(*numbers: int | None, known: bool = True) -> tuple[Look, ...]:
-    return tuple(Look(None, "S", None, n, 0, known) for n in numbers)
+def counts(*numbers: int | None, known: bool = True) -> tuple[Observation, ...]:
+    return tuple(Observation(None, "S", None, n, 0, known) for n in numbers)
 
 
 def test_a_worker_that_reports_nothing_is_judged_by_its_collectives() -> None:
-    vigil = watched(*counts(None, 10, 20, *[20] * 5))
-    assert vigil.why_hung(5_000) == "no collective completed for 5 s, limit 5 s"
+    activity = watched(*counts(None, 10, 20, *[20] * 5))
+    assert activity.why_hung(5_000) == "no collective completed for 5 s, limit 5 s"
     assert watched(*counts(None, 10, 20, *[20] * 5, 21)).why_hung(5_000) == ""
 
 
@@ -125,8 +133,8 @@ def test_a_worker_that_starts_slowly_does_not_hang_by_its_few_collectives() -> N
 
 
 def test_a_worker_that_reports_progress_is_not_judged_by_its_collectives() -> None:
-    vigil = watched(*words(1, 1), *counts(10, 20, 30, 40))
-    assert vigil.why_hung(5_000) == "no progress reported for 5 s, limit 5 s"
+    activity = watched(*words(1, 1), *counts(10, 20, 30, 40))
+    assert activity.why_hung(5_000) == "no progress reported for 5 s, limit 5 s"
 
 
 def test_a_worker_that_cannot_be_asked_is_not_silent() -> None:
@@ -135,7 +143,7 @@ def test_a_worker_that_cannot_be_asked_is_not_silent() -> None:
 
 def test_pauses_between_counts_are_no_longer_than_they_must_have_been() -> None:
     """Counted every 6 s: 60 collectives in one interval are none of 6 s each."""
-    looks = [Look(None, "S", None, n, 6_000) for n in (10, 70, 70, 70, 130)]
+    looks = [Observation(None, "S", None, n, 6_000) for n in (10, 70, 70, 70, 130)]
     assert watched(*looks, every_ms=6_000).intervals_ms == (6_000, 100, 12_000)
 
 

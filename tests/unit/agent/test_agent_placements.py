@@ -17,7 +17,7 @@ import pytest
 
 from rdzv.agent.core import events
 from rdzv.agent.core.model import AgentState, Job
-from rdzv.agent.handover.adoption import Heritage, Orphan
+from rdzv.agent.handover.adoption import AdoptedRunner, RuntimeDirectory
 from rdzv.agent.handover.handover_state import KeptPlacement, KeptState
 from rdzv.agent.inventory.health import Health, describe
 from rdzv.agent.launch.launch import Launch
@@ -165,7 +165,7 @@ class Node:
             around,
             RunFolders(folder),
             self,  # type: ignore[arg-type]
-            Heritage(folder, "n1"),
+            RuntimeDirectory(folder, "n1"),
             self.health,
         )
 
@@ -588,7 +588,7 @@ def orphan(node: Node, *gpus: str, args: tuple[str, ...] = ("--no-python", "/bin
         left=left,
         leave=lambda: left.append(True),
     )
-    return Orphan(runner, placement, state)  # type: ignore[arg-type]
+    return AdoptedRunner(runner, placement, state)  # type: ignore[arg-type]
 
 
 async def test_an_adopted_job_keeps_its_gpus_and_its_place(gpu_node: Node) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from rdzv.agent.exit_causes import ExitedWorker, MemoryKills, explain_exit
 from rdzv.agent.exit_causes.core_dumps import find_core_dump
-from rdzv.agent.exit_causes.exits import _explain_signal
+from rdzv.agent.exit_causes.exit_messages import _explain_signal
 from rdzv.agent.exit_causes.last_words import KNOWN, explain_last_words
 from rdzv.agent.exit_causes.memory_kills import count_memory_kills, explain_memory_kill
 

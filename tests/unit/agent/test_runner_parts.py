@@ -17,7 +17,7 @@ import pytest
 
 from rdzv.agent.runner import zygote_process
 from rdzv.agent.runner.agent_link import AgentLink
-from rdzv.agent.runner.children import Child, Children
+from rdzv.agent.runner.child_exits import Child, Children
 from rdzv.agent.runner.fence import Fence
 from rdzv.agent.runner.linux.boottime import Alarm
 from rdzv.agent.runner.linux.descriptors import short_path

@@ -551,9 +551,9 @@ def test_help_of_the_script_is_the_scripts(control: SubmitControl, server: str) 
 def test_a_name_that_is_taken_is_refused(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    control.error = JobExistsError("a job night exists already; choose another name")
+    control.error = JobExistsError("a job night already exists; choose another name")
     assert run(["submit", "--rdzv-id=night", "t"]) == 1
-    assert "a job night exists already" in capsys.readouterr().err
+    assert "a job night already exists" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------ bad connections

@@ -62,7 +62,7 @@ from rdzv.runtime import log_format
 from rdzv.runtime.clock import Timer
 from rdzv.server.driver import Driver
 from rdzv.server.engine import announcements as told
-from rdzv.server.engine import engine as engine_module
+from rdzv.server.engine import decide_persist_publish as engine_module
 from rdzv.server.messages import (
     Announcement,
     Assignment,

@@ -116,7 +116,7 @@ async def test_what_is_submitted_again_is_submitted_once() -> None:
         await s.driver.operations.submit_job("job-7", submission())
         await s.driver.operations.submit_job("job-7", submission())
         assert (await s.driver.views.status("job-7")).run_number == 1
-        with pytest.raises(JobExistsError, match=r"a job job-7 exists already, submitted by ada"):
+        with pytest.raises(JobExistsError, match=r"a job job-7 already exists, submitted by ada"):
             await s.driver.operations.submit_job("job-7", submission("sub-2"))
 
 

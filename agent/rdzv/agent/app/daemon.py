@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rdzv.agent import runner_link
 from rdzv.agent.app.agent_config import Config, read_config
-from rdzv.agent.handover.adoption import Heritage, Orphan
+from rdzv.agent.handover.adoption import AdoptedRunner, RuntimeDirectory
 from rdzv.agent.handover.previous_runners import Runners
 from rdzv.agent.inventory.health import Health
 from rdzv.agent.inventory.preemption import heeded
@@ -93,7 +93,7 @@ class Daemon:
         placements: Placements,
         folders: RunFolders,
         set_log_level: Callable[[str], None],
-        orphans: Sequence[Orphan],
+        adopted: Sequence[AdoptedRunner],
         health: Health,
     ) -> None:
         """Assemble existing parts. Use `start` instead."""
@@ -104,7 +104,7 @@ class Daemon:
         self._placements = placements
         self._folders = folders
         self._set_log_level = set_log_level
-        self._orphans = orphans
+        self._adopted = adopted
         self._ending = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         """The task that asks systemd why it ends this agent."""
@@ -119,9 +119,9 @@ class Daemon:
         """Inspect this machine, and get ready."""
         # This comes first because the previous agent's runners wait for only one lease.
         settings = config.settings
-        heritage = Heritage(settings.runtime_dir, settings.node_id)
-        orphans = await heritage.take_up()
-        await in_thread(_remove_leftovers, settings.runtime_dir, orphans)
+        runtime_directory = RuntimeDirectory(settings.runtime_dir, settings.node_id)
+        adopted = await runtime_directory.adopt_runners()
+        await in_thread(_remove_leftovers, settings.runtime_dir, adopted)
         topology = settings.topology or ""
 
         def find(gpus: str) -> Resources:
@@ -131,7 +131,7 @@ class Daemon:
         try:
             resources = await in_thread(find, settings.gpus)
         except InvalidRequestError as error:
-            if not orphans:
+            if not adopted:
                 raise
             log.error(
                 "%s; until this agent is restarted, jobs get no GPU here; the previous "
@@ -147,18 +147,20 @@ class Daemon:
         )
         runner_link.become_subreaper()
         runners, folders = Runners(settings.state_dir), RunFolders(settings.state_dir)
-        who = await daemon_identity(settings.node_id, config.endpoints[0], heritage.instance)
+        who = await daemon_identity(
+            settings.node_id, config.endpoints[0], runtime_directory.instance
+        )
         link = ServerLink(config.endpoints, who, credentials=config.credentials)
-        link.on_welcome = heritage.note_welcome
+        link.on_welcome = runtime_directory.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
         health = Health(config.checks(resources, os.environ), lambda: uuids)
         health.idle_interval_s = settings.health_interval
         placements = Placements(
-            link, resources, around, folders, runners, heritage, health, config.accounts
+            link, resources, around, folders, runners, runtime_directory, health, config.accounts
         )
         link.placements = placements
         link.log_reading.past = folders.written
-        return cls(path, config, link, placements, folders, set_log_level, orphans, health)
+        return cls(path, config, link, placements, folders, set_log_level, adopted, health)
 
     @property
     def link(self) -> ServerLink:
@@ -176,12 +178,12 @@ class Daemon:
 
     async def adopt(self) -> None:
         """Adopt the previous agent's jobs; call it before `run`, whose Hello reports them."""
-        await self._placements.adopt(self._orphans)
+        await self._placements.adopt(self._adopted)
 
     async def run(self) -> None:
         """Serve until a signal ends it."""
         with self._signals():
-            if not self._orphans:
+            if not self._adopted:
                 # The first Hello should include the result. If workers run, it is sent at once
                 # instead, because the server is waiting for it.
                 await self._health.look()
@@ -410,9 +412,9 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
             log.warning("%s; chmod o-w %s, unless this agent is alone there", why, place)
 
 
-def _remove_leftovers(runtime_dir: Path, orphans: Iterable[Orphan]) -> None:
+def _remove_leftovers(runtime_dir: Path, adopted: Iterable[AdoptedRunner]) -> None:
     """Remove the files of an agent that was killed, except those still in use."""
-    in_use = {orphan.state.progress_folder for orphan in orphans}
+    in_use = {runner.state.progress_folder for runner in adopted}
     for path in runtime_dir.glob(f"{PREFIX}*"):
         if str(path) not in in_use:
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """Detects hung workers: those that have reported progress, and then report none for too long.
 
 A worker that never reports is judged by the collectives that it completes, if they are counted.
-Pure: observations of a worker add up to a `Vigil`, which says whether it hangs. Only time under
-observation counts, so a pause of the agent or the machine does not make a worker look silent.
+Pure: `WorkerActivity` collects the observations of a worker, and says whether it hangs. Only time
+under observation counts, so a pause of the agent or the machine does not make a worker look silent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNINTERRUPTIBLE, TRACED = "D", "t"
 
 
 @struct(frozen=True)
-class Look:
+class Observation:
     """An observation of a worker at one moment."""
 
     report: tuple[int, ...] | None
@@ -50,7 +50,7 @@ class Look:
 
 
 @struct(frozen=True)
-class Vigil:
+class WorkerActivity:
     """The observations of one worker in one round."""
 
     report: tuple[int, ...] | None = None
@@ -64,8 +64,8 @@ class Vigil:
     completed: int | None = None
     """How many collectives it had completed when they were last counted."""
 
-    def after(self, look: Look, passed_ms: int) -> Vigil:
-        """Return the vigil after an observation, `passed_ms` after the previous one."""
+    def after(self, look: Observation, passed_ms: int) -> WorkerActivity:
+        """Return the activity with one more observation, `passed_ms` after the previous one."""
         blocked = look.state == UNINTERRUPTIBLE and look.switches == self.switches is not None
         seen = replace(
             self,
@@ -81,11 +81,11 @@ class Vigil:
             more = (seen.completed or 0) - (self.completed or 0)
             pause_ms = max(seen.silent_ms - look.counted_every_ms, seen.silent_ms // max(more, 1))
             return seen._heard(seen.silent_ms if self.completed is None else pause_ms)
-        # Whoever holds it in a debugger knows that it does not run.
+        # A worker that is stopped in a debugger is not expected to run.
         return replace(seen, silent_ms=self.silent_ms) if look.state == TRACED else seen
 
-    def _heard(self, pause_ms: int) -> Vigil:
-        """Return the vigil after a sign of life, which followed at most this long a pause."""
+    def _heard(self, pause_ms: int) -> WorkerActivity:
+        """Return the activity after a sign of life; the pause before it was at most `pause_ms`."""
         intervals = (*self.intervals_ms, pause_ms)[-AUTO_INTERVALS:]
         return replace(self, silent_ms=0, intervals_ms=intervals)
 
@@ -97,7 +97,7 @@ class Vigil:
     def why_hung(self, timeout_ms: int) -> str:
         """Explain why it hangs; empty if it does not.
 
-        >>> Vigil(report=(1,), silent_ms=61_500).why_hung(60_000)
+        >>> WorkerActivity(report=(1,), silent_ms=61_500).why_hung(60_000)
         'no progress reported for 62 s, limit 60 s'
         """
         if self.blocked_ms >= timeout_ms:
@@ -111,7 +111,7 @@ class Vigil:
         return f"{what} for {silent_s:.0f} s, limit {limit_s:g} s"
 
 
-def timeout_ms(timeout: HangTimeout, vigil: Vigil, longest_ms: int) -> int:
+def timeout_ms(timeout: HangTimeout, activity: WorkerActivity, longest_ms: int) -> int:
     """Return how long this worker may report nothing.
 
     `longest_ms` is the longest pause between two reports ever seen on this node, including silences
@@ -121,6 +121,6 @@ def timeout_ms(timeout: HangTimeout, vigil: Vigil, longest_ms: int) -> int:
         return timeout.ms
     return max(
         AUTO_LEAST_MS,
-        AUTO_FACTOR * max(vigil.intervals_ms, default=0),
+        AUTO_FACTOR * max(activity.intervals_ms, default=0),
         min(AUTO_LONGEST_FACTOR * longest_ms, AUTO_LONGEST_MS),
     )

@@ -7,7 +7,7 @@ what a known message of NCCL, CUDA or torch means. It decides nothing and stores
 
 from __future__ import annotations
 
-from rdzv.agent.exit_causes.exits import ExitedWorker, explain_exit
+from rdzv.agent.exit_causes.exit_messages import ExitedWorker, explain_exit
 from rdzv.agent.exit_causes.memory_kills import MemoryKills, count_memory_kills
 
 __all__ = ["ExitedWorker", "MemoryKills", "count_memory_kills", "explain_exit"]

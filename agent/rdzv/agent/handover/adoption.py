@@ -55,7 +55,7 @@ class Instance:
 
 
 @struct(frozen=True)
-class Orphan:
+class AdoptedRunner:
     """An adopted runner, and the state that it kept."""
 
     runner: FoundRunner
@@ -63,7 +63,7 @@ class Orphan:
     state: KeptState
 
 
-class Heritage:
+class RuntimeDirectory:
     """The state that one agent of a node leaves to the next, in the runtime directory."""
 
     def __init__(self, runtime_dir: Path, node_id: str) -> None:
@@ -72,13 +72,13 @@ class Heritage:
         self._sockets = runtime_dir / "runners"
         self._node_id = node_id
         self.instance = Instance(uuid.uuid4().hex)
-        """The instance that this agent runs as; decided by `take_up`."""
+        """The instance that this agent runs as; decided by `adopt_runners`."""
 
     def new_socket(self) -> Path:
         """Return a socket path for a new runner."""
         return self._sockets / f"{uuid.uuid4().hex}.sock"
 
-    async def take_up(self) -> list[Orphan]:
+    async def adopt_runners(self) -> list[AdoptedRunner]:
         """Adopt every runner that can be adopted; if there is one, continue as its instance.
 
         The others are left to their orphan timeout, and the reason is logged.
@@ -89,15 +89,15 @@ class Heritage:
         self._sockets.mkdir(mode=0o700, exist_ok=True)
         former = self._read()
         met = await asyncio.gather(*(self._meet(path) for path in sorted(self._found())))
-        orphans = []
+        adopted = []
         for found in met:
-            if found is not None and (orphan := self._adopt(found, former)) is not None:
-                orphans.append(orphan)
-        if orphans:
+            if found is not None and (runner := self._adopt(found, former)) is not None:
+                adopted.append(runner)
+        if adopted:
             assert former is not None
             self.instance = former
         self._write()
-        return orphans
+        return adopted
 
     def note_welcome(self, incarnation: int, leadership: int, lease_ms: int) -> None:
         """Record the values that the server assigned to this instance."""
@@ -129,7 +129,7 @@ class Heritage:
             log.error("processes of the dead runner of %s may still run: %s", path, error)
         return None
 
-    def _adopt(self, found: FoundRunner, former: Instance | None) -> Orphan | None:
+    def _adopt(self, found: FoundRunner, former: Instance | None) -> AdoptedRunner | None:
         try:
             placement = decode_placement(found.hello.kept.get(PLACEMENT))
             state = decode_state(found.hello.kept.get(STATE))
@@ -147,7 +147,7 @@ class Heritage:
             self._tell_left(found.path, str(error))
             return None
         found.adopt()
-        return Orphan(found, placement, state)
+        return AdoptedRunner(found, placement, state)
 
     def _tell_left(self, path: Path, why: str) -> None:
         log.warning(

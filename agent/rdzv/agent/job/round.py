@@ -137,7 +137,7 @@ class Round:
         await context.ready.wait()
         if context.unready:
             raise InvalidRequestError(context.unready)
-        await context.observers.snapshot.begin_round()
+        await context.observers.snapshot_file.begin_round()
         self.outputs, workers = await context.workers.open_round(self.assignment)
         return workers
 
@@ -150,7 +150,7 @@ class Round:
         if self._start_failed:
             context.decisions.post(events.WorkersGone(number, kept=self._kept))
             return
-        moved = Moved(step, snapshot=await context.observers.snapshot.has_changed())
+        moved = Moved(step, snapshot=await context.observers.snapshot_file.has_changed())
         # The checks need idle devices, but parked workers hold them.
         examines = rejoins_after_failure(context.decisions.state, number) and not self._kept
         if examines and (reason := await self._examine()):

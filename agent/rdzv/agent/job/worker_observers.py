@@ -14,7 +14,7 @@ from rdzv.agent.observers.gpu_watch import GpuWatch
 from rdzv.agent.observers.hang_watch import HangWatch
 from rdzv.agent.observers.held_exits import HeldExits
 from rdzv.agent.observers.progress_files import ProgressFiles
-from rdzv.agent.observers.snapshot import Snapshot
+from rdzv.agent.observers.snapshot_file_watch import SnapshotFileWatch
 
 
 class WorkerObservers:
@@ -28,7 +28,7 @@ class WorkerObservers:
         self._local_world_size = launch.job.local_world_size
         self.progress = ProgressFiles(reports.progress, launch.progress_dir, launch.identity)
         self.notice = NoticeFile(self.progress.beside, launch.identity)
-        self.snapshot = Snapshot(launch.snapshot, identity=launch.identity)
+        self.snapshot_file = SnapshotFileWatch(launch.snapshot, identity=launch.identity)
         self._hangs = HangWatch(
             launch.job.rdzv_id,
             launch.hang_timeout,

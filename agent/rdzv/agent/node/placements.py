@@ -25,7 +25,7 @@ from typing import ParamSpec, TypeVar
 from rdzv.agent.agent_metrics_interface import Meter
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Job
-from rdzv.agent.handover.adoption import Heritage, Orphan
+from rdzv.agent.handover.adoption import AdoptedRunner, RuntimeDirectory
 from rdzv.agent.handover.handover_state import Keeping, KeptPlacement, format_for
 from rdzv.agent.handover.previous_runners import Runners
 from rdzv.agent.inventory.health import Health, describe
@@ -105,7 +105,7 @@ class Placements:
         around: Surroundings,
         folders: RunFolders,
         runners: Runners,
-        heritage: Heritage,
+        runtime_directory: RuntimeDirectory,
         health: Health | None = None,
         accounts: Accounts | None = None,
     ) -> None:
@@ -119,7 +119,7 @@ class Placements:
         self._around = around
         self._folders = folders
         self._runners = runners
-        self._heritage = heritage
+        self._runtime_directory = runtime_directory
         self._ledger = Ledger.of(resources)
         self.gpu_queue = GpuQueue(self._ledger)
         self._health = health or Health(())
@@ -196,25 +196,25 @@ class Placements:
 
     # ------------------------------------------------------------------ from agent to agent
 
-    async def adopt(self, orphans: Iterable[Orphan]) -> None:
+    async def adopt(self, adopted: Iterable[AdoptedRunner]) -> None:
         """Adopt the previous agent's jobs; call it before anything is sent to the server."""
-        for orphan in orphans:
+        for one in adopted:
             try:
-                await self._adopt(orphan)
+                await self._adopt(one)
             except Exception:
                 # Another agent may succeed while the runner still waits for one.
                 log.exception(
                     "%s: cannot be adopted; its workers continue until the server gives "
                     "this node up, unless an agent that can adopt them starts before",
-                    orphan.placement.rdzv_id,
+                    one.placement.rdzv_id,
                 )
-                orphan.runner.leave()
+                one.runner.leave()
 
-    async def _adopt(self, orphan: Orphan) -> None:
+    async def _adopt(self, one: AdoptedRunner) -> None:
         """Adopt a job: its workers continue, even if they could not be started today."""
-        kept, found = orphan.placement, orphan.runner
+        kept, found = one.placement, one.runner
         placed = Placed(kept.rdzv_id, kept.run, kept.spec)
-        job = orphan.state.state.job
+        job = one.state.state.job
         launch, folder, why_not = await self._launch_again(kept, placed, job)
         driver = JobDriver(
             launch,
@@ -228,7 +228,7 @@ class Placements:
         held = _Held(placed, kept.gpus)
         self._ledger.take_over(held, kept.granted)
         try:
-            driver.resume(found, orphan.state)
+            driver.resume(found, one.state)
         except BaseException:
             self._ledger.release(held)
             self._link.remove(driver)
@@ -427,10 +427,10 @@ class Placements:
         """Drive a job to its end, then end whatever is left of it."""
         placed = held.placed
         keeping = Keeping(
-            self._heritage.new_socket(),
+            self._runtime_directory.new_socket(),
             KeptPlacement(
                 node_id=self._around.node_id,
-                instance=self._heritage.instance.instance,
+                instance=self._runtime_directory.instance.instance,
                 rdzv_id=placed.rdzv_id,
                 run=placed.run,
                 spec=placed.spec,

@@ -20,8 +20,8 @@ from pathlib import Path
 from rdzv.agent.core.hang_timeout import (
     AUTO_LEAST_MS,
     UNINTERRUPTIBLE,
-    Look,
-    Vigil,
+    Observation,
+    WorkerActivity,
     timeout_ms,
 )
 from rdzv.agent.core.model import Assignment
@@ -61,7 +61,7 @@ class HungReport:
 class _Worker:
     pid: int
     file: str
-    vigil: Vigil
+    activity: WorkerActivity
     hung: str = ""
     first: int | None = None
     """How many collectives it had completed when it first answered."""
@@ -110,7 +110,7 @@ class HangWatch:
     def worker_started(self, local_rank: int, pid: int, file: str) -> None:
         """Watch a worker that writes its progress to this file; empty if it has none."""
         if self._assignment is not None:
-            self._workers[local_rank] = _Worker(pid, file, Vigil())
+            self._workers[local_rank] = _Worker(pid, file, WorkerActivity())
 
     def worker_exited(self, local_rank: int) -> None:
         """Stop watching a worker."""
@@ -126,7 +126,7 @@ class HangWatch:
             self._asking = None
         for worker in self._workers.values():
             if worker.hung:
-                self._longest_ms = max(self._longest_ms, worker.vigil.silent_ms)
+                self._longest_ms = max(self._longest_ms, worker.activity.silent_ms)
         self._workers, self._assignment = {}, None
 
     def say_again(self) -> None:
@@ -156,12 +156,12 @@ class HangWatch:
         self._ask(now_ms)
         changed = False
         for local_rank, worker in self._workers.items():
-            before = worker.vigil
-            worker.vigil = before.after(self._seen(worker), passed_ms)
-            if worker.vigil.intervals_ms is not before.intervals_ms:
-                self._longest_ms = max(self._longest_ms, worker.vigil.intervals_ms[-1])
-            limit_ms = timeout_ms(self._timeout, worker.vigil, self._longest_ms)
-            hung = worker.vigil.why_hung(limit_ms)
+            before = worker.activity
+            worker.activity = before.after(self._seen(worker), passed_ms)
+            if worker.activity.intervals_ms is not before.intervals_ms:
+                self._longest_ms = max(self._longest_ms, worker.activity.intervals_ms[-1])
+            limit_ms = timeout_ms(self._timeout, worker.activity, self._longest_ms)
+            hung = worker.activity.why_hung(limit_ms)
             if bool(hung) != bool(worker.hung):
                 changed = True
                 self._tell(local_rank, worker, hung)
@@ -170,17 +170,17 @@ class HangWatch:
             self._report()
         self._arm()
 
-    def _seen(self, worker: _Worker) -> Look:
+    def _seen(self, worker: _Worker) -> Observation:
         state = process_state(worker.pid)
         switches = _switches(worker.pid) if state == UNINTERRUPTIBLE else None
         with acting_as(self._identity):
             word = _word(worker.file)
         if word is not None or worker.completed is None:
-            return Look(word, state, switches)
+            return Observation(word, state, switches)
         late_ms = 2 * self._ask_every_ms + int(ASK_TIMEOUT_S * 1000)
         # A worker stopped by a signal completes nothing, and does not answer.
         known = state == STOPPED or _now_ms() - worker.answered_ms < late_ms
-        return Look(None, state, switches, worker.completed, self._ask_every_ms, known)
+        return Observation(None, state, switches, worker.completed, self._ask_every_ms, known)
 
     # ------------------------------------------------------------------ counts of collectives
 
@@ -195,7 +195,7 @@ class HangWatch:
         if reader is None or not reader.on or not due or self._asking is not None:
             return
         self._asked_ms = now_ms
-        asked = [worker for worker in self._workers.values() if worker.vigil.report is None]
+        asked = [worker for worker in self._workers.values() if worker.activity.report is None]
         if asked:
             self._asking = asyncio.get_running_loop().create_task(self._ask_all(reader, asked))
 
@@ -229,7 +229,7 @@ class HangWatch:
                 rank=line.rank_first + local_rank,
                 local_rank=local_rank,
                 pid=worker.pid,
-                silent_ms=max(worker.vigil.silent_ms, worker.vigil.blocked_ms),
+                silent_ms=max(worker.activity.silent_ms, worker.activity.blocked_ms),
                 reason=worker.hung,
             )
             for local_rank, worker in sorted(self._hung().items())
@@ -244,7 +244,7 @@ async def _count(reader: RecordReader, worker: _Worker) -> None:
     use collectives only at its start.
     """
     try:
-        begins = worker.vigil.silent_ms < BEGINS_MS
+        begins = worker.activity.silent_ms < BEGINS_MS
         record = await reader.read(
             worker.file, worker.pid, LEAST_ENTRIES, ASK_TIMEOUT_S, begins=begins
         )

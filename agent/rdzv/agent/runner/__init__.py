@@ -6,7 +6,7 @@ nothing in the environment of job or agent can break it, and an upgrade may repl
 agent sends requests over a socket (requests.py) and receives events (agent_link.py); the agent's
 end is `rdzv.agent.runner_link`. It decides nothing about jobs.
 
-How a worker is spawned: workers.py, spawn.py. How its exit is noticed: children.py. How it is
+How a worker is spawned: workers.py, spawn.py. How its exit is noticed: child_exits.py. How it is
 killed: killing.py, fence.py. How it is kept between two rounds: worker_links.py, parked_workers.py,
 kept_workers.py. What outlives it: snapshot_slots.py. How an agent is replaced: next_agent.py. Forks
 of the zygote: warm_forks.py.

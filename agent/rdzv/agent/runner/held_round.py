@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from .agent_link import AgentLink
-    from .children import Child
+    from .child_exits import Child
     from .worker_links import WorkerLink
 
 

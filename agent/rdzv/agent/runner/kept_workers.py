@@ -10,7 +10,7 @@ from .spawn import Program, reason_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .children import Child, Children
+    from .child_exits import Child, Children
     from .held_round import Round
     from .requests import KeepSpec, WorkerSpec
     from .worker_links import WorkerLink

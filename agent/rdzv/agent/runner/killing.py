@@ -13,7 +13,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .agent_link import AgentLink
-    from .children import Children
+    from .child_exits import Children
     from .loop import Loop
     from .warm_forks import WarmForks
     from .workers import Workers

@@ -11,7 +11,7 @@ import signal
 import time
 from functools import partial
 
-from .children import exit_fields
+from .child_exits import exit_fields
 from .killing import STUCK_AFTER_S
 from .linux.process_tree import SWEEP_INTERVAL_S, signal_group
 from .requests import MAX_GRACE_S, read_numbers, read_seconds
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from .agent_link import AgentLink
-    from .children import Child, Children
+    from .child_exits import Child, Children
     from .worker_links import WorkerLink
 
 CHARGED_GRACE_S = 5.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .agent_link import AgentLink
 from .channel import Channel
-from .children import Children
+from .child_exits import Children
 from .fence import Fence
 from .killing import Killing
 from .linux.process_tree import SWEEP_INTERVAL_S, become_subreaper, sweep_descendants

@@ -11,7 +11,7 @@ import os
 import signal
 from functools import partial
 
-from .children import exit_fields
+from .child_exits import exit_fields
 from .linux.descriptors import dup_fds, write_line
 from .requests import RequestError, read_field, read_store_host_spec
 from .spawn import NOT_STARTED, Program, reason_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .agent_link import AgentLink
-    from .children import Child, Children
+    from .child_exits import Child, Children
     from .loop import Loop
     from .requests import StoreHostSpec
     from .warm_forks import Fork, WarmForks

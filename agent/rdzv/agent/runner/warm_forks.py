@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from .agent_link import AgentLink
-    from .children import Child, Children
+    from .child_exits import Child, Children
     from .linux.identity import Identity
     from .loop import Loop
 

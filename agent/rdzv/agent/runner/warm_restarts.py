@@ -23,7 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .children import Child
+    from .child_exits import Child
     from .loop import Loop
     from .spawn import Program
     from .zygote_process import ZygoteProcess

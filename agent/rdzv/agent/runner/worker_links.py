@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .agent_link import AgentLink
-    from .children import Child
+    from .child_exits import Child
     from .loop import Loop
     from .requests import WorkerSpec
     from .snapshot_slots import SnapshotSlots

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from .children import exit_fields
+from .child_exits import exit_fields
 from .held_round import Round
 from .kept_workers import GoingOn
 from .linux.process_tree import signal_group, signal_relative
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from .agent_link import AgentLink
-    from .children import Child, Children
+    from .child_exits import Child, Children
     from .fence import Fence
     from .loop import Loop
     from .requests import KeepSpec, WorkerSpec

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Any, Protocol
 
     from .agent_link import AgentLink
-    from .children import Child, Children
+    from .child_exits import Child, Children
     from .loop import Loop
     from .requests import ZygoteSpec
 

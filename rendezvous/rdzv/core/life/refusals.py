@@ -133,7 +133,7 @@ def refuse_submission(state: State, command: Submit) -> None:
         )
     by = f", submitted by {old.submission.submitted_by}" if old.submission else ""
     raise JobExistsError(
-        f"a job {old.rdzv_id} exists already{by}, and has not ended; choose another name, or "
+        f"a job {old.rdzv_id} already exists{by}, and has not ended; choose another name, or "
         "stop that one first"
     )
 

@@ -4,7 +4,7 @@ A round ends for many causes. A worker failure spends one of `max_restarts`. End
 cause (a node leaves or is lost, a store host fails) are free unless the job was launched with a
 budget for them. A job that keeps failing is slowed down or given up: consecutive restarts of rounds
 that failed soon *back off*, and, if configured, a job ends after restarts that did not *move* it
-on, to a new highest step or another snapshot.
+on, to a new highest step or a changed snapshot file.
 
 Everything here follows from durable state, so a server that takes over backs off for as long and
 keeps counting.

@@ -18,7 +18,7 @@ from rdzv.server.diagnosis.stack_collection import StackRelay
 from rdzv.server.diagnosis.step_milestones import StepMilestones
 from rdzv.server.diagnosis.straggler_tracking import Stragglers
 from rdzv.server.diagnosis.worker_starts import WorkerStarts
-from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.messages import Announcement
 from rdzv.server.settings.config import Config

@@ -1,6 +1,6 @@
 """One server's calls to its store; each notes whether the store has answered.
 
-What is written, and when, is decided in `engine.Engine`.
+What is written, and when, is decided in `decide_persist_publish.Engine`.
 """
 
 from __future__ import annotations

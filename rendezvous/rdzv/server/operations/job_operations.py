@@ -9,7 +9,7 @@ from rdzv.core.explain import JobView
 from rdzv.core.model import State
 from rdzv.errors import RendezvousError
 from rdzv.server.diagnosis.stack_archive import StackArchive
-from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.forgetting import Forgetting
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_views import JobViews

@@ -13,7 +13,7 @@ from rdzv.errors import LimitExceededError, RendezvousConnectionError, UnknownJo
 from rdzv.runtime.clock import Clock
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.diagnosis.worker_starts import Starts
-from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.store_availability import StoreState
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.messages import RankProgress

@@ -17,7 +17,7 @@ from rdzv.core.model import State
 from rdzv.core.words import duration
 from rdzv.errors import TooFewNodesError
 from rdzv.runtime.clock import Clock
-from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.messages import Announcement, Draining, DrainNode, Hello, UndrainNode
 from rdzv.server.scheduling.cordons import Cordon, Cordons
 

@@ -22,7 +22,7 @@ from rdzv.core.words import counted
 from rdzv.errors import InvalidRequestError, RendezvousError
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.scheduling.drains import Drains, takes_part
 from rdzv.server.scheduling.hosts import Hosts
 from rdzv.server.scheduling.known_nodes import KnownNodes

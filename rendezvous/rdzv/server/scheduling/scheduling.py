@@ -9,7 +9,7 @@ from rdzv.core.fleet import nodes
 from rdzv.core.fleet.placement import FailingCheck
 from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.messages import Announcement, Draining, Hello, Holding
 from rdzv.server.scheduling.cordons import Cordon, Cordons

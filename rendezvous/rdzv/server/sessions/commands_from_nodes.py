@@ -22,7 +22,7 @@ from rdzv.errors import (
     UnknownNodeError,
 )
 from rdzv.runtime.clock import Clock, sleep_ms
-from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.messages import Belief, Closed, Refused, Waiting
 from rdzv.server.security import roles
 from rdzv.server.sessions.node_jobs import NodeJobs

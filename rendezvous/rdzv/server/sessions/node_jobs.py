@@ -21,7 +21,7 @@ from rdzv.core.words import listed
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.engine import Engine
+from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.job import Job, News
 from rdzv.server.sessions.leases import Leases
 from rdzv.server.sessions.streams import Streams

@@ -1,4 +1,4 @@
-"""Detects whether a round has changed the snapshot, the file or folder that --snapshot names.
+"""Detects whether a round has changed the snapshot file: the file or folder that --snapshot names.
 
 It is examined before the first round, and when the workers of each round are gone: it has changed
 if its newest time, its size or its number of files differs from the previous examination. Nodes do
@@ -72,8 +72,8 @@ def look(path: Path) -> Sight:
     return Sight(newest_ns, entries, size)
 
 
-class Snapshot:
-    """The snapshot of one job, as seen by this node. Without a path there is none."""
+class SnapshotFileWatch:
+    """Watches the snapshot file of one job on this node; without a path, it does nothing."""
 
     def __init__(
         self,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.observers import snapshot
-from rdzv.agent.observers.snapshot import Sight, Snapshot, look
+from rdzv.agent.observers import snapshot_file_watch
+from rdzv.agent.observers.snapshot_file_watch import Sight, SnapshotFileWatch, look
 
 DEADLINE_S = 100.0
 
@@ -88,7 +88,7 @@ def test_what_is_not_there_is_nothing(tmp_path: Path) -> None:
 
 
 def test_no_folder_is_too_large_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(snapshot_file_watch, "MAX_ENTRIES", 5)
     for number in range(20):
         (tmp_path / str(number)).touch()
     assert look(tmp_path).entries == 5
@@ -97,12 +97,12 @@ def test_no_folder_is_too_large_to_look_at(tmp_path: Path, monkeypatch: pytest.M
 # ------------------------------------------------------------------ round by round
 
 
-async def began(seen: Snapshot) -> None:
+async def began(seen: SnapshotFileWatch) -> None:
     async with asyncio.timeout(DEADLINE_S):
         await seen.begin_round()
 
 
-async def ended(seen: Snapshot) -> bool:
+async def ended(seen: SnapshotFileWatch) -> bool:
     async with asyncio.timeout(DEADLINE_S):
         return await seen.has_changed()
 
@@ -110,7 +110,7 @@ async def ended(seen: Snapshot) -> bool:
 async def test_each_round_is_compared_with_the_end_of_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     path.write_text("of an earlier run")
-    seen = Snapshot(path)
+    seen = SnapshotFileWatch(path)
     found = []
     for text in (None, "1", None, "22", None):
         await began(seen)
@@ -122,7 +122,7 @@ async def test_each_round_is_compared_with_the_end_of_the_one_before(tmp_path: P
 
 async def test_the_first_snapshot_of_all_is_a_change(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
-    seen = Snapshot(path)
+    seen = SnapshotFileWatch(path)
     await began(seen)
     assert not await ended(seen)
     await began(seen)
@@ -132,7 +132,7 @@ async def test_the_first_snapshot_of_all_is_a_change(tmp_path: Path) -> None:
 
 def test_without_a_path_nothing_is_looked_at_and_nothing_waits() -> None:
     """Not even an event loop is needed."""
-    seen = Snapshot(None)
+    seen = SnapshotFileWatch(None)
     for asked, found in ((seen.begin_round(), None), (seen.has_changed(), False)):
         with pytest.raises(StopIteration) as ended:
             asked.send(None)
@@ -153,7 +153,7 @@ async def test_what_can_not_be_seen_counts_as_changed_and_warns_once(
             raise seen
         return seen
 
-    seen = Snapshot(Path("/data"), fake)
+    seen = SnapshotFileWatch(Path("/data"), fake)
     await began(seen)
     assert [await ended(seen) for _ in range(5)] == [True, True, False, True, True]
     assert [record.getMessage() for record in caplog.records] == [
@@ -164,7 +164,7 @@ async def test_what_can_not_be_seen_counts_as_changed_and_warns_once(
 async def test_an_agent_that_did_not_see_the_round_begin_does_not_say_that_nothing_changed() -> (
     None
 ):
-    seen = Snapshot(Path("/data"), lambda path: Sight(1))
+    seen = SnapshotFileWatch(Path("/data"), lambda path: Sight(1))
     assert await ended(seen)
     assert not await ended(seen)
 
@@ -172,14 +172,14 @@ async def test_an_agent_that_did_not_see_the_round_begin_does_not_say_that_nothi
 async def test_a_file_server_that_does_not_answer_holds_up_nobody_for_long(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(snapshot, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(snapshot_file_watch, "TIMEOUT_S", 0.05)
     answers = threading.Event()
 
     def hang(path: Path) -> Sight:
         answers.wait(DEADLINE_S)
         return Sight(1)
 
-    seen = Snapshot(Path("/data"), hang)
+    seen = SnapshotFileWatch(Path("/data"), hang)
     await began(seen)
     assert await ended(seen)
     assert "no answer within" in caplog.text
