@@ -208,7 +208,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "job_driver.JobDriver.prepare: context.fates.open",
         "fates.FateRecorder.open: self._event_log.open",
         "worker_group.LocalWorkerGroup.prepare: self._logs_specs.open",
-        "runner_events._snapshot: Snapshot(), which is not told whose",
         # Of a job that is not here: nothing is in it.
         "log_reading._Request.__init__: Written(), which is not told whose",
     ),
