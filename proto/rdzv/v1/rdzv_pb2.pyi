@@ -129,6 +129,233 @@ RESULT_STOPPED: Result.ValueType  # 3
 global___Result = Result
 
 @typing.final
+class FromRelay(google.protobuf.message.Message):
+    """---------------------------------------------------------------- relay <-> server"""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    @property
+    def hello(self) -> global___RelayHello:
+        """In the first message alone."""
+
+    @property
+    def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FromNode]:
+        """In order for each node; none: a sign of life of the relay itself."""
+
+    def __init__(
+        self,
+        *,
+        hello: global___RelayHello | None = ...,
+        frames: collections.abc.Iterable[global___FromNode] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["hello", b"hello"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "hello", b"hello"]) -> None: ...
+
+global___FromRelay = FromRelay
+
+@typing.final
+class RelayHello(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    protocol_version: builtins.int
+    """As in `Hello`."""
+    version: builtins.str
+    """The version of the program, for people."""
+    def __init__(
+        self,
+        *,
+        protocol_version: builtins.int = ...,
+        version: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["protocol_version", b"protocol_version", "version", b"version"]) -> None: ...
+
+global___RelayHello = RelayHello
+
+@typing.final
+class FromNode(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: builtins.int
+    OPENED_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    FINISHED_FIELD_NUMBER: builtins.int
+    BROKEN_FIELD_NUMBER: builtins.int
+    stream: builtins.int
+    """The number of the node's stream: chosen by the relay, used once in this call."""
+    message: builtins.bytes
+    """A `NodeMessage`, as the node sent it."""
+    @property
+    def opened(self) -> global___RelayedCaller:
+        """The node has opened the stream."""
+
+    @property
+    def finished(self) -> global___RelayedFinish:
+        """The node sends no more messages, and waits for the answers to those sent."""
+
+    @property
+    def broken(self) -> global___RelayedBreak:
+        """The node's stream has broken."""
+
+    def __init__(
+        self,
+        *,
+        stream: builtins.int = ...,
+        opened: global___RelayedCaller | None = ...,
+        message: builtins.bytes = ...,
+        finished: global___RelayedFinish | None = ...,
+        broken: global___RelayedBreak | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "broken", b"broken", "finished", b"finished", "message", b"message", "opened", b"opened"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "broken", b"broken", "finished", b"finished", "message", b"message", "opened", b"opened", "stream", b"stream"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["opened", "message", "finished", "broken"] | None: ...
+
+global___FromNode = FromNode
+
+@typing.final
+class RelayedCaller(google.protobuf.message.Message):
+    """What the node has shown to the relay."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AUTHORIZATION_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ROLES_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    authorization: builtins.str
+    """Its `authorization` header, for the server to check; empty: none."""
+    name: builtins.str
+    """The name and roles in its certificate, which the relay has verified; empty: none."""
+    address: builtins.str
+    """The node's address, for the log."""
+    @property
+    def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        authorization: builtins.str = ...,
+        name: builtins.str = ...,
+        roles: collections.abc.Iterable[builtins.str] | None = ...,
+        address: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "authorization", b"authorization", "name", b"name", "roles", b"roles"]) -> None: ...
+
+global___RelayedCaller = RelayedCaller
+
+@typing.final
+class RelayedFinish(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___RelayedFinish = RelayedFinish
+
+@typing.final
+class RelayedBreak(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___RelayedBreak = RelayedBreak
+
+@typing.final
+class ToRelay(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    @property
+    def welcome(self) -> global___RelayWelcome:
+        """In the first message alone."""
+
+    @property
+    def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ToNode]: ...
+    def __init__(
+        self,
+        *,
+        welcome: global___RelayWelcome | None = ...,
+        frames: collections.abc.Iterable[global___ToNode] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "welcome", b"welcome"]) -> None: ...
+
+global___ToRelay = ToRelay
+
+@typing.final
+class RelayWelcome(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEADERSHIP_FIELD_NUMBER: builtins.int
+    BEAT_MS_FIELD_NUMBER: builtins.int
+    leadership: builtins.int
+    """The leadership under which the server serves this call, which ends with it."""
+    beat_ms: builtins.int
+    """The relay sends something at least this often; its own silence is not that of its nodes."""
+    def __init__(
+        self,
+        *,
+        leadership: builtins.int = ...,
+        beat_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beat_ms", b"beat_ms", "leadership", b"leadership"]) -> None: ...
+
+global___RelayWelcome = RelayWelcome
+
+@typing.final
+class ToNode(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
+    stream: builtins.int
+    """As in `FromNode`."""
+    message: builtins.bytes
+    """A `ServerMessage` for the node."""
+    @property
+    def ended(self) -> global___RelayedEnd:
+        """The server has ended the stream."""
+
+    def __init__(
+        self,
+        *,
+        stream: builtins.int = ...,
+        message: builtins.bytes = ...,
+        ended: global___RelayedEnd | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "ended", b"ended", "message", b"message"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "ended", b"ended", "message", b"message", "stream", b"stream"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["message", "ended"] | None: ...
+
+global___ToNode = ToNode
+
+@typing.final
+class RelayedEnd(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    code: builtins.str
+    """The code of the error; empty: it ended in order."""
+    message: builtins.str
+    def __init__(
+        self,
+        *,
+        code: builtins.str = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "message", b"message"]) -> None: ...
+
+global___RelayedEnd = RelayedEnd
+
+@typing.final
 class NodeMessage(google.protobuf.message.Message):
     """---------------------------------------------------------------- node -> server"""
 

@@ -40,6 +40,7 @@ SUBMITTERS = frozenset({"submit", "admin"})
 
 EXPECTED = {
     "Attach": frozenset({"node", "submit", "admin"}),
+    "Relay": frozenset({"relay", "admin"}),
     **dict.fromkeys(("GetStatus", "WatchJob", "ListJobs", "ListEvents"), READERS),
     **dict.fromkeys(("ListServers", "ListNodes", "ServerReflectionInfo"), READERS),
     **dict.fromkeys(("ReadLogs", "TakeStacks", "StopJob", "RestartJob", "ScaleJob"), SUBMITTERS),
@@ -118,7 +119,7 @@ async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIte
             serving_http(replica, metrics, config, config.listen, clock, gate=guard) as http,
         ):
             tokens = {}
-            for name in ("read", "submit", "node", "admin", "ada", "bob"):
+            for name in (*Role, "ada", "bob"):
                 role = Role(name) if name in set(Role) else Role.SUBMIT
                 _, tokens[name] = await driver.tokens.create(name, [role], 0)
             routes = [str(r.resource.canonical) for r in made[0].router.routes() if r.resource]

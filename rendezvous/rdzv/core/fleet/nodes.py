@@ -190,7 +190,8 @@ class Disconnect:
     node_id: str
     stream: int
     unheard: bool = False
-    """The server could not receive at that moment: the stream was an attempt to reach it."""
+    """The server could not receive at that moment: the stream was an attempt to reach it, or came
+    by a relay whose own call has ended."""
 
 
 @struct(frozen=True)
@@ -468,9 +469,11 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     firm = announced or old.fence_after_ms > 0
     # While no node is heard, or until just now, the end of a stream says nothing about the node:
     # an unanswered ping has ended it, or an earlier end is noticed late.
-    excused_until_ms = max(_deaf_until_ms(nodes, now_ms), old.excused_until_ms)
+    excused_until_ms = old.excused_until_ms
     if command.unheard or _coming_back(nodes, now_ms):
         excused_until_ms = max(excused_until_ms, now_ms + nodes.tuning.takeover_grace_ms)
+    else:
+        excused_until_ms = max(excused_until_ms, _deaf_until_ms(nodes, now_ms))
     if excused_until_ms > until_ms:
         until_ms, firm = excused_until_ms, True
     record = replace(old, stream=None, since_ms=now_ms, until_ms=until_ms, firm=firm)

@@ -15,7 +15,7 @@ from rdzv.errors import InvalidRequestError
 if TYPE_CHECKING:
     from rdzv.ctl.authority import Made
 
-ROLES = ("read", "submit", "admin")
+ROLES = ("read", "submit", "relay", "admin")
 """Roles of a client; `rdzvctl certs node` creates those of nodes."""
 
 MOST_DAYS = 36_500

@@ -66,7 +66,9 @@ async def serving(
     gate = gate or Gate(replica, clock, config)
     quiet_grpc()
     server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
-    pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock, config), server)
+    pb_grpc.add_RendezvousServicer_to_server(
+        RendezvousService(replica, clock, config, gate), server
+    )
     control = ControlService(replica, clock, config.limits, facade)
     pb_grpc.add_ControlServicer_to_server(control, server)
     health_servicer = health.aio.HealthServicer()

@@ -1,4 +1,4 @@
-"""The Rendezvous service: the stream of each node, for all its jobs.
+"""The Rendezvous service: the stream of each node, for all its jobs, also by way of a relay.
 
 An error about one job is sent to the node over its stream, which stays open. An error that ends the
 stream is raised and becomes the status of the call; see `gate_interceptor`.
@@ -13,9 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from rdzv.core.commands import Command
 from rdzv.errors import (
@@ -39,8 +37,12 @@ from rdzv.server.messages import (
 )
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.gate_interceptor import end_stream_unheard
+from rdzv.server.rpc.node_calls import DirectCall, NodeCall
 from rdzv.server.rpc.rate_limit import RateLimit
+from rdzv.server.rpc.relayed_streams import RelayedStreams
 from rdzv.server.security import callers
+from rdzv.server.security.callers import Caller
+from rdzv.server.security.gate import Gate
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.config import Config
 from rdzv.server.wire import inbound_nodes, inbound_reports, inbound_snapshots, outbound
@@ -48,7 +50,6 @@ from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 from rdzv.version import VERSION
 
-Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
 Said = tuple[str, Command] | Holdings
 Inbox = asyncio.Queue[Said | None]
 
@@ -64,26 +65,46 @@ log = logging.getLogger("rdzv.service")
 class RendezvousService(pb_grpc.RendezvousServicer):
     """The stream of each node, for all its jobs."""
 
-    def __init__(self, replica: Replica, clock: Clock, config: Config) -> None:
+    def __init__(self, replica: Replica, clock: Clock, config: Config, gate: Gate) -> None:
         self._replica = replica
         self._clock = clock
         self._config = config
+        self._gate = gate
         self._version = VERSION
 
-    # The generated stub expects handlers that yield; this one reads and writes concurrently.
+    # The generated stub expects handlers that yield; these read and write concurrently.
     async def Attach(  # type: ignore[override]  # noqa: N802
-        self, request_iterator: object, context: Context
+        self,
+        request_iterator: object,
+        context: grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage],
     ) -> None:
         """Serve one node until either side ends the stream."""
+        driver = await self._settled_driver(context)
+        await self._converse(driver, DirectCall(context), callers.present.get())
+
+    async def Relay(  # type: ignore[override]  # noqa: N802
+        self,
+        request_iterator: object,
+        context: grpc.aio.ServicerContext[pb.FromRelay, pb.ToRelay],
+    ) -> None:
+        """Serve the nodes of a relay until either side ends the call."""
+        driver = await self._settled_driver(context)
+        converse = partial(self._converse, driver)
+        relay = RelayedStreams(driver, self._gate, converse, self._clock, self._config)
+        await relay.hold(context)
+
+    async def _settled_driver(self, context: Any) -> Driver:
         try:
-            driver = await self._replica.settled_driver(
+            return await self._replica.settled_driver(
                 self._config.timings.leaderless_hold_ms / 1000
             )
         except RendezvousError as error:
             await end_stream_unheard(context, error)
             raise
+
+    async def _converse(self, driver: Driver, call: NodeCall, caller: Caller) -> None:
         conversation = Conversation(driver, self._replica, self._clock, self._config, self._version)
-        await conversation.hold(context)
+        await conversation.hold(call, caller)
 
 
 class Conversation:
@@ -105,27 +126,27 @@ class Conversation:
         self._warned = False
         self._allowance = RateLimit(self._limits.commands_at_once, self._limits.commands_per_second)
 
-    async def hold(self, context: Context) -> None:
+    async def hold(self, call: NodeCall, caller: Caller) -> None:
         """Serve the node until either side ends the stream."""
-        message = await self._first_message(context)
+        message = await self._first_message(call)
         hello = inbound_nodes.hello_of(message, self._limits)
-        stream = self._driver.connections.attach(hello, callers.present.get())
+        stream = self._driver.connections.attach(hello, caller)
         try:
-            end = await self._serve(stream, message.beliefs, context)
+            end = await self._serve(stream, message.beliefs, call)
         except grpc.aio.BaseError:
             end = None
         finally:
             # This runs even if the node has died, because then the call is cancelled.
-            self._driver.connections.detach(stream)
+            self._driver.connections.detach(stream, cut=call.cut)
         if end is not None:
             log.info("the stream of %s is closed: %s", stream.node_id, end)
             raise end
 
-    async def _first_message(self, context: Context) -> pb.Hello:
+    async def _first_message(self, call: NodeCall) -> pb.Hello:
         timeout_s = self._timings.hello_timeout_ms / 1000
         try:
             async with asyncio.timeout(timeout_s):
-                message = await _receive(context)
+                message = await call.receive()
         except TimeoutError:
             raise InvalidRequestError(
                 f"no hello within {timeout_s:g} s; send it as the first message of the stream"
@@ -135,23 +156,23 @@ class Conversation:
         return message.hello
 
     async def _serve(
-        self, stream: Stream, beliefs: Iterable[pb.Belief], context: Context
+        self, stream: Stream, beliefs: Iterable[pb.Belief], call: NodeCall
     ) -> RendezvousError | None:
         inbox = Inbox(self._limits.inbox)
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._read(stream, inbox, context)),
+                tasks.create_task(self._read(stream, inbox, call)),
                 tasks.create_task(self._obey(stream, beliefs, inbox)),
             ]
-            await self._write(stream, context)
+            await self._write(stream, call)
             for task in running:
                 task.cancel()
         return await stream.ended()
 
-    async def _read(self, stream: Stream, inbox: Inbox, context: Context) -> None:
+    async def _read(self, stream: Stream, inbox: Inbox, call: NodeCall) -> None:
         """Read the node's messages; each renews the lease at once, even while the store is away."""
         try:
-            while (message := await _receive(context)) is not None:
+            while (message := await call.receive()) is not None:
                 self._driver.connections.heard(stream)
                 self._take(message, stream, inbox)
         except InvalidRequestError as error:
@@ -305,7 +326,7 @@ class Conversation:
                 # An error in one job must not block messages about the node's other jobs.
                 stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
-    async def _write(self, stream: Stream, context: Context) -> None:
+    async def _write(self, stream: Stream, call: NodeCall) -> None:
         """Write the messages to a node, until its stream ends.
 
         A write that is in progress then has a moment to finish. Cut short, the first one would cost
@@ -317,10 +338,10 @@ class Conversation:
             async with asyncio.timeout(None) as limit:
                 with stream.calling_on_end(lambda: limit.reschedule(loop.time() + LAST_WRITE_S)):
                     while told := await stream.outbox.take():
-                        await self._write_all(told, stream, context)
+                        await self._write_all(told, stream, call)
 
     async def _write_all(
-        self, told: Sequence[Announcement], stream: Stream, context: Context
+        self, told: Sequence[Announcement], stream: Stream, call: NodeCall
     ) -> None:
         if not self._replica.proven:
             # Another server may lead by now and have sent a different state.
@@ -328,33 +349,8 @@ class Conversation:
             stream.close(RendezvousConnectionError(unproven))
         for together in [told] if stream.takes_several else [[one] for one in told]:
             if stream.open:
-                await self._write_together(together, stream, context)
-
-    async def _write_together(
-        self, told: Sequence[Announcement], stream: Stream, context: Context
-    ) -> None:
-        message = outbound.server_message(
-            told, self._driver.leadership, self._version, self._clock.now_ms()
-        )
-        try:
-            await context.write(message)
-        except grpc.aio.BaseError:
-            stream.close()
-
-
-async def _receive(context: Context) -> pb.NodeMessage | None:
-    """Return the next message of a node; None if its stream has ended for any reason.
-
-    Raises:
-        InvalidRequestError: the bytes are not a message.
-
-    """
-    try:
-        message = await context.read()
-    except DecodeError as error:
-        raise InvalidRequestError(
-            f"a message cannot be read: {error}; the sender speaks another protocol"
-        ) from error
-    except grpc.aio.BaseError:
-        return None
-    return message if isinstance(message, pb.NodeMessage) else None
+                message = outbound.server_message(
+                    together, self._driver.leadership, self._version, self._clock.now_ms()
+                )
+                if not await call.send(message):
+                    stream.close()

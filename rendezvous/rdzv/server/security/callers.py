@@ -25,6 +25,7 @@ class Role(StrEnum):
     READ = "read"
     SUBMIT = "submit"
     NODE = "node"
+    RELAY = "relay"
     ADMIN = "admin"
 
 
@@ -32,6 +33,7 @@ IMPLIED = {
     Role.READ: frozenset({Role.READ}),
     Role.SUBMIT: frozenset({Role.SUBMIT, Role.READ}),
     Role.NODE: frozenset({Role.NODE}),
+    Role.RELAY: frozenset({Role.RELAY}),
     Role.ADMIN: frozenset(Role),
 }
 """The roles that each role includes. A node's key lies on a machine that runs users' code, so it
@@ -128,6 +130,23 @@ def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
 def implied(roles: Iterable[Role]) -> frozenset[Role]:
     """Return these roles and all that they imply."""
     return frozenset[Role]().union(*(IMPLIED[role] for role in roles))
+
+
+def relayed(name: str, roles: Iterable[str], relay: str) -> Caller:
+    """Return the caller whose certificate a relay has verified, with the roles of a node's stream.
+
+    Other roles are left out: a relay can bring nodes, and is never an admin.
+
+    Raises:
+        UnauthenticatedError: no caller can have this name.
+
+    """
+    if not _NAME.fullmatch(name):
+        raise UnauthenticatedError(
+            f"{relay} passes on a certificate of {name[:140]!r}, which is not the name of a caller"
+        )
+    known = {Role.NODE.value, Role.SUBMIT.value} & set(roles)
+    return Caller(name, implied(map(Role, known)), f"certificate, by {relay}")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -59,7 +59,11 @@ def note_change(before: str, after: str) -> None:
     _change.get(Change()).text = text
 
 
-_VERBS = {"Attach": "open a stream", "ServerReflectionInfo": "ask which calls there are"}
+_VERBS = {
+    "Attach": "open a stream",
+    "Relay": "relay streams of nodes",
+    "ServerReflectionInfo": "ask which calls there are",
+}
 """The words for calls whose name is not a verb with an object."""
 
 

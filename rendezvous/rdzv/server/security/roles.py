@@ -50,6 +50,8 @@ _ADMIN_CHANGES = Row(frozenset({Role.ADMIN}), changes=True)
 
 CALLS: dict[str, Row | None] = {
     "/rdzv.v1.Rendezvous/Attach": Row(frozenset({Role.NODE, Role.SUBMIT}), Whose.OWN_NODE),
+    # Each stream that it carries is checked again, as a call of Attach by its node.
+    "/rdzv.v1.Rendezvous/Relay": Row(frozenset({Role.RELAY})),
     "/rdzv.v1.Control/GetStatus": _READ,
     "/rdzv.v1.Control/WatchJob": _READ,
     "/rdzv.v1.Control/ListJobs": _READ,

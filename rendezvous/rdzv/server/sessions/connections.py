@@ -125,8 +125,11 @@ class Connections:
                 f"{self._limits.nodes} nodes; raise the limit `nodes`"
             )
 
-    def detach(self, stream: Stream) -> None:
-        """Note that a stream has ended. The node is away, and lost if it stays away."""
+    def detach(self, stream: Stream, *, cut: bool = False) -> None:
+        """Note that a stream has ended. The node is away, and lost if it stays away.
+
+        `cut` says that the way to the node has ended, and not the node's end of the stream.
+        """
         stream.close()
         if self._streams.remove(stream):
             self._diagnosis.note_gone(stream.node_id)
@@ -134,7 +137,7 @@ class Connections:
             self._watch.listened_until_ms()
             # A connection that was made and lost while this server stood still was an attempt to
             # reach it.
-            unheard = self._clock.now_ms() < self._watch.settled_ms
+            unheard = cut or self._clock.now_ms() < self._watch.settled_ms
             self._leases.step(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
     def heard(self, stream: Stream) -> None:

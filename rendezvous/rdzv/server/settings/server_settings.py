@@ -85,7 +85,7 @@ def _issuer(text: str) -> None:
         )
 
 
-ROLES = ("read", "submit", "node", "admin")
+ROLES = ("read", "submit", "node", "relay", "admin")
 """The names of `security.callers.Role`; a test compares them."""
 
 
@@ -121,7 +121,7 @@ class OidcAccount(Table, frozen=True, kw_only=True):
         check=_kubernetes_name, default_words="every account of the namespace", reason="""
         The account. A table with a name wins over the one of its namespace without.""")] = None
     roles: Annotated[tuple[str, ...], setting(check=_role, reason="""
-        The roles of the account, of read, submit, node and admin.""")]
+        The roles of the account, of read, submit, node, relay and admin.""")]
     known_as: Annotated[Literal["account", "namespace", "node"], setting(reason="""
         The caller's name, and so whose jobs are its own: ACCOUNT@NAMESPACE; the namespace, whose
         accounts then share their jobs; or the node that its pod runs on, for agents.""",

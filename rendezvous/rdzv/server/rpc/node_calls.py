@@ -1,0 +1,115 @@
+"""The ways in which a node's stream reaches this server: by a call of its own, or by a relay's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from rdzv.errors import InvalidRequestError, LimitExceededError
+from rdzv.transport.batches import Batches
+from rdzv.v1 import rdzv_pb2 as pb
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[pb.NodeMessage, pb.ServerMessage]
+
+
+class NodeCall(Protocol):
+    """Where the messages of a node come from, and where those of the server go."""
+
+    @property
+    def cut(self) -> bool:
+        """Whether the way to the node has ended, which says nothing about the node."""
+
+    async def receive(self) -> pb.NodeMessage | None:
+        """Return the next message of the node; None if its stream has ended for any reason.
+
+        Raises:
+            InvalidRequestError: the bytes are not a message.
+
+        """
+
+    async def send(self, message: pb.ServerMessage) -> bool:
+        """Write a message to the node; return whether its stream is still there."""
+
+
+class DirectCall:
+    """A node's own call."""
+
+    cut = False
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def receive(self) -> pb.NodeMessage | None:
+        """Return the next message of the node; None if its stream has ended."""
+        try:
+            message = await self._context.read()
+        except DecodeError as error:
+            raise _unreadable(error) from error
+        except grpc.aio.BaseError:
+            return None
+        return message if isinstance(message, pb.NodeMessage) else None
+
+    async def send(self, message: pb.ServerMessage) -> bool:
+        """Write a message to the node; return whether its stream is still there."""
+        try:
+            await self._context.write(message)
+        except grpc.aio.BaseError:
+            return False
+        return True
+
+
+class RelayedCall:
+    """A node's stream within the call of a relay."""
+
+    def __init__(self, number: int, outgoing: Batches[pb.ToNode], limit: int) -> None:
+        """At most `limit` messages of the node may wait."""
+        self.cut = False
+        """Whether the relay's call has ended."""
+        self._number = number
+        self._outgoing = outgoing
+        self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(limit + 1)
+
+    def put(self, data: bytes) -> None:
+        """Take a message of the node from the relay.
+
+        Raises:
+            LimitExceededError: too many wait.
+
+        """
+        if self._incoming.qsize() >= self._incoming.maxsize - 1:
+            raise LimitExceededError(
+                f"{self._incoming.maxsize - 1} messages of the node wait to be read; the stream is "
+                "closed: send Hello again with the node's beliefs"
+            )
+        self._incoming.put_nowait(data)
+
+    def finish(self) -> None:
+        """Note that the node sends no more messages."""
+        if not self._incoming.full():
+            self._incoming.put_nowait(None)
+
+    async def receive(self) -> pb.NodeMessage | None:
+        """Return the next message of the node; None if it sends no more."""
+        data = await self._incoming.get()
+        if data is None:
+            return None
+        try:
+            return pb.NodeMessage.FromString(data)
+        except DecodeError as error:
+            raise _unreadable(error) from error
+
+    async def send(self, message: pb.ServerMessage) -> bool:
+        """Write a message to the node; return False once the relay's call has ended."""
+        data = message.SerializeToString()
+        await self._outgoing.put(pb.ToNode(stream=self._number, message=data), len(data))
+        return not self.cut
+
+
+def _unreadable(error: DecodeError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"a message cannot be read: {error}; the sender speaks another protocol"
+    )

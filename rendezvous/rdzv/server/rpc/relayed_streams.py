@@ -1,0 +1,272 @@
+"""The streams of the nodes behind one relay, in the relay's one call.
+
+Each is served as the node's own call would be: its caller is checked, and a `Conversation` holds
+it. The end of the relay's call, or its silence, is not the end or silence of its nodes: they are
+away, and come back by another way. Only an end that the relay reports is a node's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from rdzv.errors import (
+    DeniedError,
+    InvalidRequestError,
+    LimitExceededError,
+    RendezvousConnectionError,
+    RendezvousError,
+    UnauthenticatedError,
+)
+from rdzv.runtime.clock import Clock, Timer
+from rdzv.server.driver import Driver
+from rdzv.server.rpc.node_calls import NodeCall, RelayedCall
+from rdzv.server.security import callers, roles
+from rdzv.server.security.callers import Caller
+from rdzv.server.security.gate import Gate, verb_of
+from rdzv.server.settings.config import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, Config
+from rdzv.transport.batches import Batches
+from rdzv.v1 import rdzv_pb2 as pb
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[pb.FromRelay, pb.ToRelay]
+
+BEATS = 5
+"""Signs of life of a relay in the time after which it counts as silent."""
+
+ATTACH = "/rdzv.v1.Rendezvous/Attach"
+
+log = logging.getLogger("rdzv.service")
+
+
+class RelayedStreams:
+    """One relay's call, with the driver that led when it was opened."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        gate: Gate,
+        converse: Callable[[NodeCall, Caller], Awaitable[None]],
+        clock: Clock,
+        config: Config,
+    ) -> None:
+        """`converse` serves one node; it raises the error that ended the stream."""
+        self._driver = driver
+        self._gate = gate
+        self._converse = converse
+        self._clock = clock
+        self._limits = config.limits
+        self._hello_s = config.timings.hello_timeout_ms / 1000
+        self._relay = callers.present.get()
+        lease_ms = config.nodes_tuning.lease_ms
+        self._quiet_ms = config.nodes_tuning.quiet_for(lease_ms)
+        """A relay that was silent for this long is cut off, before the lease of a node ends."""
+        self._calls: dict[int, RelayedCall] = {}
+        self._serving: dict[int, asyncio.Task[None]] = {}
+        self._outgoing = Batches[pb.ToNode]()
+        self._heard_ms = clock.now_ms()
+        self._silence = Timer(clock, self._look)
+        self._ended: asyncio.Future[RendezvousError | None] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    async def hold(self, context: Context) -> None:
+        """Serve the nodes until either side ends the call.
+
+        Raises:
+            RendezvousError: why this server has ended it.
+
+        """
+        await self._greet(context)
+        name = f"the relay {self._relay}"
+        log.info("%s is connected", name)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks_of_call = [
+                    tasks.create_task(self._read(context, tasks)),
+                    tasks.create_task(self._write(context)),
+                ]
+                try:
+                    end = await self._ended
+                finally:
+                    # This runs as well if the relay has died, because then the call is cancelled.
+                    self._cut()
+                    for task in tasks_of_call:
+                        task.cancel()
+        finally:
+            self._silence.cancel()
+        log.info("the call of %s has ended%s", name, f": {end}" if end else "")
+        if end is not None:
+            raise end
+
+    def _cut(self) -> None:
+        for call in self._calls.values():
+            call.cut = True
+        for task in self._serving.values():
+            task.cancel()
+
+    def _end(self, error: RendezvousError | None = None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    async def _greet(self, context: Context) -> None:
+        try:
+            async with asyncio.timeout(self._hello_s):
+                first = await _receive(context)
+        except TimeoutError:
+            first = None
+        if first is None or not first.HasField("hello"):
+            raise InvalidRequestError("the first message of a relay must have a hello")
+        version = first.hello.protocol_version
+        if not OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
+            raise InvalidRequestError(
+                f"the relay speaks protocol {version}, and this server {PROTOCOL_VERSION}; give "
+                "both the same version of rdzvd"
+            )
+        welcome = pb.RelayWelcome(
+            leadership=self._driver.leadership, beat_ms=max(self._quiet_ms // BEATS, 1)
+        )
+        await context.write(pb.ToRelay(welcome=welcome))
+        self._hear()
+
+    # ---------------------------------------------------------------- from the relay
+
+    async def _read(self, context: Context, tasks: asyncio.TaskGroup) -> None:
+        try:
+            while (message := await _receive(context)) is not None:
+                self._hear()
+                if self._driver.streams.closed:
+                    raise RendezvousConnectionError("this server is stopping; connect again")
+                for frame in message.frames:
+                    self._take(frame, tasks)
+        except RendezvousError as error:
+            self._end(error)
+        else:
+            self._end()
+
+    def _take(self, frame: pb.FromNode, tasks: asyncio.TaskGroup) -> None:
+        number = frame.stream
+        body = frame.WhichOneof("body")
+        if body == "opened":
+            self._open(number, frame.opened, tasks)
+            return
+        call = self._calls.get(number)
+        if call is None:
+            return  # This server has ended it, and the relay has not heard yet.
+        match body:
+            case "message":
+                try:
+                    call.put(frame.message)
+                except LimitExceededError as error:
+                    self._drop(number)
+                    self._tell_end(number, error)
+            case "finished":
+                call.finish()
+            case "broken":
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        del self._calls[number]
+        self._serving.pop(number).cancel()
+
+    def _open(self, number: int, opened: pb.RelayedCaller, tasks: asyncio.TaskGroup) -> None:
+        if number in self._calls:
+            raise InvalidRequestError(f"the relay opens stream {number} twice")
+        if len(self._calls) >= self._limits.nodes:
+            over = f"the relay carries {self._limits.nodes} streams; raise the limit `nodes`"
+            self._tell_end(number, LimitExceededError(over))
+            return
+        call = RelayedCall(number, self._outgoing, self._limits.inbox)
+        self._calls[number] = call
+        self._serving[number] = tasks.create_task(self._serve(number, call, opened))
+
+    async def _serve(self, number: int, call: RelayedCall, opened: pb.RelayedCaller) -> None:
+        """Serve one node until its stream ends, and tell the relay why."""
+        error: RendezvousError | None = None
+        try:
+            caller = await self._checked_caller(opened)
+            await self._converse(call, caller)
+        except RendezvousError as ended:
+            error = ended
+        except Exception:
+            # As in a call of the node's own, which gRPC would end: no other node is concerned.
+            log.exception("a relayed stream has ended by an error of this server")
+            error = RendezvousError("an error in this server has ended the stream; see its log")
+        self._calls.pop(number, None)
+        self._serving.pop(number, None)
+        self._tell_end(number, error)
+        if error is not None and self._driver.streams.closed:
+            self._end(error)
+
+    async def _checked_caller(self, opened: pb.RelayedCaller) -> Caller:
+        """Return the caller who has opened a stream, if it may."""
+
+        def certified() -> Caller | None:
+            return callers.relayed(opened.name, opened.roles, relay) if opened.name else None
+
+        caller, verb, relay = callers.NOBODY, verb_of(ATTACH), str(self._relay)
+        try:
+            caller = await self._gate.caller(opened.authorization or None, certified)
+            row = roles.CALLS[ATTACH]
+            assert row is not None
+            await self._gate.admit(caller, row, verb, None)
+        except (UnauthenticatedError, DeniedError) as error:
+            who = f"{caller} at {opened.address[:64]}, by {relay}"
+            self._gate.note_refusal(who, error.code, f"{verb}: {error}")
+            raise
+        return caller
+
+    def _hear(self) -> None:
+        self._heard_ms = self._clock.now_ms()
+        if self._silence.due_ms is None:
+            self._silence.arm(self._heard_ms + self._quiet_ms)
+
+    def _look(self, due_ms: int) -> None:
+        """End the call of a silent relay; after a pause, only once all messages are read."""
+        watch = self._driver.loop_watch
+        if watch.late(due_ms):
+            self._silence.arm(watch.settled_ms)
+        elif (quiet_at_ms := self._heard_ms + self._quiet_ms) > self._clock.now_ms():
+            self._silence.arm(quiet_at_ms)
+        else:
+            self._end(
+                RendezvousConnectionError(
+                    f"nothing was heard of the relay for {self._quiet_ms / 1000:g} s; connect again"
+                )
+            )
+
+    # ---------------------------------------------------------------- to the relay
+
+    def _tell_end(self, number: int, error: RendezvousError | None) -> None:
+        ended = pb.RelayedEnd(code=error.code, message=str(error)) if error else pb.RelayedEnd()
+        self._outgoing.put_now(pb.ToNode(stream=number, ended=ended), len(ended.message))
+
+    async def _write(self, context: Context) -> None:
+        async def write(frames: list[pb.ToNode]) -> None:
+            await context.write(pb.ToRelay(frames=frames))
+
+        try:
+            await self._outgoing.write_all(write)
+        except grpc.aio.BaseError:
+            self._end()
+
+
+async def _receive(context: Context) -> pb.FromRelay | None:
+    """Return the next message of a relay; None if its call has ended for any reason.
+
+    Raises:
+        InvalidRequestError: the bytes are not a message.
+
+    """
+    try:
+        message: Any = await context.read()
+    except DecodeError as error:
+        raise InvalidRequestError(f"a message of a relay cannot be read: {error}") from error
+    except grpc.aio.BaseError:
+        return None
+    return message if isinstance(message, pb.FromRelay) else None

@@ -1,0 +1,76 @@
+"""Frames of many streams that share one gRPC call, written as many at a time as are ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+BATCH_BYTES = 256 * 1024
+"""The size from which a batch is full. One frame may be larger, and is then alone."""
+
+FRAME_BYTES = 64
+"""The most that a frame adds to its message."""
+
+F = TypeVar("F")
+
+
+class Batches(Generic[F]):
+    """Frames that wait to be written. Frames keep their order.
+
+    A stream waits for each of its frames to be written before it adds the next, so that no stream
+    can fill the call that it shares with others.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[F, int, asyncio.Future[None] | None]] = deque()
+        self._ready = asyncio.Event()
+
+    def put_now(self, frame: F, size: int = 0) -> None:
+        """Add a frame without waiting; for frames that a stream has only once."""
+        self._waiting.append((frame, size, None))
+        self._ready.set()
+
+    async def put(self, frame: F, size: int) -> None:
+        """Add a frame of this number of bytes, and wait until it is written."""
+        written = asyncio.get_running_loop().create_future()
+        self._waiting.append((frame, size, written))
+        self._ready.set()
+        await written
+
+    async def write_all(
+        self, write: Callable[[list[F]], Awaitable[None]], beat_s: float | None = None
+    ) -> None:
+        """Write batches until cancelled, or until `write` fails.
+
+        With `beat_s`, an empty batch is written whenever nothing was ready for that time.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(beat_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                pass
+            frames, done = self._take()
+            await write(frames)
+            for written in done:
+                if not written.done():
+                    written.set_result(None)
+
+    def _take(self) -> tuple[list[F], list[asyncio.Future[None]]]:
+        frames: list[F] = []
+        done: list[asyncio.Future[None]] = []
+        filled = 0
+        while self._waiting:
+            _, size, _ = self._waiting[0]
+            if frames and filled + size > BATCH_BYTES:
+                break
+            frame, _, written = self._waiting.popleft()
+            frames.append(frame)
+            filled += size + FRAME_BYTES
+            if written is not None:
+                done.append(written)
+        if not self._waiting:
+            self._ready.clear()
+        return frames, done
