@@ -605,7 +605,7 @@ def test_what_strangers_have_written_stays_text(open_page: Open) -> None:
         page.get_by_label("RANK", exact=True).scroll_into_view_if_needed()
         expect(page.get_by_label("What the workers have written")).to_contain_text(ATTACK)
         page.locator("details summary").last.click()
-        expect(page.locator("section[aria-labelledby=events]")).to_contain_text("onerror")
+        expect(page.locator("section[aria-labelledby=history]")).to_contain_text("onerror")
         for where in ("#/job/%", f"#/node/{ATTACK}", "#/node/%3Cimg%20src=x%20onerror=alert(1)%3E"):
             go(page, where)
             expect(page.locator("h1")).to_be_visible()
