@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,20 @@ def resume(
 def bits(sealing: Sealing) -> list[bytes]:
     tensors = [one for _, one in sealing.contents.replicated()]
     return [one.detach().numpy().tobytes() for one in tensors]
+
+
+def test_no_thread_is_left_as_the_process_exits(
+    runners: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that frees a tensor while the interpreter ends aborts the process."""
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr("atexit.register", lambda call, *args: at_exit.append(partial(call, *args)))
+    before = set(threading.enumerate())
+    train(runners[0], 3)
+    assert set(threading.enumerate()) > before
+    for call in at_exit:
+        call()
+    assert set(threading.enumerate()) == before
 
 
 def test_new_processes_come_to_the_last_step(runners: list[Runner]) -> None:

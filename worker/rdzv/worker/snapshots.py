@@ -171,7 +171,7 @@ class Snapshots:
         """How many steps were not saved, since all that is held is still needed."""
         self._round: Round | None = None
         self._layout: tuple[str, str] | None = None
-        self._queue: SimpleQueue[_Copying] = SimpleQueue()
+        self._queue: SimpleQueue[_Copying | None] = SimpleQueue()
         self._last: _Progress | None = None
         self._told: set[str] = set()
 
@@ -252,15 +252,19 @@ class Snapshots:
         )
 
     def _start(self) -> None:
-        threading.Thread(target=self._run, name="rdzv snapshots", daemon=True).start()
-        # A process that exits in the middle of a copy may crash.
-        atexit.register(self.finish)
+        thread = threading.Thread(target=self._run, name="rdzv snapshots", daemon=True)
+        thread.start()
+        atexit.register(self._end, thread)
+
+    def _end(self, thread: threading.Thread) -> None:
+        """End the thread: a process that exits while it copies, or frees a tensor, may abort."""
+        self._queue.put(None)
+        thread.join(_FINISH_TIMEOUT_S)
 
     # ------------------------------------------------------------------ in the thread
 
     def _run(self) -> None:
-        while True:
-            copying = self._queue.get()
+        while (copying := self._queue.get()) is not None:
             try:
                 self._copy(copying)
             except Exception as error:
