@@ -168,10 +168,7 @@ def refuse_old_groups(groups: list[weakref.ref[Any]], number: int) -> None:
 
     It would be used again over the old connections, as long as both ends live.
     """
-    if not any(group() is not None for group in groups):
-        return
-    _forget_meshes()
-    gc.collect()  # It costs some tenths of a second, and most often nothing is left to collect.
+    free_groups(groups)
     holders = {
         holder for group in groups if (alive := group()) is not None for holder in _holders(alive)
     }
@@ -183,6 +180,17 @@ def refuse_old_groups(groups: list[weakref.ref[Any]], number: int) -> None:
         + ": make groups and wrappers (DistributedDataParallel) inside of the function under "
         "@elastic, and keep them in its local variables only"
     )
+
+
+def free_groups(groups: list[weakref.ref[Any]]) -> None:
+    """Free the groups that only caches and cycles refer to; gloo's threads end with their group.
+
+    Needed before a process exits, too: a thread of gloo that frees a tensor while the interpreter
+    ends aborts the process ("terminate called without an active exception").
+    """
+    if any(group() is not None for group in groups):
+        _forget_meshes()
+        gc.collect()  # It costs some tenths of a second, and most often nothing is left to collect.
 
 
 def _forget_meshes() -> None:

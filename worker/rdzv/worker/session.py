@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -13,7 +14,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from .errors import RoundOver, WorkerError
-from .groups import Options, RoundGroups, refuse_groups_from_outside, refuse_old_groups
+from .groups import (
+    Options,
+    RoundGroups,
+    free_groups,
+    refuse_groups_from_outside,
+    refuse_old_groups,
+)
 from .healing import heal
 from .link import Go, Link, Release
 from .resuming import Resuming
@@ -153,6 +160,7 @@ class Session:
         finally:
             object.__setattr__(self._state, "_session", None)
             self._sealing.end_round()
+        atexit.register(free_groups, groups.watch())
         groups.close()
         return _Returned(value)
 
