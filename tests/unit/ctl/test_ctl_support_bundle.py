@@ -31,6 +31,7 @@ TOKEN = "rdzv_0123abcd_" + "x" * 43
         ("https://ada:pw@host/data", f"https://{HIDDEN}@host/data"),
         ("Authorization: Bearer abc.def-ghi", f"Authorization: Bearer {HIDDEN}"),
         ("hf_" + "a" * 34, HIDDEN),
+        ("token eyJhbGciOiJFUzI1NiJ9.eyJzdWIiOiJhZGEifQ.x_-y", f"token {HIDDEN}"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----", HIDDEN),
         ("the tokens per second are 4000, seed=1234", "the tokens per second are 4000, seed=1234"),
         ("https://host:8080/path@2", "https://host:8080/path@2"),
