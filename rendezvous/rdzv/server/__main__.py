@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rdzv.server.replication.replica import Replica
     from rdzv.server.security.gate import Gate
     from rdzv.server.security.tls import Tls
-    from rdzv.server.settings.config import Config
+    from rdzv.server.settings.config import Config, RelayTo
     from rdzv.server.telemetry.metrics import Metrics
     from rdzv.server.telemetry.metrics_interface import Meter
     from rdzv.stores.base import Record, Store
@@ -50,6 +50,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 _SETTINGS = settings_of(RdzvdSettings)
+
+_LISTS = ("etcd_endpoints", "relay")
+"""Options with several values, separated by commas."""
 
 
 def _flag(name: str, **more: Any) -> Callable[[F], F]:
@@ -106,6 +109,11 @@ def _key(parameter: str) -> str:
 @_flag("--tls-client-ca")
 @_flag("--tls-http-client-auth")
 @_flag("--tls-token-listen")
+@_flag("--relay", metavar="HOST:PORT,...")
+@_flag("--upstream-ca")
+@_flag("--upstream-cert")
+@_flag("--upstream-key")
+@_flag("--upstream-token-file")
 @_flag("--c10d")
 @_flag("--c10d-python", metavar="PATH")
 @_flag("--log-level")
@@ -211,11 +219,9 @@ def _refuse_together(asked: dict[str, bool]) -> None:
 
 def _given(options: dict[str, Any]) -> dict[str, object]:
     """Return the settings of the command line, by key."""
-    endpoints = options.get("etcd_endpoints")
-    if endpoints is not None:
-        options = {**options, "etcd_endpoints": endpoints.split(",")}
+    lists = {name: options[name].split(",") for name in _LISTS if options.get(name) is not None}
     # A flag that is not given sets nothing: the file may set it.
-    return {_key(name): value for name, value in options.items() if value is not False}
+    return {_key(name): value for name, value in (options | lists).items() if value is not False}
 
 
 async def run(configuration: Configuration) -> None:
@@ -239,6 +245,9 @@ async def run(configuration: Configuration) -> None:
     loop.add_signal_handler(signal.SIGHUP, _reload, configuration, tls)
     clock = MonotonicClock()
     with systemd.watched():
+        if config.relay is not None:
+            await _run_relay(config, config.relay, tls, stop)
+            return
         async with serving_c10d(config.c10d, config.c10d_python, clock) as facade:
             if config.etcd is None:
                 await _run_alone(config, clock, facade, tls, stop)
@@ -269,6 +278,15 @@ def _reload(configuration: Configuration, tls: Tls | None) -> None:
     in_order = configuration.reload(log_to_stderr)
     outcome = "configuration reloaded" if in_order else "the configuration has errors, see the log"
     systemd.notify("READY=1", f"STATUS={outcome}")
+
+
+async def _run_relay(config: Config, to: RelayTo, tls: Tls | None, stop: asyncio.Event) -> None:
+    """Carry the streams of nodes to the server that leads."""
+    from rdzv.server.relay.running import relaying
+
+    async with relaying(config, to, tls) as bound:
+        _say_ready(config, bound, f"relaying to {','.join(map(str, to.servers))}", None, None)
+        await _stopped(stop)
 
 
 async def _run_alone(

@@ -84,7 +84,7 @@ RULES = (
         never=of("rdzv.v1"),
         but=of(
             *("server/rpc/*_service.py", "server/rpc/grpc_listener.py", "server/wire/*.py"),
-            *("server/rpc/node_calls.py", "server/rpc/relayed_streams.py"),
+            *("server/rpc/node_calls.py", "server/rpc/relayed_streams.py", "server/relay/*.py"),
             "server/__main__.py",
             *("view/from_messages.py", "client.py", "transport/*.py"),
             # The agent's reports and node only pass on what its link has encoded.

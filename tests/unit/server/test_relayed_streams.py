@@ -58,9 +58,8 @@ class Served:
 @asynccontextmanager
 async def server(tuning: NodesTuning = PATIENT, **more: Any) -> AsyncIterator[Served]:
     clock = MonotonicClock()
-    config = Config(
-        Listen("127.0.0.1", 0), Path("/nowhere"), store="memory", nodes_tuning=tuning, **more
-    )
+    listen = more.pop("listen", Listen("127.0.0.1", 0))
+    config = Config(listen, Path("/nowhere"), store="memory", nodes_tuning=tuning, **more)
     replica = Replica(clock, "memory", "1.2.3")
     async with Driver.running(MemoryStore(), clock, config) as driver:
         replica.lead(driver)

@@ -112,7 +112,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 raise
             finally:
                 if row is not None and row.changes and end != "refused":
-                    peer = _host(context.peer())
+                    peer = host_of(context.peer())
                     await self._gate.audit(caller, verb, request, peer, change.text, end)
 
         return serve
@@ -132,13 +132,15 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     f"{method} is not open to anyone: no row of the table of roles has it"
                 )
             if (row := roles.CALLS[method]) is not None:
-                caller = await self._gate.caller(_header(context), lambda: _certified(context))
+                caller = await self._gate.caller(
+                    authorization_header(context), lambda: certified_caller(context)
+                )
                 await self._gate.admit(caller, row, verb, getattr(request, "rdzv_id", None))
             if isinstance(request, _Unreadable):
                 raise _unreadable(method, request.why)
         except RendezvousError as error:
             if isinstance(error, UnauthenticatedError | DeniedError):
-                who = f"{caller} at {_host(context.peer())}"
+                who = f"{caller} at {host_of(context.peer())}"
                 self._gate.note_refusal(who, error.code, f"{verb}: {error}")
             if isinstance(request, AsyncIterator):
                 await end_stream_unheard(context, error)
@@ -195,18 +197,20 @@ async def end_call(context: Any, error: RendezvousError) -> None:
     )
 
 
-def _header(context: Any) -> str | None:
+def authorization_header(context: Any) -> str | None:
+    """Return the `authorization` header of a call; None if it has none."""
     for key, value in context.invocation_metadata() or ():
         if key == "authorization":
             return value if isinstance(value, str) else value.decode(errors="replace")
     return None
 
 
-def _certified(context: Any) -> Caller | None:
+def certified_caller(context: Any) -> Caller | None:
+    """Return the caller that TLS has verified by its certificate; None if it has shown none."""
     pems = list(context.auth_context().get("x509_pem_cert", ()))
     return callers.certified(pems[0]) if pems else None
 
 
-def _host(peer: str) -> str:
+def host_of(peer: str) -> str:
     """Return the address in gRPC's name of a peer, `ipv4:10.0.0.5:4711`, without the port."""
     return peer.partition(":")[2].rpartition(":")[0] or peer

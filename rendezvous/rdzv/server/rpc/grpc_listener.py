@@ -65,7 +65,7 @@ async def serving(
     """
     gate = gate or Gate(replica, clock, config)
     quiet_grpc()
-    server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
+    server = grpc_server([Interceptor(gate)], listener_options(config.limits, config.timings))
     pb_grpc.add_RendezvousServicer_to_server(
         RendezvousService(replica, clock, config, gate), server
     )
@@ -75,16 +75,12 @@ async def serving(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     if reflection:
         _enable_reflection(server)
-    asks = config.tls is not None and config.tls.client_ca is not None
-    bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
-    if config.tls is not None and (listen := config.tls.token_listen) is not None:
-        at_port = replace(listen, port=_bind(server, listen, tls, asks=False))
-        log.info("callers without a certificate connect to %s with a token", at_port)
+    bound = bind_all(server, config, tls)
     await server.start()
     try:
         at = str(config.advertise or bound)
         async with (
-            _insisting_on(server, at),
+            insisting_on(server, at),
             _telling_health(replica, health_servicer, at, config.exposed),
         ):
             yield bound
@@ -95,7 +91,8 @@ async def serving(
         await server.stop(config.timings.stop_grace_ms / 1000)
 
 
-def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
+def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
+    """Return the options of a gRPC server to which nodes connect."""
     return [
         # Without this option, two servers could share a port and take turns.
         ("grpc.so_reuseport", 0),
@@ -128,7 +125,7 @@ def connections_at_once(limits: Limits) -> int:
 
 
 @asynccontextmanager
-async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
+async def insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
     """End the body if gRPC's server ends; otherwise the process would live on, unreachable."""
     # It ends once the server has stopped. Cancelling it would cancel the stop as well.
     ended = asyncio.create_task(server.wait_for_termination())
@@ -180,6 +177,21 @@ async def _telling_health(
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def bind_all(server: grpc.aio.Server, config: Config, tls: Tls | None) -> Listen:
+    """Bind every address of the configuration; return that of `listen`, with its port.
+
+    Raises:
+        InvalidRequestError: an address cannot be listened on.
+
+    """
+    asks = config.tls is not None and config.tls.client_ca is not None
+    bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
+    if config.tls is not None and (listen := config.tls.token_listen) is not None:
+        at_port = replace(listen, port=_bind(server, listen, tls, asks=False))
+        log.info("callers without a certificate connect to %s with a token", at_port)
+    return bound
 
 
 def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: bool) -> int:

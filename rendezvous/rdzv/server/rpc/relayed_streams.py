@@ -25,6 +25,7 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import Clock, Timer
 from rdzv.server.driver import Driver
+from rdzv.server.rpc.gate_interceptor import host_of
 from rdzv.server.rpc.node_calls import NodeCall, RelayedCall
 from rdzv.server.security import callers, roles
 from rdzv.server.security.callers import Caller
@@ -83,8 +84,8 @@ class RelayedStreams:
 
         """
         await self._greet(context)
-        name = f"the relay {self._relay}"
-        log.info("%s is connected", name)
+        name = f"the relay at {host_of(context.peer())}, {self._relay}"
+        log.info("%s: its call is open", name)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks_of_call = [
@@ -95,12 +96,12 @@ class RelayedStreams:
                     end = await self._ended
                 finally:
                     # This runs as well if the relay has died, because then the call is cancelled.
+                    log.info("%s: its call has ended, with %d streams", name, len(self._calls))
                     self._cut()
                     for task in tasks_of_call:
                         task.cancel()
         finally:
             self._silence.cancel()
-        log.info("the call of %s has ended%s", name, f": {end}" if end else "")
         if end is not None:
             raise end
 

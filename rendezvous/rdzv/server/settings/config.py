@@ -23,6 +23,8 @@ from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 
 if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
+    from rdzv.transport.channels import Credentials
+    from rdzv.transport.endpoints import Endpoint
 
 PROTOCOL_VERSION = protocol.VERSION
 
@@ -401,6 +403,32 @@ class Notify:
 
 
 @struct(frozen=True)
+class RelayTo:
+    """The servers that a relay carries streams to, and what it shows them."""
+
+    servers: tuple[Endpoint, ...]
+    ca: Path | None = None
+    """The CA of the servers; None if connections to them are not encrypted."""
+    cert: Path | None = None
+    key: Path | None = None
+    token_file: Path | None = None
+
+    def credentials(self) -> Credentials:
+        """Return what the relay shows.
+
+        Raises:
+            InvalidRequestError: a file cannot be used.
+
+        """
+        # It imports gRPC, which must not be imported before its environment is set.
+        from rdzv.transport.channels import Credentials
+
+        found = Credentials(self.ca, self.cert, self.key, self.token_file)
+        found.check()
+        return found
+
+
+@struct(frozen=True)
 class Config:
     """The configuration of one rdzvd."""
 
@@ -431,6 +459,8 @@ class Config:
     """Where torch's own store is served for torchrun's own rendezvous; None if it is not."""
     c10d_python: str = sys.executable
     """The interpreter that runs it; it needs torch."""
+    relay: RelayTo | None = None
+    """The servers to relay to; None if this is a server itself."""
     log_level: str = "info"
     log_format: str = "human"
     limits: Limits = field(default_factory=Limits)
@@ -482,6 +512,8 @@ class Config:
         self._check_replica()
         if self.c10d is not None:
             self._check_c10d(self.c10d)
+        if self.relay is not None:
+            self.relay.credentials()
 
     @property
     def open(self) -> str:

@@ -17,7 +17,7 @@ from rdzv.core.model import Tuning
 from rdzv.errors import InvalidRequestError
 from rdzv.server.settings.config import Limits, Timings, check_grafana, check_otlp
 from rdzv.settings.setting_types import Duration, Rule, Size, Table, setting, settings_of
-from rdzv.transport.endpoints import DEFAULT_PORT, Listen
+from rdzv.transport.endpoints import DEFAULT_PORT, Listen, parse_endpoint
 
 MINUTE = 60
 HOUR = 60 * MINUTE
@@ -175,6 +175,25 @@ class Etcd(Table, frozen=True):
     ttl: Annotated[int, setting(ge=2, le=300, unit="seconds", reason="""
         How long a leader may be silent before another server takes over; raise it if leaders change
         without need.""")] = 3
+
+
+def _server(text: str) -> None:
+    if "," in text:
+        raise InvalidRequestError(f"{text!r} has a comma; give each server by itself")
+    parse_endpoint(text)
+
+
+class Upstream(Table, frozen=True):
+    """How a relay reaches the servers of `relay`."""
+
+    ca: Annotated[Path | None, setting(default_words="connections are not encrypted", reason="""
+        The CA of the servers' certificates (PEM).""")] = None
+    cert: Annotated[Path | None, setting(reason="""
+        The certificate of the relay (PEM), with the role relay.""")] = None
+    key: Annotated[Path | None, setting(reason="""
+        The key of that certificate (PEM).""")] = None
+    token_file: Annotated[Path | None, setting(reason="""
+        A token with the role relay, in place of a certificate.""")] = None
 
 
 class Notify(Table, frozen=True):
@@ -468,6 +487,28 @@ def _oidc_together(settings: "RdzvdSettings") -> str:
     return ""
 
 
+def _relay_alone(settings: "RdzvdSettings") -> str:
+    upstream = settings.upstream
+    if not settings.relay:
+        given = upstream.ca or upstream.cert or upstream.key or upstream.token_file
+        return "`upstream` is how a relay reaches its servers; give `relay`" if given else ""
+    kept = {
+        "etcd.endpoints": settings.etcd.endpoints,
+        "http": settings.http,
+        "c10d": settings.c10d,
+        "otlp": settings.otlp,
+        "notify.url_file": settings.notify.url_file,
+        "oidc.issuer": settings.oidc.issuer,
+        "init_admin_token": settings.init_admin_token,
+    }
+    if found := [f"`{name}`" for name, value in kept.items() if value]:
+        return (
+            f"a relay decides and stores nothing, so {' and '.join(found)} would have no effect; "
+            "leave out what belongs to the server, or `relay`"
+        )
+    return ""
+
+
 # fmt: off
 class RdzvdSettings(Table, frozen=True, kw_only=True):
     """Everything that rdzvd.toml may hold."""
@@ -485,6 +526,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         _in_order("limits.job_timeout", "retention.ended_for"),
         Rule(tuple(f"tls.{name}" for name in Tls.__struct_fields__), _tls_together),
         Rule(("oidc.issuer", "oidc.account", "tls.cert", "auth"), _oidc_together),
+        Rule(("relay",), _relay_alone),
     )
 
     listen: Annotated[Listen, setting(unit="HOST:PORT", reason="""
@@ -522,6 +564,10 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     store: Annotated[Literal["sqlite", "memory", "etcd"], setting(reason="""
         sqlite survives restarts; memory forgets; etcd is shared by several rdzvd, of which one
         leads and any other takes over.""")] = "sqlite"
+    relay: Annotated[tuple[str, ...], setting(
+        unit="HOST:PORT", check=_server, default_words="none: this is a server", reason="""
+        Be a relay: carry the streams of the nodes that connect here to these servers, all in one
+        connection. docs/operations.md.""")] = ()
     c10d: Annotated[Listen | None, setting(unit="HOST:PORT", default_words="nowhere", reason="""
         Serve torch's own store here too, for torchrun --rdzv-backend=c10d; `rdzvctl` shows its
         jobs. They end with this rdzvd. Any address but loopback needs `insecure`.""")] = None
@@ -535,6 +581,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     tls: Tls
     oidc: Oidc
     etcd: Etcd
+    upstream: Upstream
     notify: Notify
     lease: Lease
     forming: Forming

@@ -1,0 +1,49 @@
+"""Runs a relay: its listener and its call to the server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from rdzv.runtime.concurrency import beside
+from rdzv.server.relay.service import RelayService
+from rdzv.server.relay.upstream import Upstream
+from rdzv.server.rpc.grpc_listener import bind_all, insisting_on, listener_options
+from rdzv.server.rpc.grpc_log import quiet_grpc
+from rdzv.server.rpc.grpc_server import grpc_server
+from rdzv.server.security.tls import Tls
+from rdzv.server.settings.config import Config, RelayTo
+from rdzv.transport.addresses import is_loopback
+from rdzv.transport.endpoints import Listen
+
+
+@asynccontextmanager
+async def relaying(config: Config, to: RelayTo, tls: Tls | None) -> AsyncIterator[Listen]:
+    """Relay until the body ends; yield the address, with the port that was given for port 0.
+
+    Raises:
+        InvalidRequestError: the address cannot be listened on, or a file cannot be used.
+        RendezvousStateError: gRPC's server has ended by itself; the body is cancelled.
+
+    """
+    quiet_grpc()
+    credentials = to.credentials()
+    upstream = Upstream(to.servers, credentials)
+    service = RelayService(
+        upstream, config, lambda: credentials.tls or is_loopback(upstream.server.host)
+    )
+    server = grpc_server([], listener_options(config.limits, config.timings))
+    service.register_with(server)
+    # It lives; whether it reaches its server says the refusal of a stream.
+    health_servicer = health.aio.HealthServicer()
+    await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    bound = bind_all(server, config, tls)
+    await server.start()
+    try:
+        async with insisting_on(server, str(bound)), beside(upstream.run()):
+            yield bound
+    finally:
+        await server.stop(config.timings.stop_grace_ms / 1000)

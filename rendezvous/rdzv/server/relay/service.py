@@ -1,0 +1,154 @@
+"""The relay's services: nodes' streams are passed on, and operators are sent to the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from rdzv.errors import (
+    InvalidRequestError,
+    NotLeaderError,
+    RendezvousError,
+    UnauthenticatedError,
+)
+from rdzv.server.relay.node_end import NodeEnd
+from rdzv.server.relay.upstream import Link, Upstream
+from rdzv.server.rpc.gate_interceptor import (
+    authorization_header,
+    certified_caller,
+    end_call,
+    host_of,
+)
+from rdzv.server.settings.config import Config
+from rdzv.v1 import rdzv_pb2 as pb
+
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+LAST_WRITE_S = 1.0
+"""How long a node may take to read the rest when its stream has ended."""
+
+
+class RelayService:
+    """Passes on the streams of nodes, as bytes."""
+
+    def __init__(
+        self, upstream: Upstream, config: Config, may_pass_tokens: Callable[[], bool]
+    ) -> None:
+        """`may_pass_tokens` says whether a token would travel unread by others."""
+        self._upstream = upstream
+        self._limits = config.limits
+        self._timings = config.timings
+        self._may_pass_tokens = may_pass_tokens
+
+    async def attach(self, request_iterator: object, context: Any) -> None:
+        """Carry one node's stream until either side ends it."""
+        try:
+            first = await self._first_message(context)
+            caller = self._caller(context)
+            link = await self._upstream.link(self._timings.leaderless_hold_ms / 1000)
+        except RendezvousError as error:
+            await end_call(context, error)
+            raise
+        node = NodeEnd(self._limits.outbox)
+        number = link.open(node, caller)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(_read(first, context, link, number))
+                await _write(context, node)
+                reading.cancel()
+        finally:
+            # This runs even if the node has died, because then the call is cancelled.
+            link.close(number)
+        if node.error is not None:
+            await end_call(context, node.error)
+
+    async def _first_message(self, context: Any) -> bytes:
+        timeout_s = self._timings.hello_timeout_ms / 1000
+        try:
+            async with asyncio.timeout(timeout_s):
+                first = await context.read()
+        except TimeoutError:
+            first = None
+        if not isinstance(first, bytes):
+            raise InvalidRequestError(
+                f"no hello within {timeout_s:g} s; send it as the first message of the stream"
+            )
+        return first
+
+    def _caller(self, context: Any) -> pb.RelayedCaller:
+        """Return what the node has shown, for the server to judge."""
+        header = authorization_header(context)
+        if header and not self._may_pass_tokens():
+            raise UnauthenticatedError(
+                "this relay passes no token on, for its way to the server is not encrypted; give "
+                "the relay upstream.ca, or this node a certificate"
+            )
+        certified = certified_caller(context)
+        return pb.RelayedCaller(
+            authorization=header or "",
+            name=certified.name if certified else "",
+            roles=sorted(certified.roles) if certified else (),
+            address=host_of(context.peer()),
+        )
+
+    async def send_to_server(self, request: object, context: Any) -> NoReturn:
+        """Name the server to a caller of anything else; its client asks there."""
+        server = str(self._upstream.server)
+        await end_call(
+            context,
+            NotLeaderError(
+                f"this is a relay, which carries the streams of nodes alone; ask the server at "
+                f"{server}",
+                server,
+            ),
+        )
+        raise AssertionError("the call has ended")
+
+    def register_with(self, server: grpc.aio.Server) -> None:
+        """Serve the calls of an rdzvd."""
+        attach: Handler = grpc.stream_stream_rpc_method_handler(self.attach)
+        _register(server, "Rendezvous", {"Attach": attach})
+        control = pb.DESCRIPTOR.services_by_name["Control"]
+        _register(
+            server,
+            "Control",
+            {
+                method.name: grpc.unary_stream_rpc_method_handler(self.send_to_server)
+                if method.server_streaming
+                else grpc.unary_unary_rpc_method_handler(self.send_to_server)
+                for method in control.methods
+            },
+        )
+
+
+def _register(server: grpc.aio.Server, service: str, handlers: dict[str, Handler]) -> None:
+    # Without converters, messages are bytes.
+    server.add_registered_method_handlers(f"rdzv.v1.{service}", handlers)
+
+
+async def _read(first: bytes, context: Any, link: Link, number: int) -> None:
+    """Pass on what the node sends, one message at a time."""
+    message: Any = first
+    while isinstance(message, bytes):
+        await link.pass_on(number, message)
+        try:
+            message = await context.read()
+        except grpc.aio.BaseError:
+            return
+    link.finish(number)
+
+
+async def _write(context: Any, node: NodeEnd) -> None:
+    """Pass on what the server sends, until the stream ends."""
+    while (message := await node.take()) is not None:
+        limit_s = LAST_WRITE_S if node.ended else None
+        try:
+            async with asyncio.timeout(limit_s):
+                await context.write(message)
+        except (TimeoutError, grpc.aio.BaseError):
+            return
