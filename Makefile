@@ -237,6 +237,10 @@ bench-store: $(READY)  ## what a commit costs, beside torchrun's; QUICK=1: half 
 	@$(BIN)/python bench/store.py $(if $(QUICK),--quick)
 	@$(BIN)/python bench/commits.py $(if $(QUICK),--quick)
 
+.PHONY: bench-store-ranks
+bench-store-ranks: $(READY)  ## init_process_group of up to 10,000 ranks with the round's store, beside torch's; ten minutes
+	@$(BIN)/python bench/store_ranks.py --out build/bench/store-ranks.jsonl
+
 .PHONY: bench-takeover
 bench-takeover: $(READY)  ## how long a job has no server when one dies; QUICK=1: three minutes
 	@$(BIN)/python bench/takeover.py $(if $(QUICK),--quick)

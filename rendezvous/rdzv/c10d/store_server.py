@@ -31,6 +31,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -99,6 +100,7 @@ def serve(fd: int) -> Any:
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]  # noqa: PTH100
 
+    prepare_for_many()
     host, port = reachable_at(fd)
     make = functools.partial(
         importlib.import_module("torch.distributed").TCPStore,
@@ -115,6 +117,18 @@ def serve(fd: int) -> Any:
     except NotImplementedError:
         # As in torch 2.4, where libuv's store, the default, takes no listening socket.
         return make(use_libuv=False)
+
+
+def prepare_for_many() -> None:
+    """Let this process hold a connection of each agent, and not ask DNS who they are.
+
+    The agent's store_host.py says why.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    if configure is not None:
+        configure(b"hosts", b"files")
 
 
 def reachable_at(fd: int) -> tuple[str, int]:

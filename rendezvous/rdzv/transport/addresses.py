@@ -64,6 +64,10 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+BACKLOG = (1 << 16) - 1
+"""How many clients may wait to be accepted: as many as the kernel allows (somaxconn)."""
+
+
 def listen_at(host: str, port: int) -> socket.socket:
     """Listen where torchrun's store would: on loopback if `host` names it, else on all addresses.
 
@@ -75,12 +79,12 @@ def listen_at(host: str, port: int) -> socket.socket:
     """
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=4096)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     if socket.has_dualstack_ipv6():
         return socket.create_server(
-            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
+            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
         )
-    return socket.create_server(("0.0.0.0", port), backlog=4096)
+    return socket.create_server(("0.0.0.0", port), backlog=BACKLOG)
 
 
 class StoreSocket:

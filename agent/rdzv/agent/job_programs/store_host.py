@@ -17,6 +17,8 @@ The choices, tested with torch 2.13:
 * `multi_tenant=False`: otherwise the stores of one process that have the same port would share one
   server. There should be one store here, and with sharing a second one would go unnoticed.
 * The port is always given: libuv accepts 0 for the socket's own port, the older server does not.
+* `prepare_for_many` before: torch's server looks up the name of each client that connects, in the
+  one thread that serves, and never closes a client's connection.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import functools
 import importlib
 import importlib.machinery
 import os
+import resource
 import signal
 import socket
 import sys
@@ -78,6 +81,7 @@ def serve(fd: int, wanted_port: int | None = None, *, whole_torch: bool) -> obje
     host, port = reachable_at(fd)
     if wanted_port not in (None, port):
         raise ValueError(f"the socket has port {port}, not {wanted_port}")
+    prepare_for_many()
     make = functools.partial(
         import_store_type(whole_torch=whole_torch),
         host,  # The address for the store's own client; it listens at the socket's.
@@ -110,6 +114,20 @@ def reachable_at(fd: int) -> tuple[str, int]:
         return host, port
     finally:
         sock.detach()
+
+
+def prepare_for_many() -> None:
+    """Let this process hold a connection of each rank, and not ask DNS who they are.
+
+    The soft limit of open files is often 1,024; the connections of ranks beyond it are reset. And
+    while a name server does not answer, for 5 s or more, the store serves nobody.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # glibc's; other C libraries have no services to choose from. /etc/hosts alone is read.
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
+    if configure is not None:
+        configure(b"hosts", b"files")
 
 
 def import_store_type(*, whole_torch: bool) -> Any:
