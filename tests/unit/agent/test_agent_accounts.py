@@ -1,4 +1,4 @@
-"""Whom a submitted job runs as, and that no trick of it makes root open what is not its own."""
+"""Which account a submitted job runs as; no trick of the job makes root open files it must not."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_rights_come_back_when_something_is_raised(shared: Path) -> None:
 
 
 def in_a_thread_with_groups(groups: tuple[int, ...], work: Callable[[], None]) -> None:
-    """Run something in a thread with groups of its own, which nobody else has then."""
+    """Run a function in a thread that has its own groups, which no other thread shares."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -431,7 +431,7 @@ def round_of(folder: Path, written: Written) -> Path:
 
 
 async def read_log(written: Written) -> list[Piece]:
-    """Read what `rdzvctl logs` would be sent, to its end."""
+    """Read the output that `rdzvctl logs` would be sent, to its end."""
     pieces: list[Piece] = []
     over = asyncio.Event()
 
@@ -461,7 +461,7 @@ async def test_logs_show_no_file_that_a_worker_puts_in_the_place_of_its_own(
     if trick == "log":
         round_of(home, written).symlink_to(secret)
     else:
-        # No link at its end: what `O_NOFOLLOW` knows nothing of.
+        # No link as the last component: `O_NOFOLLOW` does not help here.
         vault = shared / "vault"
         vault.mkdir(mode=0o700)
         (vault / "stdout.log").write_text(SECRET)
@@ -565,7 +565,7 @@ async def test_files_of_progress_are_the_workers_own_and_lead_nowhere_else(share
 
 
 def lead_elsewhere(path: Path, shared: Path) -> None:
-    """Put a link to a number that root alone may read in the place of a file of a worker's."""
+    """Replace a worker's file by a link to a number that only root may read."""
     assert path.stat().st_uid == ADA.uid
     number = shared / "number"
     number.write_text("42")
@@ -629,7 +629,7 @@ async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> 
 
 @needs_root
 async def test_a_file_is_watched_with_the_workers_rights(shared: Path) -> None:
-    """A folder that is replaced by a link tells nobody what changes where it leads to."""
+    """If a folder is replaced by a link, changes in the link's target are not reported."""
     home, private = own_folder(shared, "home"), shared / "private"
     private.mkdir(mode=0o700)
     (private / "progress").touch()

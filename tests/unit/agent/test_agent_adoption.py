@@ -1,7 +1,7 @@
-"""An agent goes on where the one before it was killed, at whatever moment that was.
+"""A new agent continues where the previous one was killed, at whatever moment that was.
 
-The runner is made up: it notes what it is asked, and keeps what it is to keep. An agent dies by
-doing nothing any more; its successor has only what the runner can tell.
+The runner is a fake: it records requests, and keeps the state it is given. An agent dies by doing
+nothing any more; its successor knows only what the runner can report.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_all_that_is_kept_is_read_again() -> None:
 
 
 def test_what_the_first_version_had_kept_is_read_still() -> None:
-    """It was recorded, and never changes: an upgraded agent adopts what the old one had."""
+    """Recorded once and never changed: an upgraded agent adopts what the old one kept."""
     recorded = json.loads(RECORDED.read_text())
     assert handover_state.decode_placement(json.dumps(recorded["placement"])).rdzv_id == "job"
     state = handover_state.decode_state(json.dumps(recorded["state"]))
@@ -173,7 +173,7 @@ def found(path: Path, placement: KeptPlacement = PLACEMENT) -> Any:
 
 @pytest.fixture
 def meets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Say who is met at which socket."""
+    """Set which runner answers at which socket."""
     there: dict[str, Any] = {}
 
     async def meet(path: Path) -> Any:
@@ -187,7 +187,7 @@ def meets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 async def heir(folder: Path, instance: str = "instance-1", **said: Any) -> RuntimeDirectory:
-    """Return the runtime_directory of an agent that was killed."""
+    """Return the runtime directory of an agent that was killed."""
     former = RuntimeDirectory(folder, "n1")
     former.instance = replace(former.instance, instance=instance)
     (folder / "runners").mkdir(exist_ok=True)
@@ -280,7 +280,7 @@ async def test_one_that_can_not_be_adopted_keeps_nobody_from_the_others(
 
 
 class Runner:
-    """Notes what it is asked, and goes on when its agent is dead."""
+    """Records requests, and continues when its agent is dead."""
 
     pid = 4711
 
@@ -289,12 +289,12 @@ class Runner:
         self.keeps: dict[str, str] = {}
         self.tell: Any = None
         self.deaf_to: set[str] = set()
-        """What its agent dies before asking."""
+        """The requests at which its agent dies."""
         self.last_round: int | None = None
         self.store_hosts: set[int] = set()
         self.served: list[tuple[float, float]] = []
         self.held_for: list[int | None] = []
-        """The limits with which each of its agents has asked it to hold snapshots."""
+        """The limits with which each agent has asked it to hold snapshots."""
 
     def hold_snapshots(self, limit_bytes: int | None) -> None:
         self.held_for.append(limit_bytes)
@@ -339,7 +339,7 @@ class Runner:
 
 
 class Link:
-    """Notes what is said, and by whom."""
+    """Records what each agent says."""
 
     tolerated_ms = 5_000
 
@@ -390,7 +390,7 @@ class Story:
         self.drivers.append(JobDriver(self.launch, self.link, "r1", keeping))  # type: ignore[arg-type]
 
     async def die_and_come_back(self) -> None:
-        """Have the agent die, without a word, and another go on."""
+        """Let the agent die without a word, and start its successor."""
         self.runner.tell = None
         self.runner.deaf_to.clear()
         self.new_agent()
@@ -404,7 +404,7 @@ class Story:
                 await asyncio.sleep(0.001)
 
     async def begin_round(self, line: Assignment) -> None:
-        """Have a round complete, and wait until the workers' files were made, or it has failed."""
+        """Complete a round, and wait until the workers' files exist or the round has failed."""
         said = len(self.link.said)
         self.driver.post(events.RoundCompleted(line))
         await self.until(
@@ -469,7 +469,7 @@ async def test_what_is_held_in_memory_is_known_to_the_next_agent(s: Story) -> No
     assert believed is not None
     (held,) = believed.join.snapshots
     assert (held.mark.step, held.mark.series, held.bytes) == (40, "f00d", 1_000)
-    # The next agent asks for all that is held, and is told it again.
+    # The next agent asks for all held snapshots, and receives them again.
     assert s.runner.held_for == [None, None]
 
 
@@ -520,7 +520,7 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
     await s.die_and_come_back()
     ((what, round_, signum, grace_ms),) = s.runner.asked[1:]
     assert (what, round_, signum) == ("stop", 0, signal.SIGTERM)
-    # What is left of the grace, which began when it was decided.
+    # The rest of the grace period, which began with the decision.
     assert 0 <= grace_ms <= JOB.failure_stop_timeout_ms
     assert s.phase() == pb.Belief.STOPPING
     s.runner.tell(runner_link.WorkersGone(0))
@@ -529,7 +529,7 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
 
 
 async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(s: Story) -> None:
-    """Its end may have been heard by an agent that died before it had noted it."""
+    """An agent may have received the exit and died before it recorded it."""
     await s.begin_round(s.line())
     s.driver.post(events.Fenced(0, 10))
     await s.die_and_come_back()
@@ -560,7 +560,7 @@ async def test_a_failure_that_the_former_agent_has_heard_is_in_the_belief(s: Sto
     belief = s.driver.belief()
     assert belief is not None
     assert [failure.exit_code for failure in belief.failures] == [3]
-    # It is told again where the former agent died before it said that it has heard it.
+    # The runner sends it again, since the previous agent died before it acknowledged it.
     await s.runner.tell(runner_link.WorkerExited(0, 0, 100, 3, None, 4_000))
     belief = s.driver.belief()
     assert belief is not None
@@ -651,7 +651,7 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     )
     assert s.phase() == pb.Belief.RUNNING
     assert s.runner.asked == [("start", 0, 2)]
-    # The next round fails here, and says why; nothing else does.
+    # The next round fails here and says why; nothing else happens.
     s.driver.post(events.RoundEnded("r1", 0, Cause.NODE_LOST, "n2 is lost", broken=True))
     s.runner.tell(runner_link.WorkersGone(0))
     await s.until(lambda: s.phase() == pb.Belief.JOINING)

@@ -1,4 +1,4 @@
-"""When workers enter collectives is told by the server's clock, and the same ones by each node."""
+"""The times at which workers enter collectives: by the server's clock, the same ones on each node."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_fastest_answer_counts_until_it_is_old() -> None:
     clock.note(100 * MS, 101 * MS, 1_000_100_500)
     clock.note(200 * MS, 240 * MS, 1_000_220_000)
     assert clock.read(240 * MS) == Reading(1_000_000_500, 1_006)
-    # A hundred seconds later it may be wrong by five more milliseconds.
+    # A hundred seconds later it may be off by five more milliseconds.
     assert clock.read(100_101 * MS) == Reading(1_000_000_500, 6_000)
     for _ in range(KEPT):
         clock.note(300 * MS, 320 * MS, 1_000_310_000)
@@ -76,7 +76,7 @@ def test_the_fastest_answer_counts_until_it_is_old() -> None:
 
 
 class Reader(RecordReader):
-    """Has a record of pid 1, and none of others."""
+    """Has a record of pid 1 only."""
 
     async def times(self, file: str, pid: int, timeout_s: float) -> dict[str, GroupTimes]:
         if pid != 1:

@@ -1,6 +1,6 @@
 """Workers are asked for their collectives on a socket beside their progress file.
 
-Each question has a deadline. A small server answers here in the place of torch.
+Each request has a deadline. A small server answers in place of torch.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ async def test_an_older_torch_has_another_name_for_it(tmp_path: Path) -> None:
 
 
 async def test_the_workers_own_socket_comes_first(tmp_path: Path) -> None:
-    """A shell script in its place has a child with one; a fork of the worker may have another."""
+    """A shell script that is the worker has a child with the socket; a fork may have another."""
     async with serving(tmp_path / "collectives.99.00000000", Torch(trace(1))):
         assert (await ask(tmp_path)).completed == 1
         async with serving(tmp_path / f"collectives.{PID}.ffffffff", Torch(trace(2))):
@@ -139,7 +139,7 @@ async def test_an_answer_that_does_not_end_is_cut(
 async def test_a_torch_without_such_a_record_is_told_apart_from_one_that_does_not_answer(
     tmp_path: Path,
 ) -> None:
-    """Each of the names was tried; torch 2.4 answers, and knows none of them."""
+    """Each name was tried: torch 2.4 answers, but knows none of them."""
     torch = Torch(handler="ping")
     async with serving(tmp_path / f"collectives.{PID}.0a1b2c3d", torch):
         with pytest.raises(NoRecordError) as raised:
@@ -175,7 +175,9 @@ async def test_why_there_is_no_record(tmp_path: Path, files: dict[str, str], why
 def test_a_torch_that_gives_no_record_is_left_alone(
     tmp_path: Path, handlers: list[str] | None, started: bool
 ) -> None:
-    """Its server would be of no use, and has crashed processes that were asked as they ended."""
+    """Its server would be useless there, and has crashed processes that were asked while they
+    exited.
+    """
     site, folder = tmp_path / "site", tmp_path / "worker"
     folder.mkdir()
     names = "" if handlers is None else f"def _get_handler_names(): return {handlers}\n"
@@ -195,7 +197,7 @@ def test_a_torch_that_gives_no_record_is_left_alone(
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     with pytest.raises(NoRecordError) as raised:
         asyncio.run(reader().read(str(folder / "progress"), int(done.stdout), 64, 5.0))
-    # What is started here has no library of torch, and says so.
+    # The program started here has no torch, and says so.
     assert (str(raised.value) != OLDER) is started
 
 
@@ -263,7 +265,7 @@ class Watch:
 
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second passes from one look to the next."""
+    """One second passes between two examinations."""
     at_ms = [0]
 
     def now_ms() -> int:
@@ -305,7 +307,7 @@ async def test_one_that_has_used_collectives_at_its_start_alone_is_not_watched(
 
 
 async def test_one_that_answers_no_more_is_not_silent(tmp_path: Path) -> None:
-    """It may be the machine that is slow; those who wait for this worker answer."""
+    """The machine may be slow; the workers that wait for this one still answer."""
     async with serving(tmp_path / f"collectives.{os.getpid()}.0a1b2c3d", Torch(trace(5))) as torch:
         w = Watch(tmp_path)
         await w.look(5)

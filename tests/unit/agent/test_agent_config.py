@@ -1,4 +1,4 @@
-"""rdzv-agent's configuration: what is refused, and what a submitted job gets of it."""
+"""The configuration of rdzv-agent: what is refused, and what it means for a submitted job."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_the_least_configuration_is_enough(tmp_path: Path) -> None:
     [("gpu-7", 'node_id = "gpu-7"'), ("gpu 7", "`node_id` is 'gpu 7', by RDZV_NODE_ID")],
 )
 def test_the_environment_may_name_the_node(tmp_path: Path, name: str, shown: str) -> None:
-    """As a pod's does: all pods of a DaemonSet have the same file."""
+    """As in a DaemonSet, whose pods all have the same file."""
     done = subprocess.run(
         [sys.executable, "-m", "rdzv.agent", "--print-config", f"--config={written(tmp_path, '')}"],
         capture_output=True,
@@ -157,7 +157,7 @@ SHIPPED = Path(__file__).parents[3] / "deploy" / "systemd" / "agent.toml"
 def test_root_may_look_at_the_file_as_it_is_shipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
-    """Its head recommends both, and the unit starts the agent as another account."""
+    """The head of the file recommends both, and the unit starts the agent as another account."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path))
     result = CliRunner().invoke(main.main, [f"--config={SHIPPED}", option])

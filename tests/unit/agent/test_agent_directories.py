@@ -1,4 +1,4 @@
-"""The agent's own directories: nobody else may have made them, or may replace them."""
+"""The agent's own directories: no other user may have created them or be able to replace them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.accounts import ADA, needs_root, own_folder, passable_folder
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder as /tmp is: everybody may write there, and remove what is their own."""
+    """A folder like /tmp: every user may write there, and remove their own files."""
     with passable_folder() as folder:
         folder.chmod(0o1777)
         yield folder
@@ -51,7 +51,7 @@ def test_a_directory_that_somebody_else_has_made_is_refused(shared: Path) -> Non
 
 @needs_root
 def test_a_folder_of_another_account_is_taken_where_root_has_put_it(shared: Path) -> None:
-    """As the homes of a group in its head's folder; where jobs have accounts, that is refused."""
+    """Like home directories in a folder of their group; refused if jobs have accounts."""
     shared.chmod(0o755)
     group = own_folder(shared, "group")
     own = group / "own"

@@ -1,4 +1,4 @@
-"""One job's driver, with a link and a runner that are made up: what it says, how it fails."""
+"""The driver of one job, with a fake link and a fake runner: what it reports, and how it fails."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LINE = Assignment("r1", 0, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, False, 0, 0)
 
 
 class Runner:
-    """Notes what it is asked for; `tell` lets something happen."""
+    """Records requests; `tell` triggers an event."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -62,7 +62,7 @@ class Runner:
 
 
 class Link:
-    """Notes what is said."""
+    """Records what the driver sends."""
 
     def __init__(self) -> None:
         self.said: list[pb.NodeMessage] = []
@@ -77,7 +77,7 @@ class Link:
 
 
 async def well() -> str:
-    """Find nothing wrong with the node."""
+    """Find no fault with the node."""
     return ""
 
 
@@ -230,7 +230,7 @@ async def test_closing_can_be_tried_again(f: Fixture) -> None:
 
 
 def fail(f: Fixture, wrong: str) -> list[asyncio.Event]:
-    """Have a worker of the first round fail on a node that is found to be like this when asked."""
+    """Let a worker of the first round fail on a node whose health check gives this result."""
     looked, may_answer = asyncio.Event(), asyncio.Event()
 
     async def examine() -> str:
@@ -255,7 +255,7 @@ async def said(f: Fixture, body: str) -> pb.NodeMessage:
 async def test_a_node_whose_worker_failed_joins_again_when_it_was_found_well(f: Fixture) -> None:
     looked, may_answer = fail(f, "")
     await looked.wait()
-    # Its seat is its own meanwhile, also to a server that it has to say hello to.
+    # Its seat stays its own meanwhile, even at a server that it has to send Hello to.
     assert f.bodies()[-1] == "failed"
     belief = f.driver.belief()
     assert belief is not None
@@ -325,7 +325,7 @@ async def test_restarts_are_counted_as_the_server_counts_them(
 
 @pytest.fixture
 def in_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Calls that this thread, which is the event loop's, makes on a path below `remote`."""
+    """Calls made by this thread, the event loop's, on a path below `remote`."""
     made: list[str] = []
     loop = threading.get_ident()
 
@@ -352,7 +352,7 @@ def in_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_the_event_loop_touches_nothing_that_may_be_on_a_file_server(
     f: Fixture, tmp_path: Path, in_the_loop: list[str]
 ) -> None:
-    """A round from its beginning to a failure, and the next one."""
+    """A round from start to failure, and the next one."""
     remote = tmp_path / "remote"
 
     def make_files() -> None:
@@ -392,7 +392,7 @@ def ends(round_: int) -> events.RoundEnded:
 
 @pytest.fixture
 def opening(f: Fixture, monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Future[Any]]:
-    """What the file system answers each time that a round's files are made; the test decides."""
+    """The file system's answers when the files of a round are created; the test decides."""
     asked: list[asyncio.Future[Any]] = []
 
     async def open_round(*_: Any) -> Any:
@@ -406,7 +406,7 @@ def opening(f: Fixture, monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Future[
 async def test_no_worker_starts_once_it_was_decided_that_they_stop(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
-    """Not even where the files are there at that very moment, and the start goes on next."""
+    """Not even if the files appear at that very moment and the start would go on next."""
     f.driver.post(events.RoundCompleted(LINE))
     await until(lambda: opening)
     opening[0].set_result(((), []))

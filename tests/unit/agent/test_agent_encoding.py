@@ -1,4 +1,4 @@
-"""What the agent says is what the server understands, and the other way round."""
+"""What the agent encodes is what the server decodes, and the other way round."""
 
 import pytest
 
@@ -84,7 +84,7 @@ REPORTED_KILL = asked.FailureReport(2, 6, 98, None, 9, "received SIGKILL (pid 98
 
 
 def heard(message: pb.NodeMessage) -> asked.Command:
-    """Return what the server makes of a message that has gone over the wire."""
+    """Return the server's view of a message that was serialized and parsed again."""
     message = pb.NodeMessage.FromString(message.SerializeToString())
     rdzv_id, command = inbound_nodes.command_of(message, SPEAKER, LIMITS)
     assert rdzv_id == "job-7"
@@ -324,7 +324,7 @@ def test_what_a_run_has_spent_is_said_back_as_old_as_it_has_become() -> None:
     state = replace(IN_ROUND, assignment=heard_of.assignment, phase=Phase.RUNNING)
     believed = encoding.belief(state, OFFER, NOW_MS + 5_000, refuse_reuse=False)
     assert tally_of(believed.round.tally) == Tally(tally.spent, (75_000, 6_000))
-    # What is said again of the same round is no other round.
+    # A repeated announcement of the same round does not make it another round.
     assert heard_of.assignment == replace(heard_of.assignment, tally=None, heard_at_ms=0)
 
 
@@ -341,7 +341,7 @@ def test_a_node_that_has_workers_does_not_say_that_they_are_gone() -> None:
 
 
 def test_a_node_with_workers_holds_no_port_and_is_heard_all_the_same() -> None:
-    """Otherwise a server that starts anew would refuse every node that trains."""
+    """Otherwise a restarted server would refuse every node that is training."""
     for state, has_workers, expected in BELIEFS.values():
         if has_workers:
             offer = replace(OFFER, store_port=0)
@@ -432,7 +432,7 @@ TOLD = {
     "heard": (pb.ServerMessage(heard=pb.Heard(number=7)), None),
     "read_log": (pb.ServerMessage(read_log=pb.ReadLog(request=5, rdzv_id="job-7")), None),
     "log_credit": (pb.ServerMessage(log_credit=pb.LogCredit(request=5, bytes=7)), None),
-    # These concern who takes up jobs, who may have no driver for this one yet, or any more.
+    # These are for the object that accepts jobs, which may have no driver for this one (any more).
     "placed": (pb.ServerMessage(placed=pb.Placed(rdzv_id="job-7", run="r1")), None),
     "withdrawn": (pb.ServerMessage(withdrawn=pb.Withdrawn(rdzv_id="job-7", run="r1")), None),
     "look_again": (pb.ServerMessage(look_again=pb.LookAgain()), None),

@@ -45,7 +45,7 @@ EXPORTED_BY_TORCHRUN = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""What torchrun 2.13 sets where nothing was set before, and no watchdog timer is on."""
+"""The variables that torchrun 2.13 sets if none were set before and no watchdog timer is on."""
 
 BEYOND_TORCHRUN = {
     "RDZV_ROUND": "5",
@@ -142,11 +142,11 @@ MARK = SnapshotMark(2, 40, "f00d", 2, 8)
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        # A server that does not know of snapshots, and a first round, which has none.
+        # A server without support for snapshots; and a first round, which has none.
         ({"round": 3}, None),
         ({"round": 0}, None),
         ({"round": 3, "snapshot": MARK, "snapshot_loads": 1, "origin": 0}, "2:40:f00d"),
-        # The round begins from the script's own checkpoint, or kept workers have the state.
+        # The round starts from the script's own checkpoint, or kept workers have the state.
         ({"round": 3, "origin": 3}, ""),
         ({"round": 3, "source": 1, "snapshot": MARK}, ""),
     ],

@@ -1,4 +1,4 @@
-"""What a failed worker left behind is understood, whatever it is."""
+"""The error file of a failed worker is understood, whatever is in it."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""What is kept of a job for when it is over, out of what its agent sees and does."""
+"""The record that an agent keeps of a job for the time after its end."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ LINE = Assignment("r", 3, 1, 2, 4, 8, 2, 6, "a", 1, True, 0, 1)
 
 
 class Recorder:
-    """Stands in for the process of the handler."""
+    """Stands in for the handler's process."""
 
     def __init__(self) -> None:
         self.events: list[Mapping[str, Any]] = []
@@ -30,7 +30,7 @@ class Recorder:
 
 
 class Play:
-    """One agent core, and the recorder that looks on; the clock is moved by hand."""
+    """An agent core and the recorder that observes it; the test moves the clock."""
 
     def __init__(self, size: int = 2) -> None:
         job = Job("job-7", "n1", Settings(2, 2), local_world_size=size, shutdown_timeout_ms=7_000)
@@ -174,7 +174,7 @@ def test_who_leaves_by_a_signal_has_failed_with_the_reason(play: Play) -> None:
 
 def test_who_never_had_a_round_has_failed_without_workers(play: Play) -> None:
     play.close(Result.FAILED)
-    assert play.recorded() == []  # Not of a run that it has heard of.
+    assert play.recorded() == []  # Not for a run that it has received.
     play.see(events.Joined("r", 1))
     play.close(Result.FAILED)
     assert play.recorded() == [("AGENT", "FAILED")]

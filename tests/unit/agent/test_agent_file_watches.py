@@ -1,4 +1,4 @@
-"""Files that are waited for: one on a file server that hangs keeps no other from being watched."""
+"""File watches: a file on a file server that hangs does not keep others from being watched."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_file_that_hangs_keeps_no_other_from_being_watched(
         watches.arm(near)
         near.path.write_text("x")
         await near.woken.wait()
-        # What has changed while the watch was being set is not missed.
+        # A change made while the watch was being set up is not missed.
         far.path.write_text("x")
         answers.set()
         await arming

@@ -1,4 +1,4 @@
-"""What torch has recorded of a worker's collectives is read, and reduced to what is compared."""
+"""Torch's records of a worker's collectives are read, and reduced to what is compared."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_gloos_entries_are_done_once_they_are_retired() -> None:
 
 
 def test_nccls_entries_are_done_once_they_are_completed() -> None:
-    """One that is retired without has timed out."""
+    """A retired collective has not timed out."""
     done = entry(1, "nccl:all_reduce", state="completed")
     late = entry(2, "nccl:all_reduce", state="started", retired=True)
     (group,) = record(done, late).groups
@@ -60,7 +60,7 @@ def test_nccls_entries_are_done_once_they_are_completed() -> None:
 
 
 def test_the_latest_of_a_worker_whose_collective_has_failed_is_not_done() -> None:
-    """Torch may have retired it by then, or not yet."""
+    """Torch may or may not have retired it by then."""
     for retired in (True, False):
         latest = entry(2, retired=retired, time_created_ns=NOW_NS - 3_000_000_000)
         text = json.dumps({"entries": [latest, entry(1)]}).encode()
@@ -127,7 +127,7 @@ def test_gloos_are_entered_when_they_are_recorded() -> None:
 
 
 def test_nccls_are_told_by_their_durations_where_these_are_measured() -> None:
-    """They are recorded when they are enqueued. The last to enter has the shortest duration."""
+    """Collectives are recorded when enqueued, so the last to enter has the shortest duration."""
     done = {"operation": "nccl:all_reduce", "state": "completed", "time_created_ns": NOW_NS}
     found = times(entry(1, **done, duration_ms=1.5), entry(2, **done))
     assert found == {"0": GroupTimes({1: -1_500}, {1: 0}, by_duration=True)}

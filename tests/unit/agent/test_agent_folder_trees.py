@@ -23,7 +23,7 @@ PLENTY = 1 << 40
 
 @pytest.fixture(autouse=True)
 def nothing_deep_is_left(tmp_path: Path) -> Iterator[None]:
-    """Pytest removes the folders of old runs, if they are not too deep for Python."""
+    """Pytest removes the folders of old runs, unless they are too deep for Python."""
     yield
     subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
 
@@ -35,7 +35,7 @@ def shared() -> Iterator[Path]:
 
 
 def deep(top: Path, levels: int) -> None:
-    """Make folders in folders, beyond what a path can spell; a file in each."""
+    """Create nested folders, deeper than a path can spell, with a file in each."""
     folder = os.open(top, os.O_RDONLY)
     for _ in range(levels):
         os.close(os.open("file", os.O_WRONLY | os.O_CREAT, dir_fd=folder))
@@ -173,7 +173,7 @@ def test_nothing_is_removed_that_its_account_may_not_remove(shared: Path) -> Non
 
 @needs_root
 def test_an_account_need_not_reach_its_folder(shared: Path) -> None:
-    """As where jobs ran as accounts once, and do so no more."""
+    """As on a node where jobs once ran as accounts and no longer do."""
     top = own_folder(shared, "top")
     (top / "file").write_bytes(b"x" * 100_000)
     owned(ADA, top)
@@ -232,7 +232,7 @@ def test_what_can_not_be_removed_is_said_and_stops_nothing_else(
 def test_a_folder_that_root_could_not_list_either_is_none_of_the_sweeps_business(
     shared: Path,
 ) -> None:
-    """What is mounted in a job's folder is neither looked at nor emptied."""
+    """Anything mounted in a job's folder is neither examined nor emptied."""
     folders = RunFolders(shared)
     path = old_run(folders, "job", ADA)
     mount = path / "mounted"

@@ -1,4 +1,4 @@
-"""A fork of the zygote, which is the job's own process, cannot make the runner hold much for it."""
+"""A fork of the zygote is the job's own process; it cannot make the runner hold much for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FDS_EACH = 16
 
 
 class Told:
-    """A fork that has its order, and its own end of the link."""
+    """A fork that has received its order, and its own end of the link."""
 
     def __init__(self) -> None:
         ours, self.fork_end = socket.socketpair()

@@ -1,4 +1,4 @@
-"""NVML is asked for each GPU by itself, and what it does not show is left out."""
+"""NVML is queried for each GPU separately; values it does not provide are left out."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rdzv.core.gpu_state import GpuState
 
 
 class Nvml(SimpleNamespace):
-    """A stand-in for module `pynvml`: two GPUs, of which one is divided, and one that is lost."""
+    """A fake module `pynvml` with two GPUs, one partitioned and one lost."""
 
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
 
     class NVMLError(Exception):
-        """NVML's one error."""
+        """NVML's only error type."""
 
     def refused(self, *_args: object) -> Any:
         raise self.NVMLError("not supported")
@@ -42,7 +42,7 @@ def nvml(**changes: Any) -> Nvml:
         "nvmlDeviceGetMigMode": lambda gpu: [gpu == "divided", 0],
         "nvmlDeviceGetMaxMigDeviceCount": lambda _gpu: 7,
         "nvmlDeviceGetMigDeviceHandleByIndex": made.mig_device,
-        # NVML knows no clocks of a part.
+        # NVML knows no clocks of a partition.
         "nvmlDeviceGetClockInfo": lambda gpu, _kind: {"whole": 600, "divided": 1_200}[gpu],
         "nvmlDeviceGetMaxClockInfo": lambda _gpu, _kind: 1_980,
         "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: 0x48 if gpu == "whole" else 0,

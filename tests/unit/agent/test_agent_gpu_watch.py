@@ -1,4 +1,4 @@
-"""What NVML shows of the workers' GPUs is reported, to the worker whose processes use them."""
+"""The GPU state that NVML shows is reported with the worker whose processes use the GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_whose_gpu_it_is(
 
 
 class Nvml:
-    """Shows these GPUs."""
+    """Returns these GPUs."""
 
     def __init__(self, *gpus: UsedGpu) -> None:
         self.gpus = gpus

@@ -1,4 +1,4 @@
-"""What the agent starts as another account is not forked through the handlers of gRPC."""
+"""Programs that the agent starts as another account are not forked through gRPC's handlers."""
 
 import subprocess
 import sys
@@ -50,5 +50,5 @@ def test_no_handler_of_grpc_runs_in_what_is_started_as_another_account() -> None
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    # gRPC may have other things to say.
+    # gRPC may log other lines, too.
     assert "fork" not in done.stderr

@@ -1,7 +1,7 @@
-"""A worker hangs that has told of its progress, and then is silent for too long.
+"""A worker hangs if it has reported progress and is then silent for too long.
 
-For so long as anybody watched; by its own measure, if that is asked for; not while a debugger holds
-it.
+Only time under observation counts. The limit may be learned from the worker's own intervals. Time
+in a debugger does not count.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_a_worker_that_reports_nothing_is_judged_by_its_collectives() -> None:
 
 
 def test_a_worker_that_starts_slowly_does_not_hang_by_its_few_collectives() -> None:
-    """It may import, wrap and compile between its first ones."""
+    """It may import, wrap and compile between its first collectives."""
     assert watched(*counts(None, 1, 2, *[2] * 50)).why_hung(5_000) == ""
     assert "for 60 s, limit 60 s" in watched(*counts(None, 1, 2, *[2] * 60)).why_hung(5_000)
 
@@ -142,7 +142,7 @@ def test_a_worker_that_cannot_be_asked_is_not_silent() -> None:
 
 
 def test_pauses_between_counts_are_no_longer_than_they_must_have_been() -> None:
-    """Counted every 6 s: 60 collectives in one interval are none of 6 s each."""
+    """Counted every 6 s: with 60 collectives in one interval, no single one takes 6 s."""
     looks = [Observation(None, "S", None, n, 6_000) for n in (10, 70, 70, 70, 130)]
     assert watched(*looks, every_ms=6_000).intervals_ms == (6_000, 100, 12_000)
 
@@ -174,7 +174,7 @@ class Watch:
 
 @pytest.fixture(name="clock")
 def _clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Time that passes by a second from one call to the next, and as the test says."""
+    """A clock that advances by one second with each call, and by as much as the test says."""
     at_ms = [0]
 
     def now_ms() -> int:
@@ -187,9 +187,10 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(name="pid")
 def _pid(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A worker's pid, whose process sleeps as one that waits does, at each look.
+    """The pid of a worker whose process sleeps, as if waiting, at each observation.
 
-    Where memory is short a real one may be in D state at all looks, which are made at once here.
+    If memory is short, a real process may be in D state at all observations, which follow each
+    other at once here.
     """
     monkeypatch.setattr(hang_watch, "process_state", lambda _: "S")
     return 4711
@@ -197,7 +198,7 @@ def _pid(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture(name="stopped")
 def _stopped() -> Iterator[int]:
-    """The pid of a process that is stopped."""
+    """The pid of a stopped process."""
     with subprocess.Popen(["sleep", "600"]) as process:
         process.send_signal(signal.SIGSTOP)
         yield process.pid
@@ -230,7 +231,7 @@ async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
 async def test_the_same_step_once_more_is_a_sign_of_life(
     tmp_path: Path, clock: list[int], pid: int
 ) -> None:
-    """So that an evaluation, or a long save, can be told from a hang."""
+    """This tells an evaluation or a long save from a hang."""
     w = Watch(tmp_path, FIXED, pid)
     w.file.write_bytes(b"7\n")
     w.look(13)
@@ -279,7 +280,7 @@ async def test_without_a_timeout_nobody_is_watched(tmp_path: Path, pid: int) -> 
 async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_round(
     tmp_path: Path, clock: list[int], pid: int
 ) -> None:
-    """So a job whose evaluation is longer than anybody knew is not ended by it for ever."""
+    """So a job whose evaluation takes longer than expected is not ended by it forever."""
     w = Watch(tmp_path, AUTO, pid)
     w.file.write_bytes(b"7\n")
     w.look(200)

@@ -1,7 +1,7 @@
-"""Whether a node is well: what each check finds, and when it is looked again.
+"""The health of a node: what each check finds, and when it runs again.
 
-Checks that stand in for others say what they are told to. Those of disks and GPUs look at what the
-test made for them; no GPU is touched, and nothing here has met a real kernel's log.
+Stand-in checks return what the test sets. Checks of disks and GPUs examine files that the test
+creates; no GPU is touched, and no real kernel log is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NONE: frozenset[str] = frozenset()
 
 
 class Fake:
-    """A check that finds what it is told to, and counts how often it was asked."""
+    """A check that returns what the test sets, and counts its calls."""
 
     def __init__(self, name: str = "fan") -> None:
         self.name, self.timeout_s = name, 5.0
@@ -48,7 +48,7 @@ class Fake:
 
 @pytest.fixture(name="quick")
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries come at once, and no deadline is far."""
+    """Retries follow at once, and no deadline is far away."""
     monkeypatch.setattr(health, "FIRST_RETRY_S", 0.01)
     monkeypatch.setattr(health, "LONGEST_RETRY_S", 0.02)
     monkeypatch.setattr(health, "END_S", 0.05)
@@ -129,7 +129,7 @@ async def test_a_node_that_is_well_is_not_looked_at_without_need() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
     assert len(fan.asked) == 1
-    # An operator wants to have it looked at.
+    # An operator requests a check.
     node.look_again()
     await until(lambda: len(fan.asked) == 2)
     assert fan.lifted == 1
@@ -144,7 +144,7 @@ async def test_a_node_without_a_job_is_looked_at_now_and_then() -> None:
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(node.run())
         await until(lambda: len(fan.asked) > 2)
-        # It becomes ill, and nobody had to ask; then it heals.
+        # The node fails without a request, then recovers.
         fan.wrong = "stands still"
         await until(lambda: heard == [True])
         fan.wrong = ""
@@ -166,7 +166,7 @@ async def test_while_a_job_is_there_only_need_has_it_looked_at() -> None:
         running = tasks.create_task(node.run())
         await until(lambda: len(fan.asked) > 1)
         running.cancel()
-    # Once at the start, and then only when the job was gone.
+    # Once at the start, and then only after the end of the job.
     assert passed[:4] == [1, 1, 1, 1]
 
 
@@ -227,7 +227,7 @@ async def test_a_command_is_told_which_gpus_nobody_has() -> None:
 @pytest.mark.slow
 async def test_a_command_that_does_not_end_is_ended_with_all_that_it_began(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    # A shell is up in a moment, on any machine.
+    # A shell starts in a moment, on any machine.
     script = f"sleep 600 & echo $! >'{pid}'; echo waits for ever; wait"
     found = await Command("command sh", 1.0, ("/bin/sh", "-c", script), {}).look(NONE)
     assert found == "did not end within 1 s: waits for ever"
@@ -307,7 +307,7 @@ async def test_a_gpu_that_does_not_answer_is_named() -> None:
 
 
 def test_each_gpu_is_asked_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has fallen off the bus hides no other."""
+    """A GPU that has fallen off the bus does not hide another."""
     (tmp_path / "pynvml.py").write_text(
         textwrap.dedent(
             """
@@ -374,7 +374,7 @@ async def test_what_an_operator_has_looked_at_does_not_count_until_the_next_boot
     assert (await check.look(NONE)).startswith("79 on 0000:3b:00")
     await check.lift()
     assert await check.look(NONE) == ""
-    # It is remembered by the next agent, and what comes later counts.
+    # The next agent remembers it, and counts only what comes later.
     check = Xids("xid", 5.0, log=log, lifted=xid.Lifted(tmp_path / "lifted.json", boot))
     assert await check.look(NONE) == ""
     log.write_text(RECORDS + "4,805,9000000,-;NVRM: Xid (PCI:0000:86:00): 79, fell off\n")
@@ -392,7 +392,7 @@ async def test_a_log_that_can_not_be_read_is_a_reason(tmp_path: Path) -> None:
 
 
 def test_records_come_from_a_device_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from /dev/kmsg: a record a read, a gap where some were overwritten, and then the end."""
+    """Like /dev/kmsg: one record per read, a gap where some were overwritten, and then the end."""
     answers = [b"4,1,9,-;one\n SUBSYSTEM=pci\n", BrokenPipeError(), b"4,7,9,-;two\n"]
 
     def read(fd: int, size: int) -> bytes:

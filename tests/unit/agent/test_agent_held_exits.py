@@ -22,7 +22,7 @@ CUT = "[pair.cc:534] Connection closed by peer [10.0.0.7]:33001"
 
 
 def record(waits_s: float) -> bytes:
-    """Return torch's record of a worker that has waited in its second collective."""
+    """Return torch's record of a worker that waits in its second collective."""
     now_ns = time.time_ns()
     entries = [
         {
@@ -48,7 +48,7 @@ class Node:
         self.exits.open_round(LINE)
 
     def leave(self, error: str, waits_s: float) -> None:
-        """Leave what the hook leaves in a worker that ends by an error of a collective."""
+        """Write the file that the hook leaves when a worker ends by an error of a collective."""
         path = self.file.with_name(f"collectives.{PID}.last")
         path.write_bytes(error.encode() + b"\n" + record(waits_s))
 
@@ -128,7 +128,7 @@ async def test_nothing_is_held_without_the_trace_or_with_one_worker(tmp_path: Pa
 async def test_of_one_that_was_aborted_the_last_answer_counts_if_it_waited_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NCCL's watchdog does it: no Python runs any more."""
+    """As NCCL's watchdog ends it: no Python code runs any more."""
 
     async def answer(folder: Path, pid: int, identity: object) -> bytes:
         return record(waited_s)

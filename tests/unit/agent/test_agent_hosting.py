@@ -1,4 +1,4 @@
-"""The server that a node brings along for itself."""
+"""The server that a node starts for itself."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What rdzvrun imports until its workers start: each module is time that every start takes."""
+"""The modules that rdzvrun imports before its workers start: each one delays every start."""
 
 import subprocess
 import sys
@@ -27,14 +27,14 @@ NEVER = (
         "rdzv.agent.handover.adoption",
     ),
 )
-"""What a job with a server of its own has no use for, however it is launched."""
+"""Modules that a job with its own server does not need, however it is launched."""
 
 TO_TALK = ("grpc", "google.protobuf", "rdzv.v1", "rdzv.server", "rdzv.agent.job.job_driver")
-"""What nobody waits for whose command line is refused."""
+"""Modules that are not needed to refuse a command line."""
 
 
 def imported_by(program: str) -> set[str]:
-    """Return the modules that a program has imported once it has run."""
+    """Return the modules that a program has imported by its end."""
     asked = f"{program}\nimport sys\nprint(*sys.modules)"
     told = subprocess.run(
         [sys.executable, "-c", asked], capture_output=True, text=True, timeout=100, check=True

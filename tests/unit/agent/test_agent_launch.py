@@ -1,4 +1,4 @@
-"""What a node can offer for a job: addresses, a listening socket for the store, an interpreter."""
+"""What a node can offer to a job: addresses, a listening socket for the store, an interpreter."""
 
 import asyncio
 import contextlib
@@ -70,7 +70,7 @@ def test_a_released_port_is_free(store: StoreSocket) -> None:
 
 
 class Forgetful(StoreSocket):
-    """Binds the ports of a list, as a system would that gives out the same ones again."""
+    """Binds the ports of a list, like a system that assigns the same ones again."""
 
     ports: list[int]
 
@@ -87,7 +87,7 @@ def test_a_port_that_was_offered_is_never_offered_again() -> None:
     second = store.port
     assert second != first
     store.release()
-    # The one that was refused has been given back, too.
+    # The refused one was released, too.
     with socket.create_server(("127.0.0.1", first)):
         pass
 
@@ -204,7 +204,7 @@ async def test_this_interpreter_is_asked_for_torch() -> None:
 
 
 async def test_another_python_path_is_anothers_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this process would import says nothing of a job that is given other folders."""
+    """The modules that this process could import say nothing about a job with other folders."""
     asked: list[tuple[str, ...]] = []
 
     async def ask(python: str, args: tuple[str, ...], *_: object) -> tuple[bytes, bytes]:

@@ -1,4 +1,4 @@
-"""Processes that a dead runner has left are found by what their environment says."""
+"""Processes that a dead runner has left behind are found by their environment."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rdzv.agent.handover.leaked_processes import RUNNER, kill_strays, mark_of
 
 @contextmanager
 def started(**environ: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run something in a session of its own, with this environment and no other."""
+    """Run a command in its own session, with exactly this environment."""
     process = subprocess.Popen(["/bin/sleep", "1000"], env=environ, start_new_session=True)
     shown = b"".join(f"{name}={value}\0".encode() for name, value in environ.items())
     deadline = time.monotonic() + 100
     try:
-        # Popen returns amid the exec, a moment before the new environment can be read.
+        # Popen returns during the exec, a moment before the new environment can be read.
         while Path(f"/proc/{process.pid}/environ").read_bytes() != shown:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -49,7 +49,7 @@ def test_only_those_of_this_runner_are_killed(caplog: pytest.LogCaptureFixture) 
 
 
 def test_whoever_asks_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that is itself a job's worker is not its own stray."""
+    """An agent that is itself a job's worker does not count itself as leaked."""
     with started(**{RUNNER: "b2"}) as process:
         monkeypatch.setattr(os, "getpid", lambda: process.pid)
         assert kill_strays("b2") == 0
@@ -71,7 +71,7 @@ def test_one_that_survives_is_waited_for_no_longer_than_it_may_take(
 def test_what_can_not_be_looked_at_counts_as_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    """At its limit of descriptors, an agent does not take workers that it cannot see for gone."""
+    """At its limit of descriptors, an agent does not assume that workers it cannot see are gone."""
 
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -1,4 +1,4 @@
-"""What workers have written, as one node reads it for others: each file once, in order, bounded."""
+"""How one node reads its workers' output for others: each file once, in order, bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLENTY = 1 << 30
 
 
 class Node:
-    """The logs of one job on one node, and what is sent of them."""
+    """The logs of one job on one node, and the pieces sent."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class Node:
         return self.folder / f"round_{number}" / str(local_rank) / f"{name}.log"
 
     def begin(self, number: int, rank_first: int = 4, *, files: bool = True) -> None:
-        """Begin a round of two workers; the runner has made their files, or will."""
+        """Begin a round of two workers; the runner has created their files, or will."""
         outputs = []
         for local_rank in (0, 1):
             paths = [self.path(number, local_rank, name) for name in ("stdout", "stderr")]
@@ -62,7 +62,7 @@ class Node:
         return number
 
     async def until(self, text: str, request: int = 1) -> None:
-        """Wait until this and nothing else has been sent."""
+        """Wait until exactly this has been sent."""
         async with asyncio.timeout(PATIENCE_S):
             while self.text(request) != text:
                 assert text.startswith(self.text(request)), self.text(request)
@@ -70,7 +70,7 @@ class Node:
                 await self._came.wait()
 
     async def came(self, holds: Callable[[], bool]) -> None:
-        """Wait until this holds for the pieces that have come."""
+        """Wait until this holds for the pieces received."""
         async with asyncio.timeout(PATIENCE_S):
             while not holds():
                 self._came.clear()
@@ -116,7 +116,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
 
 
 async def idle() -> None:
-    """Let everything that can happen now happen."""
+    """Let everything happen that can happen now."""
     for _ in range(20):
         await asyncio.sleep(0.001)
 
@@ -153,7 +153,7 @@ async def test_only_what_is_wanted_is_sent(node: Node, wanted: dict[str, int], t
     node.ask(**wanted)
     assert (await node.last()).error == ""
     assert node.text() == text
-    # Nothing is said of a round but that there is no more, where nothing is wanted of it.
+    # If nothing is requested of a round, only its end is reported.
     assert len(node.pieces) == (1 if not text else 2 + len(text) // 4)
 
 
@@ -174,7 +174,7 @@ async def test_an_earlier_round_is_read_by_its_number(node: Node) -> None:
 
 
 async def test_what_is_written_while_it_is_read_is_not_waited_for(node: Node) -> None:
-    """Else who writes faster than is read would be read for ever."""
+    """Otherwise a worker that writes faster than the reader would be read forever."""
     node.begin(0)
     node.write("x" * 100, 0)
     node.ask(rank=4, stderr=False, credit=PIECE_COST * 2 + 50)
@@ -226,7 +226,7 @@ async def test_what_is_written_is_sent_as_it_comes_also_in_later_rounds(node: No
     await node.until("a")
     node.write("b", 0)
     await node.until("ab")
-    # RANK 4 is elsewhere in the next round, and back in the one after it.
+    # RANK 4 is on another node in the next round, and back in the one after it.
     node.write("c", 0)
     node.written.end_round()
     node.begin(1, rank_first=0)
@@ -344,7 +344,7 @@ async def test_a_file_that_is_gone_is_named_and_the_rest_comes(node: Node) -> No
 
 
 async def test_only_the_files_that_workers_write_are_read(node: Node, tmp_path: Path) -> None:
-    """Where a worker has put a link or a pipe in place of its file, nothing is read through it."""
+    """If a worker has replaced its file by a link or a pipe, nothing is read through it."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
     node.begin(0)
@@ -361,7 +361,7 @@ async def test_only_the_files_that_workers_write_are_read(node: Node, tmp_path: 
 
 
 def remember(node: Node) -> None:
-    """Let the job be over, and its rounds be known from before."""
+    """Let the job end, with its rounds known from before."""
     rounds = [found for number in range(8) if (found := node.written.at(number)) is not None]
     node.reading.past = lambda name: Written.before(rounds) if name == "job-7" else None
 
@@ -435,7 +435,7 @@ async def test_no_more_is_sent_than_there_is_credit_for(node: Node) -> None:
     await node.until("x" * PIECE_COST)
     await idle()
     assert sum(len(piece.data) + PIECE_COST for piece in node.pieces) == 3 * PIECE_COST
-    # A little is of no use before there is more.
+    # A partial line is of no use before the rest has come.
     node.reading.grant(request, PIECE_COST)
     await idle()
     assert len(node.text()) == PIECE_COST

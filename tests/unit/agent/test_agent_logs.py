@@ -1,4 +1,4 @@
-"""Where a run's files are: by round and LOCAL_RANK, and nothing is ever deleted."""
+"""Where the files of a run are: by round and LOCAL_RANK; nothing is ever deleted."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""The agent's rules: who starts and stops the workers of one node, and what the node exits with.
+"""The agent's rules: when the workers of one node start and stop, and how the node exits.
 
-Each story drives the pure core event by event. `Node` remembers what it was told to do; after
-every event it checks what must hold whatever happens (see `broken_promises`).
+Each story drives the pure core event by event. `Node` records the commands it gets; after every
+event it checks the invariants (see `broken_promises`).
 """
 
 import pytest
@@ -39,7 +39,7 @@ SIGINT, SIGTERM = 2, 15
 
 
 def line(round_: int = 0, run: str = "r1", group_rank: int = 1, **changes: object) -> Assignment:
-    """Return this node's line of a round of two nodes; by default the other one hosts the store."""
+    """Return this node's assignment in a round of two; by default the other hosts the store."""
     assignment = Assignment(
         run=run,
         round=round_,
@@ -105,7 +105,7 @@ RUNNER_LOST = events.RunnerLost("its runner exited unexpectedly (1)")
 def broken_promises(
     state: AgentState, event: events.Event, now_ms: int, after: Transition
 ) -> list[str]:
-    """Return what a step has done that no step may do."""
+    """Return which invariants a step has broken."""
     starts = [c for c in after.commands if isinstance(c, StartWorkers)]
     stops = [c for c in after.commands if isinstance(c, StopWorkers)]
     exits = [c for c in after.commands if isinstance(c, Exit)]
@@ -160,7 +160,7 @@ def broken_promises(
 
 
 class Node:
-    """One job on one node, driven by hand; time stands still unless it is moved."""
+    """One job on one node, driven by the test; time stands still unless it is moved."""
 
     def __init__(self, job: Job = JOB) -> None:
         self.now_ms = 1_000
@@ -169,7 +169,7 @@ class Node:
         self.hear(TICKED)
 
     def hear(self, *heard: events.Event) -> list[Command]:
-        """Take events in turn; return what they led to."""
+        """Apply events in order; return the commands they led to."""
         told: list[Command] = []
         for event in heard:
             after = step(self.state, event, self.now_ms)
@@ -179,7 +179,7 @@ class Node:
         return told
 
     def wait(self, ms: int) -> list[Command]:
-        """Let time pass, waking up when it was asked for."""
+        """Let time pass, waking up when requested."""
         told: list[Command] = []
         end_ms = self.now_ms + ms
         while self.wake_at_ms is not None and self.wake_at_ms <= end_ms:
@@ -214,7 +214,7 @@ def stopping() -> Node:
 
 
 def sweeping() -> Node:
-    """Return a node whose workers have all exited 0, and what they left behind is being swept."""
+    """Return a node whose workers have all exited 0, while leftover processes are being ended."""
     node = running()
     node.hear(exited(0), exited(1))
     return node
@@ -907,7 +907,7 @@ def test_a_worker_that_had_failed_when_the_fence_came_has_failed_though_heard_of
 
 
 def test_workers_that_break_on_the_killed_ones_have_not_failed_though_all_is_heard_late() -> None:
-    """The agent itself was stopped: by the error file, a worker failed long before it hears."""
+    """The agent was stopped: by its error file, the worker failed long before the agent saw it."""
     node = running()
     node.wait(60_000)
     assert node.hear(fenced(age_ms=50_000), exited(0, None), exited(1, 1, age_ms=49_990)) == []
@@ -938,13 +938,13 @@ def test_a_fence_while_the_workers_stop_changes_nothing_about_the_end() -> None:
 
 
 def test_after_a_stop_and_a_fence_a_late_exit_is_judged_by_the_stop() -> None:
-    """The fence came later, and does not move on what counts as stopped."""
+    """The fence came later, and does not change the time that counts as stopped."""
     node = stopping()
     stopped_ms = node.now_ms
     node.now_ms += 5_000
     node.hear(fenced())
     node.now_ms += 2_000
-    # By itself it has ended before the fence, in answer to the stop.
+    # It ended by itself before the fence, in answer to the stop.
     node.hear(exited(0, 1, age_ms=node.now_ms - (stopped_ms + 3_000)), exited(1, None))
     assert node.state.failures == ()
     assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
@@ -1056,7 +1056,7 @@ ALPHABET: tuple[events.Event, ...] = (
 REPEATABLE = tuple(
     event
     for event in ALPHABET
-    # A second signal is another one; a stuck worker may be reported as often as it is seen.
+    # A second signal is a new event; a stuck worker may be reported each time it is seen.
     if not isinstance(event, events.Signalled)
 )
 STEP_MS = 700
@@ -1065,7 +1065,7 @@ DEPTH = 6
 
 @pytest.mark.slow
 def test_no_order_of_events_breaks_a_promise() -> None:
-    """Take every event in every state that any five events lead to, while time passes."""
+    """Apply every event in every state that any five events lead to, while time passes."""
     job = replace(JOB, store_host_timeout_ms=1_000, server_timeout_ms=2_000)
     job = replace(job, settings=replace(SETTINGS, join_timeout_ms=3_000))
     edge = {begin(job, 0)}
@@ -1158,7 +1158,7 @@ def test_what_one_round_had_come_to_is_not_said_of_the_next() -> None:
     node.hear(ended(1), gone(1))
     assert rejoin(node.state).moved == UNMOVED
     node.hear(completed(2), ended(2), events.WorkersGone(2, Moved(step=7)))
-    # It has never heard of round 3, which has come to its end.
+    # It has never received round 3, which has ended.
     node.hear(ended(3))
     assert rejoin(node.state).moved == UNMOVED
 

@@ -1,6 +1,6 @@
-"""/metrics of an agent: what happens on a node is counted, and read where it is announced.
+"""/metrics of an agent: events on a node are counted, and served where the endpoint is announced.
 
-A scripted history has a golden file. The runner and the stream are made up; what they say is not.
+A scripted history has a golden file. The runner and the stream are fakes; their messages are real.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ IDENTITY = Identity("n1", "one", pb.AGENT_KIND_FOREGROUND, "10.0.0.5", 99, "1.2.
 
 
 class Node:
-    """An agent of which everything but the counting is made up."""
+    """An agent in which everything but the counting is fake."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -93,7 +93,7 @@ def exited(round_: int, rank: int, code: int | None, signum: int | None = None) 
 
 
 def history(n: Node) -> None:
-    """A worker fails, the other is stopped; the next round runs; another job has succeeded."""
+    """A worker fails, the other one is stopped; the next round runs; another job has succeeded."""
     n.metrics.stream_ended(welcomed=False, on_purpose=False)
     n.metrics.stream_opened()
     n.link.lease_ms = 5_000

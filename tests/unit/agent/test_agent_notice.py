@@ -1,8 +1,8 @@
-"""A node about to leave: its workers are notified first, and it goes when they have exited.
+"""A node about to leave: its workers are notified first, and it leaves when they have exited.
 
-Told by an operator's drain or by the node itself, it makes no difference here. The stories drive
-the pure core as those of `test_agent_machine` do, and then the parts around it: what the node knows
-of its own leaving, and the file in which workers find it.
+Whether an operator's drain or the node itself is the cause makes no difference here. The stories
+drive the pure core as those of `test_agent_machine` do, and then the parts around it: what the node
+knows of its own preemption, and the file in which workers find the notice.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DONE = replace(LEAVES, exited_zero=True)
 
 
 def told(notice: events.NoticeGiven = GIVEN) -> Node:
-    """Return a node whose workers were told a moment ago."""
+    """Return a node whose workers were notified a moment ago."""
     node = running()
     assert node.hear(notice) == [NotifyWorkers(0, notice.left_ms, WHY, SIGTERM)]
     node.now_ms += 10
@@ -78,7 +78,7 @@ def test_the_node_leaves_when_all_workers_have_exited() -> None:
     node = told()
     assert node.hear(exited(0)) == []
     assert node.hear(exited(1)) == []
-    # Had they been done, those of other nodes would be by now, and the server would have heard.
+    # If they had finished, those of other nodes would have, too, and the server would know.
     assert node.wait(500) == [SayLeave("r1", DONE, None), StopWorkers(0, 0)]
     end = node.hear(gone())
     assert end[:2] == [StopStoreHost(0), SayLeave("r1", DONE, 0)]
@@ -90,7 +90,7 @@ def test_a_worker_that_exits_other_than_with_0_is_no_failure() -> None:
     node = told()
     assert node.hear(exited(0, None)) == [SayLeave("r1", LEAVES, None), StopWorkers(0, 30_000)]
     assert node.state.failures == ()
-    # The other one saves what it has, and is not hurried.
+    # The other one saves its state, and is not hurried.
     assert node.hear(exited(1, 1)) == []
     assert node.hear(gone())[1] == SayLeave("r1", LEAVES, 0)
 
@@ -105,7 +105,7 @@ def test_what_has_failed_before_the_notice_is_a_failure() -> None:
     said, stop = node.hear(exited(0, 1, age_ms=500))
     assert type(said).__name__ == "SayFailed"
     assert stop == StopWorkers(0, 5_000)
-    # The node does not take part in the round that follows.
+    # The node does not take part in the next round.
     assert SayLeave("r1", LEAVES, 0) in node.hear(gone())
     assert node.phase is Phase.ENDED
 
@@ -180,7 +180,7 @@ def test_a_node_that_stops_does_not_join_again() -> None:
 
 def test_a_round_that_ends_meanwhile_is_the_last_one() -> None:
     node = told()
-    # Broken or not: its workers save, as they were told, and are in no collective.
+    # Broken or not, its workers save as requested, and are in no collective.
     assert node.hear(ended(broken=True)) == [
         SayLeave("r1", LEAVES, None),
         StopWorkers(0, 30_000),
@@ -259,7 +259,7 @@ def test_lifting_what_was_never_given_changes_nothing() -> None:
 
 
 class Knows:
-    """What a node knows of its own leaving, and what its jobs hear of that."""
+    """What a node knows of its own preemption, and what its jobs receive."""
 
     def __init__(self) -> None:
         self.now_ms = 1_000
@@ -275,7 +275,7 @@ def test_a_drain_keeps_its_deadline_however_often_it_is_repeated() -> None:
     node = Knows()
     node.drain.hear(7, 60_000, WHY)
     assert node.news() == [GIVEN]
-    # As a server says it whose clock is an hour ahead.
+    # As sent by a server whose clock is an hour ahead.
     node.drain.hear(7, 0, WHY)
     assert node.news() == []
     node.now_ms += 1_000
@@ -297,7 +297,7 @@ def test_of_a_drain_and_the_nodes_own_wish_the_earlier_counts() -> None:
     node.drain.lift()
     assert node.news() == []
     assert node.drain.present is not None
-    # What is said again later leaves no more time.
+    # A later notice does not extend the deadline.
     assert not node.drain.wish(60_000, "preempted")
     assert node.drain.wish(1_000, "SIGTERM")
 

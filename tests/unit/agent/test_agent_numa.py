@@ -1,4 +1,4 @@
-"""Which CPUs a worker is bound to, on machines of many shapes, and which GPUs a job sees."""
+"""The CPUs that each worker is bound to, on various machines, and the GPUs that a job sees."""
 
 import ctypes
 import os
@@ -53,7 +53,7 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
 def bound(
     sysfs: Path, machine: Machine, binding: str, *, workers: int = 0, allowed: str = ""
 ) -> list[str]:
-    """Return the CPUs of each worker, one per GPU if not said otherwise."""
+    """Return the CPUs of each worker; one worker per GPU by default."""
     workers = workers or len(machine.gpus)
     usable = parse_cpu_list(allowed) if allowed else machine.cpus
     ranks = range(workers)
@@ -286,7 +286,7 @@ def test_lists_are_written_as_they_are_read(text: str) -> None:
 
 
 class FakeDriver:
-    """The CUDA driver API, as far as it is asked."""
+    """The part of the CUDA driver API that is used."""
 
     def __init__(self, addresses: tuple[str, ...], error: int = 0) -> None:
         self._addresses = addresses

@@ -1,6 +1,6 @@
-"""Who may do what: every call and every path, with every role, at a real server.
+"""Which role may do what: every call and every path, with every role, at a real server.
 
-What is expected is written here once more, and not read from the table that is tested.
+The expected table is written again here, independently of the one under test.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EXPECTED = {
     **dict.fromkeys(("CordonNode", "UncordonNode", "DrainNode", "UndrainNode", "Backup"), ADMIN),
     **dict.fromkeys(("CreateToken", "ListTokens", "RevokeTokens", "ListAudit"), ADMIN),
 }
-"""Who has these roles may call this; others may not."""
+"""Callers with these roles may make this call; others may not."""
 
 OPEN_CALLS = {"Check", "Watch"}
 
@@ -73,7 +73,7 @@ OPEN_PATHS = {"/", "/healthz", "/readyz"}
 
 @dataclass
 class Guarded:
-    """A server that wants proof, with a token for each role, and for some people."""
+    """A server that requires authentication, with a token for each role and for some people."""
 
     driver: Driver
     clock: FakeClock
@@ -128,10 +128,10 @@ async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIte
 
 
 async def refusal(guarded: Guarded, method: str, name: str | None) -> str | None:
-    """Make a call with nothing in it; return the code of the error that it is refused with.
+    """Make an empty call; return the error code of its refusal.
 
-    The one message goes with the call, also where a stream may be sent: gRPC's client tells of a
-    write that comes after the refusal as INTERNAL, and the refusal is lost.
+    The only message is sent with the call, also where a stream is possible: gRPC's client reports a
+    write after the refusal as INTERNAL, and the refusal is lost.
     """
     async with guarded.channel() as channel:
         call: Any = channel.unary_stream(method)
@@ -142,7 +142,7 @@ async def refusal(guarded: Guarded, method: str, name: str | None) -> str | None
         except grpc.aio.AioRpcError as error:
             if error.code() in REFUSALS:
                 return dict(error.trailing_metadata() or ())[ERROR_CODE_METADATA_KEY]
-            # Who is let in hears what is wrong with a call that has nothing in it.
+            # A permitted caller is told what is wrong with its empty call.
             assert error.code() in WHO_IS_LET_IN_HEARS, f"{name}: {error.code()} {error.details()}"
             return None
         finally:
@@ -150,7 +150,7 @@ async def refusal(guarded: Guarded, method: str, name: str | None) -> str | None
 
 
 def every_method() -> list[str]:
-    """Return the full name of every method that a server has."""
+    """Return the full names of all methods of a server."""
     own = [
         f"/{one.full_name}/{method.name}"
         for one in pb.DESCRIPTOR.services_by_name.values()
@@ -236,7 +236,7 @@ async def test_every_path_with_every_role(monkeypatch: pytest.MonkeyPatch) -> No
             allowed = {who for who, status in statuses.items() if status != 403}
             assert allowed == EXPECTED_PATHS[path], path
         assert asked >= OPEN_PATHS | set(EXPECTED_PATHS)
-        # Reading stacks and taking them is for the same callers.
+        # Reading stacks and collecting them need the same role.
         for who in (None, *Role):
             url = f"{server.url}/api/v1/jobs/nobodys/stacks"
             async with session.post(url, headers=dict(server.header(who))) as answer:
@@ -307,12 +307,12 @@ async def test_a_job_is_its_owners_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         await denied(server, "bob", "ReadLogs", pb.ReadLogsRequest(rdzv_id="job-7"))
         await denied(server, "bob", "SubmitJob", submission("job-7", "r2"))
         await denied(server, "bob", "ForgetJob", pb.ForgetJobRequest(rdzv_id="job-7"))
-        # Everyone who may read sees that it is there, and whose it is.
+        # Every reader sees that it exists and whose it is.
         assert await control(server, "bob", "GetStatus", pb.GetStatusRequest(rdzv_id="job-7"))
 
         await control(server, "ada", "ScaleJob", scale)
         await control(server, "ada", "StopJob", stop)
-        # Its name stays hers, until she, or an admin, gives it up.
+        # The name stays hers until she or an admin gives it up.
         await denied(server, "bob", "SubmitJob", submission("job-7", "r2"))
         await control(server, "admin", "SubmitJob", submission("job-7", "r3"))
         state = await server.driver.jobs.look("job-7")
@@ -340,7 +340,7 @@ async def test_what_workers_write_and_do_is_the_owners_by_http_too(
 
 
 class Node:
-    """One node's stream, over the wire."""
+    """One node's stream, over the network."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -463,7 +463,7 @@ async def test_who_may_bring_nodes_into_a_job(monkeypatch: pytest.MonkeyPatch) -
         refused = (await daemon.hear_of_job()).refused
         assert "the server has not placed it there" in refused.message
 
-        # What nodes begin by themselves is nobody's, and no user's to join.
+        # A job that nodes begin by themselves has no owner, and no user may join it.
         await daemon.say(join=join_of("nightly"))
         assert (await daemon.hear_of_job()).HasField("joined")
         assert (await server.driver.jobs.look("nightly")).membership.owner == ""
@@ -560,7 +560,7 @@ async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
             f"stop job job-7: enough [ada (token {id_})], from address 127.0.0.1; "
             "the outcome is unknown"
         ]
-        # It was, for a change is not cut in two.
+        # It was, since a change is never interrupted halfway.
         gate.set()
         assert (await server.driver.engine.submit("job-7", Tick())).membership.ended is not None
 

@@ -1,4 +1,4 @@
-"""Agents are listed where they said that they answer; one that is lost is missed for an hour."""
+"""Agents are listed with the address of their metrics; a lost one stays listed for an hour."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_who_comes_back_is_where_it_says_now() -> None:
 
 
 def test_no_place_is_listed_twice() -> None:
-    """An agent was started anew under another name."""
+    """An agent was restarted under another name."""
     targets = ScrapeTargets(most=10)
     targets.note("old", "10.0.0.1:1")
     targets.lose("old", 0)

@@ -1,4 +1,4 @@
-"""What any one caller can take of a server: so much, and what is beyond is refused."""
+"""Limits on what any one caller can use of a server; anything beyond is refused."""
 
 from __future__ import annotations
 

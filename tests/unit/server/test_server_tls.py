@@ -30,7 +30,7 @@ def files(tmp_path: Path) -> Files:
 
 
 def fingerprint(port: int, credentials: Credentials) -> bytes:
-    """Return the certificate that is shown at a port, whatever it is."""
+    """Return the certificate that is presented at a port, whatever it is."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     assert credentials.cert is not None
@@ -91,7 +91,7 @@ async def test_a_renewed_certificate_is_shown_to_whoever_connects_next(files: Fi
 async def test_what_is_connected_stays_when_certificates_are_renewed(
     files: Files, tmp_path: Path
 ) -> None:
-    """Also a caller that would be let in no more."""
+    """Also a caller that would no longer be admitted."""
     client = files.client("alice", "read")
     context = ssl.create_default_context(cafile=files.ca)
     assert client.cert is not None
@@ -116,7 +116,7 @@ async def test_what_is_connected_stays_when_certificates_are_renewed(
 
 
 def fingerprint_and_read(port: int, credentials: Credentials) -> None:
-    """Connect, and read: with TLS 1.3 a refusal comes after the handshake."""
+    """Connect and read: with TLS 1.3 a refusal comes after the handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     assert credentials.cert is not None
@@ -186,7 +186,7 @@ def test_a_key_that_others_can_read_and_an_end_that_is_near_are_warned_of(
 def test_a_key_that_only_its_group_lets_us_read_is_not_warned_of(
     files: Files, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of a secret of Kubernetes, or of root with mode 0640."""
+    """Like those of a Kubernetes secret, or of root with mode 0640."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     (files.folder / "server.key").chmod(0o640)
     Tls(files.server())
@@ -217,7 +217,7 @@ async def test_http_may_leave_open_whether_a_caller_has_a_certificate(files: Fil
     for context, requires, fails in (
         (anybody, True, True),
         (anybody, False, False),
-        # One that is shown has to be good all the same.
+        # A certificate that is presented has to be valid all the same.
         (strangers, False, True),
     ):
         tls = Tls(replace(files.server(), http_requires=requires))

@@ -1,4 +1,4 @@
-"""Callers proven by tokens of Kubernetes' service accounts, by a real HTTPS issuer."""
+"""Callers identified by tokens of Kubernetes service accounts, with a real HTTPS issuer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def refusal(accounts: ServiceAccounts, token: str) -> str:
 
 
 def made_by_hand(claims: object, algorithm: str, secret: bytes = b"", head: object = None) -> str:
-    """Make a token that no library would make, unsigned or with a signature by a secret."""
+    """Make a token that no library would make: unsigned, or signed with a shared secret."""
 
     def part(value: bytes) -> str:
         return base64.urlsafe_b64encode(value).rstrip(b"=").decode()
@@ -127,10 +127,10 @@ async def test_only_the_issuers_own_key_proves_anything(issuer: Issuer) -> None:
             assert f"signed by {algorithm!r}, which proves nothing" in await refusal(
                 accounts, made_by_hand(claims, algorithm)
             )
-        # Everybody has the public key: as the secret of a symmetric signature it proves nothing.
+        # The public key is public: as the secret of a symmetric signature it proves nothing.
         forged = made_by_hand(claims, "HS256", json.dumps(issuer.keys[0].public).encode())
         assert "'HS256', which proves nothing" in await refusal(accounts, forged)
-        # Of the right name, and another key: also one of another kind.
+        # The right key id with another key, also of another type.
         for other in (Key("one"), Key("one", "RS256")):
             assert "not by its issuer's key" in await refusal(accounts, issuer.token(key=other))
         head, body, tail = issuer.token().split(".")
@@ -197,7 +197,7 @@ async def test_rotated_keys_are_fetched_when_a_token_names_one(
 async def test_unknown_keys_make_no_more_than_one_request_each_while(
     issuer: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether a key is there is not known then, so the caller is asked to come again."""
+    """It is then unknown whether the key exists, so the caller is asked to try again."""
     monkeypatch.setattr(issuer_keys, "MOST_WAITING", 5)
     async with accounts_of(issuer) as accounts:
         await accounts.caller(issuer.token())
@@ -236,7 +236,7 @@ async def test_known_keys_go_on_while_the_issuer_is_away(
 
 
 async def test_keys_are_not_kept_for_ever(issuer: Issuer) -> None:
-    """Else a key that was stolen and replaced would stay good where the issuer is cut off."""
+    """Otherwise a stolen and replaced key would stay valid while the issuer is unreachable."""
     at = 1_000.0
     keys: issuer_keys.Keys = {"one": jwt.PyJWK.from_dict(issuer.keys[0].public)}
 

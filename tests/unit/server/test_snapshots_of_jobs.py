@@ -1,4 +1,4 @@
-"""What nodes hold of a job's state is known to the server, and nodes hear what is whole."""
+"""The server knows which parts of a job's state each node holds, and announces complete ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_all_participants_hear_of_a_step_that_is_whole() -> None:
         assert s.driver.views.snapshots("job-7") == SnapshotsKnown(
             mark(40), s.clock.now_ms(), {"n1": NodeHolding(1, 1_000), "n2": NodeHolding(1, 1_000)}
         )
-        # Once each; and again when the next is whole.
+        # Once each; and again when the next one is complete.
         s.driver.reports.note_snapshots(n2, holds(1, mark(40), mark(50)))
         assert (heard(n1), heard(n2)) == ([], [])
         s.driver.reports.note_snapshots(n1, holds(0, mark(40), mark(50)))

@@ -1,4 +1,4 @@
-"""The server asks all nodes of a round at once, waits so long and no longer, and keeps little."""
+"""The server asks all nodes of a round at once, waits for a limited time, and keeps little."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stack(rank: int, line: int = 41, size: int = 1) -> WorkerStack:
 
 
 class Asking:
-    """An operator who asks for the stacks of job-7."""
+    """An operator requesting the stacks of job-7."""
 
     def __init__(self, s: Server, number: int | None = None, run: str = "") -> None:
         self._task = asyncio.ensure_future(s.driver.workers.stacks("job-7", run, number, "asked"))
@@ -61,7 +61,7 @@ def asked(stream: Stream) -> TakeStacks:
 
 
 async def say(s: Server, stream: Stream, *stacks: WorkerStack, error: str = "") -> None:
-    """Answer as a node does: one worker at a time, then the last word."""
+    """Answer as a node does: one worker at a time, then the final message."""
     request = asked(stream).request
     for one in stacks:
         s.driver.reports.take_stacks_in(stream, Stacks(request, (one,)))
@@ -130,7 +130,7 @@ async def test_a_node_that_goes_or_is_not_there_or_has_none_says_why() -> None:
 
 
 async def test_what_is_not_asked_for_is_dropped() -> None:
-    """Of another node's workers, twice, of an earlier request, on a stream that was replaced."""
+    """Of another node's workers, twice, of an earlier request, on a replaced stream."""
     async with server() as s:
         n1, n2 = await s.pair()
         asking = await ask(s)

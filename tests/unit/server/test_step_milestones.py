@@ -1,4 +1,4 @@
-"""A server notes a round's first step, the last lost one redone, and its last: once each."""
+"""A server notes a round's first step, the last lost step redone, and its last step: once each."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_the_steps_that_a_ledger_needs_are_noted_once() -> None:
 
 
 async def test_a_server_that_is_restarted_takes_no_later_step_for_the_first() -> None:
-    """It notes the first step that it hears of; the ledger takes the first note of a round."""
+    """It notes the first step that it receives; the ledger uses the first note of a round."""
     store, clock = MemoryStore(), FakeClock()
     line = Assignment("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
     async with server(store, clock) as s:

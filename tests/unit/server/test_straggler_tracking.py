@@ -1,4 +1,4 @@
-"""Beside a straggler stands what its node has last said of its GPU, of the present round alone."""
+"""A straggler is shown with its GPU's latest state, of the present round only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATIENT = NodesTuning(lease_ms=600_000)
 
 
 async def train(s: Server, n1: Stream, n2: Stream, for_s: int, slow: float) -> None:
-    """Let four workers report, of which the last is as much slower."""
+    """Let four workers report, the last of which is this many times slower."""
     for _ in range(for_s):
         await s.clock.advance(1_000)
         rates = ((n1, 0, 1.0), (n1, 1, 1.0), (n2, 2, 1.0), (n2, 3, 1.0 / slow))
@@ -65,7 +65,7 @@ async def test_a_straggler_is_shown_with_the_latest_state_of_its_gpu() -> None:
         assert (began.rank, began.gpu) == (3, HOT)
         s.driver.reports.note_gpus(n2, gpus({2: FULL_SPEED, 3: FULL_SPEED}))
         assert shown(s) == [(3, FULL_SPEED)]
-        # Another round's is passed over; and its node may not know it any more.
+        # A report of another round is ignored; its node may no longer know that round.
         s.driver.reports.note_gpus(n2, gpus({3: HOT}, number=1))
         assert shown(s) == [(3, FULL_SPEED)]
         s.driver.reports.note_gpus(n2, gpus({}))
@@ -85,7 +85,7 @@ async def test_those_who_watch_a_job_hear_of_a_stragglers_gpu_alone() -> None:
 
 
 async def test_a_node_speaks_of_its_own_workers_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """What is wrong in a report is a warning: it is for people."""
+    """A wrong report leads to a warning only: the data is for people."""
     async with server() as s:
         n1, _n2 = await s.pair()
         with pytest.raises(InvalidRequestError, match="a GPU of RANK 3: n1 has no such"):

@@ -1,4 +1,4 @@
-"""Tokens: made once, kept as hashes, good until they expire or are revoked."""
+"""Tokens: created once, stored as hashes, valid until they expire or are revoked."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_token_expires() -> None:
         clock.at_ms += 1
         with pytest.raises(UnauthenticatedError, match=f"token {token.id} of ada has expired"):
             driver.tokens.caller(text)
-        # It is listed for a while, so that people see why; then the next one takes its place.
+        # It stays listed for a while, so that people see why; then the next one takes its place.
         assert driver.tokens.listed()[0].id == token.id
         clock.at_ms += tokens.EXPIRED_KEPT_MS + HOUR_MS
         await driver.tokens.create("ada", [Role.READ], HOUR_MS)
@@ -137,7 +137,7 @@ async def test_the_first_admins_token_is_made_once(tmp_path: Path) -> None:
         assert driver.tokens.caller(text).admin
         assert not file.exists(), "there is an admin"
         await driver.tokens.revoke("admin")
-    # Nobody can administer any more: the file's token can, or a new one.
+    # Nobody can administer any more, except with the token file or a new token.
     async with driving(store, init_admin_token=file) as driver:
         assert driver.tokens.caller(file.read_text().strip()).admin
 
@@ -188,7 +188,7 @@ def test_a_certificate_says_who_calls(tmp_path: Path) -> None:
 def test_a_certificate_without_a_name_of_a_caller_is_nobodys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Other authorities make such ones.
+    # Other authorities create such certificates.
     monkeypatch.setattr("rdzv.ctl.authority._NAME", re.compile(".*"))
     with pytest.raises(UnauthenticatedError, match="has the common name 'Ada Lovelace'"):
         callers.certified(certificate(tmp_path, "Ada Lovelace", "admin"))

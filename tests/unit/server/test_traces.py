@@ -1,4 +1,4 @@
-"""Rounds as traces: from the rows of history, one run a trace, however often the server changes."""
+"""Rounds as traces, made from history rows: one trace per run, however often the server changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def unread(rdzv_id: str, limit: int) -> Sequence[Record]:
 
 
 async def sent(rows: Sequence[Record], traces: Traces | None = None) -> list[TraceSpan]:
-    """Return what is sent of a history that is told row by row."""
+    """Return what is sent for a history that arrives row by row."""
     found: list[TraceSpan] = []
     traces = traces or Traces(unread, found.append)
     for row in rows:
@@ -98,7 +98,7 @@ async def test_each_run_is_a_trace_in_which_every_span_lies_within_its_parent(na
 
 
 async def test_what_a_server_tells_of_itself_becomes_spans() -> None:
-    """The driver's own calls, and not rows that are read afterwards."""
+    """The driver's own calls, not rows that are read afterwards."""
     found: list[TraceSpan] = []
     traces = Traces(unread, found.append)
     async with scraped(also=traces) as s:
@@ -110,7 +110,7 @@ async def test_what_a_server_tells_of_itself_becomes_spans() -> None:
 
 
 async def test_a_server_that_takes_over_goes_on_with_the_trace() -> None:
-    """It reads what came before; what another server has sent is not sent again."""
+    """It reads the earlier history; spans that another server has sent are not sent again."""
     rows = rows_of(await told(history))
     for cut in range(1, len(rows)):
         at_once = named(await sent(rows))
@@ -238,7 +238,7 @@ async def test_the_spans_of_a_run_are_those_of_all_its_rounds() -> None:
 
 
 def test_whoever_is_told_passes_it_on_to_all() -> None:
-    """Every call of a meter, also those that are added later."""
+    """Every method of a meter, including those added later."""
     calls: list[str] = []
 
     class Told(Meter):

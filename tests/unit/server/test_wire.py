@@ -1,4 +1,4 @@
-"""The door: what goes through comes out as it was; what is wrong is refused with a remedy."""
+"""Decoding of messages: valid ones keep their meaning, invalid ones are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
             pb.NodeMessage(join=join(snapshots=[snapshot()])),
             replace(CORE_JOIN, snapshots=(CORE_SNAPSHOT,)),
         ),
-        # A join needs no snapshots: where they cannot be read, the node joins without any.
+        # A join does not depend on snapshots: if they cannot be read, the node joins without any.
         (pb.NodeMessage(join=join(snapshots=[snapshot(), snapshot(shard=2)])), CORE_JOIN),
         (pb.NodeMessage(join=join(refuse_reuse=True)), replace(CORE_JOIN, refuse_reuse=True)),
         (
@@ -226,7 +226,7 @@ CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
 )
 def test_messages_become_commands(message: pb.NodeMessage, command: commands.Command) -> None:
     assert inbound_nodes.command_of(message, N1, LIMITS) == ("job-7", command)
-    # Through bytes as well: optional fields keep apart "0" and "not said".
+    # Through bytes as well: optional fields distinguish "0" from "unset".
     again = pb.NodeMessage.FromString(message.SerializeToString())
     assert inbound_nodes.command_of(again, N1, LIMITS) == ("job-7", command)
 
@@ -821,7 +821,7 @@ def test_a_budget_that_is_none_is_not_told() -> None:
 
 
 def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
-    """So that a node of an older version is like one that was launched without the flag."""
+    """A node of an older version counts as one launched without the flag."""
     read = [
         inbound_nodes.command_of(pb.NodeMessage(join=join(settings=one)), N1, LIMITS)[1]
         for one in (
@@ -899,6 +899,6 @@ def test_settings_are_read_as_they_were_said(given: dict[str, int]) -> None:
     said = replace(Settings(2, 4, max_restarts=3), **given)
     message = settings_message(said)
     assert settings_of(message, LIMITS) == said
-    # Nodes that know of it and those that do not are to say the same.
+    # Nodes with and without support for it must send the same.
     for name in ("restart_backoff_ms", "restart_backoff_max_ms"):
         assert message.HasField(name) == (name in given)

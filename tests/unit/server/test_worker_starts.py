@@ -1,4 +1,4 @@
-"""How the workers of a round came into it is known once their nodes have said so."""
+"""How the workers of a round were started is known once their nodes have reported it."""
 
 from __future__ import annotations
 

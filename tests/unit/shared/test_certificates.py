@@ -1,4 +1,4 @@
-"""Certificates and keys in files: what they say is read rightly, and bad ones are told apart."""
+"""Certificates and keys in files: valid ones are read correctly, each bad one has its own error."""
 
 from __future__ import annotations
 

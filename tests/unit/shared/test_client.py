@@ -1,4 +1,4 @@
-"""The client's door: endpoints are read strictly, and every failure is an error of the table."""
+"""The client's boundary: endpoints are parsed strictly; every failure is an error of the table."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_why_there_is_no_connection_is_said_without_what_grpc_puts_before_it(
 
 @contextmanager
 def _listening(answer: Callable[[socket.socket], None]) -> Iterator[Endpoint]:
-    """Accept until the end of the block, and answer each connection once."""
+    """Accept connections until the end of the block, and answer each once."""
     ended = threading.Event()
 
     def accept(listener: socket.socket) -> None:
@@ -436,7 +436,7 @@ def test_a_good_stream_is_opened_again_at_once_and_a_short_one_is_not() -> None:
     attempts.welcomed(now_s=20.0)
     assert attempts.failed(GONE, now_s=25.0) == 0.0
     assert not attempts.welcome
-    # That stream has ended; the time since then is nothing that stood.
+    # That stream has ended; the time since then does not count as connected.
     assert attempts.failed(GONE, now_s=99.0) == 0.2
 
 

@@ -1,4 +1,4 @@
-"""Who speaks another protocol at the http port is told of in one line, and without a traceback."""
+"""A client that speaks another protocol at the HTTP port costs one log line, and no traceback."""
 
 from __future__ import annotations
 

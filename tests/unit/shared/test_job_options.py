@@ -1,4 +1,4 @@
-"""What a command line says of the job itself; the same words for whoever reads it."""
+"""A command line's options of the job itself; every reader uses the same names."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A job's secret keeps strangers out of its rendezvous, and goes nowhere else."""
+"""A job's secret keeps strangers out of its rendezvous, and is not sent anywhere else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_next_run_may_have_another_secret() -> None:
     job.succeed("n1", "n2", "n3")
     job.join("n1", secret="bb")
     assert job.membership.secret == "bb"
-    # Who comes late from the run before hears how that ended, not that it may not be here.
+    # A late node of the run before learns how that ended, not that it may not join.
     late = replace(join("n3", secret="aa"), run=run)
     with pytest.raises(Exception, match="has ended"):
         rendezvous.step(job.state, late, job.now_ms)

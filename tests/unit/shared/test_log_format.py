@@ -1,4 +1,4 @@
-"""Log lines of both daemons: for eyes, for machines, and for the journal, which adds the rest."""
+"""Log lines of both daemons: for people, for machines, and for the journal, which adds the rest."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_json_in_the_journal_is_what_follows_the_priority() -> None:
 def test_why_a_program_ends_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # Not in a fixture: what catches stderr for a test is another file than while it is set up.
+    # Not in a fixture: during a test, stderr is captured in another file than during its setup.
     _be_in_the_journal(monkeypatch)
     complain("rdzvd: no\nroom")
     assert capfd.readouterr().err == "<3>rdzvd: no\n<3>room\n"
@@ -79,7 +79,7 @@ def test_why_a_program_ends_is_an_error(
 def test_elsewhere_a_line_has_the_time(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], stream: str
 ) -> None:
-    """Also where a service has redirected what the journal would have got."""
+    """Also if a service redirects what the journal would have received."""
     monkeypatch.setenv("JOURNAL_STREAM", stream)
     assert isinstance(formatter_for("human"), HumanFormatter)
     assert isinstance(formatter_for("json"), JsonFormatter)

@@ -1,4 +1,4 @@
-"""What a stream leaves out because it has been said, and what it says again."""
+"""What a stream omits because it was sent before, and what it sends again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OVER = RoundOver("job-7", "run-1", 3, RoundEnd(Cause.NODE_LEFT, "n2 leaves", 0, 
 
 
 def said(*messages: Announcement) -> list[Announcement]:
-    """Return what arrives of these messages."""
+    """Return these messages as the receiver gets them."""
     stream = Stream(1, "n1", 1, 10)
     for message in messages:
         stream.send(message)

@@ -1,4 +1,4 @@
-"""What systemd is told reaches it, and nothing that is wrong with it reaches us."""
+"""Notifications reach systemd, and no failure to send one reaches the program."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ async def test_without_a_watchdog_there_are_none(
 
 
 def systemctl(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Have `systemctl` be a script."""
+    """Replace `systemctl` by a script."""
     program = folder / "systemctl"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Configurations: what is read, what is refused and in which words, what a reload changes."""
+"""Configuration files: what is read, what is refused and how, and what a reload changes."""
 
 import os
 import tomllib
@@ -32,7 +32,7 @@ def host_port(text: str) -> None:
 
 
 class Place:
-    """A class that reads its texts itself."""
+    """A class that parses its texts itself."""
 
     def __init__(self, host: str, port: int) -> None:
         self.at = (host, port)
@@ -143,7 +143,7 @@ def read(file: Path, text: str, **given_: object) -> Loaded[Settings]:
 
 
 def refused(file: Path, text: str, **given_: object) -> list[str]:
-    """Return what is wrong, each without the name of its file."""
+    """Return the errors, without the file's name."""
     with pytest.raises(ConfigurationError) as caught:
         read(file, text, **given_)
     return [problem.text for problem in caught.value.problems]

@@ -1,4 +1,4 @@
-"""How a program reaches rdzvd: what it takes for that, what it sends, and why it does not."""
+"""How a program connects to rdzvd: what it needs, what it sends, and why it fails."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_token_is_shown_to_nobody() -> None:
 
 @asynccontextmanager
 async def served(tls: TlsFiles | None) -> AsyncIterator[Endpoint]:
-    """Serve nothing, by TLS or without; a call is answered that there is no such method."""
+    """Run a server without services, with or without TLS; it answers calls with UNIMPLEMENTED."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     if tls is None:
         port = server.add_insecure_port("127.0.0.1:0")
@@ -106,7 +106,7 @@ async def served(tls: TlsFiles | None) -> AsyncIterator[Endpoint]:
 
 
 async def ask(server: Endpoint, credentials: Credentials) -> str:
-    """Return what became of a call: `reached`, or why it did not get there."""
+    """Return the outcome of a call: `reached`, or why it was not."""
     async with credentials.aio_channel(server, ()) as channel:
         try:
             await channel.unary_unary("/none/None")(b"", timeout=60)
@@ -134,7 +134,7 @@ async def test_why_a_server_is_not_trusted(
     async with served(files.server(client_ca=False)) as server:
         said = await ask(server, Credentials(strangers.ca))
         assert f"its certificate is not signed by the CA in {strangers.ca}" in said
-        # No new connection is made while a server shows what has expired: it keeps the good one.
+        # While the server presents an expired certificate, the existing connection is kept.
         files.expire_server(monkeypatch)
         assert await ask(server, Credentials(files.ca)) == "reached"
     other_name = Files(tmp_path / "other_name")
@@ -211,7 +211,7 @@ async def test_a_certificate_that_was_renewed_is_shown_from_the_next_connection_
         credentials.cert.write_bytes(good[0])
         credentials.key.write_bytes(good[1])
         assert await ask(server, credentials) == "reached"
-        # And one that is half renewed is refused before it is shown.
+        # A half-renewed one is refused before it is presented.
         put(stranger.cert, credentials.cert)
         with pytest.raises(InvalidRequestError, match="does not belong"):
             await ask(server, credentials)

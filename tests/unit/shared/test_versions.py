@@ -1,8 +1,8 @@
-"""What was once said keeps its meaning, so programs of different versions understand each other.
+"""Messages keep their meaning, so programs of different versions understand each other.
 
-`protocol/v1.jsonl` has messages as the programs of protocol 1 wrote them, byte for byte, with what
-they mean; `protocol/v1.fields.json` has the number and type of every field. What is recorded is
-never changed, only added to: a change that breaks it needs a new protocol.
+`protocol/v1.jsonl` has messages as programs of protocol 1 wrote them, byte for byte, with their
+meaning; `protocol/v1.fields.json` has the number and type of every field. Records are only added,
+never changed: a change that breaks them needs a new protocol.
 
     python -m tests.unit.shared.test_versions     # record what was added
 """
@@ -40,7 +40,7 @@ KINDS = {kind.DESCRIPTOR.name: kind for kind in (pb.NodeMessage, pb.ServerMessag
 
 
 def meaning(message: Message) -> Any:
-    """Say what a message is to its reader, in plain JSON."""
+    """Return a message as its reader sees it, in plain JSON."""
     if isinstance(message, pb.ServerMessage):
         body = message.WhichOneof("body")
         if body == "read_log":
@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_part_of(old: Any, new: Any) -> bool:
-    """Whether all that was once read is read still; there may be more."""
+    """Whether everything that was once read is still read; there may be more."""
     if isinstance(old, dict):
         return isinstance(new, dict) and all(
             key in new and is_part_of(value, new[key]) for key, value in old.items()
@@ -193,7 +193,7 @@ def test_a_server_accepts_its_own_protocol_and_the_one_before(
 
 
 def test_what_is_of_a_later_version_is_passed_over() -> None:
-    """Fields and messages that are added do no harm to those who do not know them."""
+    """New fields and messages do no harm to programs that do not know them."""
     later = b"\xfa\x3e\x03new"
     message = pb.NodeMessage.FromString(next(samples_of_nodes())[1].SerializeToString() + later)
     assert message.WhichOneof("body") == "hello"
@@ -213,7 +213,7 @@ def fields_of_all() -> dict[str, list[Any]]:
         for field in descriptor.fields:
             kind = field.message_type or field.enum_type
             of = kind.full_name if kind else ""
-            # Not field.label, which newer runtimes of protobuf do not have any more.
+            # Not field.label, which newer runtimes of protobuf no longer have.
             found[field.full_name] = [field.number, field.type, of, field.has_presence]
         for enum in descriptor.enum_types:
             found.update(_values(enum))
@@ -239,7 +239,7 @@ def _short_hellos() -> Iterator[tuple[str, pb.NodeMessage]]:
 
 
 def samples_of_nodes() -> Iterator[tuple[str, pb.NodeMessage]]:
-    """Yield every message of a node, with every field set, or set otherwise."""
+    """Yield every message of a node, with every field set in each possible way."""
     settings = pb.Settings(
         min_nodes=2,
         max_nodes=4,
@@ -542,7 +542,7 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
 
 
 def record() -> None:
-    """Add to the files of the present protocol what they lack; what they have is never changed."""
+    """Add missing records to the files of the present protocol; existing ones are never changed."""
     version = config.PROTOCOL_VERSION
     messages, fields = FOLDER / f"v{version}.jsonl", FOLDER / f"v{version}.fields.json"
     lines = messages.read_text().splitlines() if messages.exists() else []

@@ -1,4 +1,4 @@
-"""Fields of the same names are copied; a source that cannot say None says it with 0 or ""."""
+"""Fields with the same name are copied; a source without None uses 0 or "" instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events are kept as data: what is written is read again, also of other versions."""
+"""Events are stored as data, and read back, also those of other versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rdzv.view.sentences import sentence
 from tests.unit.server.test_driver import every_event
 
 RECORDED = Path(__file__).parents[1] / "protocol" / "history.json"
-"""Rows as they were once stored, and their sentences. Rows are added, and no fields are changed."""
+"""Rows as they were once stored, with their sentences. Rows are added; fields never change."""
 
 
 def row(event: events.Event) -> Record:

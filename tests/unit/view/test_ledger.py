@@ -69,7 +69,7 @@ def ledger_of(story: Story, now_s: float, state: str = "") -> Ledger:
 
 
 def check_tiles(ledger: Ledger) -> None:
-    """Each interval begins where the one before it ends, from the first moment to the last."""
+    """Each interval begins where the previous one ends, from the first moment to the last."""
     at_ms = ledger.from_unix_ms
     for one in ledger.intervals:
         assert one.from_unix_ms == at_ms
@@ -473,7 +473,7 @@ def test_the_table_has_every_phase() -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_at_every_moment_the_ledger_adds_up(name: str) -> None:
-    """What is shown before the late facts have come is provisional, and whole."""
+    """The view before late facts have arrived is provisional, but complete."""
     story, now_s, _ = TABLE[name]
     for upto in range(1, len(story) + 1):
         at_s = max(time_s for time_s, _ in story[:upto])
@@ -511,7 +511,7 @@ def test_what_each_cause_and_node_has_cost() -> None:
 
 
 def test_how_long_it_took_to_train_again_is_told_by_how_the_workers_came() -> None:
-    """A round that never trains counts to the next one's comeback; the first start is none."""
+    """A round that never trains counts until one trains again; the first start does not count."""
     story = list(GATHERED)
     for number, kept, trains in ((1, 1, True), (2, 0, False), (3, 2, True), (4, 1, True)):
         at_s = 10 * number
@@ -541,7 +541,7 @@ def test_how_long_it_took_to_train_again_is_told_by_how_the_workers_came() -> No
 def test_a_comeback_is_told_by_how_its_nodes_say_that_workers_came(
     kept: int, warm: int, cold: int, way: str
 ) -> None:
-    """What the server decided counts only while the nodes have not said what was done."""
+    """The server's decision counts only until the nodes have reported what was done."""
     story: Story = [
         *TRAINS,
         (20, ended(0, Cause.WORKER_FAILURE, "n2")),
@@ -554,7 +554,7 @@ def test_a_comeback_is_told_by_how_its_nodes_say_that_workers_came(
 
 
 def test_each_end_of_a_round_is_one_time() -> None:
-    """Of a crash loop too, in which one failure follows upon another."""
+    """Also in a crash loop, where one failure follows another."""
     story = list(GATHERED)
     for number in range(3):
         at_s = 10 + number * 5
@@ -570,7 +570,7 @@ def test_each_end_of_a_round_is_one_time() -> None:
 
 
 def test_the_nodes_time_is_counted_while_they_are_held() -> None:
-    """Also of nodes that the history does not name: it names eight of a round."""
+    """Also for nodes that the history does not name: it names eight of a round."""
     story: Story = [
         (0, events.RunBegan("r", 1, "the server had no memory of it")),
         (0, history.RoundAdopted(0, 3)),

@@ -1,4 +1,4 @@
-"""A job's life follows from the fields of its events, and from nothing that anybody says."""
+"""A job's life follows from the fields of its events, never from text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_not_understood_is_kept_as_its_text(name: str, fields: dict[str,
 
 
 def test_nothing_is_read_from_a_sentence() -> None:
-    """What older versions kept may quote a worker, so it is shown, and not believed."""
+    """Text kept by older versions may quote a worker, so it is shown but not believed."""
     text = "round 3 is charged to worker failure: boom; restarts spent: 9 of 9"
     (run,) = life.runs_of([Event(0, "r", "RoundSettled", text)])
     assert not run.rounds

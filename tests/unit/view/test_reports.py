@@ -1,4 +1,4 @@
-"""The ledgers of all jobs, summed up: the causes and nodes that cost most, within a time."""
+"""The ledgers of all jobs, summed up: the causes and nodes that cost most in a period."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUEUED = of("a submitted job is queued until it is placed")
 
 
 def test_what_was_before_is_not_counted() -> None:
-    """An interval that began before is cut, and so is the time of its nodes."""
+    """An interval that began earlier is cut off, and so is the time of its nodes."""
     assert clipped(LOST, 0) == LOST.intervals
     found = clipped(LOST, 30_000)
     assert [one.ms for one in found] == [10_000, 1_000, 9_000]
@@ -44,7 +44,7 @@ def test_all_jobs_are_summed_up_by_cause_and_node() -> None:
     assert found.goodput == pytest.approx(lost / found.node_ms)
     by_cause = {loss.name: loss for loss in found.causes}
     assert by_cause["node lost"].times == 2
-    # Held: two nodes while it is detected, and one from then on.
+    # Held: two nodes while the failure is detected, and one from then on.
     assert by_cause["node lost"].node_ms == 2 * (15_000 * 2 + 10_000)
     assert [loss.name for loss in found.nodes] == ["n2"]
     assert found.nodes[0].times == 3
@@ -53,7 +53,7 @@ def test_all_jobs_are_summed_up_by_cause_and_node() -> None:
 
 
 def test_gpus_are_counted_where_they_are_known() -> None:
-    """One run without them leaves a sum unknown, rather than too small."""
+    """One run without these figures makes a sum unknown, rather than too small."""
     known = replace(LOST, gpus_per_node=8)
     (line,) = report_of({"a": [known]}, 0, 50_000).jobs
     assert line.lost_gpu_ms == 8 * line.lost_node_ms

@@ -1,4 +1,4 @@
-"""Which slot is overwritten, and which snapshot new processes go on from."""
+"""Which slot is overwritten, and which snapshot new processes load."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def at(lineage: int, step: int) -> Header:
 @pytest.mark.parametrize(
     ("held", "lineage", "base", "watermark", "slot"),
     [
-        # What holds nothing goes first, whatever the other one holds.
+        # An empty slot goes first, whatever the other one holds.
         ((None, None), 0, None, None, 0),
         ((at(0, 10), None), 0, None, 0, 1),
         ((None, at(0, 10)), 0, None, 0, 0),
-        # Then the older one, if nobody says what is whole.
+        # Then the older one, if it is unknown which is complete.
         ((at(0, 20), at(0, 10)), 0, None, None, 1),
         ((at(0, 20), at(0, 30)), 0, None, None, 0),
-        # If somebody does, the newest whole one stays.
+        # If it is known, the newest complete one stays.
         ((at(0, 20), at(0, 30)), 0, None, 20, None),
         ((at(0, 20), at(0, 30)), 0, None, 30, 0),
         ((at(0, 20), at(0, 30)), 0, None, 40, 0),
-        # What was gone on from stays until there is one of this training.
+        # The snapshot that was loaded stays until there is one of this training.
         ((at(0, 20), at(0, 30)), 4, (0, 20), None, 1),
         ((at(0, 20), at(0, 30)), 4, (0, 30), None, 0),
         ((at(0, 20), at(4, 30)), 4, (0, 20), None, 0),
         ((at(0, 20), at(4, 30)), 4, (0, 20), 20, None),
-        # A step that was whole in another training says nothing of this one.
+        # That a step was complete in another training says nothing about this one.
         ((at(0, 20), at(4, 3)), 4, (0, 20), (0, 20), None),
-        # This training was begun with the script's checkpoint.
+        # This training began with the script's checkpoint.
         ((at(0, 20), at(0, 30)), 4, None, None, 0),
     ],
 )
@@ -64,13 +64,13 @@ ALONE, LATER = Key(0, 40, "c", 1), Key(3, 10, "a", 2)
         # A part is missing.
         ([(NEW, 0)], None),
         ([(NEW, 0), (NEW, 0)], None),
-        # The last step was not saved by all.
+        # Not all ranks saved the last step.
         ([(OLD, 0), (NEW, 0), (OLD, 1)], OLD),
         ([(OLD, 0), (NEW, 0), (OLD, 1), (NEW, 1)], NEW),
-        # Parts of two layouts, or two steps, are no state.
+        # Parts of two layouts, or of two steps, are not one state.
         ([(NEW, 0), (OTHER, 1)], None),
         ([(OLD, 0), (NEW, 1)], None),
-        # A later training goes before one that has come further and was given up.
+        # A later training wins over one that got further and was given up.
         ([(NEW, 0), (NEW, 1), (LATER, 0), (LATER, 1)], LATER),
         ([(NEW, 0), (NEW, 1), (LATER, 0)], NEW),
     ],

@@ -1,4 +1,4 @@
-"""What gloo publishes in the store is read, and everything else is left alone."""
+"""Gloo's addresses in the store are read, and all other keys are left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has the state that all ranks of a round come to, and what the library's examples say."""
+"""Which rank has the state that all ranks of a round adopt, and the library's examples of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def offer(kept: bool, step: int, torn: bool = False, digest: str = "x") -> Offer
         ([offer(True, 5), offer(False, 0), offer(True, 5)], 0, [1]),
         # One is a step ahead, and one of the others is torn.
         ([offer(True, 5, torn=True), offer(True, 5), offer(True, 6)], 2, [0, 1]),
-        # No step was sealed: one that stays goes before a new one.
+        # No step was sealed: a kept rank wins over a new one.
         ([offer(False, 0), offer(True, 0)], 1, [0]),
         # Bits differ at the same step.
         ([offer(True, 5), offer(True, 5, digest="y")], 0, [1]),

@@ -1,4 +1,4 @@
-"""What training frameworks are given: progress, a notice, the checkpoint to go on from."""
+"""What training frameworks get: progress, a notice, the checkpoint to continue from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's end of its link: what it sends, what it takes, and when it cuts a round."""
+"""A worker's end of its link: what it sends and receives, and when it cuts a round."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_a_round_is_over_from_its_own_end_on(runner: tuple[Link, Runner]) -> Non
     link, other = runner
     link.begin(2, Cut())  # type: ignore[arg-type]
     other.say(type="round_over", round=1)
-    # Of a type that this worker does not know, from a newer runner: nothing.
+    # A type that this worker does not know, from a newer runner, is ignored.
     other.say(type="news", round=2)
     other.say(type="go", round=1, env={})
     assert link.wait_for_word() == Go(1, {})
     assert not link.is_over()
     other.say(type="round_over", round=2)
     assert link.wait_until_over(60)
-    # What comes late, of a round before, takes nothing back.
+    # A late message of an earlier round undoes nothing.
     other.say(type="round_over", round=1)
     other.say(type="release", reason="enough")
     assert link.wait_for_word() == Release("enough")
@@ -112,7 +112,7 @@ def test_a_round_that_is_over_is_cut_again_and_again_until_nothing_of_it_is_left
     other.say(type="round_over", round=0)
     assert cut.again.wait(60)
     link.end()
-    # A round of which the end was heard before it began.
+    # The end of this round arrived before its beginning.
     late = Cut()
     link.begin(0, late)  # type: ignore[arg-type]
     assert late.times >= 1
@@ -140,7 +140,7 @@ def test_a_runner_that_is_gone_ends_the_wait(runner: tuple[Link, Runner]) -> Non
     other.leave()
     assert link.wait_for_word() is None
     assert link.is_closed
-    link.resumed(round=4)  # Nobody hears it, and that is no error.
+    link.resumed(round=4)  # Nobody receives it, and that is no error.
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

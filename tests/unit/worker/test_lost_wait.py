@@ -1,4 +1,4 @@
-"""The main thread that waits for gloo after the cut, as the link's thread sees it."""
+"""How the link's thread detects that the main thread waits for gloo after the cut."""
 
 from __future__ import annotations
 

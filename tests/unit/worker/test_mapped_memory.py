@@ -1,4 +1,4 @@
-"""Memory of the runner in a worker: written through, and in none of its children."""
+"""A worker writes to memory of the runner, and its children do not inherit that memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = 1 << 20
 
 
 def memory_of(pid: int | str) -> str:
-    """Return what a process has mapped or open of the memory here, by name."""
+    """Return the names of this memory that a process has mapped or open."""
     mapped_files = [
         line
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines()

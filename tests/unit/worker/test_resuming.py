@@ -1,4 +1,4 @@
-"""New processes, and the snapshots that are there for them: which are used, and which are not."""
+"""New processes and the snapshots available to them: which are used, and which are not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Runner:
         self.said.append((slot, what))
 
     def flip(self, step: int, place: int = TENSORS_AT + 3) -> None:
-        """Flip a bit of the slot that has a step."""
+        """Flip a bit in the slot that holds this step."""
         (slot,) = [slot for slot, what in self.said if what.get("step") == step]
         octet = os.pread(self.fds[slot], 1, place)[0]
         os.pwrite(self.fds[slot], bytes([octet ^ 4]), place)
@@ -70,7 +70,7 @@ def runners() -> Any:
 
 
 def sealing_of(width: int = 3) -> Sealing:
-    """Make a state as a new process has it."""
+    """Create a state as a new process has it."""
     torch.manual_seed(1)
     model = nn.Linear(4, width)
     return Sealing({"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 0})
@@ -81,7 +81,7 @@ def round_of(number: int, rank: int, size: int = 2) -> Round:
 
 
 def train(runner: Runner, steps: int, rank: int = 0, size: int = 2, every: int = 1) -> Sealing:
-    """Train on a node of its own, and save; return what the last step was."""
+    """Train on one node and save; return the last step."""
     sealing = sealing_of()
     sealing.begin_round(rank, size, lambda: None)
     snapshots = Snapshots(sealing, runner, every)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def train(runner: Runner, steps: int, rank: int = 0, size: int = 2, every: int =
 def resume(
     runners: Sequence[Runner], number: int = 1, width: int = 3
 ) -> tuple[list[Sealing], list[bool]]:
-    """Start a process on each node; return what they have come to."""
+    """Start a process on each node; return the steps they resumed from."""
     from torch._C._distributed_c10d import HashStore
 
     store, found = HashStore(), [False] * len(runners)
@@ -153,11 +153,11 @@ def test_new_processes_come_to_the_last_step(runners: list[Runner]) -> None:
 @pytest.mark.parametrize(
     ("damaged", "step"),
     [
-        # On one node: the other one's is used, and heals it.
+        # On one node: the other node's snapshot is used, and heals this one.
         ([(0, 3)], [None, 3]),
-        # On both: both go on from the step before.
+        # On both: both continue from the step before.
         ([(0, 3), (1, 3)], [2, 2]),
-        # Nothing is left but the script's own file.
+        # Only the script's own file is left.
         ([(0, 2), (0, 3), (1, 2), (1, 3)], [None, None]),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_damaged_snapshot_is_not_used_and_that_is_said(
         assert f"rank {rank}: the snapshot of step {of} is damaged, and is not used" in said
     untouched = [bits(one) for one, of in zip(new, step, strict=True) if of is None]
     assert all(one == bits(sealing_of()) for one in untouched)
-    # Nobody takes it for one again.
+    # It is not taken for a snapshot again.
     for rank, of in damaged:
         slot = next(slot for slot, what in runners[rank].said if what.get("step") == of)
         assert (slot, {}) in runners[rank].said[-2:]

@@ -1,4 +1,4 @@
-"""What a round says to the script's function."""
+"""What a round passes to the script's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every sample once an epoch, over any history of failures and resizes."""
+"""Every sample once per epoch, over any history of failures and resizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rdzv.worker import ElasticBatchSampler, NoRoundError, WorkerError
 
 
 def samplers(world_size: int, state: dict[str, object] | None, **how: object) -> list[object]:
-    """Make the samplers of all ranks of a round, at the same place."""
+    """Create the samplers of all ranks of a round, at the same position."""
     made = []
     for rank in range(world_size):
         one = ElasticBatchSampler(**how)  # type: ignore[arg-type]
@@ -31,7 +31,7 @@ def samplers(world_size: int, state: dict[str, object] | None, **how: object) ->
     batch_size=st.integers(1, 7),
     seed=st.integers(0, 1000),
     history=st.lists(
-        # A round: how many ranks, how many steps it commits, how many batches were loaded ahead.
+        # Per round: the number of ranks, the steps it commits, the batches loaded ahead.
         st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(0, 3)),
         max_size=12,
     ),
@@ -42,7 +42,7 @@ def test_every_sample_is_done_once_an_epoch(
     how = {"data": size, "batch_size": batch_size, "seed": seed}
     state: dict[str, object] | None = None
     done: dict[int, Counter[int]] = {}
-    # At last one round of one worker goes to the end of its epoch.
+    # Finally one round of one worker finishes the epoch.
     for world_size, steps, ahead in [*history, (1, 1000, 0)]:
         group: list[ElasticBatchSampler] = samplers(world_size, state, **how)  # type: ignore[assignment]
         epoch = group[0].epoch
@@ -60,7 +60,7 @@ def test_every_sample_is_done_once_an_epoch(
             for one in group:
                 one.commit()
             taken = [index for batch in step for index in batch]
-            if before + len(taken) > size:  # Filled up with the first of the epoch.
+            if before + len(taken) > size:  # Filled up with the first samples of the epoch.
                 taken = taken[: size - before]
             done.setdefault(epoch, Counter()).update(taken)
             if group[0].epoch != epoch:

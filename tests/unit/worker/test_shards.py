@@ -1,4 +1,4 @@
-"""Which part of a sharded state a rank has, and who has the step that all can go on from."""
+"""Which part of a sharded state a rank has, and who has the step that all can continue from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_ranks_that_are_replicas_have_the_same_part() -> None:
     assert _place_of([sharded((4,), (3,), "S")], 3, 4) == Place(3, 4)
     assert _place_of([sharded((2, 4), (1, 3), "RS")], 7, 8) == Place(3, 4)
     assert _place_of([sharded((2, 4), (1, 3), "SS")], 7, 8) == Place(7, 8)
-    # Two meshes, or one of some ranks: nothing says which ranks are replicas.
+    # Two meshes, or a mesh of only some ranks: it is unknown which ranks are replicas.
     two = [sharded((4,), (1,), "S"), sharded((2, 2), (0, 1), "RS")]
     assert _place_of(two, 1, 4) == Place(1, 4)
     assert _place_of([sharded((2,), (1,), "S")], 3, 4) == Place(3, 4)
@@ -40,7 +40,7 @@ def test_a_round_goes_on_from_the_newest_step_that_all_parts_have_sealed() -> No
     assert elect([offer(7, 0), offer(6, 1)]) == 1
     assert elect([offer(7, 0), offer(6, 1), offer(6, 0), offer(7, 1)]) == 0
     assert elect([offer(7, 0, torn=True), offer(6, 1), offer(6, 0)]) == 1
-    # One that is new has no part yet.
+    # A new rank has no part yet.
     new = Offer(False, 0, False, "", "")
     assert elect([new, offer(6, 1), offer(6, 0)]) == 1
 

@@ -1,4 +1,4 @@
-"""A slot: what was written is read again, and nothing else is ever taken for a snapshot."""
+"""A slot: written data is read back, and nothing else is ever taken for a snapshot."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_what_was_written_is_read_again() -> None:
     assert same(read, what)
     assert read.images["state"].optimizers[1] == what.images["state"].optimizers[1]
     assert torch.equal(read.own["rng"]["torch"], what.own["rng"]["torch"])
-    # What optimizers hold is a copy: the slot is written to again while they change it.
+    # Optimizers hold copies: the slot is written again while they change their state.
     write(slot, content(30))
     assert torch.equal(read.images["state"].optimizers[0][1], what.images["state"].optimizers[0][1])
 
 
 def test_a_snapshot_that_is_being_written_is_none() -> None:
-    """Wherever the process is killed: before the seal nothing is there, after it everything."""
+    """Wherever the process is killed: before the seal there is nothing, after it everything."""
     memory = bytearray(SIZE)
     slot = Slot(memory)
     old = write(slot, content(20))

@@ -1,4 +1,4 @@
-"""An exception that a peer may have caused, and the script's own, are told apart."""
+"""An exception that a peer may have caused is told from the script's own."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_connection_that_is_stopped_reads_its_end_and_its_peer_hears_nothing_y
     one, other = connections
     held: dict[int, socket.socket] = {}
     before = open_files()
-    # Both ends are of this process, and each has the address; one that is held is not held twice.
+    # Both ends belong to this process, and each has the address; a held connection is held once.
     stop_reading({one.address}, held)
     stop_reading({one.address}, held)
     assert len(held) == 2
