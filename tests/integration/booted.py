@@ -1,7 +1,7 @@
-"""A machine of its own, for tests of what is installed: systemd as its first process.
+"""A machine of its own, for tests of an installation: systemd as its first process.
 
-It sees this machine's files through an overlay that is in memory, so that it may write wherever it
-likes; its processes, network, host name and cgroups are its own. It ends with the body.
+It sees this machine's files through an overlay in memory, so it may write anywhere; its processes,
+network, host name and cgroups are its own. It ends with the body.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Booted:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        """Of its first process, as this machine sees it."""
+        """The pid of its first process, as this machine sees it."""
 
     def run(self, *command: str, timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
-        """Run a command inside; its outcome is the caller's to judge."""
+        """Run a command inside; the caller checks its outcome."""
         root = f"/proc/{self._pid}/root"
         enter = ["nsenter", "-t", str(self._pid), "-m", "-p", "-n", "-i", "-u", "-C"]
         return subprocess.run(
@@ -73,7 +73,7 @@ class Booted:
         )
 
     def do(self, *command: str) -> str:
-        """Run a command that must succeed; return what it said."""
+        """Run a command that must succeed; return its output."""
         done = self.run(*command)
         said = f"{done.stdout}{done.stderr}"
         assert done.returncode == 0, f"{command} ended with {done.returncode}: {said}\n{self.log}"
@@ -81,7 +81,7 @@ class Booted:
 
     @property
     def up(self) -> bool:
-        """Whether it has not been shut down."""
+        """Whether it is still running."""
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{self._pid}/stat").read_text()
             return stat.rpartition(")")[2].split()[0] not in "ZX"
@@ -89,7 +89,7 @@ class Booted:
 
     @property
     def log(self) -> str:
-        """What its services have said."""
+        """The log of its services."""
         return self.run("journalctl", "--no-pager", "-o", "short", "-n", "200").stdout
 
     def show(self, unit: str, *names: str) -> dict[str, str]:
@@ -104,7 +104,9 @@ class Booted:
 
 @contextmanager
 def booted(tmp_path: Path, given: Path) -> Iterator[Booted]:
-    """Boot a machine, which finds the folder `given` at /run/given; skip where that cannot be."""
+    """Boot a machine that finds the folder `given` at /run/given; skip the test if that is
+    impossible.
+    """
     _skip_without()
     machine = tmp_path / "machine"
     machine.mkdir()
@@ -117,7 +119,7 @@ def booted(tmp_path: Path, given: Path) -> Iterator[Booted]:
         try:
             yield _when_up(process, tmp_path / "boot.log")
         finally:
-            # With the first process of its namespace everything in it ends.
+            # When the first process of its namespace ends, everything in it does.
             process.kill()
 
 

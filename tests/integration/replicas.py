@@ -1,4 +1,4 @@
-"""Three rdzvd on one etcd, for the tests of those who share a store."""
+"""Three rdzvd on one etcd, for tests of servers that share a store."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Replicas(Cluster):
             return ()
 
     def wait_for_leader(self, above: int = 0) -> Server:
-        """Wait until a server leads whose leadership is higher than another's."""
+        """Wait until a server leads with a higher leadership than this."""
 
         def leader() -> Server | None:
             return next((s for s in self.servers() if (s.leadership or 0) > above), None)

@@ -1,4 +1,4 @@
-"""A runner with real processes, and what is needed to see what became of them."""
+"""A runner with real processes, and helpers to inspect them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ E = TypeVar("E", bound=RunnerEvent)
 
 
 async def until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    """Wait for something outside this process, which sends no event, to become so."""
+    """Wait for a state outside this process, which sends no event."""
     loop = asyncio.get_running_loop()
     since_s = loop.time()
     async with asyncio.timeout(within_s):
@@ -67,7 +67,7 @@ def state_of(pid: int) -> str:
 
 
 class Node:
-    """A runner and what it says."""
+    """A runner and its events."""
 
     link: RunnerLink
     patience_s = PATIENCE_S
@@ -81,7 +81,7 @@ class Node:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Start the runner; at the end it is gone, and so is everything that it has started."""
+        """Start the runner; at the end it is gone, with everything that it has started."""
         self.link = await RunnerLink.spawn(self.hear)
         yield self
         await self.link.close(PATIENCE_S)

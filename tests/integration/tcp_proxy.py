@@ -3,12 +3,12 @@
     with proxy_to("127.0.0.1", 29400) as link:
         start_node(endpoint=link.endpoint)
         link.black_hole()      # packets vanish; both ends believe that they are connected
-        link.restore()         # TCP goes on where it was, as after a cable is back
+        link.restore()         # TCP continues where it was, as after a cable is plugged in again
         link.cut()             # every connection is reset, new ones are refused
-        link.delay(0.2)        # from now on each way takes so long
+        link.delay(0.2)        # from now on each direction takes this long
 
-It runs in a thread of its own, so that tests of either kind can use it. Nothing in it waits without
-a deadline: a call that is not done in time raises `TimeoutError`, and so fails its test.
+It runs in its own thread, so that tests of either kind can use it. Nothing in it waits without a
+deadline: a call that is not done in time raises `TimeoutError`, and so fails its test.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any, TypeVar
 PATIENCE_S = 100.0
 _CHUNK_BYTES = 64 << 10
 _MAX_CHUNKS = 64
-"""What may be under way in each direction; a sender that is faster has to wait."""
+"""The limit of data under way in each direction; a faster sender has to wait."""
 
 _RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER: close with a reset, and forget what was not sent."""
+"""SO_LINGER: close with a reset, and discard unsent data."""
 
 T = TypeVar("T")
 
 
 class TcpProxy:
-    """One listening port, every connection to which leads to one server, while the link holds.
+    """One listening port; each connection to it is forwarded to one server while the link holds.
 
-    Made by `proxy_to`. What it does to the link is done when a method returns.
+    Made by `proxy_to`. Each method's effect is complete when it returns.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -58,10 +58,10 @@ class TcpProxy:
     # ------------------------------------------------------------------ what tests do
 
     def black_hole(self) -> None:
-        """Let nothing through, and nobody know: what is sent meanwhile arrives after `restore`.
+        """Let nothing through, unnoticed: data sent meanwhile arrives after `restore`.
 
-        New connections are accepted, as by a load balancer whose servers are out of reach; of
-        those whose caller has given up by then, the server never hears.
+        New connections are accepted, as by a load balancer whose servers are unreachable; the
+        server never sees those whose caller has given up by then.
         """
         self._call(self._holds.clear)
 
@@ -76,16 +76,16 @@ class TcpProxy:
         self._call(self._reset_all)
 
     def reset(self) -> None:
-        """Reset every connection; new ones are welcome."""
+        """Reset every connection; new ones are accepted."""
         self._call(self._reset_all)
 
     def delay(self, seconds: float) -> None:
-        """Let what is sent from now on take so long, each way."""
+        """Delay data sent from now on by this much, in each direction."""
         self._delay_s = seconds
 
     @property
     def connections(self) -> int:
-        """How many connections there are."""
+        """The number of connections."""
         return self._call(lambda: len(self._connections))
 
     # ------------------------------------------------------------------ its life
@@ -142,7 +142,7 @@ class TcpProxy:
             if not self._refuses:
                 await self._join(reader, writer, self._connections[task])
         except* (OSError, TimeoutError, asyncio.CancelledError):
-            pass  # Either side is gone, or the test has had enough of it.
+            pass  # Either side is gone, or the test has ended the connection.
         finally:
             for end in self._connections.pop(task):
                 _reset(end)
@@ -165,7 +165,7 @@ class TcpProxy:
             ways.create_task(self._carry(up_reader, writer))
 
     async def _wait_with(self, reader: asyncio.StreamReader) -> bytes | None:
-        """Wait until the link holds; return what was said by then, None if the caller has gone."""
+        """Wait until the link holds; return the data sent by then, None if the caller has gone."""
         said = bytearray()
 
         async def listen() -> None:
@@ -187,7 +187,7 @@ class TcpProxy:
             await asyncio.gather(holding, listening, return_exceptions=True)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one direction to its end, which is carried over too."""
+        """Forward one direction to its end, which is forwarded, too."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_CHUNKS)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._deliver(under_way, writer))
@@ -221,7 +221,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 @contextlib.contextmanager
 def proxy_to(host: str, port: int) -> Iterator[TcpProxy]:
-    """Serve a breakable link to a server until the body ends."""
+    """Provide a breakable link to a server until the body ends."""
     proxy = TcpProxy(host, port)
     proxy.start()
     try:

@@ -1,4 +1,4 @@
-"""A server that comes back with no memory, or an old one, takes over what its nodes run."""
+"""A server that restarts with no memory, or an old one, adopts the jobs that its nodes run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def events(c: Cluster) -> list[str]:
-    """Name what this server knows to have happened to the job; nothing before it knows of it."""
+    """Return the events of the job that this server knows; earlier ones are unknown to it."""
     with ControlClient(parse_endpoint(c.endpoint)) as client, suppress(UnknownJobError):
         return [event.name for event in client.events(JOB)]
     return []

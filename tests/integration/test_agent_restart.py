@@ -1,7 +1,7 @@
-"""rdzv-agent dies, is restarted or upgraded under running workers: they run on, and it goes on.
+"""rdzv-agent dies, is restarted or upgraded under running workers, and they keep running.
 
-Each story ends with a look at what the job has noticed of it: no round has ended, no restart is
-spent, and no line that a worker wrote is missing.
+Each story ends by checking what the job has noticed of it: no round has ended, no restart is spent,
+and no line of a worker's output is missing.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Nodes(Daemons):
         return pids
 
     def node_of(self, pid: int) -> str:
-        """Say which agent's runner is the parent of a worker, while that lives."""
+        """Name the agent whose runner is the parent of a worker, while it lives."""
         agents = {agent.process.pid: name for name, agent in self.agents.items()}
         return agents[parent(parent(pid))]
 
     def counts_on(self, pids: dict[str, int]) -> None:
-        """Wait until each worker has counted on from where it is now."""
+        """Wait until each worker has counted further."""
 
         def count(pid: int) -> int:
             with suppress(OSError, ValueError):
@@ -59,7 +59,7 @@ class Nodes(Daemons):
         self.agents[name].process.wait()
 
     def come_back(self, name: str) -> Node:
-        """Start an agent again, and wait until the server has it back."""
+        """Restart an agent, and wait until it is connected to the server again."""
         again = self.agents[name] = self.launch(name)
         self.until(f"{name} has adopted", lambda: "job: adopted, with runner pid" in again.text)
         return again
@@ -72,13 +72,13 @@ class Nodes(Daemons):
         self.until("the server has it back", lambda: self.events().count("NodeCameBack") == times)
 
     def undisturbed(self) -> None:
-        """Insist that the job has not noticed anything."""
+        """Check that the job has noticed nothing."""
         status = self.status("job")
         assert (status.state, status.round, status.restarts) == ("running", 0, 0)
         assert not {"RoundEnded", "NodeLost", "NodeLeft"} & set(self.events())
 
     def complete_logs(self, pids: dict[str, int]) -> None:
-        """Insist that every number that the workers counted can be read, once."""
+        """Check that every number that the workers counted can be read, once."""
         lines = self.logs("job").splitlines()
         for pid in pids.values():
             counted = [int(line.rpartition(" ")[2]) for line in lines if f"{pid} counts " in line]
@@ -88,7 +88,7 @@ class Nodes(Daemons):
 
 @pytest.fixture(name="lease")
 def _lease() -> str:
-    """Long, so that an agent that is slow to start on a busy machine is not given up meanwhile."""
+    """Long, so that an agent that starts slowly on a busy machine is not given up meanwhile."""
     return "60 s"
 
 
@@ -101,7 +101,7 @@ def _nodes(tmp_path: Path, lease: str) -> Iterator[Nodes]:
         try:
             yield Nodes(made)
         finally:
-            # Runners that were adopted descend from no agent that the cluster could end them by.
+            # Adopted runners are not descendants of any agent by which the cluster could end them.
             for pid in made.marked():
                 if made.server is None or pid != made.server.pid:
                     with suppress(ProcessLookupError):
@@ -119,7 +119,7 @@ def test_an_agent_that_is_killed_disturbs_no_worker_and_the_next_one_goes_on(d: 
     d.until_back()
     d.undisturbed()
     assert d.node("n1")["jobs"] == {"job": "seated"}
-    # And once more, so that it is not only the first one that can.
+    # And once more, to show that it is not only the first one that can.
     d.kill("n1")
     d.come_back("n1")
     d.until_back(2)
@@ -165,7 +165,7 @@ def test_workers_that_succeed_while_no_agent_is_there_have_succeeded(d: Nodes) -
 
 
 def test_a_failure_elsewhere_does_not_wait_for_an_agent_that_is_away(d: Nodes) -> None:
-    """Its seat is kept for a lease while nothing happens; a failure makes it short."""
+    """Its seat is kept for a lease while nothing happens; a failure shortens that."""
     pids = d.begin("--max-restarts=1")
     d.kill("n1")
     os.kill(pids["n2"], signal.SIGKILL)
@@ -178,7 +178,7 @@ def test_a_failure_elsewhere_does_not_wait_for_an_agent_that_is_away(d: Nodes) -
     reports = d.reports("job", 4)
     assert not alive(pids["n1"])
     assert len(reports) == 4
-    # The loss of a node is nobody's failure.
+    # The loss of a node counts as no worker's failure.
     assert d.status("job").restarts == 0
     d.cluster.finish()
     d.until_state("job", "succeeded")
@@ -189,7 +189,7 @@ def test_a_failure_elsewhere_does_not_wait_for_an_agent_that_is_away(d: Nodes) -
 def test_a_runner_that_is_killed_after_its_agent_leaves_nobody_behind(
     d: Nodes, adopted: bool
 ) -> None:
-    """What a worker had started is then a child of init, and could hold a GPU for ever."""
+    """A worker's child process would then be a child of init, and could hold a GPU forever."""
     d.agents["n1"] = d.start("n1")
     d.submit("job", "--nnodes=1", "--nproc-per-node=1", str(WORKERS / "starts_another.py"))
     (report,) = d.reports("job", 1)
@@ -255,7 +255,7 @@ def test_a_planned_restart_has_the_time_that_was_announced(d: Nodes) -> None:
 
 
 def test_an_agent_that_dies_amid_a_drain_is_followed_by_one_that_goes_on_with_it(d: Nodes) -> None:
-    """Workers that were told save and leave as if nothing had happened to their agent."""
+    """Notified workers save and leave as if nothing had happened to their agent."""
     for name in ("n1", "n2"):
         d.agents[name] = d.start(name)
     go, snapshot = d.folder / "go", d.folder / "snapshot"
@@ -293,7 +293,7 @@ def test_without_another_agent_the_workers_are_gone_after_a_lease(d: Nodes) -> N
     d.until("its runner is gone", lambda: not alive(runner))
     assert list((d.folder / "n1" / "run" / "runners").iterdir()) == []
     assert "no agent within 2 s; stopping its workers" in d.agents["n1"].text
-    # Nothing is left to adopt, so this is another instance, which is given the job again.
+    # Nothing is left to adopt, so this is a new instance, which is given the job again.
     d.agents["n1"] = d.launch("n1")
     assert len(d.reports("job", 3)) >= 3
     assert "adopted" not in d.agents["n1"].text
@@ -302,7 +302,7 @@ def test_without_another_agent_the_workers_are_gone_after_a_lease(d: Nodes) -> N
 
 
 def test_a_gpu_that_is_gone_disturbs_no_worker(d: Nodes) -> None:
-    """As one that has fallen off the bus; an agent without workers does not start like this."""
+    """Like one that has fallen off the bus; an agent without workers does not start this way."""
     d.agents["n1"] = d.start("n1", 'gpus = "GPU-a"\n')
     d.submit("job", "--nproc-per-node=1", COUNT)
     (report,) = d.reports("job", 1)

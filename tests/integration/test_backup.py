@@ -1,4 +1,4 @@
-"""What an operator does with the data of an rdzvd: check it, save it, bring it back."""
+"""An operator's work with the data of an rdzvd: check it, back it up, restore it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rdzv.view.answers import event_in
 
 
 def run(module: str, *arguments: str | Path) -> tuple[int, str, str]:
-    """Run a program to its end; return its exit code and what it said."""
+    """Run a program to its end; return its exit code and output."""
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         capture_output=True,
@@ -120,7 +120,7 @@ async def test_an_older_backup_does_not_make_leadership_go_back(tmp_path: Path) 
 
 
 def resealed(data: bytes) -> bytes:
-    """Give a backup that was changed on purpose the trailer that it needs."""
+    """Give a deliberately changed backup the trailer that it needs."""
     lines = data.splitlines(keepends=True)
     tally = backup._Tally()
     for line in lines[:-1]:
@@ -156,7 +156,7 @@ async def test_a_file_that_was_cut_makes_no_store(tmp_path: Path) -> None:
 
 
 async def test_a_restore_that_is_killed_leaves_an_empty_store(tmp_path: Path) -> None:
-    """The store takes all in one commit, so half a file is never served."""
+    """The store takes everything in one commit, so half a file is never served."""
     script = (
         "import asyncio, os, signal, sys\n"
         "from pathlib import Path\n"
@@ -217,7 +217,7 @@ async def test_a_server_that_stops_answering_ends_the_backup(tmp_path: Path) -> 
 
 
 class CutService(pb_grpc.ControlServicer):
-    """A server that ends well in the middle of a backup."""
+    """A server that shuts down normally in the middle of a backup."""
 
     async def Backup(  # type: ignore[override]  # noqa: N802
         self, request: pb.BackupRequest, context: object

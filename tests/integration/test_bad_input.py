@@ -1,4 +1,4 @@
-"""Everything that is wrong with what people give: who says so, in which words, and what goes on."""
+"""Invalid input from people: which program reports it, in which words, and what keeps running."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AT_ONCE = "--rdzv-conf=last_call_timeout=0"
 
 @pytest.fixture(autouse=True)
 def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep in the test's folder what nodes without a log directory write."""
+    """Nodes without a log directory write into the test's folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
@@ -117,7 +117,7 @@ def test_a_name_that_would_make_a_strange_path_makes_none(
     ended = no_server.run("rdzvrun", f"{option}={value}", f"--log-dir={logs}", REPORT)
     assert ended.returncode == 2, ended
     if value is LONG:
-        # Before any server is asked, and before each line of the log begins with it.
+        # Before any server is asked, and with the prefix of every log line.
         assert f"{option}={value[:77]}... has {len(value)} characters" in ended.stderr
         assert "give at most 128" in ended.stderr
     else:
@@ -177,7 +177,7 @@ def test_a_server_that_is_not_there_is_tried_until_the_join_times_out(no_server:
     ended = no_server.run("rdzvrun", *options, *standing, REPORT)
     assert ended.returncode == 75, ended
     *_, first, last = ended.stderr.splitlines()
-    # Once when it was noticed, and once as the reason for giving up, and nothing of gRPC's.
+    # Once when it was noticed, and once as the reason for giving up; no line from gRPC.
     assert ended.stderr.count("cannot reach") == 2
     assert "Task" not in ended.stderr
     assert f"cannot reach rdzvd at {options[0].partition('=')[2]}: connection refused" in first
@@ -310,7 +310,7 @@ def test_a_node_without_the_script_is_refused_and_the_others_wait_for_it(c: Clus
 
 
 def test_a_node_that_can_not_start_any_more_leaves_and_the_job_goes_on(c: Cluster) -> None:
-    """Three nodes lose what they need, each something else; the restart needs all three."""
+    """Three nodes each lose something that they need; the restart needs all three."""
     needs = {
         "script": Path(shutil.copy(REPORT, c.folder / "script.py")),
         "python": c.folder / "python",

@@ -1,4 +1,4 @@
-"""torch's own rendezvous over a store that rdzvd serves: torchruns, hostile clients, deaths."""
+"""torch's own rendezvous with a store served by rdzvd: torchruns, hostile clients, deaths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATIENCE_S = 120.0
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(tmp_path)
     try:
-        # Its store comes back to the port, which is to be nobody else's meanwhile.
+        # Its store returns to the port, which nothing else may take meanwhile.
         made.start_server("--c10d", f"127.0.0.1:{free_port()}")
         yield made
     except BaseException:
@@ -82,7 +82,7 @@ def _torchrun(c: Cluster, ready: Start) -> Torchrun:
             "--max-restarts=3",
             "--rdzv-conf=last_call_timeout=3",
             str(WORKERS / "all_reduce_c10d.py"),
-            # Else the workers of all attempts share one store, and read each other's keys.
+            # Otherwise the workers of all attempts share one store, and read each other's keys.
             environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         )
 
@@ -90,7 +90,7 @@ def _torchrun(c: Cluster, ready: Start) -> Torchrun:
 
 
 def training(c: Cluster, world_size: int) -> list[dict[str, Any]]:
-    """Return the reports of the workers that train now, once so many do with each other."""
+    """Return the reports of the workers that train now, once this many train together."""
     found = [r for r in c.all_reports() if alive(r["pid"])]
     complete = {r["RANK"] for r in found} == {str(rank) for rank in range(world_size)}
     sizes = {r["WORLD_SIZE"] for r in found} == {str(world_size)}
@@ -105,7 +105,7 @@ def wait_for_training(c: Cluster, world_size: int) -> list[dict[str, Any]]:
 
 
 def listed(c: Cluster) -> list[dict[str, Any]]:
-    """Return what `rdzvctl list -o json` says, without a process for each look."""
+    """Return the output of `rdzvctl list -o json`, without a process per call."""
     with c.client() as client:
         return [as_dict(job) for job in job_list.chosen(client.jobs(), (), None, None)]
 
@@ -115,9 +115,9 @@ def names(c: Cluster) -> list[tuple[str, str]]:
 
 
 def wait_for_seats(c: Cluster, seats: int, after: int = -1) -> dict[str, Any]:
-    """Wait until the job is shown with so many seats in a later round, and return its line.
+    """Wait until the job is shown with this many seats in a later round, and return its entry.
 
-    What is shown is as old as the last look into the store.
+    The data shown is as old as the last read of the store.
     """
 
     def there() -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ def test_unmodified_torchruns_form_restart_grow_and_end(c: Cluster, torchrun: To
     events = c.run("rdzvctl", "--server", c.endpoint, "events", JOB)
     assert (events.returncode, events.stdout) == (0, f"no events of {JOB} are kept\n")
 
-    # What a store that outlives its jobs means: closed is closed for ever.
+    # The effect of a store that outlives its jobs: closed means closed forever.
     again = torchrun("n4")
     assert again.wait(PATIENCE_S) == 1
     assert "RendezvousClosedError" in again.text
@@ -190,7 +190,7 @@ def test_rdzvd_has_no_torch_in_memory_and_takes_its_child_along(c: Cluster) -> N
     _, _, pid = served(c)
     assert "libtorch" in Path(f"/proc/{pid}/maps").read_text()
     assert "libtorch" not in Path(f"/proc/{c.server.pid}/maps").read_text()
-    # What a terminal or systemd sends to everyone is for rdzvd to act on.
+    # A terminal or systemd signals all processes; only rdzvd may act on it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(pid, number)
     put(client(c), "a", state_of(_NodeDesc("h1", 1, 0)))
@@ -274,14 +274,14 @@ def test_hostile_clients_disturb_nobody(c: Cluster) -> None:
     assert odd.returncode == 0
     assert "\x1b" not in odd.stdout + c.server_log
 
-    # It changes each second, and is complained about once.
+    # It changes each second, and is logged once.
     for number in range(3):
         store.set("torch.rendezvous.text", f"still none: {number}")
         put(store, f"good{number}", state_of(_NodeDesc("h1", 1, 0)))
         c.wait_until("a look has come by", lambda n=number: (f"good{n}", "c10d") in names(c))
     assert c.server_log.count("'text'") == 1
 
-    # A job that is no longer readable is no longer shown; one that is repaired is.
+    # A job that can no longer be read is no longer shown; a repaired one is.
     store.set("torch.rendezvous.good", "broken")
     put(store, "text", state_of(_NodeDesc("h1", 1, 0)))
     c.wait_until("they are swapped", lambda: ("good", "c10d") not in names(c))

@@ -1,4 +1,4 @@
-"""Service accounts' tokens, with rdzvd, rdzvrun and rdzvctl as they are run, and a real issuer."""
+"""Service accounts' tokens, with real rdzvd, rdzvrun and rdzvctl processes, and a real issuer."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_pods_call_with_the_tokens_that_kubelet_gives_them(
     code, text, said = ctl("status", JOB, "-o", "json")
     assert (code, json.loads(text)["owner"]) == (0, "alice@team-a"), said
 
-    # An agent speaks for the node that its pod is on, and for no other.
+    # An agent may act for the node that its pod is on, and for no other.
     other = running.start_node("gpu-8", nnodes="1:1", environ=shown(running, agent))
     assert other.wait() == DENIED
     assert "gpu-7 (service account rdzv/agent) may not speak for node gpu-8" in other.text
 
-    # The server starts again while the issuer is away: a node asks until it is back, and trains on.
+    # The server restarts while the issuer is away: a node retries until it is back, and trains on.
     issuer.away = True
     running.kill_server()
     running.start_server()
@@ -91,7 +91,7 @@ def test_pods_call_with_the_tokens_that_kubelet_gives_them(
     issuer.away = False
     running.wait_until("the node is back", lambda: ctl("status", JOB)[0] == 0)
 
-    # kubelet renews the file; until then, an old token is refused, in words.
+    # kubelet renews the file; until then an old token is refused, with the reason.
     late = running.folder / "late"
     late.write_text(issuer.token("alice", exp=int(time.time()) - 60))
     put(late, alice)

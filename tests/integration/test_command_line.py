@@ -1,4 +1,4 @@
-"""What people type, and what comes of it: rdzvrun, rdzv-agent and rdzvctl as they are used."""
+"""The commands that people type, and their effects: rdzvrun, rdzv-agent and rdzvctl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPORT = str(WORKERS / "report.py")
 
 @pytest.fixture(autouse=True)
 def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep in the test's folder what nodes without a log directory write."""
+    """Nodes without a log directory write into the test's folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
@@ -30,7 +30,7 @@ def _cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(name="alone")
 def _alone(tmp_path: Path) -> Iterator[Cluster]:
-    """A folder without a server, for nodes that serve themselves."""
+    """A folder without a server, for nodes that run their own."""
     made = Cluster(tmp_path)
     try:
         yield made
@@ -39,7 +39,7 @@ def _alone(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def rdzvrun(c: Cluster, *args: str, environ: dict[str, str] | None = None) -> Node:
-    """Start one rdzvrun with nothing on its command line but this."""
+    """Start one rdzvrun with only this on its command line."""
     return c.start("rdzvrun", [str(BIN / "rdzvrun"), *args], environ=environ, cwd=c.folder)
 
 
@@ -263,7 +263,7 @@ def test_the_second_ctrl_c_cuts_the_grace_short(alone: Cluster) -> None:
 
 
 def test_ctrl_c_before_it_has_joined_is_no_traceback(alone: Cluster) -> None:
-    """The embedded server is not up yet: from the first moment it listens to signals at all."""
+    """The embedded server is not up yet: from the first moment at which it handles signals."""
     node = rdzvrun(alone, REPORT)
     alone.wait_until("it listens to SIGTERM", lambda: catches(node, signal.SIGTERM))
     node.process.send_signal(signal.SIGINT)

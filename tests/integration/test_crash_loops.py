@@ -1,4 +1,4 @@
-"""Jobs that crash again and again, or lose their nodes: when it is enough, as real processes."""
+"""Jobs that crash repeatedly, or lose their nodes: when they are given up, with real processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def c(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def await_status(c: Cluster, what: str, holds: Callable[[JobStatus], bool]) -> JobStatus:
-    """Wait until the job is as it should be; at first it is not known at all."""
+    """Wait for a state of the job, which is unknown at first."""
 
     def reached() -> JobStatus | None:
         with contextlib.suppress(RendezvousError):
@@ -36,7 +36,7 @@ def await_status(c: Cluster, what: str, holds: Callable[[JobStatus], bool]) -> J
 
 
 def script(c: Cluster, text: str) -> str:
-    """Write what each worker runs; `restart` is how often it was started again."""
+    """Write the script that each worker runs; `restart` is the number of restarts so far."""
     path = c.folder / "train.py"
     path.write_text(f"import os\nrestart = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n{text}")
     return str(path)
@@ -45,7 +45,7 @@ def script(c: Cluster, text: str) -> str:
 def test_a_job_that_gets_nowhere_fails_with_93_long_before_its_restarts_are_spent(
     c: Cluster,
 ) -> None:
-    """It says steps; two rounds get further than ever before, then it always dies at step 20."""
+    """It reports steps; two rounds get further than any before, then it always dies at step 20."""
     train = script(
         c,
         "from pathlib import Path\n"

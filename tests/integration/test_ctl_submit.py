@@ -1,4 +1,4 @@
-"""rdzvctl submit, nodes and cordon beside a real rdzvd and real daemons, as a user types them."""
+"""rdzvctl submit, nodes and cordon with a real rdzvd and real daemons, as a user types them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPORT = str(WORKERS / "report.py")
 
 
 class Typist:
-    """Types at a server that has daemons."""
+    """Runs commands at a server that has daemons."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -54,7 +54,7 @@ class Typist:
         return done.stdout
 
     def begins(self, *words: str) -> subprocess.Popen[str]:
-        """Type a command that goes on."""
+        """Run a command that continues."""
         process = subprocess.Popen(
             [str(BIN / "rdzvctl"), *words],
             stdout=subprocess.PIPE,
@@ -67,12 +67,12 @@ class Typist:
         return process
 
     def job(self, rdzv_id: str) -> dict[str, Any]:
-        """Return what `status JOB -o json` says, without a process for each look."""
+        """Return the output of `status JOB -o json`, without a process per call."""
         with ControlClient(parse_endpoints(self.cluster.endpoint)) as client:
             return as_dict(client.status(rdzv_id))
 
     def nodes(self) -> dict[str, Any]:
-        """Return what `nodes -o json` says, by name."""
+        """Return the output of `nodes -o json`, by name."""
         with ControlClient(parse_endpoints(self.cluster.endpoint)) as client:
             return {node.node_id: as_dict(node) for node in client.nodes()}
 
@@ -229,7 +229,7 @@ def test_a_server_that_restarts_disturbs_nobody_who_follows(t: Typist) -> None:
     t.cluster.start_server()
     t.cluster.wait_until("n1 is back", lambda: t.nodes()["n1"]["state"] == "connected")
     t.cluster.finish()
-    # What readline read ahead is in the buffer of stdout, and communicate() would not look there.
+    # Readline may have read ahead into the buffer of stdout, which communicate() ignores.
     rest = following.stdout.read()
     assert following.wait(120) == 0, (rest, following.stderr.read() if following.stderr else None)
     assert rest == "[rank 0] x\n"

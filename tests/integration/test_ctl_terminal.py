@@ -1,4 +1,4 @@
-"""status --watch on a real terminal: it fits, does not flicker, and leaves all as it was."""
+"""status --watch on a real terminal: it fits, does not flicker, and restores the terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 
 
 class Terminal:
-    """rdzvctl on a terminal of a test's own."""
+    """rdzvctl on the test's own terminal."""
 
     def __init__(self, words: list[str], **env: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -52,7 +52,7 @@ class Terminal:
             while chunk := os.read(self._ours, 65_536):
                 self.output += chunk.decode()
         except OSError:
-            pass  # How Linux says that the other side has closed.
+            pass  # Linux reports so that the other side has closed.
         os.close(self._ours)
         return self.process.wait(100)
 
@@ -88,7 +88,7 @@ def test_a_job_is_watched_to_its_end(control: WatchControl, server: str) -> None
     before, _, rest = terminal.output.partition(ENTER)
     drawn, _, after = rest.partition(LEAVE)
     assert before == ""
-    # Over what is there, not after a clearing of all of it; and never a line too many.
+    # Each screen overwrites the last without clearing it first, and never has a line too many.
     assert "\x1b[2J" not in drawn
     screens = drawn.split("\x1b[H")[1:]
     assert all(one.count("\r\n") <= 23 and one.endswith("\x1b[J") for one in screens)

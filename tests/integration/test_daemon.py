@@ -1,6 +1,6 @@
-"""rdzv-agent as a daemon, beside a real rdzvd: what is submitted runs, and the node is free again.
+"""rdzv-agent as a daemon, with a real rdzvd: submitted jobs run, and the node is free again.
 
-Each node is an agent of its own with its own state; GPUs are names without devices.
+Each node is a separate agent with its own state; GPUs are names without devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPORT = str(WORKERS / "report.py")
 
 
 class Daemons:
-    """A server, and agents that take what is submitted to it."""
+    """A server, and agents that accept jobs submitted to it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -47,7 +47,7 @@ class Daemons:
         return path
 
     def start(self, name: str, lines: str = 'gpus = "none"\n') -> Node:
-        """Start an agent, and wait until the server has heard of it."""
+        """Start an agent, and wait until it is connected to the server."""
         node = self.launch(name, lines)
         self.until(f"{name} is connected", lambda: self.node(name).get("state") == "connected")
         return node
@@ -100,7 +100,7 @@ class Daemons:
         return found
 
     def node(self, name: str) -> Mapping[str, Any]:
-        """Return how the server sees a node; nothing if it does not know it."""
+        """Return the server's view of a node; nothing if it does not know it."""
         with self.client() as client:
             nodes = {node.node_id: node for node in client.nodes()}
         node = nodes.get(name)
@@ -110,7 +110,7 @@ class Daemons:
         return {"state": node.state, "jobs": jobs, "gpus_free": node.gpus_free, "node": node}
 
     def reports(self, rdzv_id: str, count: int) -> list[dict[str, Any]]:
-        """Wait until so many workers of a job have reported themselves."""
+        """Wait until this many workers of a job have reported."""
 
         def all_there() -> list[dict[str, Any]]:
             found = self.cluster.all_reports()

@@ -1,8 +1,8 @@
-"""deploy/kubernetes: every reference resolves, every object fits its schema, and what they run, us.
+"""deploy/kubernetes: all references resolve, objects fit their schemas, and commands work.
 
-They are rendered by tests/support/kustomize.py, and by a kubectl that can where there is one. Core
-objects are held against Kubernetes' own schemas (kubernetes-validate), those of others (JobSet,
-Trainer, the Prometheus operator) against what their documents require, written down here.
+They are rendered by tests/support/kustomize.py, and by kubectl if there is one that can. Core
+objects are validated with Kubernetes' own schemas (kubernetes-validate), others (JobSet, Trainer,
+the Prometheus operator) against the requirements of their documentation, written down here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def names(*folders: str) -> set[tuple[str, str]]:
 
 
 def templates(item: Any) -> Iterator[Object]:
-    """Yield every template of pods in an object, with its labels and its spec."""
+    """Yield every pod template in an object, with its labels and its spec."""
     if isinstance(item, dict):
         if "containers" in item.get("spec", {}) and item.get("kind") != "Pod":
             yield item
@@ -130,7 +130,7 @@ def readme_commands() -> list[list[str]]:
 
 
 def made_by_hand() -> dict[tuple[str, str, str], set[str]]:
-    """Return what the commands of the README make: the keys, by namespace, kind and name."""
+    """Return what the commands of the README create: the keys, by namespace, kind and name."""
     found: dict[tuple[str, str, str], set[str]] = {}
     kinds = {"secret": "Secret", "configmap": "ConfigMap"}
     for command in readme_commands():
@@ -216,7 +216,7 @@ def test_a_kubectl_that_can_renders_the_same(folder: str) -> None:
         ["kubectl", "kustomize", FOLDER / folder], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    # Names of ConfigMaps end in a hash of what they hold.
+    # Names of ConfigMaps end in a hash of their content.
     text = re.sub(r"(name: rdzv(?:d|-agent))-[0-9a-z]{10}$", r"\1", done.stdout, flags=re.MULTILINE)
     rendered = {(e["kind"], e["metadata"]["name"]): e for e in yaml.safe_load_all(text)}
     assert rendered == {(e["kind"], e["metadata"]["name"]): e for e in RENDERED[folder]}
@@ -226,7 +226,7 @@ def test_a_kubectl_that_can_renders_the_same(folder: str) -> None:
 
 
 def known(folder: str) -> set[tuple[str, str, str]]:
-    """Return what pods of a folder may name: namespace, kind and name."""
+    """Return the objects that pods of a folder may refer to: namespace, kind and name."""
     found = {
         (each["metadata"].get("namespace", ""), each["kind"], each["metadata"]["name"])
         for _, each in ALL
@@ -263,7 +263,7 @@ def test_what_a_pod_names_is_there(folder: str, template: Object) -> None:
     found = container(template)
     mounts = {mount["name"]: mount["mountPath"] for mount in found["volumeMounts"]}
     assert set(mounts) <= volumes
-    # What is named in a mounted secret or token is one of its files.
+    # References into a mounted secret or token name one of its files.
     text = json.dumps([env(found), found["command"], found.get("args", ())])
     for name in ("rdzvd", "tls", "etcd"):
         if name in mounts:
@@ -295,7 +295,7 @@ def test_services_policies_and_budgets_are_about_pods_that_are_there(folder: str
             assert {port["targetPort"] for port in spec["ports"]} <= ports
         elif each["kind"] in ("NetworkPolicy", "PodDisruptionBudget"):
             wanted = spec.get("podSelector", spec.get("selector"))["matchLabels"]
-            # Labels of Kubernetes' own are on the pods of a Job.
+            # Kubernetes' own labels are on the pods of a Job.
             jobs = [{"batch.kubernetes.io/job-name": e["metadata"]["name"]} for e in with_pods]
             pods = [labels for labels, _ in labelled] + jobs
             assert any(wanted.items() <= labels.items() for labels in pods)
@@ -383,7 +383,7 @@ def test_accounts_that_pods_have_are_accounts_that_the_server_knows() -> None:
 
 
 class AnyMachine(AgentSettings, frozen=True):
-    """Settings without the rules, which ask for this machine's accounts and programs."""
+    """Settings without the rules, which need this machine's accounts and programs."""
 
     rules = ()
 
@@ -476,7 +476,7 @@ def test_everyone_has_time_to_end_in_order(folder: str, template: Object) -> Non
 
 
 def test_rdzvd_serves_probes_agents_jobs_and_people_by_their_accounts(tmp_path: Path) -> None:
-    """From the ConfigMap, with the certificate of the README; the issuer is one of ours."""
+    """From the ConfigMap, with the certificate of the README; the issuer is ours."""
     pytest.importorskip("jwt", reason="PyJWT is in the extra oidc")
     from tests.support.issuer import issuing
 
@@ -484,7 +484,7 @@ def test_rdzvd_serves_probes_agents_jobs_and_people_by_their_accounts(tmp_path: 
         if command[:2] == ["rdzvctl", "certs"]:
             done = [str(BIN / "rdzvctl"), *command[1:]]
             subprocess.run(done, cwd=tmp_path, check=True, capture_output=True)
-    # The name that the test reaches it by is not one of the cluster.
+    # The name by which the test reaches it is not one of the cluster.
     again = ["certs", "server", "--dir=tls", "--server=localhost,rdzvd.rdzv.svc", "--force"]
     subprocess.run([str(BIN / "rdzvctl"), *again], cwd=tmp_path, check=True, capture_output=True)
     tls, own, http = tmp_path / "tls", tmp_path / "own", free_port()

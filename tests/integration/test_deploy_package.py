@@ -55,7 +55,7 @@ def machine(given: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
 
 
 def most_locked_memory() -> str:
-    """Return what `ulimit -l` says where the unit's limit is in effect.
+    """Return the output of `ulimit -l` under the unit's limit.
 
     systemd raises a limit as far as it may, which in a container is not beyond that of its host.
     """
@@ -115,7 +115,7 @@ def test_a_reload_applies_what_is_in_order_and_fails_on_what_is_not(machine: Boo
     assert machine.run("systemctl", "reload", "rdzvd").returncode != 0
     assert "`log_lavel` is unknown; the nearest known key is `log_level`" in machine.log
     assert machine.show("rdzvd", "ActiveState") == {"ActiveState": "active"}
-    # What is broken is not restarted into either.
+    # A broken configuration prevents a restart, too.
     assert machine.run("systemctl", "restart", "rdzvd").returncode != 0
     file.write_text(usual)
     machine.do("systemctl", "restart", "rdzvd")
@@ -179,7 +179,7 @@ def begin_job(machine: Booted, name: str, script: str, said: str) -> int:
 
 
 def begin_agent(machine: Booted) -> None:
-    """Start the agent, with a server that is patient with it, however slow this machine is."""
+    """Start the agent, with a server that waits for it however slow this machine is."""
     file = machine.path(SERVER_FILE)
     file.write_text(f'{file.read_text()}[lease]\nduration = "60 s"\nlongest = "60 s"\n')
     machine.do("systemctl", "restart", "rdzvd")
@@ -200,7 +200,7 @@ def adoptions(machine: Booted) -> int:
 
 
 def goes_on(machine: Booted, worker: int, before: int, adopted: int) -> None:
-    """Wait until another agent has adopted the worker; insist that the job has noticed nothing."""
+    """Wait until another agent has adopted the worker; check that the job has noticed nothing."""
     eventually(lambda: adoptions(machine) == adopted, machine)
     assert agent_pid(machine) not in (0, before)
     assert machine.path(f"/proc/{worker}/cgroup").exists()
@@ -362,7 +362,7 @@ def ctl(machine: Booted, token: str, *args: str) -> subprocess.CompletedProcess[
 
 
 def what_it_permits(machine: Booted) -> dict[str, str]:
-    """Return the settings of the agent's unit that say what it may do, and where."""
+    """Return the settings of the agent's unit that restrict its rights and paths."""
     lines = machine.do("systemctl", "show", "--all", "rdzv-agent").splitlines()
     found = dict(line.split("=", 1) for line in lines)
     settings = (
@@ -375,7 +375,7 @@ def what_it_permits(machine: Booted) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def callers(machine: Booted) -> Booted:
-    """Have the server ask everybody who they are, and the agent map one of two submitters."""
+    """Let the server require authentication, and the agent map one of two submitters."""
     server, agent = machine.path(SERVER_FILE), machine.path("/etc/rdzv/agent.toml")
     server.write_text(f"{ASKS}{server.read_text()}")
     machine.do("systemctl", "restart", "rdzvd")
@@ -463,7 +463,7 @@ def test_who_has_no_account_is_declined(callers: Booted) -> None:
 
 
 def test_an_upgrade_restarts_that_agent_too_and_disturbs_no_job(callers: Booted) -> None:
-    """What the upgrade checks the configuration as is what the agent runs as."""
+    """The upgrade checks the configuration under the account that the agent runs as."""
     before = agent_pid(callers)
     done = callers.run("dpkg", "--install", PACKAGE)
     assert (done.returncode, "is not restarted" in done.stderr) == (0, False), done.stderr
@@ -485,7 +485,7 @@ def test_without_the_drop_in_it_is_its_own_account_again(callers: Booted) -> Non
     callers.path(DROP_IN).unlink()
     server = callers.path(SERVER_FILE)
     server.write_text(server.read_text().removeprefix(ASKS))
-    # A server that has made tokens does not start without asking for them.
+    # A server that has created tokens does not start without requiring them.
     callers.do("systemctl", "stop", "rdzvd")
     callers.do("sh", "-c", "rm /var/lib/rdzv/*")
     callers.path("/etc/rdzv/agent.toml").write_text('server = "127.0.0.1:29400"\n')
@@ -511,7 +511,7 @@ def test_removing_it_stops_the_server_and_keeps_data_until_it_is_purged(machine:
 
 
 def test_a_shutdown_of_the_machine_lets_workers_save(machine: Booted, given: Path) -> None:
-    """The last word: what it has written is in the folder that this machine can see, too."""
+    """The last message: the output is in the folder that this machine can see, too."""
     given.chmod(0o755)
     seen = given / "seen"
     seen.mkdir()

@@ -34,7 +34,7 @@ class Slurm:
             program.chmod(0o755)
 
     def fake(self, program: str, text: str) -> None:
-        """Put a program of ours in the place of a real one."""
+        """Replace a real program by one of ours."""
         (self.bin / program).write_text(f"#!/bin/sh\n{text}\n")
         (self.bin / program).chmod(0o755)
 
@@ -56,7 +56,7 @@ class Slurm:
         )
 
     def wait_for_all(self, round_: int, nodes: int = 3) -> list[dict[str, Any]]:
-        """Wait until two nodes train, and the others are there as well: they start when they can.
+        """Wait until two nodes train and the others are there, too: they start when they can.
 
         One that came after the end of the job would begin its next run.
         """
@@ -133,7 +133,7 @@ def test_without_enough_nodes_it_is_tried_again_but_not_for_ever(slurm: Slurm) -
 
 
 def test_a_crash_loop_without_progress_ends_for_good_though_its_time_is_up(slurm: Slurm) -> None:
-    """The real thing; a node that is lost on the way has a higher exit code."""
+    """The real Slurm; a node that is lost on the way has a higher exit code."""
     slurm.fake("rdzvrun", f'{BIN}/rdzvrun "$@" || exit $(($? + 40))')
     loop = ("--max-restarts=5", "--no-progress-restarts=1", "--restart-backoff=0")
     job = slurm.submit(*loop, REPORT, "exit=3")

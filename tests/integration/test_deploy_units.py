@@ -1,4 +1,4 @@
-"""The units and the configuration that the package brings, as systemd and our parsers see them."""
+"""The package's units and configuration, as parsed by systemd and by our own programs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def analyze(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def settings(unit: Path) -> dict[str, list[str]]:
-    """Read a unit's [Service], where a key may stand several times."""
+    """Read a unit's [Service], where a key may occur several times."""
     found: dict[str, list[str]] = {}
     _, _, text = unit.read_text().partition("[Service]\n")
     for line in text.partition("\n[")[0].splitlines():
@@ -61,7 +61,7 @@ def test_there_are_units_for_both_daemons() -> None:
 
 
 def test_systemd_finds_nothing_to_say_about_them(units: list[Path]) -> None:
-    # It exits with 0 also where it does not know a key, so its silence is what counts.
+    # It exits with 0 also if it does not know a key, so its silence is what counts.
     done = analyze("verify", "--man=no", *map(str, units))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -81,7 +81,7 @@ def test_the_agents_workers_are_not_confined() -> None:
     agent = settings(SYSTEMD / "rdzv-agent.service")
     assert not [key for key in agent if re.match("Protect|Private|Restrict|SystemCall", key)]
     assert agent["LimitMEMLOCK"] == agent["TasksMax"] == ["infinity"]
-    # What outlives the agent is what its restart must not end.
+    # Whatever outlives the agent must survive its restart.
     assert (agent["KillMode"], agent["Delegate"]) == (["process"], ["yes"])
     assert agent["RuntimeDirectoryPreserve"] == ["restart"]
     assert agent["User"] == ["rdzv-agent"]
@@ -107,7 +107,7 @@ def test_each_checks_its_configuration_before_it_starts(unit: Path) -> None:
 
 
 class AnyMachine(AgentSettings, frozen=True):
-    """Settings without the rules, which ask for this machine's accounts and programs."""
+    """Settings without the rules, which need this machine's accounts and programs."""
 
     rules = ()
 
@@ -125,7 +125,7 @@ def test_every_line_of_the_packages_configuration_is_in_order(name: str, tmp_pat
     shipped = SYSTEMD / f"{name}.toml"
     load(SETTINGS[name], shipped)
     lines = shipped.read_text().splitlines()
-    # A line that is only suggested has no space after its #; an explanation has.
+    # A suggested line has no space after its #; an explanation has.
     suggested = [line[1:] if re.match("#[a-z[]", line) else line for line in lines]
     assert suggested != lines
     file = tmp_path / "suggested.toml"

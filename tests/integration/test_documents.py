@@ -2,7 +2,7 @@
 
 All command blocks of a page are one script, in order, in one shell. STORIES says what is changed in
 it (hosts and ports, so that it fits on one machine), and what is left out, and why. A line that a
-story names and the page has no more is an error, as is a page with commands that has no story.
+story names and the page no longer has is an error, as is a page with commands but no story.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Story:
     left_out: tuple[tuple[str, str], ...] = ()
     """Beginnings of lines that are not run, each with the reason."""
     shows: tuple[str, ...] = ()
-    """What the reader sees."""
+    """The output that the reader sees."""
 
 
 STORIES = {
@@ -112,7 +112,7 @@ STORIES = {
         changed=(
             (
                 r"^(rdzvctl certs init .*)$",
-                # An admin's token in the place of a service account's.
+                # An admin's token in place of a service account's.
                 r"\1\nrdzvd --listen=127.0.0.1:29400 --store=memory --tls-cert=tls/server.crt "
                 r"--tls-key=tls/server.key --auth=required --init-admin-token=ops-token "
                 r"> rdzvd.txt 2>&1 &",
@@ -234,7 +234,7 @@ def run(folder: Path, page: str) -> str:
     shutil.copytree(ROOT / "examples", folder / "examples")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("RDZV_", "PET_"))}
     output = folder / "said"
-    # Into a file: what the page leaves running would keep a pipe open.
+    # Into a file: processes that the page leaves running would keep a pipe open.
     with output.open("wb") as file:
         shell = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", script_of(page)],

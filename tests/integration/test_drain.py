@@ -1,7 +1,7 @@
-"""Drained nodes, as an operator and a training see them: real daemons beside a real rdzvd.
+"""Drained nodes, as an operator and a training see them: real daemons with a real rdzvd.
 
-The workers count steps. One whose node leaves saves the step, and whoever comes after goes on from
-there: so a training that was told in time is told from one that was only ended.
+The workers count steps. A worker whose node leaves saves the step, and its replacement continues
+from there: so a training that was notified in time differs from one that was only killed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Floor(Daemons):
         return self.reports("job", 2)
 
     def rounds(self, number: int) -> list[dict[str, Any]]:
-        """Wait until both workers of a round have reported themselves."""
+        """Wait until both workers of a round have reported."""
 
         def there() -> list[dict[str, Any]]:
             found = [r for r in self.cluster.all_reports() if r["RDZV_ROUND"] == str(number)]
@@ -86,7 +86,7 @@ def test_a_spare_takes_the_seat_with_what_was_saved_at_the_notice(f: Floor) -> N
     text = f.says("drain", "n1", "--deadline=10m", "--reason=new kernel", "--wait")
     assert text == "n1 is drained\n"
     later = f.rounds(1)
-    # It was told, saved, and left by itself; nobody ended it.
+    # It was notified, saved, and left by itself; it was not killed.
     assert all(r["step"] > 0 for r in later)
     status = f.status("job")
     assert (status.state, status.restarts, status.round) == ("running", 0, 1)
@@ -101,7 +101,7 @@ def test_a_spare_takes_the_seat_with_what_was_saved_at_the_notice(f: Floor) -> N
     notice = json.loads((f.folder / "told").read_text())
     assert notice["reason"].endswith(": new kernel")
     assert 0 < notice["deadline_unix"] - time.time() < 600
-    # Nothing more is placed there, until it is undrained.
+    # Nothing more is placed there until it is undrained.
     f.submit("other", "--nproc-per-node=1", SAVING, f"snapshot={f.folder / 'other'}")
     f.until("other waits", lambda: "n1: drained (by" in f.status("other").reason)
     assert f.says("undrain", "n1").startswith("the drain of n1 is lifted: ")
@@ -131,7 +131,7 @@ def test_a_server_that_is_killed_in_the_midst_still_knows_of_it(f: Floor) -> Non
     f.cluster.kill_server()
     f.cluster.start_server()
     f.until("n1 is back", lambda: f.node("n1").get("state") == "connected")
-    # Its workers have all the time that they had, and it is not placed on.
+    # Its workers keep all their time, and it gets no jobs.
     seen = f.seen("n1")
     assert (seen.drain, seen.drained_by_operator) == ("draining", True)
     assert seen.drain_left_ms is not None
@@ -203,7 +203,7 @@ def test_an_rdzvrun_that_is_preempted_lets_its_workers_save_and_leaves(f: Floor)
     new.rename(word)
     assert nodes[0].wait() == 75
     assert f"preempted ({word}): this node leaves all its jobs within 1 min" in nodes[0].text
-    # It was told in time, and the other goes on from what it has saved.
+    # It was notified in time, and the other continues from its saved state.
     f.until("the other goes on alone", lambda: len(c.all_reports()) >= 3)
     (alone,) = [r for r in c.all_reports() if r["WORLD_SIZE"] == "1"]
     assert alone["step"] > 0
@@ -274,6 +274,6 @@ def test_a_roll_goes_through_all_nodes_and_the_job_never_falls_short(f: Floor) -
     status = f.succeed()
     assert status.restarts == 0
     events = f.says("events", "job")
-    # Whatever was drained, another was there to take the seat: no round had fewer.
+    # Whichever node was drained, another took the seat: no round had fewer.
     assert "waiting for" not in events
     assert events.count("RoundCompleted") == 1 + events.count("NodeLeft")

@@ -1,4 +1,4 @@
-"""Real servers, nodes and workers: what happens when they die, leave and come."""
+"""Real servers, nodes and workers: what happens when they die, leave and arrive."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_node_that_gets_sigterm_leaves_and_lets_its_workers_save(c: Cluster) -
 
 
 def test_the_others_go_on_without_a_node_that_left_and_spend_nothing(c: Cluster) -> None:
-    """RANK 0's node leaves in the midst of an all-reduce: its peers fail, and are not charged."""
+    """RANK 0's node leaves during an all-reduce: its peers fail, and are not charged."""
     nodes = start_three(c, worker="all_reduce.py")
     first = c.wait_for_round(0, workers=3)
     nodes[0].process.send_signal(signal.SIGTERM)
@@ -331,7 +331,7 @@ def test_a_killed_runner_ends_the_node_and_leaves_nothing_behind(c: Cluster) -> 
 
 
 def test_the_job_goes_on_without_a_node_whose_runner_was_killed(c: Cluster) -> None:
-    """That is a node that has left: no restart is spent, and trying again is sensible."""
+    """That counts as a node that has left: no restart is spent, and a retry makes sense."""
     others = [c.start_node(f"n{i}", "--max-restarts=0") for i in (1, 2)]
     third = c.start_node("n3", "--max-restarts=0")
     c.wait_for_round(0, workers=3)
@@ -356,7 +356,7 @@ def test_the_job_goes_on_without_a_node_whose_runner_was_killed(c: Cluster) -> N
     ],
 )
 def test_many_restarts_in_a_row_all_initialise(c: Cluster, start: str, restarts: int) -> None:
-    """2 nodes, gloo: each attempt has a store that nobody else has used."""
+    """2 nodes, gloo: each attempt has a store that no other attempt has used."""
     flags = (*start.split(), f"--max-restarts={restarts}", "--restart-backoff=0")
     args = (f"die={restarts}",)
     nodes = [

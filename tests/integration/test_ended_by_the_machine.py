@@ -1,4 +1,4 @@
-"""A worker that the machine has ended: rdzvrun says what happened to it, for real."""
+"""A worker killed by the machine: rdzvrun says what happened to it, with a real kernel."""
 
 from __future__ import annotations
 

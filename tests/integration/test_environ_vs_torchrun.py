@@ -1,4 +1,4 @@
-"""Workers get the variables that the real torchrun exports, but for differences with a reason."""
+"""Workers get the variables that the real torchrun exports, except for explained differences."""
 
 import json
 import os
@@ -36,15 +36,16 @@ LINE = Assignment(
 )
 
 ONLY_TORCHRUN = {
-    # How torchrun's command tells torchrun's agent which signals to pass on; no worker reads it.
+    # torchrun's command uses it to tell torchrun's agent which signals to forward; no worker reads
+    # it.
     "TORCHELASTIC_SIGNALS_TO_HANDLE",
 }
 ONLY_HERE = {
-    # The restart count does not tell two rounds apart where nodes come and go for free.
+    # The restart count does not distinguish two rounds if nodes come and go without cost.
     "RDZV_ROUND",
-    # Where a worker may say how far it is.
+    # Where a worker may report its progress.
     "RDZV_PROGRESS_FILE",
-    # Where a worker finds that its node is about to leave.
+    # Where a worker finds out that its node is about to leave.
     "RDZV_NOTICE_FILE",
 }
 DIFFERENT_VALUES = {

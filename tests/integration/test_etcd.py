@@ -1,4 +1,4 @@
-"""One real etcd: who leads, what the fence refuses, and what is known when a connection breaks."""
+"""One real etcd: which server leads, what the fence refuses, and broken connections."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from rdzv.structs import replace
 
 DEADLINE_S = 100.0
 TTL_S = 2
-"""Where a lease is to run out."""
+"""For leases that are meant to run out."""
 LONG_TTL_S = 60
-"""Elsewhere: nobody is to lose it who has to wait for the CPU."""
+"""For others: no server should lose it only because it waits for the CPU."""
 MEMBERSHIP = Membership("job", "run", 1, Settings(1, 1), 0)
 
 
@@ -132,7 +132,7 @@ async def test_a_watch_tells_of_every_change_from_its_revision_on(client: EtcdCl
     async for changes in client.watch(key, first):
         seen += (change.kv.value if change.kv else None for change in changes)
         if seen == [b"1", b"2"]:
-            # Longer than the member is believed without an answer.
+            # Longer than a member without answers is considered alive.
             await asyncio.sleep(2.5)
             await client.txn((), (Delete(key),))
         if seen == [b"1", b"2", None]:
@@ -156,7 +156,7 @@ async def test_a_watch_on_a_member_that_falls_silent_ends(
         Proxy.running(etcd.members[0].endpoint) as proxy,
         EtcdClient.connected(replace(config, endpoints=(proxy.endpoint,))) as client,
     ):
-        # From now on: what was before may be gone by a compaction of another test.
+        # From now on: earlier revisions may be gone after a compaction by another test.
         _, revision = await client.get(b"/key")
         watch = client.watch(b"/key", revision + 1)
         assert await anext(watch) == ()
@@ -172,7 +172,7 @@ async def test_a_watch_on_a_member_that_falls_silent_ends(
 async def test_after_a_write_of_which_nobody_knows_a_read_tells(
     etcd: EtcdCluster, config: EtcdConfig, arrives: bool
 ) -> None:
-    """The connection breaks once the request is sent, before the reply: nobody knows."""
+    """The connection breaks after the request is sent, before the reply: the outcome is unknown."""
     async with (
         Proxy.running(etcd.members[0].endpoint) as proxy,
         EtcdClient.connected(replace(config, endpoints=(proxy.endpoint,))) as client,
@@ -212,7 +212,7 @@ async def test_without_a_connection_nothing_was_written_for_sure(
         async with EtcdClient.connected(slow) as client:
             store = EtcdStore(client, await election.campaign())
             await store.take_over()
-            # It accepts, and says nothing: as a member that is stopped does.
+            # It accepts, and says nothing, like a stopped member.
             proxy.replies_pass = False
             proxy.cut()
             with pytest.raises(StoreRefusedError, match="does not answer"):
@@ -260,7 +260,7 @@ async def has_changed(store: EtcdStore, revision: int) -> bool:
 
 
 async def until(holds: Callable[[], Awaitable[object]]) -> None:
-    """Ask until the answer is yes; the deadline of the test ends it."""
+    """Ask until the answer is yes, within the deadline of the test."""
     while not await holds():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
@@ -314,7 +314,7 @@ async def test_nothing_is_written_once_another_leads(config: EtcdConfig) -> None
         stored = await loaded(store)
         assert (stored.membership, stored.revision) == (MEMBERSHIP, revision)
         assert await store.history("job", 10) == (record("kept"),)
-        # The number is in the store, not in whoever leads.
+        # The number is in the store, not in the leader.
         assert await store.take_over() == 8
         assert (await new.changed(None)) == new.leader
         assert new.leader is not None
@@ -435,7 +435,7 @@ async def test_a_leader_that_stops_is_followed_at_once(config: EtcdConfig) -> No
     async with EtcdClient.connected(config) as client, Election.running(client, "next:1") as next_:
         async with leading(config, "first:1"):
             await next_.changed(None)
-        # Else it would be when the lease of the other has run out.
+        # Otherwise it would be when the lease of the other has run out.
         async with asyncio.timeout(LONG_TTL_S / 2):
             await next_.campaign()
         assert next_.proven
@@ -460,7 +460,7 @@ async def test_a_process_that_was_held_up_proves_nothing_even_before_it_looks_ar
 ) -> None:
     async with leading(short) as (_, election, _):
         assert election.proven
-        # As SIGSTOP does, and before any task has had its turn.
+        # As SIGSTOP does, and before any task has run.
         time.sleep(TTL_S)  # noqa: ASYNC251
         assert not election.proven
         assert "the last renewal is" in await election.lost()
@@ -503,10 +503,10 @@ async def test_leadership_ends_before_anyone_else_can_have_it_if_etcd_is_cut_off
         await other.changed(None)
         proxy.replies_pass = proxy.requests_pass = False
         await other.campaign()
-        # By the clock alone, whichever of the two has had its turn by now.
+        # By the clock alone, whichever of the two has run by now.
         assert not election.proven
         assert "the last renewal is" in await election.lost()
-        # Its way to etcd is back, and it takes part again.
+        # It can reach etcd again, and takes part again.
         proxy.replies_pass = proxy.requests_pass = True
         proxy.cut()
         await other.resign()
@@ -538,7 +538,7 @@ class Candidate:
         self.process = process
 
     async def hears(self, event: str) -> dict[str, Any]:
-        """Return the next line, which is about this."""
+        """Return the next line, which must be about this."""
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         said = json.loads(line)

@@ -1,6 +1,6 @@
-"""Three members of a real etcd, with TLS and users: one of them fails, then all, and work goes on.
+"""Three members of a real etcd, with TLS and users: one fails, then all, and work goes on.
 
-The users' tokens run out within seconds, so every test that takes longer renews them.
+The users' tokens expire within seconds, so every test that takes longer renews them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 @pytest.fixture
 def cluster(etcd: EtcdCluster) -> Iterator[EtcdCluster]:
-    """The cluster, whole again after each test."""
+    """The cluster, complete again after each test."""
     yield etcd
     for member in etcd.members:
         if member.process is None:
@@ -53,7 +53,7 @@ def cluster(etcd: EtcdCluster) -> Iterator[EtcdCluster]:
 
 @pytest.fixture
 def config(cluster: EtcdCluster, tmp_path: Path) -> EtcdConfig:
-    # Longer than an election among the members takes, so that a failure of theirs is none of ours.
+    # Longer than an election among the members, so that their failure causes none of ours.
     return cluster.config(f"/rdzv/{tmp_path.name}", ttl_s=10)
 
 
@@ -105,13 +105,13 @@ class Writer:
             except RendezvousConnectionError:
                 continue
             if stored is not None:
-                # Nothing that was confirmed is lost, and nothing is there that was not sent.
+                # No confirmed write is lost, and no unsent one appears.
                 assert stored.membership.run_number in (self.number, self.number + 1)
                 self.number, self.revision = stored.membership.run_number, stored.revision
             return
 
     async def writes(self, count: int = 20) -> None:
-        """Wait until it has written so often from now on."""
+        """Wait until it has written this often from now on."""
         for _ in range(count):
             self.news.clear()
             await self.news.wait()
@@ -119,7 +119,7 @@ class Writer:
 
 @asynccontextmanager
 async def writing(config: EtcdConfig) -> AsyncIterator[tuple[Writer, Election]]:
-    """Lead and write until the body ends; then see that what is stored is what was confirmed."""
+    """Lead and write until the body ends; then check that the store has all confirmed writes."""
     async with (
         EtcdClient.connected(config) as client,
         Election.running(client, "here:1") as election,
@@ -169,7 +169,7 @@ async def test_a_member_that_is_stopped_is_noticed(
         leader = await follower.changed(None)
         member.signal(signal.SIGSTOP)
         await writer.writes()
-        # Who has watched there watches elsewhere.
+        # Watches there move to another member.
         await writer.store.take_over(77)
         while leader is None or leader.leadership != 77:
             leader = await follower.changed(leader)
@@ -219,7 +219,7 @@ async def test_without_a_majority_leadership_ends_and_begins_anew_with_it(
 async def test_a_token_that_has_run_out_is_renewed(config: EtcdConfig) -> None:
     async with EtcdClient.connected(replace(config, user="root")) as client:
         key = f"{config.prefix}/key".encode()
-        # Nothing is sent in the pauses, for what is sent renews a token.
+        # Nothing is sent in the pauses, since any request renews a token.
         token = client._token
         await asyncio.sleep(TOKEN_TTL_S + 1)
         assert (await client.get(key))[0] is None

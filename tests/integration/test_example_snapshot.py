@@ -1,4 +1,4 @@
-"""The snapshots of the examples: whole, durable, and never replaced by something older."""
+"""The snapshots of the examples: complete, durable, and never replaced by an older one."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ def snapshot() -> Iterator[ModuleType]:
     spec = spec_from_file_location("examples_snapshot", EXAMPLES / "snapshot.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    sys.modules[spec.name] = module  # dataclasses look up their own module
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
@@ -87,7 +87,7 @@ def test_a_worker_of_an_older_round_does_not_even_begin(snapshot: ModuleType, pa
 def test_a_newer_round_replaces_an_older_one_that_was_further(
     snapshot: ModuleType, path: Path
 ) -> None:
-    """The straggler saved after the newer round had begun from the snapshot before."""
+    """The straggler saved after the newer round had started from the previous snapshot."""
     snapshot.SnapshotFile(path, "job", 1).save(state(1), step=100)
     assert snapshot.SnapshotFile(path, "job", 2).save(state(2), step=95)
     assert value_of(snapshot.SnapshotFile(path, "job", 2)) == 2
@@ -107,7 +107,7 @@ def test_within_a_round_only_a_further_step_is_saved(
 def test_a_new_run_goes_on_from_the_snapshot_of_a_former_one(
     snapshot: ModuleType, path: Path
 ) -> None:
-    """Its rounds begin anew, so they are not compared; the former run is out from then on."""
+    """Its rounds start from 0 again, so they are not compared; the previous run is outdated."""
     former = snapshot.SnapshotFile(path, "former", 7)
     former.save(state(1), step=10)
     new = snapshot.SnapshotFile(path, "new", 0)
@@ -233,7 +233,7 @@ def test_content_and_name_are_on_the_disk_before_save_returns(
 def test_the_comparison_holds_the_lock(
     snapshot: ModuleType, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A paused process that holds it cannot keep the others waiting for ever."""
+    """A paused process that holds it cannot keep the others waiting forever."""
     monkeypatch.setattr(snapshot, "LOCK_TIMEOUT_S", 0.0)
     lock = path.with_name(".snapshot.pt.lock")
     with lock.open("a") as held:

@@ -1,4 +1,4 @@
-"""The training example under a real launcher: killed, scaled, stopped, and none the worse."""
+"""The training example under a real launcher: killed, scaled, stopped, without harm."""
 
 import os
 import re
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "train_ddp.py"
 BIN = Path(sys.executable).parent
 
-# One line for each launcher that has to keep the example's promises.
+# One line for each launcher that has to keep the example's guarantees.
 LAUNCHERS = {
     "rdzvrun": [str(BIN / "rdzvrun"), "--standalone"],
 }
@@ -36,7 +36,7 @@ STEPS_PER_EPOCH = 8
 
 @dataclass
 class Job:
-    """A launcher at work, and what it has said so far."""
+    """A running launcher, and its output so far."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -47,7 +47,7 @@ class Job:
         return self.log.read_text()
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until rank 0 has told of a step: both workers then sleep for `--step-seconds`."""
+        """Wait until rank 0 has reported a step: both workers then sleep for `--step-seconds`."""
         environ = Path(f"/proc/{self.worker(0)}/environ").read_bytes().split(b"\0")
         told = dict(pair.split(b"=", 1) for pair in environ if b"=" in pair)
         file = Path(os.fsdecode(told[b"RDZV_PROGRESS_FILE"]))
@@ -68,7 +68,7 @@ class Job:
         return self.output
 
     def worker(self, rank: int) -> int:
-        """Return the pid of a worker, whatever processes are between it and the launcher."""
+        """Return the pid of a worker, however deep below the launcher."""
         wanted = {f"EXAMPLE_MARK={self.mark}".encode(), f"RANK={rank}".encode()}
         found = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -83,7 +83,7 @@ class Job:
 
 
 class Launcher:
-    """Starts jobs in a folder of its own, and ends those that a failed test has left."""
+    """Starts jobs in its own folder, and ends those left over by a failed test."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -94,7 +94,7 @@ class Launcher:
         self, *arguments: str, nproc: int = 2, max_restarts: int = 3, flags: tuple[str, ...] = ()
     ) -> Job:
         mark = uuid.uuid4().hex
-        # torchrun's restarts are reliable only when each has a store of its own.
+        # torchrun's restarts are reliable only if each has its own store.
         environ = os.environ | {"EXAMPLE_MARK": mark, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         environ |= QUICK_TORCH
         command = [
@@ -139,7 +139,7 @@ def launch(launcher_name: str, tmp_path: Path) -> Iterator[Launcher]:
 def undisturbed(
     launcher_name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Path]]:
-    """Return what the training says, and its final weights, when nothing happens to it."""
+    """Return the training's output and final weights if nothing happens to it."""
     folder = tmp_path_factory.mktemp("undisturbed")
     launcher = Launcher(launcher_name, folder)
     yield launcher(f"--final-weights={folder / 'final.pt'}").finish(), folder / "final.pt"
@@ -176,7 +176,7 @@ def test_killed_workers_change_nothing_in_the_result(
         f"--snapshot={tmp_path / 'snapshot.pt'}",
         f"--final-weights={tmp_path / 'disturbed.pt'}",
         "--step-seconds=0.1",
-        # Its restarts import nothing; those of cold workers have tests of their own.
+        # Its restarts import nothing; those of cold workers have their own tests.
         flags=("--warm",),
     )
     for epoch, victim in (2, 1), (4, 0):
@@ -190,7 +190,7 @@ def test_killed_workers_change_nothing_in_the_result(
     told = lines(output)
     assert told[0].round < told[-1].round
     assert told[-1].loss < told[0].loss
-    # An epoch that was done again, because the kill came before its snapshot, says the same again.
+    # An epoch repeated because the kill came before its snapshot prints the same again.
     assert list(dict.fromkeys((line.epoch, line.step, line.loss) for line in told)) == [
         (line.epoch, line.step, line.loss) for line in lines(undisturbed[0])
     ]
@@ -215,7 +215,7 @@ def test_training_goes_on_with_another_number_of_workers(launch: Launcher, tmp_p
 def test_sigterm_saves_the_step_it_interrupts(
     launch: Launcher, undisturbed: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """The launcher passes the signal on to all workers; no step that was done is done again."""
+    """The launcher passes the signal on to all workers; no finished step is repeated."""
     arguments = (
         f"--snapshot={tmp_path / 'snapshot.pt'}",
         f"--final-weights={tmp_path / 'disturbed.pt'}",
@@ -223,7 +223,7 @@ def test_sigterm_saves_the_step_it_interrupts(
     )
     job = launch(*arguments, "--step-seconds=0.5")
     job.wait_for("epoch 1 | step 8 | ")
-    # While both sleep: one that hears of it a step earlier leaves the other in a broken step.
+    # While both sleep: a worker that gets it one step earlier leaves the other in a broken step.
     job.wait_for_step(10)
     job.process.send_signal(signal.SIGTERM)
     assert job.process.wait(100) != 0

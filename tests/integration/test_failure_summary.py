@@ -1,4 +1,4 @@
-"""After a failure on one node, every node tells the same story, and what it did to its own."""
+"""After a failure on one node, every node reports the same cause, and its own consequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--fence-after: a node that is cut off has no workers left when the others go on without it."""
+"""--fence-after: a node that is cut off has no workers left when the others continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tcp_proxy import TcpProxy, proxy_to
 
 FENCE_S = 3
 LEASE_S = 8
-"""So much longer that a busy machine has the time to kill whom the fence has cut off."""
+"""Long enough that a busy machine has the time to kill the workers of a fenced node."""
 FENCE = f"--fence-after={FENCE_S}"
 
 
@@ -28,7 +28,7 @@ def _cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(name="link")
 def _link(c: Cluster) -> Iterator[TcpProxy]:
-    """The way of one node to the server."""
+    """The connection of one node to the server."""
     host, _, port = c.endpoint.rpartition(":")
     with proxy_to(host, int(port)) as proxy:
         yield proxy
@@ -60,7 +60,7 @@ def wait_for_seats(c: Cluster, round_: int) -> None:
 
 
 def wait_for_both(c: Cluster) -> None:
-    """Wait until workers of both nodes have come together again."""
+    """Wait until workers of both nodes have met again."""
 
     def together() -> bool:
         later = [r for r in c.all_reports() if r["RDZV_ROUND"] != "0"]
@@ -70,7 +70,7 @@ def wait_for_both(c: Cluster) -> None:
 
 
 def end_well(c: Cluster, *nodes: Node) -> None:
-    """Let the job end: it has succeeded, and no restart was spent on the way."""
+    """Let the job end: it has succeeded, and no restart was spent."""
     assert c.status().restarts == 0
     c.finish()
     assert [node.wait() for node in nodes] == [0] * len(nodes)
@@ -86,7 +86,7 @@ def end_well(c: Cluster, *nodes: Node) -> None:
 def test_a_node_behind_a_black_hole_has_no_worker_left_when_the_other_is_seated_again(
     c: Cluster, link: TcpProxy, worker: str
 ) -> None:
-    """And joins again when the link is back. With all_reduce.py the other's worker breaks on it."""
+    """It joins again when the link is back. With all_reduce.py the other's worker breaks first."""
     near, far = start_two(c, link, worker)
     cut_off = worker_of(c.wait_for_round(0, workers=2), group_rank=1)
     link.black_hole()
@@ -103,7 +103,7 @@ def test_a_node_behind_a_black_hole_has_no_worker_left_when_the_other_is_seated_
 def test_a_seat_is_kept_until_the_fence_though_its_stream_has_ended(
     c: Cluster, link: TcpProxy
 ) -> None:
-    """Without a fence, the end of a foreground agent's stream is worth a quarter of a second."""
+    """Without a fence, the end of a foreground agent's stream saves a quarter of a second."""
     near, far = start_two(c, link)
     cut_off = worker_of(c.wait_for_round(0, workers=2), group_rank=1)
     cut_s = time.monotonic()
@@ -118,7 +118,7 @@ def test_a_seat_is_kept_until_the_fence_though_its_stream_has_ended(
 
 
 def test_a_stopped_agent_is_fenced_by_its_runner(c: Cluster, link: TcpProxy) -> None:
-    """And once it goes on, it does not start what it was told of meanwhile."""
+    """When it resumes, it does not start what it was sent meanwhile."""
     near, far = start_two(c, link)
     cut_off = worker_of(c.wait_for_round(0, workers=2), group_rank=1)
     far.process.send_signal(signal.SIGSTOP)
@@ -153,7 +153,7 @@ def test_who_is_back_right_behind_its_fence_is_the_reason_why_the_others_broke(
     near, far = start_two(c, link, "all_reduce.py")
     c.wait_for_round(0, workers=2)
     link.black_hole()
-    # On a machine that is busy enough the lease may be over first: then it was lost, also free.
+    # On a very busy machine the lease may be over first: then it was lost, also for free.
     c.wait_until(
         "the other's worker has broken",
         lambda: "failed: " in near.text or "n2 was lost" in c.server_log,
@@ -168,12 +168,12 @@ def test_who_is_back_right_behind_its_fence_is_the_reason_why_the_others_broke(
 
 
 def test_a_link_that_is_back_before_the_fence_disturbs_nobody(c: Cluster, link: TcpProxy) -> None:
-    # So late that a busy machine has the time to connect again before it.
+    # So late that a busy machine has time to reconnect before it.
     later_s = LEASE_S - 1
     near, far = start_two(c, link, fence_s=later_s)
     workers = [r["pid"] for r in c.wait_for_round(0, workers=2)]
     link.black_hole()
-    time.sleep(1)  # A black hole has to last for something.
+    time.sleep(1)  # The interruption has to last some time.
     link.restore()
     link.reset()
     time.sleep(later_s)  # Its fence would have come by now.

@@ -1,4 +1,4 @@
-"""The file server that other tests let hang: what is asked of it waits, and goes on."""
+"""The file server that other tests stop: requests to it wait, and then continue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_its_clock_is_its_own(tmp_path: Path) -> None:
 def test_a_failure_is_as_old_as_its_file_by_the_clock_of_its_server(
     tmp_path: Path, ahead_s: float
 ) -> None:
-    """Else another failure, of a node whose clock fits better, is taken for the root cause."""
+    """Otherwise a failure on a node with a more accurate clock is taken for the root cause."""
     with serving(tmp_path / "remote", clock_ahead_s=ahead_s) as server:
         file = server.path / "error.json"
         file.write_text('{"message": "x"}')

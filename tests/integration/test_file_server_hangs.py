@@ -1,6 +1,6 @@
-"""A file server hangs under one job of rdzv-agent: the agent, and its other jobs, go on.
+"""A file server hangs under one job of rdzv-agent: the agent and its other jobs continue.
 
-The agent is watched as by systemd: it has to give signs of life all the time.
+The agent is watched as by systemd: it has to send signs of life all the time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WATCHDOG_S = 5.0
 
 
 class Watched(Daemons):
-    """An agent with room for two jobs, and somebody who counts its signs of life."""
+    """An agent with room for two jobs, and a counter of its signs of life."""
 
     def __init__(self, made: Cluster) -> None:
         super().__init__(made)
@@ -47,7 +47,7 @@ class Watched(Daemons):
         self.longest_s = 0.0
 
     def look(self) -> None:
-        """Take the signs of life that have come; note the longest time without any."""
+        """Read the signs of life that have come; note the longest gap."""
         while select.select([self.signs], [], [], 0)[0]:
             if b"WATCHDOG=1" in self.signs.recv(4096):
                 self.last_sign_s = time.monotonic()
@@ -89,8 +89,8 @@ def test_a_job_whose_files_hang_keeps_nothing_else_from_going_on(
     remote.hang()
     os.kill(far["pid"], signal.SIGKILL)
     os.kill(near["pid"], signal.SIGKILL)
-    # That of the job which needs the server begins no other round, and the agent says what it
-    # waits for; the other job is where it was.
+    # The driver of the job that needs the server begins no other round, and the agent says what it
+    # waits for; the other job is unaffected.
     d.until("far's failure is told", lambda: "the error file cannot be read" in d.agent.text)
     assert "no answer within 2 s from its file system" in d.agent.text
     d.reports("near", 2)

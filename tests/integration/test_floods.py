@@ -1,4 +1,4 @@
-"""Whoever floods a server, is slow, or says nothing: it is refused, and the others are served.
+"""A client that floods a server, is slow or silent is refused, and the others are served.
 
 Served means that calls on new connections succeed, and that a node's heartbeat is answered.
 """
@@ -41,7 +41,7 @@ def http_port(made: Rdzvd) -> int:
 
 
 class Witness:
-    """A node that was there before, and callers that come anew."""
+    """A node that was there before, and callers that connect anew."""
 
     def __init__(self, address: str, node: Node) -> None:
         self._address = address
@@ -49,12 +49,12 @@ class Witness:
         self._number = 0
 
     async def is_served(self) -> pb.ListJobsResponse:
-        """Say a heartbeat and hear the answer; connect, and list the jobs."""
+        """Send a heartbeat and wait for the answer; connect, and list the jobs."""
         async with asyncio.timeout(PATIENCE_S):
             self._number += 1
             await self._node.say(heartbeat=pb.Heartbeat(number=self._number))
             assert (await self._node.hear("heard")).heard.number == self._number
-            # Else channels to one address share a connection.
+            # Otherwise channels to one address share a connection.
             options = [("grpc.use_local_subchannel_pool", 1)]
             async with grpc.aio.insecure_channel(self._address, options) as channel:
                 found = await control(channel).ListJobs(pb.ListJobsRequest(), wait_for_ready=True)
@@ -69,7 +69,7 @@ async def witness(made: Rdzvd) -> AsyncIterator[Witness]:
 
 
 def connect(port: int, count: int, stack: ExitStack) -> list[socket.socket]:
-    """Open connections that say nothing."""
+    """Open silent connections."""
     found = []
     for _ in range(count):
         found.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 30)))
@@ -81,7 +81,7 @@ def port_of(address: str) -> int:
 
 
 async def ends(connection: socket.socket) -> bytes:
-    """Read a connection until the server ends it; return what it said."""
+    """Read a connection until the server ends it; return the data."""
     connection.settimeout(PATIENCE_S)
 
     def read() -> bytes:
@@ -133,7 +133,7 @@ async def test_a_node_that_floods_with_joins_is_refused_and_fills_no_server(tmp_
 
 async def test_a_node_that_hears_nothing_costs_no_more_than_its_outbox(tmp_path: Path) -> None:
     with server(tmp_path) as made:
-        # No more than a window of bytes is taken from the server by who does not read: a small one.
+        # A client that does not read takes no more than a window of bytes from the server.
         options = [("grpc.http2.lookahead_bytes", 1_024), ("grpc.http2.bdp_probe", 0)]
         async with (
             witness(made) as others,
@@ -148,7 +148,7 @@ async def test_a_node_that_hears_nothing_costs_no_more_than_its_outbox(tmp_path:
 
             pouring = asyncio.create_task(pour())
             async with asyncio.timeout(PATIENCE_S):
-                # It hears nothing of it, for that would come after what it does not read.
+                # It is not told, since that would come after the data it does not read.
                 while "deaf reads its stream too slowly: 1024 messages wait" not in log_of(made):
                     await others.is_served()
             pouring.cancel()
@@ -197,7 +197,7 @@ async def test_garbage_on_both_ports_disturbs_nobody(tmp_path: Path) -> None:
 
 @contextmanager
 def stack_of_refusals() -> Iterator[None]:
-    """Bear that a server hangs up in the middle of what it is told."""
+    """Tolerate that the server closes the connection in the middle of a request."""
     with suppress(ConnectionResetError, BrokenPipeError):
         yield
 

@@ -1,10 +1,10 @@
 """Plays the agent: `agent.py FOLDER SCRIPT ARGUMENTS`.
 
-Starts a runner, and with it the script as a worker and a sleeper in place of the store host; says
-"up PID" with the runner's pid. With FENCE_MS in its environment the worker, once there is a file
-`ready` in the folder, has a fence so far off, which is never renewed. Then it is killed, or told by
-a line to kill the runner itself, after which it sweeps up and says what the runner exited with and
-what it could not sweep.
+Starts a runner, with the script as a worker and a sleeper in place of the store host; prints "up
+PID" with the runner's pid. With FENCE_MS in its environment the worker gets a fence that far ahead,
+never renewed, once a file `ready` exists in the folder. Then the agent is killed, or a line tells
+it to kill the runner itself; in that case it cleans up and prints the runner's exit code and the
+processes that it could not end.
 """
 
 import asyncio

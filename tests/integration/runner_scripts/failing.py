@@ -1,9 +1,9 @@
-"""The runner, with one of its calls failing at will: `failing.py RUNNER FD SWITCH`.
+"""The runner, with one of its calls failing on demand: `failing.py RUNNER FD SWITCH`.
 
 RUNNER is the folder of its package.
 
-SWITCH is a file that is mapped: while it holds NAME:ERRNO, every call of NAME raises that error, in
-the runner itself and not in what it forks.
+SWITCH is a mapped file: while it holds NAME:ERRNO, every call of NAME raises that error, in the
+runner itself but not in its forks.
 """
 
 import mmap

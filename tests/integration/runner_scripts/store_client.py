@@ -1,4 +1,4 @@
-"""A client of a c10d store, `store_client.py PORT`: says what it got, and tries again at a line."""
+"""A client of a c10d store, `store_client.py PORT`: prints its result, and retries at each line."""
 
 import sys
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Holds on to a process: `tracer.py PID`; what is traced can be killed, but not be reaped."""
+"""Attaches to a process: `tracer.py PID`; a traced process can be killed, but not reaped."""
 
 import ctypes
 import signal

@@ -1,7 +1,7 @@
-"""A worker with a family: `tree.py FOLDER stay|leave`.
+"""A worker with descendants: `tree.py FOLDER stay|leave`.
 
-Makes a child in its own process group, one in a session of its own, and a daemon that was forked
-twice; all ignore SIGTERM, and have written their pids to FOLDER before "ready" appears there.
+Creates a child in its own process group, one in its own session, and a daemon forked twice; all
+ignore SIGTERM, and have written their pids to FOLDER before "ready" appears there.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A real Slurm, Debian's, on five hosts that are namespaces of this machine. It takes root.
+"""A real Slurm, Debian's, on five hosts that are namespaces of this machine. Needs root.
 
 The hosts share files and processes; network, host names and daemons are their own. It ends with the
 body. `fetch.sh` gets the packages, once; `boot.sh` is the first process.
@@ -35,7 +35,7 @@ class Slurm:
 
     def __init__(self, pid: int, folder: Path) -> None:
         self._pid = pid
-        """Of its first process, as this machine sees it."""
+        """The pid of its first process, as this machine sees it."""
         self.folder = folder
         self.reports = folder / "reports"
         self.finish_file = folder / "finish"
@@ -59,7 +59,7 @@ class Slurm:
         }
 
     def run(self, *words: str, environ: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end; its outcome is the caller's to judge."""
+        """Run a command to its end; the caller checks its outcome."""
         return subprocess.run(
             self.command(*words),
             capture_output=True,
@@ -71,13 +71,13 @@ class Slurm:
         )
 
     def do(self, *words: str, environ: Mapping[str, str] = {}) -> str:
-        """Run a command that must succeed; return what it printed."""
+        """Run a command that must succeed; return its output."""
         done = self.run(*words, environ=environ)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}\n{self.describe()}"
         return done.stdout
 
     def start_server(self) -> None:
-        """Start rdzvd; again, with the data that it had before."""
+        """Start rdzvd, or restart it with its previous data."""
         with (self.folder / "rdzvd.log").open("ab") as log:
             self.server = subprocess.Popen(
                 self.command(
@@ -117,12 +117,12 @@ class Slurm:
         return ""
 
     def job(self, job: str) -> dict[str, str]:
-        """Return what `scontrol show job` says of it."""
+        """Return the output of `scontrol show job`."""
         text = self.do("scontrol", "--oneliner", "show", "job", job)
         return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
 
     def wait_for_job(self, job: str, state: str) -> dict[str, str]:
-        """Wait until Slurm has a job in a state."""
+        """Wait until Slurm shows a job in a state."""
         self.wait(f"job {job} is {state}", lambda: self.job(job)["JobState"] == state)
         return self.job(job)
 
@@ -160,7 +160,7 @@ class Slurm:
         return json.loads(done.stdout) if done.returncode == 0 else {}
 
     def states(self, rdzv_id: str) -> dict[str, str]:
-        """Return the state of each node of a job, by the name that Slurm has for it."""
+        """Return the state of each node of a job, by its name in Slurm."""
         nodes = self.status(rdzv_id).get("nodes", [])
         return {node["node_id"].partition(".")[0]: node["state"] for node in nodes}
 
@@ -181,7 +181,7 @@ class Slurm:
     # ------------------------------------------------------------------ waiting
 
     def wait(self, what: str, holds: Callable[[], Any]) -> Any:
-        """Wait until something holds, and return what it returned."""
+        """Wait until a condition holds, and return its result."""
         deadline = time.monotonic() + DEADLINE_S
         while not (found := holds()):
             assert time.monotonic() < deadline, (
@@ -191,7 +191,7 @@ class Slurm:
         return found
 
     def describe(self) -> str:
-        """Show all that was written, for a test that failed."""
+        """Show all output, for a test that failed."""
         logs = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
         return "\n".join(f"--- {log.name}\n{log.read_text()[-6000:]}" for log in logs)
 
@@ -204,7 +204,7 @@ class Slurm:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Have a Slurm of four nodes run, and rdzvd; skip where that cannot be."""
+    """Run a Slurm of four nodes, and rdzvd; skip the test if that is impossible."""
     _skip_without()
     made: Slurm | None = None
     command = ["setpriv", "--pdeathsig=KILL", "unshare", "-mnuipf", "--kill-child", "--mount-proc"]
@@ -220,7 +220,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
             print((folder / "boot.log").read_text())
             raise
         finally:
-            # With the first process of its namespace everything in it ends.
+            # When the first process of its namespace ends, everything in it does.
             process.kill()
             if made is not None and made.server is not None:
                 made.server.wait()

@@ -1,9 +1,9 @@
-"""Stands in for sbatch, srun, scancel and scontrol, by the name it is called by, on one machine.
+"""Stands in for sbatch, srun, scancel and scontrol, depending on its name, on one machine.
 
-It knows the options that the script may use, and refuses all others as Slurm would. srun runs one
-task a node and ends with the highest exit code; a SIGTERM to srun kills all tasks at once, as Slurm
-22.05 does. scancel delivers a signal to the tasks. What sbatch has run is in $SLURM_STAND_IN:
-`requeue` is there once scontrol was asked, `tasks/` names the pid of each node.
+It supports the options that the script may use, and refuses all others as Slurm would. srun runs
+one task per node and ends with the highest exit code; a SIGTERM to srun kills all tasks at once, as
+in Slurm 22.05. scancel delivers a signal to the tasks. State is kept in $SLURM_STAND_IN: `requeue`
+exists after a requeue by scontrol, `tasks/` names the pid of each node.
 """
 
 import os
@@ -26,7 +26,7 @@ LIVES = 5
 
 
 def options(args: list[str], known: set[str]) -> tuple[dict[str, str], list[str]]:
-    """Split off the options; what is no option ends them."""
+    """Split off the options; the first other argument ends them."""
     found = {}
     while args and args[0].startswith("--"):
         name, _, value = args.pop(0)[2:].partition("=")
@@ -92,7 +92,7 @@ def scancel(args: list[str]) -> int:
 
 
 def scontrol(args: list[str]) -> int:
-    """Have the job queued again."""
+    """Requeue the job."""
     assert args == ["requeue", os.environ["SLURM_JOB_ID"]], args
     (STATE / "requeue").touch()
     return 0

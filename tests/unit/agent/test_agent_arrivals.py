@@ -1,4 +1,4 @@
-"""The times at which workers enter collectives: by the server's clock, the same ones on each node."""
+"""The times at which workers enter collectives: on the server's clock, alike on each node."""
 
 from __future__ import annotations
 

@@ -175,9 +175,7 @@ async def test_why_there_is_no_record(tmp_path: Path, files: dict[str, str], why
 def test_a_torch_that_gives_no_record_is_left_alone(
     tmp_path: Path, handlers: list[str] | None, started: bool
 ) -> None:
-    """Its server would be useless there, and has crashed processes that were asked while they
-    exited.
-    """
+    """Its server would be useless there, and has crashed processes that were exiting."""
     site, folder = tmp_path / "site", tmp_path / "worker"
     folder.mkdir()
     names = "" if handlers is None else f"def _get_handler_names(): return {handlers}\n"

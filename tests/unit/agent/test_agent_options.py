@@ -299,7 +299,7 @@ def test_what_follows_the_script_belongs_to_the_script(
         (["--nn", "2:3", "--max=1", *HEAD], ["--nnodes=2:3", "--max-restarts=1", *HEAD]),
         (["--rdzv-end=head", "--rdzv_i", "job-7"], list(HEAD)),
         (["--no-p", "--master-a=a"], ["--no-python", "--master-addr=a"]),
-        # --node-id, which torchrun has not, does not make it mean two things.
+        # torchrun has no --node-id; it does not make the abbreviation ambiguous.
         (["--node=1", "--nnodes=2"], ["--node-rank=1", "--nnodes=2"]),
         (["-mt3", "--ro", "a b"], ["--module", "--tee=3", "--role=a b"]),
         (["-m", "-r", "0:1", "--stan"], ["--module", "--redirects=0:1", "--standalone"]),
@@ -561,7 +561,7 @@ def test_the_c10d_back_end_is_served_by_the_node_that_owns_the_host() -> None:
     line = ("--rdzv-backend=c10d", "--nnodes=2")
     own = parse_launch([*line, "--rdzv-endpoint=127.0.0.1", "train.py"])[1]
     assert own.host_at == Endpoint("127.0.0.1", 29400)
-    # An address for documentation: nobody's.
+    # An address reserved for documentation.
     other = parse_launch([*line, "--rdzv-endpoint=192.0.2.1:7", "train.py"])[1]
     assert (other.host_at, other.endpoints) == (None, (Endpoint("192.0.2.1", 7),))
     told = parse_launch(
@@ -631,7 +631,7 @@ def test_one_node_with_an_endpoint_serves_itself_there_as_under_torchrun() -> No
 
 
 def test_one_node_without_a_port_meets_nobody() -> None:
-    """As torchrun has it: several such jobs may share a machine."""
+    """As in torchrun: several such jobs may share a machine."""
     for line in (["--node-rank=0"], ["--master-addr=head"], ["--rdzv-backend=static"]):
         meeting = parse_launch([*line, "train.py"])[1]
         assert (meeting.endpoints, meeting.host_at) == ((), None)
@@ -652,7 +652,7 @@ def test_at_port_0_c10d_serves_this_node_alone() -> None:
 
 
 def test_everything_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Kubeflow sets it: PET_* for every option, in the place of the options."""
+    """As Kubeflow sets it: PET_* variables instead of the options."""
     monkeypatch.setenv("PET_NNODES", "2")
     monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
     monkeypatch.setenv("PET_NODE_RANK", "1")

@@ -1,4 +1,4 @@
-"""Workers that stay when a round ends: which are asked to park, offered, and ended again.
+"""Workers that stay when a round ends: which are asked to park, offered, and ended.
 
 The stories drive the pure core as those of `test_agent_machine` do.
 """
@@ -56,7 +56,7 @@ def running(round_: int = 0) -> Node:
 
 
 def parked(*kept: KeptWorker) -> Node:
-    """Return a node that waits for a round with both workers parked, or those given."""
+    """Return a node that waits for a round with these workers parked; by default both."""
     node = running()
     node.hear(over(), events.WorkersGone(0, kept=kept or (FIRST, SECOND)))
     return node
@@ -326,7 +326,7 @@ def test_a_lost_runner_has_taken_its_parked_workers_with_it() -> None:
 
 
 def test_workers_parked_since_before_a_round_that_was_never_heard_of_end() -> None:
-    """Its other nodes have gone on since, perhaps from another state."""
+    """Its other nodes have continued since, perhaps from another state."""
     node = parked()
     missed = events.RoundEnded("r1", 1, Cause.NODE_LOST, "n3 is lost", True, keep=True)
     told = node.hear(missed)

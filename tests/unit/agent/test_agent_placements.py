@@ -1,6 +1,6 @@
-"""Submitted jobs on one node: taken up, kept apart, given back, and never in each other's way.
+"""Submitted jobs on one node: accepted, kept apart, given back, and never interfering.
 
-The drivers are made up: each does what its story says.
+The drivers are fakes: each does what its story says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SUCCEEDED = NodeOutcome(0, "the job has succeeded", result=Result.SUCCEEDED)
 
 
 class Driver:
-    """A job's driver, of which the story holds the strings."""
+    """A job's driver, controlled by the story."""
 
     def __init__(self, node: Node, launch: Launch, run: str, _: Any, examine: Any) -> None:
         self.examine = examine
@@ -117,7 +117,7 @@ class Reading:
 
 
 class Check:
-    """A check that finds what the story says."""
+    """A check that returns what the story says."""
 
     name, timeout_s, wrong = "fan", 5.0, ""
 
@@ -133,7 +133,7 @@ class Check:
 
 
 class Node:
-    """One node: its placements, and what the server hears of them."""
+    """One node: its placements, and the messages that the server gets."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **resources: Any) -> None:
         self.folder = folder
@@ -433,7 +433,7 @@ async def test_who_waits_for_gpus_is_served_in_order(gpu_node: Node) -> None:
     holder = await gpu_node.driver("all")
     for name in ("first", "second"):
         gpu_node.place(name, gpus_per_node=3)
-    # They look at their folders in threads, of which either may be the first to be done.
+    # They examine their folders in threads; either may finish first.
     queue = gpu_node.placements.gpu_queue
     await gpu_node.until(lambda: len(queue.waiting) == 2)
     order = [held.name for held in queue.waiting]
@@ -561,11 +561,11 @@ async def test_a_node_that_is_not_well_takes_nothing_up_for_now_and_says_why(nod
     node.place()
     await node.until(lambda: bool(node.not_now))
     assert node.not_now == [("job", "r1", "this node is unhealthy: fan stands still")]
-    # The server hears first that nothing more may be placed here.
+    # The server first learns that nothing more may be placed here.
     assert node.failing_said == ["fan stands still"]
     await node.until_free()
     assert (node.made, node.declined) == ([], [])
-    # It heals, and is used: what was declined for now is taken up when it comes again.
+    # It recovers: a job declined for the time being is accepted when it comes again.
     node.check.wrong = ""
     await node.health.look(fresh_s=0.0)
     assert node.failing_said == ["fan stands still", ""]
@@ -576,7 +576,7 @@ async def test_a_node_that_is_not_well_takes_nothing_up_for_now_and_says_why(nod
 
 
 def orphan(node: Node, *gpus: str, args: tuple[str, ...] = ("--no-python", "/bin/true")) -> Any:
-    """Return a runner that was adopted, of a job that has these GPUs."""
+    """Return an adopted runner of a job that has these GPUs."""
     spec = JobSpec(args=args, chdir=str(node.folder), local_world_size=1)
     placement = KeptPlacement("n1", "i1", "old", "r1", spec, len(gpus), gpus, {"OF": "before"})
     job = Job("old", "n1", Settings(1, 1), local_world_size=3)
@@ -621,7 +621,7 @@ async def test_an_adopted_job_that_is_placed_again_is_the_same(node: Node) -> No
 
 
 async def test_workers_run_on_whose_arguments_are_refused_today(node: Node) -> None:
-    """As by a stricter parser after an upgrade: no round is started by them, and none is ended."""
+    """As by a stricter parser after an upgrade: they start no round, and none is ended."""
     await node.placements.adopt([orphan(node, args=("--no-such-flag", "/bin/true"))])
     assert node.held() == {"old"}
     driver = node.drivers["old", "r1"]
@@ -697,7 +697,7 @@ async def test_a_job_is_asked_after_on_its_own_gpus_before_it_goes_on(gpu_node: 
     gpu_node.place()
     driver = await gpu_node.driver()
     gpu_node.check.wrong = "GPU-b is lost"
-    # What was found before its workers failed says nothing now.
+    # Findings from before its workers failed are outdated.
     assert await driver.examine() == "fan GPU-b is lost"
     assert gpu_node.check.unused[-1] == {"GPU-b", "GPU-c"}
     for name in ("other", "job"):
@@ -733,7 +733,7 @@ async def test_a_node_that_is_about_to_leave_takes_up_nothing_and_declines_nothi
     await node.until_free()
     node.place("late")
     assert node.held() == set()
-    # It could run them: another time they may be placed here again.
+    # It is able to run them: they may be placed here again another time.
     assert node.declined == []
     node.ready.set()
     node.placements.noticed(events.NoticeLifted())
@@ -745,7 +745,7 @@ async def test_a_job_that_runs_ends_by_its_own_driver(node: Node) -> None:
     node.place()
     driver = await node.driver()
     node.placements.noticed(GIVEN)
-    # The link has told it; nothing is ended here.
+    # The link has sent the decline; nothing has to be ended here.
     assert (driver.posted, node.held()) == ([], {"job"})
     driver.joined = False
     driver.end(NodeOutcome(75, "drained by ada"))

@@ -1,7 +1,7 @@
-"""Word of a preemption, from a file that appears and from a command that gives notice.
+"""Notices of a preemption, from a file that appears and from a command that prints one.
 
-The commands are real; nothing here asserts how long something takes: a story waits for what must
-come, and what must not come is followed by something that does.
+The commands are real. Nothing here asserts how long something takes: a story waits for the expected
+event, and an event that must not come is followed by one that does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATIENCE_S = 100.0
 
 
 class Notices:
-    """What the node has heard."""
+    """The notices that the node has received."""
 
     def __init__(self) -> None:
         self._given: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
@@ -88,7 +88,7 @@ async def test_a_file_that_is_there_already_is_a_notice(
     file = tmp_path / "preempted"
     file.touch()
     async with watched(file) as notices:
-        # It says no more: the usual time is left.
+        # It says nothing further: the usual time is left.
         assert (await notices.next())[0] == 7_000
 
 
@@ -146,7 +146,7 @@ async def test_a_command_that_fails_is_started_again(
         async with watched(command=sh(script)) as notices:
             assert (await notices.next())[0] == 7_000
     assert tries.read_text() == "x\n" * 4
-    # The same is told once.
+    # The same notice is reported once.
     assert caplog.text.count("`preemption.command` (sh) exited with 7; it is restarted") == 1
 
 

@@ -1,4 +1,4 @@
-"""Runners of an agent that was killed are waited for by the next one, and nobody else is."""
+"""The next agent waits for the runners of a killed one, and for nothing else."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ async def test_who_was_written_down_is_waited_for(
             await asyncio.sleep(0.001)
         assert not waiting.done()
         process.kill()
-        # A zombie has no memory and no GPU any more, whoever is to reap it.
+        # A zombie holds no memory and no GPU any more, whichever process has to reap it.
         await waiting
     assert list((tmp_path / "runners").iterdir()) == []
 

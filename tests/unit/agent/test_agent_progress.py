@@ -1,4 +1,4 @@
-"""What a worker writes into its progress file is read with tolerance, and told once a second."""
+"""A worker's progress file is read tolerantly, and reported once a second."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def pace(*seen: tuple[int, int]) -> Pace:
         ([(0, 5)], 0.0),
         ([(0, 5), (2_000, 25)], 10.0),
         ([(0, 0), (1_000, 10), (2_000, 40)], 20.0),
-        # What is older than the window has no say ...
+        # Steps older than the window do not count ...
         ([(0, 0), (10_000, 1_000), (70_000, 1_060)], 1.0),
-        # ... unless the last step took longer: then it is its own.
+        # ... unless the last step took longer than the window.
         ([(0, 0), (1_000, 100), (501_000, 105)], 0.01),
-        # A step that goes back begins anew.
+        # A step that goes back starts a new window.
         ([(0, 0), (1_000, 100), (2_000, 40)], 0.0),
         ([(0, 0), (1_000, 100), (2_000, 40), (4_000, 50)], 5.0),
-        # A clock that stands still divides by nothing.
+        # A clock that stands still causes no division by zero.
         ([(7, 0), (7, 3)], 3_000.0),
     ],
 )
@@ -112,7 +112,7 @@ def test_no_more_is_kept_than_the_window_has() -> None:
 
 
 class Desk:
-    """Two workers' files, and what was said of them."""
+    """Two workers' files, and the reports made of them."""
 
     def __init__(self) -> None:
         self.said: list[Report] = []
@@ -127,7 +127,7 @@ class Desk:
         return Path(self.files.file(local_rank))
 
     async def expect(self, **steps: int) -> Report:
-        """Wait until the steps are those, by RANK."""
+        """Wait until these are the steps, by RANK."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 for report in reversed(self.said):
@@ -148,7 +148,7 @@ async def _desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 def report_step(step: int) -> None:
-    """Do what is documented, which is pasted into training scripts."""
+    """Write a step in the documented way, which users paste into training scripts."""
     text = (ROOT / "docs" / "progress.md").read_text()
     source = text.split("```python\n")[1].split("```")[0]
     scope = {"os": os, "contextlib": contextlib}
@@ -183,7 +183,7 @@ async def test_the_furthest_step_is_the_highest_of_all_workers_also_if_one_went_
     await desk.expect(r4=3)
     assert desk.files.furthest() == 120
     desk.path(1).write_text("121")
-    # What was written last is seen, though nobody was woken by it yet.
+    # The last line is seen, though no event has announced it yet.
     assert desk.files.furthest() == 121
     desk.files.close_round()
     desk.files.open_round(line(4), 2)
@@ -195,7 +195,7 @@ async def test_a_file_may_be_replaced_and_be_written_anew(desk: Desk) -> None:
     for step in range(3):
         temporary = desk.path(0).with_name("new")
         temporary.write_text(f"{step}\n")
-        with desk.path(0).open():  # Somebody reads the old one, so it does not end with its name.
+        with desk.path(0).open():  # Another reader has the old file open, so it outlives its name.
             temporary.replace(desk.path(0))
             await desk.expect(r4=step)
     desk.path(0).unlink()
@@ -258,7 +258,7 @@ async def test_a_folder_in_the_files_place_is_no_more_than_a_warning(
     desk.files.open_round(line(), 2)
     desk.path(0).unlink()
     desk.path(0).mkdir()
-    for step in (1, 2):  # Whoever looks at the second has looked at the folder before.
+    for step in (1, 2):  # A reader of the second file has read the folder before.
         desk.path(1).write_text(str(step))
         await desk.expect(r5=step)
     assert "progress of RANK 4: " in caplog.text
@@ -302,7 +302,7 @@ async def test_a_worker_that_is_kept_goes_on_with_the_file_that_it_has(desk: Des
 async def test_however_often_it_is_written_it_is_said_once_in_a_while(
     nodes: int, least_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first is said at once, and whatever follows when its time has come."""
+    """The first report is sent at once, all later ones when they are due."""
     desk = Desk()
     now_ms = 50_000
     monkeypatch.setattr(progress_files, "_now_ms", lambda: now_ms)

@@ -1,4 +1,4 @@
-"""What a node has: memory as its cgroups allow it, GPUs as NVML names them; and who gets them."""
+"""A node's resources: memory within the limits of its cgroups, GPUs as NVML names them."""
 
 import shutil
 import subprocess
@@ -104,7 +104,7 @@ class NvmlError(Exception):
 
 @dataclass
 class Nvml:
-    """NVML as its Python module shows it, with devices that are made up."""
+    """NVML as its Python module presents it, with fake devices."""
 
     uuids: Sequence[str] = ("GPU-a", "GPU-b")
     mig: dict[str, list[str | None]] = field(default_factory=dict)
@@ -255,7 +255,7 @@ int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *later) { return 
 
 @pytest.mark.slow
 def test_the_real_module_reads_a_library(tmp_path: Path) -> None:
-    """In a process of its own, for the module keeps the library that it has loaded."""
+    """In its own process, since the module keeps the library that it has loaded."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler for the stub of NVML")

@@ -1,12 +1,13 @@
-"""Nothing of a job's is opened, made, listed or run with root's rights: every path of the agent's.
+"""The agent opens, creates, lists and runs nothing of a job with root's rights.
 
-The agent is root where submitted jobs have accounts of their own. This finds what it does with
-paths, and every process that it starts, and demands that it is done as an account, or stands below
-with the reason why no job has a say in it. Who adds a path adds a reason, or `acting_as`.
+The agent is root where submitted jobs have accounts of their own. This test finds every operation
+on a path and every process that the agent starts, and demands that it is done as an account, or is
+listed below with the reason why no job can influence it. A change that adds a path adds a reason,
+or `acting_as`.
 
-Done as an account is what stands inside of `with acting_as(...)` or `started_as(...)`; and what
-stands in a private function of which all uses in its module do. A function that takes an `identity`
-or an `account` must be given it.
+Code runs as an account inside `with acting_as(...)` or `started_as(...)`, and in a private function
+all of whose uses in its module do. A function that takes an `identity` or an `account` must be
+given it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.support.source_tree import parsed_text, statements
 AGENT = Path(__file__).parents[3] / "agent" / "rdzv" / "agent"
 
 OF_THE_JOB = {"torch_side", "store_host", "zygote", "sitecustomize"}
-"""These run in processes of the job's own, which are its account before they do anything."""
+"""These run in processes of the job, which have its account before they do anything."""
 
 GUARDS = {"acting_as", "started_as"}
 WHOSE = {"identity", "account"}
@@ -50,7 +51,7 @@ MODULES = {
     "tempfile": None,
     "glob": None,
 }
-"""What of the standard library goes by a path, or starts a program; None: all of it."""
+"""Functions of the standard library that take a path or start a program; None: all of a module."""
 
 NO_PATH = {"os.path.samestat"}
 
@@ -63,10 +64,10 @@ METHODS = {
     *("write_bytes", "write_text", "bind", "connect", "connect_ex", "sendto", "sock_connect"),
     *("subprocess_exec", "subprocess_shell"),
 }
-"""Of `Path`, entries of folders, sockets, event loops and libc."""
+"""Methods of `Path`, folder entries, sockets, event loops and libc."""
 
 FUNCTIONS = {"open_untrusted", "write_anew", "start_spared", "find_program"}
-"""Of the agent's own: each goes by a path that its caller gives, with its caller's rights."""
+"""The agent's own functions that use a path of their caller with their caller's rights."""
 
 
 REASONS: dict[str, tuple[str, ...]] = {
@@ -208,7 +209,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "job_driver.JobDriver.prepare: context.fates.open",
         "fates.FateRecorder.open: self._event_log.open",
         "worker_group.LocalWorkerGroup.prepare: self._logs_specs.open",
-        # Of a job that is not here: nothing is in it.
+        # Of a job that is not here: it is empty.
         "log_reading._Request.__init__: Written(), which is not told whose",
     ),
     "an abstract address is no file": (
@@ -225,7 +226,7 @@ REASONS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Use:
-    """One thing that is done with a path, or one use of a private function."""
+    """One operation on a path, or one use of a private function."""
 
     what: str
     where: str
@@ -240,11 +241,11 @@ class Module:
     name: str
     paths: list[Use] = field(default_factory=list)
     uses: dict[str, list[Use]] = field(default_factory=dict)
-    """Of its private functions, by their names."""
+    """Its private functions, by name."""
     private: set[str] = field(default_factory=set)
 
     def unguarded(self) -> Iterator[str]:
-        """Name what is not done as an account."""
+        """Return the operations that are not done as an account."""
         safe: set[str] = set()
         while True:
             more = {name for name in self.private - safe if self._all_guarded(name, safe)}
@@ -267,7 +268,7 @@ def last(where: str) -> str:
 
 
 class Finder(ast.NodeVisitor):
-    """Goes through one module."""
+    """Visits one module."""
 
     def __init__(self, module: Module, takes: Collection[str]) -> None:
         self.module = module
@@ -287,7 +288,7 @@ class Finder(ast.NodeVisitor):
         for part in (*node.args.defaults, *node.args.kw_defaults):
             if part is not None:
                 self.visit(part)
-        # What stands in it runs when it is called, which may be elsewhere.
+        # Its body runs when it is called, which may be elsewhere.
         outer, self.guarded = self.guarded, False
         self.where.append(node.name)
         for statement in node.body:
@@ -377,7 +378,7 @@ def is_guard(expression: ast.expr) -> bool:
 
 
 def says_whose(node: ast.Call) -> bool:
-    """Whether a call hands over an identity or an account."""
+    """Whether a call passes on an identity or an account."""
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
     words = {word for one in given for word in last_words(one)}
     return bool(words & WHOSE) or any(keyword.arg is None for keyword in node.keywords)
@@ -409,7 +410,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def unguarded(texts: dict[str, str] | None = None) -> Counter[str]:
-    """Count what is not done as an account, by place and kind."""
+    """Count the operations not done as an account, by place and kind."""
     texts = texts or sources()
     takes = {name: who_take(text) for name, text in texts.items()}
     public = {name for names in takes.values() for name in names if not name.startswith("_")}
@@ -431,7 +432,7 @@ def unguarded_in(name: str, text: str, takes: frozenset[str]) -> tuple[str, ...]
 
 @cache
 def who_take(text: str) -> frozenset[str]:
-    """Name the functions and classes of a module that do something for an account."""
+    """Return the functions and classes of a module that act for an account."""
     found = set()
     for node in parsed_text(text).body:
         if isinstance(node, ast.ClassDef):
@@ -444,7 +445,7 @@ def who_take(text: str) -> frozenset[str]:
 
 def takes_whose(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     arguments = (*function.args.args, *function.args.kwonlyargs)
-    # `server_link` has another Identity, which is a node's.
+    # `server_link` has another Identity, a node's.
     return any(
         one.arg in WHOSE and one.annotation is not None and "| None" in written(one.annotation)
         for one in arguments
@@ -507,7 +508,7 @@ def test_a_path_that_is_added_without_an_account_is_found(added: str, found: str
     texts[PROGRESS] = texts[PROGRESS].replace(PLACE, line)
     more = unguarded(texts) - unguarded()
     if found is None:
-        # It is used by one more that has no rights but root's, so what it does is found now.
+        # One more use has only root's rights, so the function's own operations are found now.
         assert set(more) == {"progress_files._content: open_untrusted"}
     else:
         assert set(more) == {f"progress_files.ProgressFiles.added: {found}"}

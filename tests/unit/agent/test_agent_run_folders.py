@@ -1,4 +1,4 @@
-"""The folders of submitted jobs: found again by the next agent, removed when they are too old."""
+"""The folders of submitted jobs: found again by the next agent, removed when too old."""
 
 import os
 import time
@@ -36,7 +36,7 @@ def write_round(folders: RunFolders, run: str, number: int, *, rdzv_id: str = "j
 
 
 def age(path: Path, days: float) -> None:
-    """Make all of a folder older."""
+    """Make everything in a folder older."""
     then = NOW - days * DAY
     for found in [*path.rglob("*"), path]:
         os.utime(found, (then, then), follow_symlinks=False)
@@ -83,7 +83,7 @@ def test_all_runs_of_a_job_are_found(tmp_path: Path) -> None:
 
 
 def test_of_two_rounds_of_one_number_the_later_is_found(tmp_path: Path) -> None:
-    """As when the server has lost its memory, and counts anew."""
+    """As when the server has lost its memory, and counts from the start again."""
     folders = RunFolders(tmp_path)
     write_round(folders, "r2", 0)
     age(write_round(folders, "r1", 0), 1)

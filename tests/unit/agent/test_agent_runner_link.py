@@ -1,4 +1,4 @@
-"""The agent's hold on a runner: what it says is handled in order, and forgotten only after that."""
+"""The agent's link to a runner: reports are handled in order, and acknowledged only then."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXITED = {"round": 0, "local_rank": 0, "pid": 9, "exit_code": 1, "signal": None,
 
 
 class Story:
-    """A runner that is made up, and an agent that takes its time over each exit of a worker."""
+    """A fake runner, and an agent that takes its time over each exit of a worker."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -56,7 +56,7 @@ class Story:
         self.runner.send({"type": kind, "number": number, **about})
 
     def may_forget(self) -> list[Any]:
-        """Return what the runner was told that it may forget."""
+        """Return the acknowledgements that the runner received."""
         told = []
         with contextlib.suppress(BlockingIOError, EOFError):
             self.runner.receive()
@@ -90,7 +90,7 @@ async def s() -> AsyncIterator[Story]:
 async def test_a_runner_that_would_start_a_zygote_at_once_is_asked_for_none_for_restarts(
     s: Story, after_import: bool
 ) -> None:
-    """It was started by an older agent, whose upgrade this is."""
+    """It was started by an older agent, before an upgrade."""
     zygote = ZygoteSpec(("python",), {}, None, ("torch",), after_import=after_import)
     worker = WorkerSpec(0, ("python",), {}, None, None, None, zygote=zygote)
     s.link.keep_zygote(zygote)
@@ -119,7 +119,8 @@ def test_a_runner_that_can_not_be_started_leaves_no_descriptor(
 
     monkeypatch.setattr(link_module, "_start_runner", fail)
     before = sorted(Path("/proc/self/fd").iterdir())
-    with pytest.raises(OSError, match="no memory") as failed:  # Which holds what is not closed.
+    # It holds everything that is not closed.
+    with pytest.raises(OSError, match="no memory") as failed:
         StartedRunner()
     assert sorted(Path("/proc/self/fd").iterdir()) == before, failed
 
@@ -200,7 +201,7 @@ async def test_an_event_waits_until_the_one_before_was_handled(s: Story) -> None
     await s.until(lambda: s.heard)
     await asyncio.sleep(0.01)
     assert [type(event) for event in s.heard] == [WorkerExited]
-    # An agent that died now would be told of it again.
+    # If the agent died now, its successor would receive it again.
     assert s.may_forget() == []
     s.handling[0].set_result(None)
     await s.until(lambda: WorkersGone(0) in s.heard)

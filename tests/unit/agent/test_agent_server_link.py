@@ -1,6 +1,6 @@
-"""The node's stream to the server, against a server that does what each story tells it to.
+"""The node's stream, against a server that does what each story tells it to.
 
-Nothing here asserts how long something takes: a story waits for what must come.
+Nothing here asserts how long something takes: a story waits for the expected message.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ NOBODY = Endpoint("127.0.0.1", 9)
 """A port that no server listens on."""
 
 HASTY = Backoff(first_s=0.001, max_s=0.01, steady_s=0.0)
-"""A link tries again at once, unless a story says otherwise."""
+"""A link retries at once, unless a story says otherwise."""
 
 
 class Talk:
-    """One stream, as the server has it."""
+    """One stream, as the server sees it."""
 
     def __init__(self, context: grpc.aio.ServicerContext) -> None:
         self._context = context
@@ -59,7 +59,7 @@ class Talk:
         reader = asyncio.create_task(self._read())
         try:
             end = await self._end
-            # gRPC tells a node that still sends its hello of an INTERNAL error instead.
+            # Otherwise gRPC reports an INTERNAL error to a node that is still sending its hello.
             await self._began.wait()
         finally:
             self.over.set()
@@ -76,12 +76,12 @@ class Talk:
         self._heard.put_nowait(None)
 
     async def hear(self) -> pb.NodeMessage | None:
-        """Return the next message; None when the node has nothing more to say."""
+        """Return the next message; None if the node has ended the stream."""
         async with asyncio.timeout(PATIENCE_S):
             return await self._heard.get()
 
     async def hear_all(self) -> list[str]:
-        """Return what was said until the node ended the stream, but for heartbeats."""
+        """Return all messages until the node ended the stream, except heartbeats."""
         found = []
         while (message := await self.hear()) is not None:
             if not message.HasField("heartbeat"):
@@ -98,7 +98,7 @@ class Talk:
         await self._context.write(pb.ServerMessage(leadership=leadership, **body))  # type: ignore[arg-type]
 
     async def heartbeat(self) -> int:
-        """Pass over what is said until the next heartbeat; return its number."""
+        """Skip messages until the next heartbeat; return its number."""
         while (message := await self.hear()) is not None:
             if message.HasField("heartbeat"):
                 return message.heartbeat.number
@@ -125,13 +125,13 @@ class Talk:
 
 
 def said(message: pb.NodeMessage) -> str:
-    """Name a message by what tells it apart here."""
+    """Name a message by the fields that matter here."""
     body = message.WhichOneof("body")
     return f"{body} {message.succeeded.round}" if body == "succeeded" else str(body)
 
 
 class Server(rdzv_pb2_grpc.RendezvousServicer):
-    """Hands every stream to the story."""
+    """Passes every stream to the story."""
 
     def __init__(self) -> None:
         self._talks: asyncio.Queue[Talk] = asyncio.Queue()
@@ -168,7 +168,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 class Job:
-    """Notes what its driver would hear, and believes what the story says."""
+    """Records its driver's events, and reports the story's belief."""
 
     def __init__(self, rdzv_id: str = "job-7", fence_after_ms: int = 0) -> None:
         self.rdzv_id = rdzv_id
@@ -199,12 +199,12 @@ class Job:
         self.renewals.put_nowait(heard_at_ms)
 
     async def renewed(self) -> int:
-        """Return when the server was next proven to have heard this node."""
+        """Return when the server was next proven to have received something from this node."""
         async with asyncio.timeout(PATIENCE_S):
             return await self.renewals.get()
 
     async def hear(self, kind: type[events.Event]) -> events.Event:
-        """Return the next event of a kind, passing over others."""
+        """Return the next event of a kind, skipping others."""
         async with asyncio.timeout(PATIENCE_S):
             while not isinstance(event := await self._heard.get(), kind):
                 pass
@@ -222,7 +222,7 @@ def link_to(
 
 @contextlib.asynccontextmanager
 async def running(link: ServerLink) -> AsyncIterator["asyncio.Task[None]"]:
-    """Let a link run, and see that nothing of it is left."""
+    """Run a link, and check that it leaves nothing behind."""
     task = asyncio.create_task(link.run())
     try:
         yield task
@@ -268,7 +268,7 @@ async def test_the_hello_comes_first_and_says_who_speaks_and_what_is_believed(
     job, ended = Job(), Job("job-8")
     ended.run = None
     link = link_to(server.endpoint, jobs=(job, ended))
-    link.say(success(0))  # nobody hears it; the hello says it
+    link.say(success(0))  # Nobody receives it; the hello includes it.
     async with running(link):
         talk = await server.talk()
         hello = await talk.hello()
@@ -335,7 +335,7 @@ async def test_a_silent_node_sends_heartbeats_at_the_servers_interval(
 async def test_a_lease_that_has_changed_changes_the_interval(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a stream that is open: no Welcome comes with it."""
+    """Also for a stream that is already open and gets no Welcome."""
     monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 3_600.0)
     job = Job()
     link = link_to(server.endpoint, jobs=(job,))
@@ -350,7 +350,7 @@ async def test_a_lease_that_has_changed_changes_the_interval(
 # ------------------------------------------------------------------ the fence
 
 FENCED_MS = 600_000
-"""A fence that no story lives to see."""
+"""A fence time that no story reaches."""
 
 
 async def test_without_a_fence_no_answer_is_asked_for(server: Server) -> None:
@@ -405,7 +405,7 @@ async def test_the_time_that_a_connection_takes_is_none_of_the_fences(server: Se
 async def test_an_answer_proves_that_its_heartbeat_was_heard_when_it_was_sent(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of the real clock, two heartbeats that a busy machine sends at once may read the same.
+    # On a real clock, two heartbeats that a busy machine sends at once may have the same time.
     reads = itertools.count(1)
     monkeypatch.setattr(fence_proofs, "boottime_ms", lambda: next(reads))
     job = Job(fence_after_ms=FENCED_MS)
@@ -415,7 +415,7 @@ async def test_an_answer_proves_that_its_heartbeat_was_heard_when_it_was_sent(
         first, last = await talk.heartbeat(), await talk.heartbeat()
         await talk.say(heard=pb.Heard(number=first))
         assert await job.renewed() == 2
-        await talk.say(heard=pb.Heard(number=first))  # Again, and so no news.
+        await talk.say(heard=pb.Heard(number=first))  # Repeated, so it is no news.
         await talk.say(heard=pb.Heard(number=last))
         assert await job.renewed() == 4  # The clock is read twice for each.
 
@@ -439,7 +439,7 @@ async def test_the_servers_clock_is_known_from_an_answer_that_was_asked_for(serv
 
 
 async def test_nothing_else_proves_that_the_node_is_heard(server: Server) -> None:
-    """What the server says of its own accord may have been on its way for long."""
+    """A message that the server sends unasked may have been on its way for long."""
     job = Job(fence_after_ms=FENCED_MS)
     async with running(link_to(server.endpoint, jobs=(job,))):
         talk, _ = await server.greet(leadership=5)
@@ -474,7 +474,7 @@ async def test_heartbeats_go_out_whatever_else_is_said(server: Server) -> None:
 
 @pytest.mark.slow
 async def test_a_server_that_answers_no_more_is_tried_anew(server: Server) -> None:
-    """Long before any ping would notice, so that there is a chance before the fence comes."""
+    """Long before a ping would notice, to leave a chance before the fence."""
     job = Job(fence_after_ms=1_500)
     async with running(link_to(server.endpoint, jobs=(job,))):
         talk, _ = await server.greet()
@@ -541,7 +541,7 @@ async def test_a_deposed_server_changes_nothing(server: Server) -> None:
 
 
 STRANGER = "UnauthenticatedError"
-"""Final for who was never let in."""
+"""Final for a node that was never admitted."""
 
 
 @pytest.mark.parametrize("code", sorted({*FINAL_REFUSALS, STRANGER}))
@@ -858,7 +858,7 @@ async def test_a_stream_that_is_too_slow_is_given_up_at_the_end(
 
 
 def written(folder: Path, text: str) -> Written:
-    """What a worker of RANK 4 has written in round 2, which goes on."""
+    """Output of a worker of RANK 4 in round 2, which goes on."""
     path = folder / "stdout.log"
     path.write_text(text)
     found = Written()
@@ -875,7 +875,7 @@ def read_log(request: int, credit: int, *, follow: bool = False) -> pb.ReadLog:
 
 
 async def pieces(talk: Talk, request: int) -> AsyncIterator[pb.LogPiece]:
-    """Yield what comes for a request until its last piece, passing over all else."""
+    """Yield the pieces for a request up to the last one, skipping all else."""
     while (message := await talk.hear()) is not None:
         if message.HasField("log_piece") and message.log_piece.request == request:
             yield message.log_piece
@@ -932,11 +932,11 @@ async def test_a_request_ends_with_its_stream_and_when_it_is_cancelled(
 async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
     server: Server, tmp_path: Path
 ) -> None:
-    """And they are answered, so that no worker is fenced because somebody reads its log."""
+    """And they are answered, so that reading a log never leads to a fenced worker."""
     job = Job(fence_after_ms=FENCED_MS)
     link = link_to(server.endpoint, jobs=(job,))
     link.log_reading.serve("job-7", written(tmp_path, ""))
-    # With a hole in it, so that it takes no room and has no end that a slow heartbeat could meet.
+    # A sparse file: it takes no room, and no slow heartbeat could reach its end.
     os.truncate(tmp_path / "stdout.log", 16 << 30)
     async with running(link):
         talk, _ = await server.greet(interval_ms=100)
@@ -981,7 +981,7 @@ PLACED = pb.Placed(rdzv_id="job-7", run="r1", spec=pb.JobSpec(args=["train.py"])
 
 
 class Placements:
-    """Has and holds what the story says, and notes what it hears."""
+    """Holds what the story says, and records what it receives."""
 
     def __init__(self) -> None:
         self.resources = Resources(cpus=8, capacity=2)
@@ -1010,7 +1010,7 @@ class Placements:
 
 
 async def of_kind(talk: Talk, kind: str) -> pb.NodeMessage:
-    """Pass over what is said until this kind of message."""
+    """Skip messages until this kind."""
     while (message := await talk.hear()) is not None:
         if message.WhichOneof("body") == kind:
             return message
@@ -1115,7 +1115,7 @@ async def test_a_job_whose_fence_comes_too_late_for_the_lease_is_refused_when_it
         await talk.heartbeat()
         link.add(job)
         assert await job.hear(events.Refused)
-        # The others of this node have nothing of it: neither a new stream, nor a refused Hello.
+        # This node's other jobs are not affected: no new stream, no refused Hello.
         link.say(pb.NodeMessage(declined=pb.Declined(rdzv_id="marker")))
         while (message := await talk.hear()) and message.declined.rdzv_id != "marker":
             assert not message.HasField("away")
@@ -1217,7 +1217,7 @@ async def test_a_drain_goes_to_every_job_and_to_those_that_come_after(server: Se
         later = Job("job-8")
         link.add(later)
         assert isinstance(await later.hear(events.NoticeGiven), events.NoticeGiven)
-        # The next server knows of it, and can say that it was lifted meanwhile.
+        # The next server knows it, and can report that it was lifted meanwhile.
         talk.end()
         talk, hello = await server.greet()
         assert (hello.draining.number, hello.draining.own) == (7, False)

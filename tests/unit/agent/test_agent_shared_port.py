@@ -1,4 +1,4 @@
-"""One port for the nodes' rendezvous and the workers' store: who connects is told apart."""
+"""One port for the nodes' rendezvous and the workers' store: connections are told apart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STORE = b"\x00\x01\x02\x03"
 
 @contextlib.asynccontextmanager
 async def answering(name: bytes) -> AsyncIterator[Endpoint]:
-    """A server that answers what it gets with its name before it, and ends after `bye`."""
+    """A server that echoes its input after its name, and ends after `bye`."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while (data := await reader.read(100)) and b"bye" not in data:

@@ -1,4 +1,4 @@
-"""Calls that may hang: waited for so long, told once, and never more than one that is late."""
+"""Calls that may hang: each wait is bounded and reported once, and only one may be late."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 class Told:
-    """What a caller is told."""
+    """The results that callers get."""
 
     def __init__(self) -> None:
         self.news: asyncio.Queue[object] = asyncio.Queue()
@@ -70,7 +70,7 @@ async def test_one_that_is_late_is_told_once_and_nothing_else_hangs(server: Serv
     late = await told.next()
     assert isinstance(late, TimeoutError)
     assert "no answer within 0.01 s" in str(late)
-    # Another does not even ask.
+    # Another caller does not even ask.
     aside.call(told.take, server.read, "y")
     assert isinstance(await told.next(), TimeoutError)
     assert server.asked == 1

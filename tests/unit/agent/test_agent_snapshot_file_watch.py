@@ -1,4 +1,4 @@
-"""A round has moved the job on if the snapshot is another than when the round before had ended."""
+"""A round has moved the job on if the snapshot file differs from the end of the round before."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DEADLINE_S = 100.0
 
 
 def rewrite(path: Path) -> None:
-    """Write the same again, as a training does that gets no further; its time is another."""
+    """Write the same data again, like a training that makes no progress; only its time differs."""
     path.write_bytes(path.read_bytes())
     there = path.stat()
     os.utime(path, ns=(there.st_atime_ns, there.st_mtime_ns + 1_000))
 
 
 def replace_by_another(path: Path) -> None:
-    """Save as one should: beside it, and then in its place, here with the very same time."""
+    """Save properly: to another file, then renamed, here with exactly the same time."""
     there, other = path.stat(), path.with_name("other")
     other.write_bytes(path.read_bytes() + b"more")
     os.utime(other, ns=(there.st_atime_ns, there.st_mtime_ns))
@@ -183,11 +183,11 @@ async def test_a_file_server_that_does_not_answer_holds_up_nobody_for_long(
     await began(seen)
     assert await ended(seen)
     assert "no answer within" in caplog.text
-    # While the first look hangs there is no other.
+    # While the first examination hangs, there is no other.
     assert sum(thread.name == "aside" for thread in threading.enumerate()) == 1
     answers.set()
     while any(thread.name == "aside" for thread in threading.enumerate()):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    # A late answer is of no round.
+    # A late answer belongs to no round.
     assert await ended(seen)
     assert not await ended(seen)

@@ -1,4 +1,4 @@
-"""What a node holds of the state is reported, and its workers hear of what is whole.
+"""A node's snapshots are reported, and its workers learn which are complete.
 
 The stories drive the pure core as those of `test_agent_machine` do.
 """
@@ -61,7 +61,7 @@ def test_a_node_that_waits_says_it_with_its_join() -> None:
     (said,) = node.hear(events.SnapshotsHeld(held(40, 50)))
     assert isinstance(said, SayJoin)
     assert said.left_round == 0
-    # The join is made of the state, as is the belief; so nothing is to be said after a reconnect.
+    # The join, like the belief, is made from the state, so a reconnect needs no report.
     message = encoding.join(said, node.state, OFFER, NOW_MS, refuse_reuse=False)
     command = heard(pb.NodeMessage(join=message))
     assert isinstance(command, asked.Join)
@@ -81,7 +81,7 @@ def test_a_round_brings_the_mark_that_it_begins_with() -> None:
     node, loads = Node(), line(snapshot=mark(40), snapshot_loads=1)
     told = node.hear(CONNECTED, JOINED, events.RoundCompleted(loads))
     assert told == [StartWorkers(loads), AnnounceWatermark(mark(40))]
-    # Kept workers may do the last step again: then the mark goes back.
+    # Kept workers may repeat the last step; then the mark goes back.
     node.hear(whole(50), over(), events.WorkersGone(0))
     again = line(1, snapshot=mark(40))
     assert node.hear(events.RoundCompleted(again)) == [

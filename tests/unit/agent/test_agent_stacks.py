@@ -1,4 +1,4 @@
-"""Stacks are taken from outside; whatever keeps py-spy from them, a note says it, and in time."""
+"""Stacks are taken from outside; if py-spy cannot, a note says why, and in time."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ async def test_a_kernel_that_forbids_it_is_named_with_the_remedy(
     owner = os.getuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner or 4711)
     if owner == 0:
-        # As root nothing forbids it: so another's process it is.
+        # Root may inspect any process, so this one belongs to another user.
         (found,) = await take(sleeper.pid)
         assert "it runs as uid 0, and this agent as uid 4711; give the agent CAP_SYS_PTRACE" in (
             found.note
@@ -212,7 +212,7 @@ async def test_one_that_takes_too_long_costs_no_more_than_its_time(
 async def test_a_worker_that_was_left_stopped_goes_on(
     py_spy: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    """py-spy stops whom it looks at; if it is killed meanwhile, that must not last for ever."""
+    """py-spy stops the process it samples; if py-spy is killed, that process must continue."""
     stop = f"kill -STOP {sleeper.pid}"
     write(py_spy, f'#!/bin/sh\ncase "$*" in *--nonblocking*) ;; *) {stop};; esac\nexit 1\n')
     (found,) = await take(sleeper.pid)
@@ -279,7 +279,7 @@ async def test_those_who_ask_too_often_hear_so(
 async def test_a_stopped_worker_is_not_asked_for_its_record(
     sleeper: subprocess.Popen[bytes], py_spy: Path
 ) -> None:
-    """It would not answer, and the round of all others ends only when all stacks are there."""
+    """It would not answer, and the round of all others ends only when all stacks have arrived."""
 
     class NeverAnswered(RecordReader):
         async def read(self, *args: object, **more: object) -> Any:

@@ -1,4 +1,4 @@
-"""From what was submitted to what is launched: nothing inherited, everything said."""
+"""From a submitted job to its launch: nothing is inherited, everything is explicit."""
 
 import os
 import sys

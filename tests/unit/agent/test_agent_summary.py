@@ -1,4 +1,4 @@
-"""What somebody reads at three in the morning: which worker failed first, and who went with it."""
+"""The summary, for someone at three in the morning: which worker failed first, which followed."""
 
 import signal
 

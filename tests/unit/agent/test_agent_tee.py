@@ -1,4 +1,4 @@
-"""What workers write into files comes out on the console: whole lines, in order, with a prefix."""
+"""Workers' output files are copied to the console: whole lines, in order, with a prefix."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rdzv.agent.workers.worker_group import DRAIN_TIMEOUT_S, LocalWorkerGroup
 from rdzv.errors import InvalidRequestError
 
 LONG_S = 10.0
-"""For what comes at once: when a test fails, it fails by this."""
+"""For events that follow at once: a failing test waits this long."""
 
 
 class Console:
-    """A pipe, and what has come out of it."""
+    """A pipe, and the data read from it."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
@@ -33,7 +33,7 @@ class Console:
         self.data = b""
 
     async def read(self, size: int) -> bytes:
-        """Return what comes next, of this size; others may write meanwhile."""
+        """Return the next data of this size; others may write meanwhile."""
         async with asyncio.timeout(LONG_S):
             while len(self.data) < size:
                 await self._readable()
@@ -45,7 +45,7 @@ class Console:
         assert await self.read(len(text)) == text
 
     def rest(self) -> bytes:
-        """Return what is there without waiting."""
+        """Return the available data without waiting."""
         try:
             while chunk := os.read(self.reader, 1 << 16):
                 self.data += chunk
@@ -97,7 +97,7 @@ class Desk:
         return path
 
     async def drain(self) -> bytes:
-        """Copy all there is; return what has come out on stdout and was not read yet."""
+        """Copy everything available; return the new data on stdout."""
         assert await self.tee.drain(LONG_S)
         return self.out.rest()
 
@@ -115,7 +115,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
 def threads_end() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("tee "):
-            thread.join(LONG_S)  # They do not need the event loop to end.
+            thread.join(LONG_S)  # They do not need the event loop in order to end.
             assert not thread.is_alive()
 
 
@@ -161,7 +161,7 @@ async def test_a_torn_line_comes_out_whole(desk: Desk) -> None:
     path, other = desk.follow("a", b"a:"), desk.follow("b", b"b:")
     for piece in (b"to", b"r", b"n"):
         append(path, piece)
-        append(other, b"other\n")  # When it has come out, the piece before has been seen, too.
+        append(other, b"other\n")  # Once it has come out, the piece before was seen, too.
         await desk.out.expect(b"b:other\n")
     append(path, b" line\nnext")
     await desk.out.expect(b"a:torn line\n")
@@ -195,7 +195,7 @@ async def test_a_line_may_be_longer_than_every_buffer(desk: Desk, size: int) -> 
 def test_lines_are_written_together_up_to_what_a_pipe_takes_at_once(
     tmp_path: Path, lines: list[int], writes: list[int]
 ) -> None:
-    """Sizes are of lines with prefix and end; one byte more could be torn by others' output."""
+    """Sizes include prefix and line end; one byte more, and others' output could tear the line."""
     path, found = tmp_path / "log", list[int]()
     path.write_bytes(b"".join(b"x" * (size - len(b"a:\n")) + b"\n" for size in lines))
     tail = tee_module._Tail(path, b"a:")
@@ -216,7 +216,7 @@ async def test_nothing_gets_into_a_long_line(desk: Desk) -> None:
 async def test_every_end_of_a_line_is_one_wherever_it_is_torn(
     tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Universal newlines, as when torchrun reads the file as text: \\n, \\r\\n, \\r, no others."""
+    r"""Universal newlines, as when torchrun reads the file as text: \n, \r\n, \r, no others."""
     monkeypatch.setattr(tee_module, "_CHUNK", step)
     text = b"\r 10%\r 20%\r\n\n\r\r\nform\x0cfeed\x0bvt\x1cfs\xc2\x85nel\0nul\n\r"
     path, found = tmp_path / "log", bytearray()
@@ -350,7 +350,7 @@ async def test_a_console_that_does_not_block_is_waited_for(desk: Desk) -> None:
 async def test_a_console_that_others_have_filled_meanwhile_is_tried_again(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had room when it was asked, and none when it was written to."""
+    """It had room when it was polled, and none when it was written to."""
     filled = desk.out.fill()
     os.set_blocking(desk.out.writer, False)
     tries = threading.Semaphore(0)
@@ -364,7 +364,7 @@ async def test_a_console_that_others_have_filled_meanwhile_is_tried_again(
 
 
 async def test_the_file_is_the_buffer(desk: Desk) -> None:
-    """Behind a blocked console, and for a line of megabytes, next to nothing is kept in memory."""
+    """Behind a blocked console, or with a line of megabytes, memory use stays minimal."""
     line = b"x" * 99 + b"\n"
     lines, long = line * 10_000, b"y" * 1_000_000 + b"\n"
     filled = desk.out.fill()
@@ -409,7 +409,7 @@ async def test_a_console_that_takes_nothing_for_many_rounds_loses_the_oldest(
     rounds = tee_module.MAX_ENDED_ROUNDS
     filled = desk.out.fill()
     for round_ in range(rounds + 3):
-        # More than fits into one turn, so that the file at hand is not through either.
+        # More than fits into one turn, so the file at hand is not finished either.
         append(desk.follow(f"{round_}"), b"%d\n" % round_ + b"x" * 70_000 + b"\n")
         desk.tee.unfollow()
         assert len(desk.tee._consoles[Stream.OUT]._work.sources) <= rounds
@@ -496,7 +496,7 @@ async def test_what_can_not_be_watched_is_looked_at(
 async def test_a_file_that_appears_while_its_watch_is_set_is_watched(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is there, and empty, when the watch of its folder is set: that would never fire."""
+    """The file exists, empty, when its folder's watch is set up, which would then never fire."""
     path = desk.folder / "log"
     add_watch = watches_module._inotify_add_watch
 

@@ -1,4 +1,4 @@
-"""--warm: what is asked for, what the zygote gets, and which workers can be forked from it."""
+"""--warm: what it accepts, what the zygote gets, and which workers can be forked from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rdzv.structs import replace
 
 @pytest.fixture(autouse=True)
 def _as_users_have_it(restarts_as_by_default: None) -> None:
-    """Have PET_WARM unset."""
+    """Unset PET_WARM."""
 
 
 def launch(*argv: str) -> Launch:
@@ -42,7 +42,7 @@ def launch(*argv: str) -> Launch:
     ],
 )
 def test_what_is_preloaded(argv: tuple[str, ...], expected: tuple[str, ...]) -> None:
-    """What follows a bare --warm is the script, or another flag."""
+    """A bare --warm is followed by the script, or by another flag."""
     found = launch(*argv)
     assert found.warm == expected
     assert (found.script, found.args) == ("train.py", ("--lr=1",))
@@ -197,7 +197,7 @@ def test_the_zygote_has_what_workers_of_all_rounds_have_in_common() -> None:
 def test_a_worker_whose_environment_a_module_may_have_read_is_cold(
     changed: dict[str, str], why: str
 ) -> None:
-    """A plug-in of --logs-specs, for one, may give each worker variables of its own."""
+    """A plug-in of --logs-specs, for example, may give each worker its own variables."""
     assert warm.why_cold(zygote_of(environ_of(0)), worker(environ_of(0) | changed)) == why
 
 
@@ -331,7 +331,7 @@ async def test_a_sitecustomize_that_fails_is_told_beforehand(tmp_path: Path) -> 
 async def test_an_interpreter_that_would_run_the_script_at_once_is_refused(
     how: str, tmp_path: Path
 ) -> None:
-    """The zygote has a worker's command line, so this is found out with another one before."""
+    """The zygote has a worker's command line, so another one is used to find this out first."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {how} "$@"\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""How workers came into each round: what the server is told, and the line of the log."""
+"""How a round's workers were started: what the server is sent, and the line in the log."""
 
 from __future__ import annotations
 

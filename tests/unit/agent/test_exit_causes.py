@@ -1,4 +1,4 @@
-"""Why a worker ended: what the kernel did to it, /dev/shm, its core dump, its last words."""
+"""Why a worker ended: a kill by the kernel, a full /dev/shm, a core dump, its last messages."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
         ),
         ("OSError: [Errno 24] Too many open files", "ulimit -n"),
         ("terminate called without an active exception", "destroy_process_group"),
-        # It may follow from what is worse.
+        # It may be the result of something worse.
         ("terminate called without an active exception\nCUDA out of memory", "memory is used"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How much memory is free: the least that the machine and each cgroup leave."""
+"""How much memory is free: the minimum of what the machine and each cgroup leave."""
 
 from __future__ import annotations
 

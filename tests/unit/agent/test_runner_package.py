@@ -1,4 +1,4 @@
-"""The runner's package as it is started: by path, with nothing of rdzv, and all at once."""
+"""The runner's package as it is started: by path, without the rest of rdzv, loaded at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_files_of_the_runner_import_each_other_by_relative_imports_alone(path: P
 
 
 def test_the_runner_imports_all_its_files_as_it_starts() -> None:
-    """An upgrade may replace them while it runs."""
+    """An upgrade may replace the files while it runs."""
     code = f"import sys; sys.path.append({str(FOLDER.parent)!r}); import runner.runner; "
     code += "print(*[m.__file__ for n, m in sys.modules.items() if n.startswith('runner')])"
     loaded = subprocess.run(

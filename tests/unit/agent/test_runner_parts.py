@@ -1,4 +1,4 @@
-"""Parts of the runner by themselves: signals, the alarm, failed starts, the socket for agents."""
+"""The runner's parts separately: signals, the alarm, failed starts, the socket for agents."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_alarm_is_set_to_its_millisecond_and_rings_once(
 
 
 class NoChildren(Children):
-    """Children of which none can be forked."""
+    """Children that can never be forked."""
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
@@ -129,7 +129,7 @@ def test_a_zygote_for_restarts_is_started_only_with_memory_to_spare(
     begun: bool,
     after_import: bool,
 ) -> None:
-    """It is tried again later; one that was asked for is started whatever is free."""
+    """It is tried again later; a requested one is started however little memory is free."""
     said = []
     monkeypatch.setattr(agent, "emit", lambda kind, **about: said.append(about))
     monkeypatch.setattr(zygote_process, "free_bytes", lambda: free)
@@ -170,7 +170,7 @@ def test_a_socket_that_cannot_be_served_is_left_alone_for_a_while(
     code: int,
     rests: bool,
 ) -> None:
-    """It could be read all the while, and the runner would spin."""
+    """It would stay readable all the time, and the runner would spin."""
 
     def accept(_: socket.socket) -> None:
         raise OSError(code, os.strerror(code))

@@ -1,4 +1,4 @@
-"""The memory for snapshots: who gets how much of it, for how long, and who is told of it."""
+"""Memory for snapshots: how much a worker gets, for how long, and what the agent is told."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAVED = SavedSnapshot(3, 10, "abc", 0, 1, 1, MIB, "d")
 
 
 class Link:
-    """A worker's link, as far as slots go through it."""
+    """The part of a worker's link that slots use."""
 
     def __init__(self, local_rank: int) -> None:
         self.local_rank = local_rank
@@ -42,12 +42,12 @@ class Link:
         self.watermarks.append(watermark)
 
     def inodes(self) -> list[int]:
-        """Which files it was given last."""
+        """The files that it was given last."""
         return [os.fstat(fd).st_ino for fd in self.given[-1][1]]
 
 
 class Agent(AgentLink):
-    """An agent in charge that hears what it is told."""
+    """The agent in charge; it records the events it receives."""
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop, lambda _request: None, lambda _was_in_charge: None)
@@ -82,7 +82,7 @@ def story() -> Iterator[Story]:
                 os.close(fd)
     names = []
     for link in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # It was that of this folder.
+        with suppress(FileNotFoundError):  # It was the limit of this folder.
             names.append(str(link.readlink()))
     assert not [name for name in names if "rdzv snapshot" in name]
 
@@ -107,7 +107,7 @@ def test_a_worker_can_write_to_its_slots_and_change_nothing_else_of_them(story: 
 def test_the_next_worker_of_the_same_local_rank_gets_the_same_slots(story: Story) -> None:
     first, other = story.ask(0, MIB), story.ask(1, MIB)
     assert story.ask(0, MIB // 2).inodes() == first.inodes() != other.inodes()
-    # To load from, they are given once there is something in them.
+    # Slots are given to load from once they hold something.
     assert story.ask(0, 0).refused == ["nothing is held"]
     story.slots.note(0, 1, None)
     assert story.ask(0, 0).inodes() == first.inodes()
@@ -120,7 +120,7 @@ def test_slots_that_have_become_too_small_are_held_until_something_is_in_the_new
     small = story.ask(0, MIB).inodes()
     large = story.ask(0, 2 * MIB).inodes()
     assert not set(small) & set(large)
-    # Nothing was in them, so they are gone.
+    # They were empty, so they are gone.
     larger = story.ask(0, 3 * MIB).inodes()
     story.slots.note(0, 0, SAVED)
     largest = story.ask(0, 4 * MIB).inodes()
@@ -140,7 +140,7 @@ def test_slots_that_have_become_too_small_are_held_until_something_is_in_the_new
         (None, 4, (2,), ""),
         (None, 4, (2, 1), "of the 4.2 MB that snapshots may use on this node 0.0 MB are left"),
         (100, 0, (1,), "of the 0.0 MB"),
-        # What was handed over counts as used, though no page of it is there yet.
+        # Memory handed to workers counts as used, though no page of it exists yet.
         (50, 60, (12, 12), ""),
         (50, 60, (12, 14), "two slots need 29.4 MB, and 27.3 MB of memory are free"),
     ],
@@ -167,7 +167,7 @@ def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(stor
     story.slots.hold({"limit_bytes": None})
     first = {"local_rank": 0, **asdict(SAVED)}
     assert story.agent.told == [{"type": "snapshots_held", "snapshots": [first]}]
-    # What is no state by itself is held, and not told; nor is a slot that is written to.
+    # A part that is no complete state is held but not reported; nor is a slot being written.
     story.ask(1, MIB)
     story.slots.note(1, 0, None)
     newer = replace(SAVED, step=20)
@@ -175,7 +175,7 @@ def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(stor
     assert story.agent.told[-1]["snapshots"] == [first, {**first, "step": 20}]
     story.slots.note(0, 0, None)
     assert story.agent.told[-1]["snapshots"] == [{**first, "step": 20}]
-    # One that has asked for no memory can have saved nothing.
+    # A worker that has asked for no memory cannot have saved anything.
     count = len(story.agent.told)
     story.slots.note(7, 0, SAVED)
     assert len(story.agent.told) == count

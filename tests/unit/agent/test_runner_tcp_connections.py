@@ -1,4 +1,4 @@
-"""The TCP connections of a process: which of them lead where, and which are live."""
+"""The TCP connections of a process: where they lead, and which are live."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def connected(stack: ExitStack, family: socket.AddressFamily, host: str) -> socket.socket:
-    """Return a connection of this process to a listener of its own, whose other end is held."""
+    """Return a connection of this process to its own listener, whose other end stays open."""
     listener = stack.enter_context(socket.create_server((host, 0), family=family))
     client = stack.enter_context(socket.create_connection(listener.getsockname()[:2]))
     stack.enter_context(listener.accept()[0])
@@ -46,7 +46,7 @@ def test_a_connection_is_live_until_it_is_shut_down(
     assert live(("192.0.2.1", port), (host, port + 1)) is None
     client.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + 10
-    while live((host, port)) is not None:  # The other end, which is here, too, hears of it later.
+    while live((host, port)) is not None:  # The other end, also in this process, notices it later.
         assert time.monotonic() < deadline
 
 

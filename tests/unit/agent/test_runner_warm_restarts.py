@@ -1,4 +1,4 @@
-"""When a runner starts the zygote: which reports of workers it takes, how many, and from whom."""
+"""When a runner starts the zygote: which workers' reports it accepts, and how many."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Zygote:
 
 
 class Watched:
-    """Warm restarts of a round of two workers, who report."""
+    """Warm restarts of a round of two workers, which report."""
 
     def __init__(self) -> None:
         self.loop, self.zygote = Loop(), Zygote()
@@ -85,7 +85,7 @@ def test_the_first_import_waits_for_the_others_but_not_for_ever(watched: Watched
     starts_in_s = watched.starts_in_s
     assert starts_in_s is not None
     assert 0 < starts_in_s <= SETTLE_S
-    watched.report()  # The same process again: it is one worker still.
+    watched.report()  # The same process again is still one worker.
     assert watched.starts_in_s == pytest.approx(starts_in_s, abs=5)
     watched.restarts.do_due(time.monotonic())
     assert not watched.zygote.begun

@@ -1,4 +1,4 @@
-"""What a node holds is reported at once, and then not too often."""
+"""A node's snapshots are reported at once, and then not too often."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def say(step: int) -> SaySnapshots:
 
 
 class Loop:
-    """A loop whose timers are run by hand."""
+    """A loop whose timers the test runs."""
 
     def __init__(self) -> None:
         self.due: list[tuple[float, Callable[[], None]]] = []

@@ -1,4 +1,4 @@
-"""The store host makes its store on the socket that it is given, by what torch offers there."""
+"""The store host creates its store on the given socket, with whatever API torch offers there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAM = Path(rdzv.agent.job_programs.__path__[0]) / "store_host.py"
 
 
 def serve(store_type: Any, monkeypatch: pytest.MonkeyPatch) -> object:
-    """Let the program serve a socket with a stand-in for torch's store; return the store."""
+    """Let the program serve a socket with a fake of torch's store; return the store."""
     program = runpy.run_path(str(PROGRAM), run_name="store_host")
     own = program["serve"].__globals__
     monkeypatch.setitem(own, "import_store_type", lambda *, whole_torch: store_type)
@@ -38,7 +38,7 @@ def test_the_store_is_of_the_kind_that_its_clients_are(
 def test_where_libuv_takes_no_listening_socket_the_older_server_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in torch 2.4; the store host failed, and three rounds with it, before RANK 0 served."""
+    """As in torch 2.4: the store host failed, and three rounds with it, before RANK 0 served."""
 
     def store(*where: object, use_libuv: bool, **options: object) -> str:
         if use_libuv:

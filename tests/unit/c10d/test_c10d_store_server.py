@@ -1,4 +1,4 @@
-"""What the process that serves torch's store tells of it, and what rdzvd does when it misbehaves.
+"""What the process that serves torch's store reports, and what rdzvd does if it misbehaves.
 
 The store here is a dict; the process is a script without torch.
 """
@@ -24,7 +24,7 @@ from rdzv.transport.endpoints import Listen
 
 
 class FakeStore:
-    """What `Looks` uses of a TCPStore."""
+    """The part of a TCPStore that `Looks` uses."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -138,7 +138,7 @@ def test_jobs_beyond_the_most_are_counted(
     store.put(**{"0": "new"})
     answer = looks.answer([])
     assert (answer["states"], answer["left_out"]) == ({}, 1)
-    # One that is closed makes room.
+    # Closing one makes room.
     looks.answer(["a"])
     store.put(x="makes it list")
     answer = looks.answer([])

@@ -1,4 +1,4 @@
-"""torch's state is a pickle that anyone may have written: it is read, and nothing in it is run."""
+"""torch's state is a pickle that anyone may have written: it is read, but no code in it runs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def raw(*parts: bytes) -> bytes:
 
 
 def sample(nodes: int = 3) -> _RendezvousState:
-    """A complete round of all but the last two nodes, of which one waits and one is a spare."""
+    """A complete round of all but the last two nodes: one of those waits, the other is a spare."""
     state = _RendezvousState()
     now = dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=dt.UTC)
     descriptions = [_NodeDesc(f"h{i}", 70_000 + i, 0) for i in range(nodes + 2)]
@@ -313,7 +313,7 @@ def test_damaged_states_are_refused_or_read_but_nothing_else() -> None:
 
 
 def test_a_value_that_stands_for_a_huge_one_is_not_followed() -> None:
-    """Memos make a pickle small and what it stands for huge."""
+    """With memos, a small pickle can describe something huge."""
     doubled: tuple[Any, ...] = ()
     for _ in range(200):
         doubled = (doubled, doubled)

@@ -1,4 +1,4 @@
-"""What the nodes of torch's own rendezvous write down, as `rdzvctl` shows it, look by look."""
+"""The state that nodes of torch's own rendezvous store, as `rdzvctl` shows it over time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_job_joins_runs_restarts_grows_and_is_closed() -> None:
     assert nodes(view) == [("h1", "seated", 0), ("h2", "seated", 1)]
     assert view.nodes[0].node_id == "h1_101_0"
 
-    # A worker of h1 fails: its agent leaves the round and waits, until h2 leaves as well.
+    # A worker of h1 fails: its agent leaves the round and waits until h2 leaves as well.
     view = look(seen, 5_000, state(N2, waiting=[N1]))
     assert (view.state, view.state_age_ms) == ("running", 1_000)
     assert view.reason == "1 node runs round 0; waiting until they restart: h1_101_0"

@@ -1,4 +1,4 @@
-"""Always a reason: whatever does not run can say why, with numbers and names."""
+"""There is always a reason: a job that does not run says why, with numbers and names."""
 
 from __future__ import annotations
 

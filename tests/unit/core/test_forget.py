@@ -1,4 +1,4 @@
-"""Jobs that have ended are forgotten: at an operator's word, and by themselves in time."""
+"""Ended jobs are forgotten: at an operator's request, and automatically after a time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NOW_MS = 100 * DAY_MS
 
 
 class DeletingStore(MemoryStore):
-    """A store whose deletions can be held up, and can fail before or after they happen."""
+    """A store whose deletions can be delayed, and can fail before or after they happen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def store() -> DeletingStore:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """What is logged of forgotten jobs is added to it."""
+    """The log lines about forgotten jobs are added to it."""
     seen: list[str] = []
 
     class Lines(logging.Handler):
@@ -107,7 +107,7 @@ async def stored(store: MemoryStore, rdzv_id: str, ended_at_ms: int | None) -> N
 
 
 async def begun(s: Server, rdzv_id: str) -> tuple[str, int, Assignment]:
-    """Have one node run a round of a job; return who it is, and its line."""
+    """Let one node run a round of a job; return its identity and its assignment."""
     stream = await s.connect(f"node-of-{rdzv_id}")
     await s.driver.commands.hear(stream, rdzv_id, join(stream, (1, 1)))
     await settle()
@@ -124,7 +124,7 @@ async def finished(s: Server, rdzv_id: str = "job-7") -> Assignment:
 
 
 class CountingStore(DeletingStore):
-    """A store that counts the jobs which are read one by one."""
+    """A store that counts the jobs that are read one by one."""
 
     reads = 0
 
@@ -249,7 +249,7 @@ async def test_after_a_deletion_of_which_nobody_knows_the_store_tells(
         assert [view.rdzv_id for view in await s.driver.views.list()] == (
             [] if happened else ["job-7"]
         )
-        # Repeated, as whoever gets no answer does.
+        # Repeated, as by a client that got no answer.
         if happened:
             with pytest.raises(UnknownJobError):
                 await s.driver.forgetting.forget("job-7")
@@ -298,7 +298,7 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_deletion_in_two(
         await settle()
         caller.cancel()
         await asyncio.wait([caller])
-        # Whoever comes meanwhile waits, and finds a new job.
+        # A client that comes meanwhile waits, and finds a new job.
         joining = asyncio.ensure_future(s.driver.engine.submit("job-7", join(stream, (1, 1))))
         await settle()
         assert s.driver.jobs.in_memory["job-7"].claims == 2
@@ -378,7 +378,7 @@ async def test_it_is_looked_again_every_hour(store: DeletingStore, clock: FakeCl
         assert store.deleted == ["job-7", "job-8"]
         await clock.pause(Timings().ended_kept_ms)
         assert store.deleted == ["job-7", "job-8", "job-9"]
-    # And no more once the server has stopped.
+    # And none once the server has stopped.
     await stored(store, "job-10", 0)
     await clock.pause(2 * HOUR_MS)
     assert await store.list() == ("job-10",)
@@ -417,7 +417,7 @@ async def test_a_job_that_has_begun_another_run_meanwhile_stays(
         await stored(store, rdzv_id, {"job-6": 0}.get(rdzv_id, 1))
     store.gate = asyncio.Event()
     async with server(store, clock) as s:
-        # The first is held up while two of the others go on.
+        # The first is delayed while two of the others go on.
         await settle()
         await begun(s, "job-7")
         await finished(s, "job-8")
@@ -450,20 +450,20 @@ async def test_a_clock_that_was_stepped_ahead_has_nothing_forgotten(
     async with server(store, clock) as s:
         await finished(s)
     clock.at_ms += 40 * DAY_MS
-    # Nor at the next start, when the clock seems to have gone on evenly, ...
+    # Nor at the next start, if the clock seems to have run evenly, ...
     for rdzv_id in ("job-8", "job-9"):
         async with server(store, clock) as s:
             await settle()
             await finished(s, rdzv_id)
         assert store.deleted == []
     assert caplog.text.count("the clock is 40 d 0 h ahead") == 1
-    # ... nor when it is set right again and goes on: ten days are counted.
+    # ... nor when it is corrected and goes on: ten days are counted.
     clock.at_ms -= 30 * DAY_MS
     async with server(store, clock):
         await settle()
     assert store.deleted == []
     assert "the clock is 30 d 0 h behind" in caplog.text
-    # What has been served in full is forgotten.
+    # Once the retention time has passed with a server running, the job is forgotten.
     clock.at_ms += 30 * DAY_MS
     for _ in range(32):
         clock.at_ms += DAY_MS
@@ -490,7 +490,7 @@ async def test_a_clock_that_was_stepped_back_lets_ages_go_on(clock: FakeClock) -
         await s.driver.commands.hear(stream, "job-7", again)
     clock.at_ms -= HOUR_MS
     async with server(store, clock) as s:
-        # What is in memory is what is stored: it is a step that has the times count as now.
+        # Memory and store agree: a step makes the times count as of now.
         await clock.advance(0)
         view = await s.driver.views.status("job-7")
         assert (view.run_age_ms, view.restarts) == (0, 1)
@@ -519,7 +519,7 @@ def test_nothing_of_a_run_lies_in_the_future() -> None:
     clamped = not_after(membership, 50)
     assert clamped.restarts == (5, 50)
     told = json.dumps(as_dict(clamped), default=str)
-    # Whatever time may be added to it: none was passed over.
+    # Whatever time may be added to it: none was skipped.
     assert "99" not in told.replace('"pid": 9', "")
     assert told.count("50") == json.dumps(as_dict(membership), default=str).count("99")
 
@@ -537,7 +537,7 @@ async def test_a_start_does_not_wait_for_what_is_forgotten(
 
 
 def test_each_time_of_a_round_that_is_to_come_is_taken_for_the_present() -> None:
-    """A server whose clock was ahead has written them."""
+    """Written by a server whose clock was ahead."""
     settled = Round(0, (), "10.0.0.1", 4711, False, 0, 5)
     end = RoundEnd(Cause.NODE_LOST, "n1 is lost", 6, True)
     late_end = replace(end, at_ms=NOW_MS + 1)

@@ -1,4 +1,4 @@
-"""Which parked workers are kept, and whose state is the newest, as a table."""
+"""Which parked workers are kept, and which state is the newest, as a table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZE = 2
 def parked(text: str) -> tuple[KeptWorker, ...]:
     """Read `0:7 1:7torn 2 3:7@1/4 4:6-7@1/4`.
 
-    LOCAL_RANK, sealed steps, from the oldest on, whether the state is torn, and which part of a
+    LOCAL_RANK, sealed steps from the oldest on, whether the state is torn, and which part of a
     sharded state it is.
     """
     found = []
@@ -382,7 +382,7 @@ def test_what_is_offered_counts_only_of_the_last_round() -> None:
     assert kept_ranks(decide(None, {"n1": waits("0:7")})) == []
     stranger = decide(ended(), {"n1": waits("0:7 1:7"), "n3": waits("1:7")})
     assert kept_ranks(stranger) == [0, 1]
-    # Of a node that was not there nothing is expected: only what it offers has a reason.
+    # Nothing is expected of an absent node: only the offers it makes have a reason.
     assert stranger.not_kept == (NotKept(WhyNew.OTHER_ROUND, (3,)),)
 
 
@@ -399,7 +399,7 @@ def test_only_a_charged_suspect_is_released() -> None:
     )
     released = {p.node_id: p.charged_suspects for p in decided.participants}
     assert released == {"n1": (), "n2": (1,)}
-    # One that has died since is only gone.
+    # A worker that has died since is only gone.
     decided = decide(
         ended(Cause.WORKER_FAILURE, suspects), {"n1": waits("0:7 1:7"), "n2": waits("0:7")}
     )
@@ -471,7 +471,7 @@ def test_two_rounds_that_break_before_kept_workers_have_sealed_a_step_end_them(
 
 
 def test_ends_that_ask_for_new_processes() -> None:
-    """Only an operator's word does, and a job whose agents restart workers by themselves."""
+    """Only an operator can do that, and a job whose agents restart workers by themselves."""
     job = two_of_two()
     job.fail("n1")
     assert job.last(RoundEnded).end.keep
@@ -494,7 +494,7 @@ def test_a_later_offer_replaces_an_earlier_one_and_never_the_reverse() -> None:
     job = two_of_two()
     job.fail("n2", report(1))
     job.stopped("n1", kept=parked("0:7"))
-    job.join("n1")  # It was on its way since before the first round.
+    job.join("n1")  # It was sent before the first round.
     assert job.state.waiting["n1"].kept == parked("0:7")
     job.stopped("n1")
     assert job.state.waiting["n1"].kept == ()
@@ -516,7 +516,7 @@ def test_sealed_steps_end_a_crash_loop() -> None:
 
 
 def test_steps_of_new_processes_do_not_end_a_crash_loop() -> None:
-    """They begin at the snapshot each time; only what is reported of that counts."""
+    """They start from the snapshot each time; only the reported steps count."""
     job = two_of_two()
     for _ in range(3):
         job.fail("n2", report(1))

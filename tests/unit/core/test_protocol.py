@@ -1,7 +1,7 @@
 """The protocol as a table: every command is tried in every phase of a job.
 
-What comes of it is written to docs/protocol.md by `pytest tests/unit/core/test_protocol.py
---rewrite`, and compared with it otherwise.
+The outcomes are written to docs/protocol.md by `pytest tests/unit/core/test_protocol.py --rewrite`,
+and compared with it otherwise.
 """
 
 from __future__ import annotations
@@ -192,13 +192,13 @@ chosen, and n1 has joined.
 
 
 def outcome(state: State, command: Command, now_ms: int) -> str:
-    """Try a command; say what comes of it."""
+    """Try a command; return its outcome."""
     try:
         transition = step(state, command, now_ms)
     except RendezvousError as error:
         return f"refused: {type(error).__name__}"
     if transition.ignored is not None:
-        # As if nothing but time had passed.
+        # As if only time had passed.
         tick = step(state, Tick(), now_ms)
         assert (transition.state, transition.events) == (tick.state, tick.events), command
         return f"ignored: {transition.ignored}"

@@ -1,4 +1,4 @@
-"""The guarantees, one test for each sentence; the rules themselves are told by tests/scenarios."""
+"""The guarantees, one test for each sentence; tests/scenarios show the rules themselves."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_only_a_join_that_names_the_round_confirms_that_its_workers_are_gone() -
 
 
 def test_who_is_seated_unheard_keeps_its_seat_until_it_confirms() -> None:
-    """A node that never heard of its round confirms it, when it hears that the round has ended."""
+    """A node that never received its round confirms it once it learns that it has ended."""
     job = running("n1", "n2", settings=replace(SETTINGS, max_nodes=2))
     job.lost("n1")
     job.join("n2")
@@ -101,7 +101,7 @@ def test_who_is_seated_unheard_keeps_its_seat_until_it_confirms() -> None:
 
 @pytest.mark.parametrize("failure_first", [True, False])
 def test_who_was_cut_off_and_killed_its_workers_spends_no_restart(failure_first: bool) -> None:
-    """Though the others' workers have failed by that, before or after it is known."""
+    """Though the others' workers have failed because of it, before or after it is known."""
     job = running("n1", "n2", settings=replace(SETTINGS, max_restarts=0))
     if failure_first:
         job.fail("n1")
@@ -209,7 +209,7 @@ def test_a_participant_that_hangs_holds_the_others_up_for_a_bounded_time() -> No
 
 
 def test_many_can_be_given_up_in_one_step() -> None:
-    """As many as are remembered, and more: the driver must not take that for a broken promise."""
+    """As many as are remembered, and more: the driver must not see a broken invariant."""
     names = [f"n{i:03}" for i in range(MAX_DEPARTURES + 10)]
     settings = Settings(1, len(names), last_call_timeout_ms=0)
     job = Job(settings, strict=False)
@@ -439,7 +439,7 @@ def test_the_same_state_command_and_time_give_the_same_transition() -> None:
 
 
 def test_what_changes_nothing_durable_leaves_the_membership_itself() -> None:
-    """The driver writes when the durable half is another object."""
+    """The driver writes if the durable half is another object."""
     job = running("n1", "n2")
     before = job.membership
     job.away("n1")
@@ -475,7 +475,7 @@ def test_who_was_given_up_while_it_succeeded_ends_the_run_when_it_is_heard() -> 
 
 
 def test_a_success_that_crosses_the_end_of_its_round_counts() -> None:
-    """A newcomer is let in as the last workers exit: there is nothing left to do."""
+    """A newcomer is admitted as the last workers exit: there is nothing left to do."""
     job = running("n1", "n2", settings=replace(SETTINGS, max_nodes=3))
     job.do(Restart(job.membership.run, 0, "an operator"))
     job.succeed("n1", "n2")
@@ -568,7 +568,7 @@ def test_the_invariants_see_what_is_broken_of_those_whom_a_step_names() -> None:
     assert "presence: a node holds a seat in a round in which it does not take part" in found
     gone = replace(state.membership, round=replace(round_, gone=("n1",)))
     held = replace(state, membership=gone)
-    # Nobody is named, and yet a seat is gone: then all are looked at.
+    # No node is named, and yet a seat is missing: then all are checked.
     unseated = replace(state, seats={"n1": state.seats["n1"]})
     missing = "presence: a participant of the running round holds no seat"
     assert violations(state, unseated, ()) == [missing]

@@ -1,4 +1,4 @@
-"""Which of many failures was the first, when the others followed from it."""
+"""Which of many failures was the first, if the others followed from it."""
 
 from __future__ import annotations
 

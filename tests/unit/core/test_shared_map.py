@@ -1,4 +1,4 @@
-"""A map that shares what has not changed is a dict to whoever reads it, also in its order."""
+"""A map that shares unchanged parts reads like a dict, also in its order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_it_is_the_dict_that_was_changed_in_the_same_way(seed: int) -> None:
             made = without(made, key)
             expected.pop(key, None)
         assert same(made, expected)
-    # What it was made of has not changed.
+    # The map that it was made from has not changed.
     assert all(same(old, then) for old, then in former)
 
 

@@ -1,7 +1,7 @@
-"""Everything that three nodes can say, to a small depth: no order of commands breaks a promise.
+"""All messages of three nodes, to a small depth: no order of commands breaks an invariant.
 
-From each of a few beginnings, breadth-first over every command that any node could send, honest
-or not, every loss, every crash, and the passing of time up to the next deadline. States are
+From each of a few starting states, breadth-first over every command that any node could send,
+honest or not, every loss, every crash, and the passing of time up to the next deadline. States are
 values, so a state that was met before is not explored again.
 """
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 NODES = ("n1", "n2", "n3")
 STEPS = 1_500
-"""How many steps are tried from each beginning."""
+"""How many steps are tried from each starting state."""
 SETTINGS = Settings(2, 3, max_restarts=1, last_call_timeout_ms=5_000, join_timeout_ms=60_000)
 BUDGETED = replace(
     SETTINGS, max_restarts=9, max_preemptions=1, max_store_failures=1, no_progress_restarts=2
@@ -83,7 +83,7 @@ def everything_present(node_id: str, now: int, run: str, number: int) -> Iterato
 
 
 def explore(job: Job, steps: int) -> int:
-    """Try every command in every state met, nearest first; return how many states that were."""
+    """Try every command in every state met, nearest first; return the number of states."""
     beginning = (job.state, job.now_ms, job.wake_at_ms)
     met, queue = {repr(job.state)}, deque([beginning])
     while queue and steps > 0:
@@ -99,7 +99,7 @@ def explore(job: Job, steps: int) -> int:
             steps -= 1
             check_step(before, command, transition, now_ms)
             if (key := repr(transition.state)) not in met:
-                # A join that was all that the end of its run waited for would begin the next one.
+                # If the end of its run waits for this join only, the join would begin the next run.
                 ended = isinstance(command, Join) and transition.state.membership.ended
                 check_calm(Tick() if ended else command, transition, now_ms)
                 met.add(key)

@@ -1,4 +1,4 @@
-"""Which snapshots are whole, and whether a round loads them, as tables."""
+"""Which snapshots are complete, and whether a round loads them, as tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORKERS = 4
 def mark(text: str) -> SnapshotMark:
     """Read `4@50`, `4@50b`, `4@50/2` or `4@50/2of8`.
 
-    Lineage, step, series (`a` if it is not said), parts, and workers.
+    Lineage, step, series (`a` by default), parts, and workers.
     """
     at, _, parts = text.partition("/")
     lineage, _, step = at.partition("@")
@@ -70,10 +70,10 @@ def holds(text: str) -> tuple[Snapshot, ...]:
         # The newest is that of the latest lineage, whatever its step.
         (["4@90", "5@60"], "5@60"),
         (["4@90/2:0 5@60/2:0", "4@90/2:1"], "4@90/2"),
-        # Parts that other workers shared fit no group of this size; a whole state fits all.
+        # Parts shared by other workers fit no group of this size; a complete state fits all.
         (["4@50/2of8:0", "4@50/2of8:1"], None),
         (["4@50/1of8"], "4@50/1of8"),
-        # Lineages before the origin, and those that have not been.
+        # Lineages before the origin, and those that never existed.
         (["2@50"], None),
         (["7@50"], None),
     ],
@@ -101,7 +101,7 @@ def decided(
     cause: Cause = Cause.WORKER_FAILURE,
     origin: int = 0,
 ) -> Base:
-    """Decide on the snapshots of round 5, after round 4 that had `loaded` some, so many times."""
+    """Decide on round 5's snapshots, after round 4 had `loaded` some, this many times in a row."""
     end = RoundEnd(cause, "why", 9, broken=True, settled=True)
     prior = Round(4, SEATED, "h", 1, True, 0, 5, end=end, origin=origin, lineage=3)
     if loaded is not None:
@@ -119,7 +119,7 @@ def test_snapshots_are_loaded_where_no_kept_worker_has_a_state() -> None:
 
 def test_a_round_without_a_state_begins_anew() -> None:
     assert decided({}) == Base(None, 0, 5, 5)
-    # Snapshots from before the last such round are not loaded, even if they are whole again.
+    # Snapshots from before the last such round are not loaded, even if complete again.
     assert decided({"n1": "3@90"}, origin=4) == Base(None, 0, 5, 5, WhyNotLoaded.OUTDATED)
     assert decided({"n1": "3@90 4@60"}, origin=4) == Base(mark("4@60"), 1, 4, 5)
 
@@ -174,7 +174,7 @@ def test_a_mark_becomes_whole_with_its_last_part() -> None:
     assert not held.note("n1", holds("4@50/2:0 5@60/2:0"))
     assert held.note("n2", holds("4@50/2:1 5@60/2:1"))
     assert held.whole == mark("5@60/2")
-    # Said again, it is nothing new; a part that is lost takes nothing back.
+    # A repeated report is nothing new; a lost part takes nothing back.
     assert not held.note("n2", holds("4@50/2:1 5@60/2:1"))
     assert not held.note("n2", ())
     assert held.whole == mark("5@60/2")
@@ -214,7 +214,7 @@ def test_a_step_that_kept_workers_do_again_does_not_count() -> None:
     held.note("n2", holds("5@49/2:1"))
     again = replace(ROUND, number=6, source=0, resume_step=49, snapshot=mark("5@49/2"))
     carried = HeldByNodes(again, held)
-    # The part of the other node is of the step as it was done again.
+    # The other node's part belongs to the repeated step.
     assert not carried.note("n2", holds("5@49/2:1 5@50/2:1"))
     assert carried.note("n1", holds("5@49/2:0 5@50/2:0"))
 
@@ -227,7 +227,7 @@ LASTING = replace(SETTINGS, max_nodes=2, max_restarts=9, restart_backoff_ms=0)
 
 
 def killed(job: Job, n1: str, n2: str, *, at_ms: int = 0) -> None:
-    """End the live round: all workers are killed; both nodes join again with what they hold."""
+    """End the live round: all workers are killed; both nodes join again with their snapshots."""
     job.pass_until(job.now_ms + at_ms)
     job.fail("n1")
     job.stopped("n1", snapshots=held(job, n1))
@@ -235,7 +235,7 @@ def killed(job: Job, n1: str, n2: str, *, at_ms: int = 0) -> None:
 
 
 def held(job: Job, text: str) -> tuple[Snapshot, ...]:
-    """Read what `holds` reads, of as many workers as the job has."""
+    """Read what `holds` reads, for as many workers as the job has."""
     workers = job.round.world_size
     return tuple(replace(one, mark=replace(one.mark, world_size=workers)) for one in holds(text))
 
@@ -254,13 +254,13 @@ def test_a_round_of_new_workers_loads_what_is_whole() -> None:
     assert job.round.snapshot == replace(mark("1@60/2"), world_size=2)
     killed(job, "", "1@60/2:1")
     assert (job.round.snapshot, job.round.origin) == (None, 3)
-    # The node that had the other part is heard again; the job has gone on without it.
+    # The node with the other part returns; the job has continued without it.
     killed(job, "1@60/2:0", "1@60/2:1")
     assert (job.round.snapshot, job.round.origin) == (None, 4)
 
 
 def test_whole_snapshots_count_as_progress() -> None:
-    """Rounds that fail soon load them again and again as long as each leaves newer ones."""
+    """Rounds that fail soon load them again as long as each leaves newer ones."""
     job = running("n1", "n2", settings=LASTING)
     for number in range(2 * MAX_LOADS):
         killed(job, f"{number}@{number + 1}", "")
@@ -281,12 +281,12 @@ def test_kept_workers_win() -> None:
     job.stopped("n2", snapshots=held(job, "0@50"), kept=(KeptWorker(0, 50),))
     assert (job.round.source, job.round.resume_step) == (1, 50)
     assert (job.round.snapshot, job.round.snapshot_loads) == (held(job, "0@50")[0].mark, 0)
-    # Where they do the last step again, snapshots of it are not of the same state any more.
+    # If they repeat the last step, snapshots of it no longer have the same state.
     job.fail("n1")
     job.stopped("n1", snapshots=held(job, "0@50 0@60"))
     job.stopped("n2", snapshots=held(job, "0@50"), kept=(KeptWorker(0, 59),))
     assert job.round.snapshot == held(job, "0@50")[0].mark
-    # The next round has nobody to keep. Its own course began with the first.
+    # The next round has no kept workers. Its own lineage began with the first.
     killed(job, "0@50", "0@50")
     assert (job.round.snapshot_loads, job.round.origin) == (1, 0)
 

@@ -1,4 +1,4 @@
-"""Times in texts stay where they are, and go on."""
+"""Times in texts keep their position, and advance."""
 
 from __future__ import annotations
 

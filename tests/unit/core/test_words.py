@@ -1,4 +1,4 @@
-"""What people read of numbers is said once, and as its doctests say."""
+"""Numbers for people are formatted in one place, as its doctests show."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""rdzvctl as its users meet it: what it prints, where, and with which exit code.
+"""rdzvctl as its users see it: what it prints, where, and with which exit code.
 
-The golden files in `golden/ctl` are what a person reads at a width of 100; after a change on
-purpose, `RDZV_REWRITE=1 pytest tests/unit/ctl/test_ctl.py` writes them anew: then read them.
+The golden files in `golden/ctl` show the output at a width of 100; after an intended change,
+`RDZV_REWRITE=1 pytest tests/unit/ctl/test_ctl.py` rewrites them: then review them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def server(control: FakeControl, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
 def show(
     control: FakeControl, job: pb.JobStatus, *, page: Page = PAGE, everything: bool = False
 ) -> str:
-    """Return what a person reads of a job, asked for over the wire."""
+    """Return the text shown for a job, requested over the network."""
     control.jobs[job.rdzv_id] = job
     with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
         return as_text.status(client.status(job.rdzv_id), page, everything=everything) + "\n"
@@ -566,7 +566,7 @@ def test_a_full_disk_is_one_line(server: str) -> None:
 
 
 def in_terminal(arguments: list[str], width: int, env: Mapping[str, str]) -> str:
-    """Run rdzvctl in a terminal of so many columns and return what it wrote."""
+    """Run rdzvctl in a terminal of this many columns and return its output."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     base = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
@@ -582,7 +582,7 @@ def in_terminal(arguments: list[str], width: int, env: Mapping[str, str]) -> str
         while chunk := os.read(ours, 65_536):
             output += chunk
     except OSError:
-        pass  # How Linux says that the other side has closed.
+        pass  # Linux reports so that the other side has closed.
     finally:
         os.close(ours)
         process.wait(100)

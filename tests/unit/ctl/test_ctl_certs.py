@@ -1,4 +1,4 @@
-"""`rdzvctl certs`: a small CA whose certificates say who calls, and as what."""
+"""`rdzvctl certs`: a small CA whose certificates name the caller and its role."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_show_says_whose_they_are_and_how_long_they_are_valid(
     certs(capsys, *words)
     shown = certs(capsys, "show", "--dir", str(folder)).splitlines()
     assert " ".join(shown[0].split()) == "FILE KIND NAME ROLES VALID UNTIL ASKED FOR AS"
-    # What ends first is first.
+    # Sorted by the end of their validity.
     assert [line.split()[1] for line in shown[1:]] == ["caller", "server", "CA"]
     assert "admin" in shown[1] and "(2 days)" in shown[1]
     assert "head 10.0.0.1 localhost 127.0.0.1 ::1" in shown[2]

@@ -1,4 +1,4 @@
-"""rdzvctl demo: what it refuses, and how it runs its programs. `make dist-test` plays it."""
+"""rdzvctl demo: what it refuses, and how it runs its programs. `make dist-test` runs it."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_what_is_wrong_with_a_server(
 
 
 def test_a_slow_answer_is_no_wrong_clock() -> None:
-    """The server may have looked at its clock at any time while the answer was on its way."""
+    """The server may have read its clock at any time while the answer was on its way."""
     late = replace(SERVER, unix_ms=1_000_000)
     assert found(iter(judged(late, took_ms=8_000, now=1_008_000)), "clock").verdict is OK
     assert found(iter(judged(late, took_ms=10, now=1_008_000)), "clock").verdict is WARNING
@@ -169,7 +169,7 @@ def test_nodes_are_judged_by_what_the_server_knows() -> None:
 
 
 def meeting(visits: bool) -> tuple[Finding, list[Finding]]:
-    """Return what the listening doctor finds, and what the visiting one does."""
+    """Return the findings of the listening doctor, and of the visiting one."""
     visited: list[Finding] = []
 
     def say(port: int) -> None:
@@ -201,7 +201,7 @@ def test_nobody_comes_and_nobody_is_there() -> None:
     assert meeting(visits=False)[0].verdict is PROBLEM
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        # A listener that is no doctor says nothing useful, and is not waited for without limit.
+        # A listener that is no doctor says nothing useful, and the wait for it is bounded.
         taken.listen(0)
     assert "cannot be reached" in doctor.visit("127.0.0.1", port).text
 

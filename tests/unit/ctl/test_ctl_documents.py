@@ -1,4 +1,4 @@
-"""rdzvctl docs: the pages that a release brings along, by their names."""
+"""rdzvctl docs: the pages that are part of a release, by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""rdzvctl drain and undrain, as they are typed: one node, or one after another.
+"""rdzvctl drain and undrain, as typed: one node, or one after another.
 
-The server is made up: what it says of its nodes and jobs is what each story lets it say, one answer
-after the other, so that what is waited for comes when the story wants it.
+The server is a fake: each story sets what it answers about nodes and jobs, one answer after the
+other, so the expected state comes when the story wants it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHO = "by "
 
 
 class Floor(FakeControl):
-    """Three nodes of a rack, which become empty as they are looked at."""
+    """Three nodes of a rack, which become empty while they are polled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,11 +34,11 @@ class Floor(FakeControl):
         self.nodes["other"] = pb.Node(node_id="other", state="connected")
         self.asked: list[str] = []
         self.too_few: list[str] = []
-        """Why nodes may not be drained yet, one reason for each time that it is asked."""
+        """Why nodes may not be drained yet, one reason per request."""
         self.preempted = False
-        """Whether the nodes are about to go by themselves."""
+        """Whether the nodes are about to leave by themselves."""
         self.looks = 0
-        """How often a node is looked at before it is empty."""
+        """How often a node is polled before it is empty."""
 
     @staticmethod
     def _node(name: str) -> pb.Node:
@@ -244,7 +244,7 @@ def test_ctrl_c_says_that_what_is_drained_stays_so(
         raise KeyboardInterrupt
 
     floor.looks = 99
-    # Not `time.sleep` itself: threads that earlier commands have left behind sleep, too.
+    # Not `time.sleep` itself: threads left behind by earlier commands sleep, too.
     monkeypatch.setattr(rolling_drain, "time", SimpleNamespace(sleep=interrupt))
     assert run(["drain", "n1", "--wait"]) == 130
     assert "drained nodes stay drained; `rdzvctl undrain` lifts that" in capsys.readouterr().err

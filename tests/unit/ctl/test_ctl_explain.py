@@ -1,7 +1,7 @@
-"""`rdzvctl explain`: jobs of which a real server has decided, told in sentences.
+"""`rdzvctl explain`: jobs that a real server has decided on, explained in sentences.
 
-The golden files in `golden/explain` are what a person reads: after a change on purpose, `pytest
---rewrite` writes them anew; then read them.
+The golden files in `golden/explain` show the output: after an intended change, `pytest --rewrite`
+rewrites them; then review them.
 """
 
 from __future__ import annotations

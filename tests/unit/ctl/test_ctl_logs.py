@@ -1,4 +1,4 @@
-"""`rdzvctl logs` and `forget`: what they print, what they survive, and what they ask for."""
+"""`rdzvctl logs` and `forget`: what they print, which failures they survive, what they request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Answer = list[pb.LogLines | grpc.StatusCode]
 
 
 class LogControl(FakeControl):
-    """Sends what it was given, one answer for each call; a status ends a call with it."""
+    """Sends the answers it was given, one per call; a status ends the call."""
 
     def __init__(self) -> None:
         super().__init__()

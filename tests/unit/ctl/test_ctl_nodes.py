@@ -63,7 +63,7 @@ class NodesControl(FakeControl):
 
 
 def sample() -> list[pb.Node]:
-    """One node that trains, one that is free, one that was told to take no more, a rdzvrun."""
+    """One node that trains, one that is free, one that was told to accept no more, a rdzvrun."""
     h100 = [pb.Gpu(uuid=f"GPU-{i}", name="NVIDIA H100", memory_bytes=80 * GIB) for i in range(8)]
     labels = [pb.Label(name="gpu", value="h100"), pb.Label(name="zone", value="a")]
     big = pb.Resources(

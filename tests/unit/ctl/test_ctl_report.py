@@ -1,4 +1,4 @@
-"""`rdzvctl report`: where the time of jobs went, as text, as JSON, and as a page of its own."""
+"""`rdzvctl report`: where the time of jobs went, as text, as JSON, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_page_needs_nothing_else() -> None:
 
 @pytest.mark.slow
 def test_the_band_is_as_long_as_the_run() -> None:
-    """Each stretch is drawn where it was, also of thousands that are too short to be seen."""
+    """Each interval is drawn in its place, also thousands that are too short to be seen."""
     fails = of_table(FAILS_TWICE)
     read = _Reader(report_page.ledger("night", fails, []))
     band = [rect for rect in read.rects if rect["y"] == "0"]
@@ -189,7 +189,7 @@ def test_one_job(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 
 async def test_the_time_is_that_of_the_servers_clock() -> None:
-    """The clock of whoever asks may be wrong by hours; the age of the run is the server's word."""
+    """The client's clock may be wrong by hours; the age of the run comes from the server."""
     story, rdzv_id = STORIES["recovers"]
     of = await told(story, rdzv_id)
     assert _servers_now_ms(of.status, of.history, 0) == of.now_ms

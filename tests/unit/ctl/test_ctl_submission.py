@@ -1,4 +1,4 @@
-"""rdzvctl submit: what its words and its file mean, what it refuses, and what it sends."""
+"""rdzvctl submit: what its options and its file mean, what it refuses, and what it sends."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HERE = job_request.Caller("/home/ada/gpt", {"TOKEN": "s3cret", "HOME": "/home/ad
 
 
 class SubmitControl(FakeControl):
-    """Takes what is submitted, and keeps the requests; then a run that ends when it is told to."""
+    """Accepts submissions, and records the requests; then a run that ends when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[pb.SubmitJobRequest] = []
         self.cuts = 0
-        """How many requests are taken without an answer."""
+        """How many requests are left without an answer."""
         self.ends_as = "succeeded"
         self.no_progress = False
         self.log_error: grpc.StatusCode | None = None
@@ -155,7 +155,7 @@ def test_two_dashes_may_be_left_out() -> None:
 
 
 def test_abbreviations_are_torchruns() -> None:
-    """`--env` does not make `--e` mean two things."""
+    """`--env` does not make `--e` ambiguous."""
     args = read("--e", "null", "--nn", "3", "t").spec.args
     assert [arg.replace("_", "-") for arg in args] == [
         *("--event-log-handler", "null"),
@@ -164,7 +164,7 @@ def test_abbreviations_are_torchruns() -> None:
 
 
 def test_logs_go_below_the_working_directory_of_the_job() -> None:
-    """The daemon that launches it has another."""
+    """The daemon that launches it has its own."""
     assert read("--log-dir", "logs", "t").spec.args[0] == "--log-dir=/home/ada/gpt/logs"
     assert read("--log-dir=/var/log/x", "t").spec.args[0] == "--log-dir=/var/log/x"
     words = ("--log-dir=logs", "--chdir=/srv", "t")

@@ -1,4 +1,4 @@
-"""`rdzvctl support-bundle`: what is in it, and that no secret is."""
+"""`rdzvctl support-bundle`: what it contains, and that it contains no secret."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ async def test_each_node_has_its_rounds_and_the_job_what_was_between() -> None:
 
 @pytest.mark.parametrize("name", sorted(STORIES))
 async def test_slices_of_a_track_follow_each_other(name: str) -> None:
-    """Viewers nest slices that overlap, which would say what is not so."""
+    """Viewers nest slices that overlap, which would be misleading."""
     story, rdzv_id = STORIES[name]
     of = await told(story, rdzv_id)
     for process in {event["pid"] for event in events(of, "M")}:

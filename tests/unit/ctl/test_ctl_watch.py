@@ -1,4 +1,4 @@
-"""status --watch: a screen that fits, says what is waited for, and leaves the terminal as it was.
+"""status --watch: a screen that fits, shows what a job waits for, and restores the terminal.
 
 Golden files as in test_ctl.py.
 """
@@ -36,7 +36,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"
 
 
 def of(status: pb.JobStatus) -> JobStatus:
-    """Turn a message into what the client makes of it."""
+    """Convert a message as the client does."""
     control = FakeControl()
     control.jobs[status.rdzv_id] = status
     with serving(control) as endpoint, ControlClient(parse_endpoint(endpoint)) as client:
@@ -274,7 +274,7 @@ def test_a_server_that_is_not_there_is_not_watched(capsys: pytest.CaptureFixture
 
 
 class CutControl(WatchControl):
-    """Cuts a stream after its first message, several times over."""
+    """Cuts a stream after its first message, several times."""
 
     cuts = 0
     refusals = 0
@@ -338,7 +338,7 @@ def test_a_server_that_goes_away_is_told_once_each_time(
 
 
 class GrowingControl(WatchControl):
-    """Tells one more event with each answer, as a job would."""
+    """Sends one more event with each answer, as a job would."""
 
     def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: grpc.ServicerContext

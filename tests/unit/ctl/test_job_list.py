@@ -1,4 +1,4 @@
-"""`rdzvctl list`: which jobs, in which order, and those that have ended apart."""
+"""`rdzvctl list`: which jobs, in which order; ended ones are listed separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes and pods are followed through all that an API server may do, by a stand-in for one."""
+"""Nodes and pods are followed through everything that a stand-in for an API server may do."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_watch_that_is_cut_goes_on_where_a_bookmark_said(api: StandIn, tmp_pat
     with followed(api, tmp_path) as seen:
         until(seen.tainted)
         for number in range(3):
-            # Other objects only: bookmarks alone tell the watch of nodes how far it is.
+            # Only other objects: bookmarks alone show the watch of nodes how far it is.
             api.put(pod(f"train-{number}"))
         until(lambda: len(seen.names()) == 3)
         until(lambda: seen.machines._version == "104")
@@ -127,7 +127,7 @@ def test_what_is_gone_is_listed_again(api: StandIn, tmp_path: Path, as_event: bo
     api.put(machine("m1"))
     with followed(api, tmp_path) as seen:
         until(lambda: len(seen.tainted()) == 2)
-        # Both happen without the watch hearing of them.
+        # Both happen while the watch is interrupted.
         api.lose_next(machine("m0", OUT))
         api.forget()
         until(lambda: seen.tainted() == {"m0": True, "m1": False})
@@ -162,7 +162,7 @@ def test_slow_answers_and_refusals_are_said_and_survived(
 def test_wrong_resource_versions_are_made_up_for(
     api: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    """Too old: events come twice. Too new: they do not come, until the next list."""
+    """Too old: events come twice. Too new: they do not come until the next list."""
     monkeypatch.setattr(following, "RELIST_S", 0.1)
     monkeypatch.setattr(following, "WATCH_S", 0.1)
     api.says_version = version

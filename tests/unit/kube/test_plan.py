@@ -1,4 +1,4 @@
-"""What rdzv-kube asks of rdzvd, by tables: a cluster and rdzvd's nodes, and the commands."""
+"""What rdzv-kube asks of rdzvd, as tables: a cluster and rdzvd's nodes, and the commands."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ DECISIONS: list[tuple[str, Machine | Pod, Node, tuple[Command, ...]]] = [
         node("train-0-17"),
         (Drain("train-0-17", 55, f"{IN_POD} is about to be deleted (x)"),),
     ),
-    # What is there already.
+    # Already there.
     ("drained by us", Machine("gpu-7", taints=(OUT,)), agent(**drained(TAINTED)), ()),
     ("drained by ada", Machine("gpu-7", taints=(OUT,)), agent(**drained("by ada")), ()),
     ("leaves by itself", Machine("gpu-7", taints=(OUT,)), agent(**leaving()), ()),
@@ -129,7 +129,7 @@ DECISIONS: list[tuple[str, Machine | Pod, Node, tuple[Command, ...]]] = [
         node("train-0", **drained(DELETED, 16)),
         (),
     ),
-    # What is over.
+    # No longer needed.
     ("a drain of ours", Machine("gpu-7"), agent(**drained(TAINTED)), (Lift("gpu-7"),)),
     ("a cordon of ours", Machine("gpu-7"), agent(**cordoned(CLOSED)), (Lift("gpu-7"),)),
     ("a drain of ada's", Machine("gpu-7"), agent(**drained("by ada")), ()),
@@ -147,7 +147,7 @@ DECISIONS: list[tuple[str, Machine | Pod, Node, tuple[Command, ...]]] = [
         agent(**drained(TAINTED)),
         (Lift("gpu-7"), Cordon("gpu-7", CLOSED)),
     ),
-    # Somebody else's cordon comes back when the drain that replaced it is over.
+    # A person's cordon comes back when the drain that replaced it is over.
     (
         "a machine that ada has cordoned goes",
         Machine("gpu-7", taints=(OUT,)),
@@ -178,7 +178,7 @@ def test_a_pod_goes_with_its_machine_within_its_own_grace_period() -> None:
 
 
 def test_nothing_is_lifted_while_the_cluster_is_not_followed() -> None:
-    """What was seen last may be old; what it asks for is done all the same."""
+    """The last known state may be old; its commands are sent all the same."""
     blind = Cluster((Machine("gpu-7"), Machine("gpu-8", taints=(OUT,))), current=False)
     reason = "Kubernetes: node gpu-8 has the taint node.kubernetes.io/out-of-service"
     assert commands(blind, agent(**drained(TAINTED)), agent("gpu-8")) == (
@@ -212,7 +212,7 @@ def test_an_agent_is_not_taken_for_a_pod_by_its_number() -> None:
 
 
 def after(known: Node, command: Command) -> Node:
-    """Return what rdzvd makes of a command."""
+    """Return rdzvd's state after a command."""
     none = {"cordoned": False, "cordon_reason": None, "drain": None, "drain_reason": None}
     match command:
         case Drain(_, deadline_s, reason):
@@ -248,7 +248,7 @@ ORDERS = st.sampled_from([{}, cordoned("by ada"), drained("by ada", 5), leaving(
 def test_a_plan_is_carried_out_once_and_takes_back_only_its_own(
     machines: list[Machine], pods: list[Pod], of_agent: dict[str, Any], of_pod: dict[str, Any]
 ) -> None:
-    """The same look again asks for nothing; and when it is over, all is as before."""
+    """A second look at the same state sends nothing; in the end, all is as before."""
     before = {one.node_id: one for one in (agent(**of_agent), node("train-0", **of_pod))}
     known = dict(before)
     for cluster in (Cluster(tuple(machines), tuple(pods)), Cluster((Machine("gpu-7"),))):

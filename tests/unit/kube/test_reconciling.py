@@ -1,4 +1,4 @@
-"""The loop of rdzv-kube beside an rdzvd that comes and goes."""
+"""The loop of rdzv-kube with an rdzvd that comes and goes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.kube.test_plan import agent, cordoned, drained, node
 
 
 class Rdzvd:
-    """A server's nodes, as far as the loop asks for them."""
+    """The part of a server's nodes that the loop uses."""
 
     def __init__(self, *nodes: Node) -> None:
         self.known = {one.node_id: one for one in nodes}
@@ -60,7 +60,7 @@ class Rdzvd:
 
 
 class Seen:
-    """What is followed, without an API server."""
+    """The objects that are followed, without an API server."""
 
     def __init__(self, *objects: Machine | Pod) -> None:
         self.objects: tuple[Machine | Pod, ...] | None = objects
@@ -82,7 +82,7 @@ def gone(name: str) -> Machine:
 
 
 def test_it_does_nothing_before_both_kinds_were_listed() -> None:
-    """A cluster that was not seen yet looks like one without nodes, and nothing would be kept."""
+    """A cluster not yet seen looks like one without nodes, and all cordons would be lifted."""
     rdzvd, machines = Rdzvd(agent("a", **drained("Kubernetes: node a is being deleted"))), Seen()
     machines.objects = None
     reconcile(rdzvd, machines).once()

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md is true: its answers are functions that exist, and what is large is listed."""
+"""ARCHITECTURE.md is true: its answers are functions that exist, and large files are listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How bench/goodput.py gets from the steps that a worker has written to its table."""
+"""How bench/goodput.py makes its table from the steps that a worker has written."""
 
 import doctest
 
@@ -12,7 +12,7 @@ def test_the_examples_hold() -> None:
 
 
 def test_only_new_steps_of_one_process_are_goodput() -> None:
-    """What passes between two processes is no training, nor is what was made before."""
+    """Time between two processes is no training, nor are steps made before."""
     first = [Step(float(at), 7, at) for at in range(1, 11)]
     again = [Step(20.0 + at, 8, 5 + at) for at in range(1, 11)]
     spent_s, new, redone = trained([*first, *again])

@@ -1,4 +1,4 @@
-"""How bench/kept.py reads what the workers have written, and what it says of it."""
+"""How bench/kept.py reads the output of workers, and its conclusions."""
 
 import json
 from pathlib import Path

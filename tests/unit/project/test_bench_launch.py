@@ -1,4 +1,4 @@
-"""How bench/launch.py tells processes apart, and what its section says."""
+"""How bench/launch.py tells processes apart, and the contents of its section."""
 
 import doctest
 import os

@@ -1,4 +1,4 @@
-"""How bench/recovery.py gets from what was said to phases, and from phases to its table."""
+"""How bench/recovery.py makes phases from workers' output, and a table from phases."""
 
 import doctest
 
@@ -14,7 +14,7 @@ BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
 
 def stages(node: str, pid: int, world_size: int, upto: str, at_s: float = 0.0) -> list[Stage]:
-    """Return what one worker has said, a second for each stage."""
+    """Return the output of one worker, one second per stage."""
     reached = ["started", "imported", "grouped", "reduced", "stepped", "steady"]
     return [
         Stage(stage, at_s + number, pid, node, world_size)
@@ -55,7 +55,7 @@ def test_a_world_of_which_one_node_is_not_steady_has_not_recovered() -> None:
 
 
 def test_a_world_of_another_size_has_not_recovered() -> None:
-    """Each for itself: that is how a world looks that has split in two."""
+    """Each by itself: this is how a group looks that has split in two."""
     said = stages("n0", 3, 1, "steady") + stages("n1", 4, 1, "steady")
     assert new_world(said, frozenset(), ["n0", "n1"]) is None
 
@@ -120,7 +120,7 @@ def test_the_first_notice_and_the_last_round_count() -> None:
 
 
 def test_what_was_said_before_or_after_is_no_phase() -> None:
-    """The first formation, and whatever follows the recovery."""
+    """The first formation, and everything after the recovery."""
     said = [Said("noticed", 1090.0), Said("round", 1091.0), Said("round", 1104.5)]
     found = phases(100.0, WORLD, {}, said, 1000.0)
     assert "noticed" not in found

@@ -1,4 +1,4 @@
-"""The parts of bench/scale.py that need no crowd, and the child processes that it asks."""
+"""The parts of bench/scale.py that need few nodes, and the child processes it uses."""
 
 from pathlib import Path
 

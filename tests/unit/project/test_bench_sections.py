@@ -1,4 +1,4 @@
-"""What bench/sections.py makes of measurements: sections of RESULTS.md, and plots."""
+"""How bench/sections.py makes sections of RESULTS.md, and plots, from measurements."""
 
 import doctest
 import xml.etree.ElementTree as ET
@@ -142,7 +142,7 @@ def test_a_document_without_marks_is_refused(text: str) -> None:
 
 
 def texts(svg: str) -> list[str]:
-    """Return the words of a drawing, which must be well formed."""
+    """Return the texts of a drawing, which must be well formed."""
     return [each.text or "" for each in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 

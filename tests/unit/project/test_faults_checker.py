@@ -1,4 +1,4 @@
-"""The checker of `make faults` finds what it looks for: a good history, and bad ones made of it."""
+"""The checker of `make faults` accepts a good history, and finds the fault in each bad one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def a_round(number: int, at_s: float, pids: tuple[int, int], restarts: int, step
 
 
 def a_good_history() -> Records:
-    """Return a job that outlives a stopped server, and a worker that was killed."""
+    """Return a job that outlives a stopped server and a killed worker."""
     return (
         RunBegan("r"),
         *a_round(0, 10.0, (101, 102), restarts=0, step=0),
@@ -82,7 +82,7 @@ def a_good_history() -> Records:
 
 
 def a_cut_history() -> Records:
-    """Return a job one node of which is cut off: its worker goes on, unseen, in the old round."""
+    """Return a job one node of which is cut off: its worker continues, unseen, in the old round."""
     return (
         RunBegan("r"),
         *a_round(0, 10.0, (101, 102), restarts=0, step=0),
@@ -97,7 +97,7 @@ def a_cut_history() -> Records:
 
 
 def a_kept_history() -> Records:
-    """Return a job that loses a worker, and whose other worker stays."""
+    """Return a job that loses one worker and keeps the other."""
     good = tuple(record for record in a_good_history() if not isinstance(record, Exited))
     stays = tuple(
         replace(record, pid=102)
@@ -111,7 +111,7 @@ def a_kept_history() -> Records:
 
 
 def changed(records: Records, kind: type[R], place: int, change: Callable[[R], R]) -> Records:
-    """Return a history one record of which is another."""
+    """Return a history with one changed record."""
     chosen = [record for record in records if isinstance(record, kind)][place]
     return tuple(change(r) if r is chosen else r for r in records)
 

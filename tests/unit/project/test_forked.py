@@ -1,4 +1,4 @@
-"""The quick tests' forked processes: what one of them finds, everyone hears."""
+"""The quick tests' forked processes: what one of them finds, all report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The dashboards: current, complete, and readable without whoever has made them.
+"""The dashboards: current, complete, and readable without their author.
 
-That every query returns data is shown beside a real Prometheus, in the integration tests.
+That every query returns data is shown with a real Prometheus, in the integration tests.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ NOT_SHOWN = {
     "rdzv_certificate_expiry_timestamp_seconds",
     "rdzv_agent_certificate_expiry_timestamp_seconds",
 }
-"""What is told by no panel: the number means something only beside the log of the job's nodes; or
-matters once a year, and has an alert."""
+"""Metrics without a panel: they mean something only together with the log of the job's nodes, or
+they matter once a year and have an alert.
+"""
 
 
 @pytest.fixture(name="make", scope="module")
@@ -38,7 +39,7 @@ def _make() -> ModuleType:
 
 
 def test_the_dashboards_are_current(make: ModuleType) -> None:
-    """`python deploy/grafana/make.py` brings them up to date."""
+    """`python deploy/grafana/make.py` updates them."""
     assert make.main(["--check"]) == 0
     assert set(dashboards()) == {board.uid for board in make.BOARDS}
 
@@ -77,7 +78,7 @@ def test_what_a_query_asks_for_is_chosen_on_the_dashboard(uid: str) -> None:
             assert target["legendFormat"]
             used = set(re.findall(r"\$(\w+)", target["expr"]))
             assert used <= names | {"__rate_interval", "__range"}
-            # Others, of servers that share another store, are not to be seen here.
+            # Others, of servers with another store, must not appear here.
             assert "job" in used or "ALERTS" in target["expr"], target["expr"]
 
 

@@ -1,4 +1,4 @@
-"""What runs in the jobs' interpreters runs on Python 3.9: clusters have older ones than daemons."""
+"""Code in the jobs' interpreters runs on Python 3.9: clusters have older ones than daemons."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PROGRAMS = (
     "rendezvous/rdzv/demo/training.py",
     "worker/rdzv/worker",
 )
-"""The zygote, the store host, torch's side, the facade's store, the demo, and what jobs import."""
+"""The zygote, the store host, torch's side, the facade's store, the demo, and imports of jobs."""
 
 
 def too_new(*paths: Path) -> str:
     """Return the constructs that are newer than Python 3.9, or an empty text."""
-    # Annotations are never evaluated, for every such file postpones them. The zygote asks whether
-    # `sys` has `orig_argv`.
+    # Annotations are never evaluated, since every such file postpones them. The zygote checks
+    # whether `sys` has `orig_argv`.
     flags = ("--target=3.9-", "--violations", "--no-eval-annotations", "--processes=1")
     program = Path(sys.executable).with_name("vermin")
     if not program.exists():

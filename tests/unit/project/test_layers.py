@@ -1,4 +1,4 @@
-"""The arrows: who may import whom. A file that is not there yet breaks no rule."""
+"""The layers: which module may import which. A missing file breaks no rule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMPURE = {
     *("secrets", "select", "selectors", "shutil", "signal", "socket", "sqlite3", "ssl"),
     *("subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid", "weakref"),
 }
-"""What reads a clock, rolls dice or does I/O; no core may know of it."""
+"""Modules that read a clock, use randomness or do I/O; no core may import them."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Rule:
 
     why: str
     files: str
-    """Files that the rule is about, as a glob."""
+    """The files that the rule covers, as a glob."""
     never: frozenset[str] = frozenset()
     """Modules that they never import, nor anything below them."""
     only: frozenset[str] | None = None
     """If given, all that they may import beside the pure part of the standard library."""
     stdlib: bool = True
-    """Whether all of the standard library is allowed, where `only` is given."""
+    """Whether all of the standard library is allowed if `only` is given."""
     but: frozenset[str] = frozenset()
-    """Files that are excepted."""
+    """Files that are exempt."""
 
 
 def of(*names: str) -> frozenset[str]:
@@ -45,7 +45,7 @@ def of(*names: str) -> frozenset[str]:
 
 
 FRAMEWORKS = ("accelerate", "lightning", "transformers")
-"""Each has a module of its name in the worker's library, which alone imports it."""
+"""Each has a module of its name in the worker's library, the only one to import it."""
 
 RULES = (
     Rule(
@@ -87,7 +87,7 @@ RULES = (
             *("server/rpc/node_calls.py", "server/rpc/relayed_streams.py", "server/relay/*.py"),
             "server/__main__.py",
             *("view/from_messages.py", "client.py", "transport/*.py"),
-            # The agent's reports and node only pass on what its link has encoded.
+            # The agent's reports and node only pass on messages that its link has encoded.
             *("agent/server_link/*.py", "agent/job/reports.py", "agent/node/node.py"),
             *("torchrun/*.py", "torchrun.py"),
             "v1/*.py",
@@ -256,14 +256,14 @@ RULES = (
 
 @functools.cache
 def matches(name: str, pattern: str) -> bool:
-    """Match a path by a glob in which `**/` stands for any folders, or none."""
+    """Match a path with a glob in which `**/` stands for any number of folders."""
     parts = (re.escape(part).replace(r"\*", "[^/]*") for part in pattern.split("**/"))
     return re.fullmatch("(?:.*/)?".join(parts), name) is not None
 
 
 @functools.cache
 def imports(path: Path, name: str) -> frozenset[str]:
-    """List what a file imports, anywhere in it, except for type checking alone."""
+    """List the imports of a file, anywhere in it, except those for type checking only."""
     package = ["rdzv", *Path(name).parts[:-1]]
     found: set[str] = set()
     for node in _at_run_time(parsed(path)):
@@ -283,7 +283,7 @@ def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
     while left:
         for child in ast.iter_child_nodes(left.pop()):
             if isinstance(child, ast.expr):
-                continue  # No import is inside one.
+                continue  # Expressions contain no imports.
             if isinstance(child, ast.If) and is_for_types(child.test):
                 continue
             yield child
@@ -303,7 +303,7 @@ def is_below(module: str, names: frozenset[str]) -> bool:
 
 
 def offences(rule: Rule, path: Path, name: str) -> list[str]:
-    """Say what a file imports against a rule."""
+    """Return the violations of a rule by a file."""
     found = []
     for module in sorted(imports(path, name)):
         if module in ("rdzv", "__future__"):
@@ -361,7 +361,7 @@ def test_every_channel_to_rdzvd_is_made_in_one_place() -> None:
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and node.attr in ("insecure_channel", "secure_channel")
     }
-    # etcd has credentials of its own.
+    # etcd has its own credentials.
     assert makers == {"transport/channels.py", "stores/etcd_client.py"}
 
 
@@ -388,7 +388,7 @@ def mapped() -> list[str]:
 
 
 def room_of(name: str, rooms: list[str]) -> str:
-    """Return the entry of the map that a file belongs to: the longest that it lies in."""
+    """Return a file's entry in the map: the longest that contains it."""
     return max((room for room in rooms if f"{name}/".startswith(room)), key=len, default="")
 
 

@@ -1,4 +1,4 @@
-"""docs/licences.md names all that rdzv asks for; what a component has declared is read as it is."""
+"""docs/licences.md names all dependencies of rdzv; declared licences are read as they are."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""The Makefile: each target can be made from a checkout with nothing built."""
+"""The Makefile: each target can be made from a fresh checkout."""
 
 from __future__ import annotations
 

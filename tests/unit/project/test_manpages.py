@@ -1,4 +1,4 @@
-"""The manual pages of the package: text as it is, and one section for each command."""
+"""The manual pages of the package: text unchanged, and one section for each command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests begin with what takes long, as `tests/conftest.py` has it."""
+"""Slow tests run first, in the order of `tests/conftest.py`."""
 
 from __future__ import annotations
 

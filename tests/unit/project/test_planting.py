@@ -1,4 +1,4 @@
-"""Planted bugs follow the code: a symbol may move, and its text may be laid out anew."""
+"""Planted bugs follow the code: a symbol may move, and its text may be reformatted."""
 
 from __future__ import annotations
 

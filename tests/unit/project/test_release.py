@@ -1,4 +1,4 @@
-"""A release: what its files hold, and that they are the same bytes wherever they are built.
+"""A release: what its files contain, and that they are the same bytes wherever they are built.
 
 `make dist-test` tries them, from the files alone.
 """
@@ -77,7 +77,7 @@ def test_all_projects_have_one_version_and_what_jobs_import_asks_for_nothing() -
 
 
 def test_the_tried_libraries_are_ones_that_the_project_permits() -> None:
-    """The build refuses others; here, that each that is asked for is pinned."""
+    """The build refuses others; this checks that each requirement is pinned."""
     lines = (ROOT / "deploy/constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     project = projects()["."]["project"]

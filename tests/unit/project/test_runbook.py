@@ -1,4 +1,4 @@
-"""The runbook as alerts link to it: a page of rdzvd that is current, and has all sections."""
+"""The runbook that alerts link to: a page of rdzvd that is current and has all sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""deploy/slurm/rdzv-slurm-drain: which drains are missing, and which are too many."""
+"""deploy/slurm/rdzv-slurm-drain: which drains are missing, and which are superfluous."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _loaded() -> ModuleType:
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec
     made = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = made  # Its dataclasses look themselves up.
+    sys.modules[loader.name] = made  # Its dataclasses look up their own module.
     loader.exec_module(made)
     return made
 

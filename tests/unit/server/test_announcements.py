@@ -1,4 +1,4 @@
-"""Who hears what of an adopted run: everybody hears of the run before anything that is of it."""
+"""Which nodes learn what of an adopted run: the run is announced before anything else of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = Settings(1, 3, last_call_timeout_ms=60_000)
 
 
 def test_who_waited_hears_of_an_adopted_run_before_its_line() -> None:
-    """In one step the run is adopted, its round ends, and the next one has both of them."""
+    """In one step the run is adopted, its round ends, and both join the next one."""
     job = Job(SETTINGS)
     job.join("n1")
     recovery = RecoveryReport(2, 0, 1, 0, 1, 0, 1, "n2.net", 29501, True, 0, SETTINGS, offer("n2"))
@@ -53,7 +53,7 @@ def test_who_runs_a_round_that_a_later_one_has_followed_elsewhere_hears_so() -> 
 
 
 def test_a_node_hears_which_of_its_workers_are_not_kept() -> None:
-    """A hang is reported in the place of its node, whose other workers are to park."""
+    """A hang is reported in place of its node, whose other workers are to park."""
     job = Job(replace(SETTINGS, min_nodes=2, max_nodes=2, max_restarts=3))
     job.join("n1", "n2", local_world_size=2)
     before, hung = job.state, report(3, None, "hung: RANK 3", local_rank=1)
@@ -64,7 +64,7 @@ def test_a_node_hears_which_of_its_workers_are_not_kept() -> None:
         "n2": (1,),
     }
     assert all(isinstance(m, RoundOver) and m.end.keep for m in heard.values())
-    # One that was away for that moment hears the same when it comes back.
+    # One that was away at that moment receives the same when it comes back.
     belief = Belief("job-7", RUN, 0, has_workers=True)
     (over,) = announcements.missed(transition.state, "n2", belief, 0)
     assert isinstance(over, RoundOver)
@@ -83,7 +83,7 @@ def test_workers_of_a_round_that_another_has_followed_need_not_park() -> None:
 
 
 def test_a_server_that_takes_over_says_again_who_is_kept() -> None:
-    """Also which suspect has to end: its node may have heard of neither."""
+    """Also which suspect has to end: its node may know of neither."""
     job = Job(replace(SETTINGS, min_nodes=2, max_nodes=2, max_restarts=3))
     job.join("n1", "n2", local_world_size=2)
     job.fail("n2", report(2, None, suspect=True))

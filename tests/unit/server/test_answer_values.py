@@ -1,4 +1,4 @@
-"""What HTTP answers is what gRPC carries: each value is read back from its message as it was."""
+"""HTTP and gRPC give the same answers: each value is read back unchanged from its message."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The JSON API and its stream: what rdzvctl shows, by HTTP, pushed as it changes.
+"""The JSON API and its stream: rdzvctl's documents, over HTTP, pushed when they change.
 
-A real HTTP server on loopback, over a driver whose clock is moved by hand, so that what comes when
-is no matter of luck. What is answered is held against what `rdzvctl -o json` would print.
+A real HTTP server on loopback, above a driver whose clock the test moves, so timing is not a matter
+of luck. Answers are compared with what `rdzvctl -o json` would print.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, r
 CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
 OPENAPI = Path(__file__).parents[3] / "docs" / "openapi.json"
 WAIT_S = 20.0
-"""How long anything may take on a machine that has much else to do."""
+"""How long anything may take on a busy machine."""
 
 
 class Events:
-    """What one stream has said."""
+    """The events of one stream."""
 
     def __init__(self, content: aiohttp.StreamReader, server: Asked) -> None:
         self._content = content
@@ -68,7 +68,7 @@ class Events:
     async def next(self) -> tuple[str, Any]:
         """Return the next event that is no beat; time passes until it comes.
 
-        Meanwhile every node that is connected is heard, however long that takes.
+        Meanwhile every connected node is heard, however long that takes.
         """
         async with asyncio.timeout(WAIT_S):
             while True:
@@ -90,7 +90,7 @@ class Events:
             reading.cancel()
 
     async def until(self, wanted: str) -> Any:
-        """Return what the next event of this name says."""
+        """Return the content of the next event with this name."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 name, said = await self.next()
@@ -98,7 +98,7 @@ class Events:
                     return said
 
     async def first(self) -> dict[str, list[Any]]:
-        """Return all that is said until everything was said once, by the names of the events."""
+        """Return all initial events, by name."""
         assert (await self.next())[0] == "begin"
         found: dict[str, list[Any]] = {}
         while True:
@@ -109,7 +109,7 @@ class Events:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait until something holds that nobody tells of."""
+    """Wait until a condition holds that no event announces."""
     for _ in range(int(WAIT_S / 0.01)):
         if holds():
             return
@@ -127,7 +127,7 @@ def ageless(document: Any) -> Any:
 
 
 class Asked(Server):
-    """A server that is asked by HTTP."""
+    """A server to send HTTP requests to."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ async def test_a_job_is_answered_as_rdzvctl_shows_it() -> None:
 
 
 async def test_the_documents_are_those_of_rdzvctl() -> None:
-    """Both call the same function; what differs would be the value."""
+    """Both call the same function; only the values could differ."""
     from rdzv.view import as_json
 
     async with asked() as s:
@@ -224,7 +224,7 @@ async def test_the_documents_are_those_of_rdzvctl() -> None:
         assert await s.get("/nodes") == json.loads(as_json.nodes(answers.nodes()))
         found = json.loads(as_json.servers(await answers.servers()))
         served = await s.get("/servers")
-        # The machine's own clock goes on between the two.
+        # The machine's own clock advances between the two.
         before_ms, after_ms = (d["servers"][0].pop("unix_ms") for d in (found, served))
         assert 0 < before_ms <= after_ms
         assert served == found
@@ -556,7 +556,7 @@ async def test_logs_that_are_followed_come_as_they_are_written() -> None:
                 s.driver.reports.take_log(n1, piece(request, 0, b"two\n"))
                 assert await answer.content.readline() == b"two\n"
         answer.close()
-        # Who has gone holds nothing up.
+        # A client that has gone delays nothing.
         await until(lambda: s.driver.diagnosis.logs.statistics == (0, 0))
 
 
@@ -564,7 +564,7 @@ async def test_logs_that_are_followed_come_as_they_are_written() -> None:
 async def test_who_follows_logs_and_leaves_before_the_first_text_is_no_bug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What was still running was closed, and "a bug in rdzvd" was logged."""
+    """# A running generator was closed, and "a bug in rdzvd" was logged."""
     async with asked() as s:
         n1, _ = await s.pair()
         url = f"{s.url}{PREFIX}/jobs/job-7/logs?rank=0&follow=true"
@@ -666,7 +666,7 @@ async def test_what_happens_elsewhere_is_not_pushed_to_who_follows_one_job() -> 
             n9 = await s.connect("n9")
             await s.driver.commands.hear(n9, "job-8", join(n9, (1, 1)))
             await s.driver.commands.hear(n9, "job-7", join(n9))
-            # The first thing that comes is of job-7, and has n9 as a spare.
+            # The first event is of job-7, and has n9 as a spare.
             name, job = await events.next()
             assert name == "job"
             assert [n["node_id"] for n in job["nodes"]] == ["n1", "n2", "n9"]
@@ -730,7 +730,7 @@ async def test_a_slow_reader_hears_of_it_and_holds_up_nobody() -> None:
             await slow.first()
             (feed,) = s.feeds._feeds.values()
             (reader,) = feed._readers
-            # As if its connection took nothing: what is put waits.
+            # As if its connection took nothing: events that are put wait.
             reader.put([feeds_module.READY] * 5)
             error = await slow.until("end")
             assert error["code"] == "LimitExceededError"
@@ -812,7 +812,7 @@ async def test_a_store_that_is_away_ends_no_stream() -> None:
 
 
 async def test_a_job_that_could_not_be_read_is_pushed_when_the_store_is_back() -> None:
-    """It was put back to be told of later, and nothing woke those who tell."""
+    """It was postponed, and nothing woke the task that sends it."""
     store = FlakyStore()
     async with asked(store=store) as s:
         n1, n2 = await s.pair()
@@ -821,7 +821,7 @@ async def test_a_job_that_could_not_be_read_is_pushed_when_the_store_is_back() -
             for stream in (n1, n2):
                 succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
                 await s.driver.commands.hear(stream, "job-7", succeed)
-            # A job that has ended is not in memory: it has to be read to be told of.
+            # An ended job is not in memory: it has to be read for this.
             store.away = RendezvousConnectionError("no answer")
             while not s.driver.trouble:
                 await s.clock.advance(250)
@@ -835,7 +835,7 @@ async def test_a_job_that_could_not_be_read_is_pushed_when_the_store_is_back() -
 
 
 class Watching:
-    """A facade whose jobs have names as strangers give them."""
+    """A facade whose jobs have names chosen by strangers."""
 
     def __init__(self, *names: str) -> None:
         self.names = list(names)
@@ -885,7 +885,7 @@ async def test_watched_jobs_that_come_and_go_are_pushed() -> None:
 
 
 def test_the_openapi_document_is_current(request: pytest.FixtureRequest) -> None:
-    """`pytest --rewrite` brings it up to date."""
+    """`pytest --rewrite` updates it."""
     wanted = json.dumps(document(Limits()), indent=2) + "\n"
     if request.config.getoption("--rewrite"):
         OPENAPI.write_text(wanted)

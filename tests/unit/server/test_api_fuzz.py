@@ -1,7 +1,7 @@
-"""Schemathesis tries the HTTP API against its own OpenAPI document, with whatever it makes up.
+"""Schemathesis tests the HTTP API against its own OpenAPI document, with generated input.
 
-Each answer has a status and a shape that the document tells of, what is wrong is refused, and no
-request makes the server fail. The stream has no end, and is tried elsewhere.
+Each answer has a documented status and shape, invalid input is refused, and no request makes the
+server fail. The stream has no end, and is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from schemathesis import GenerationMode
 
 pytestmark = pytest.mark.slow
-# Whoever collects these does not import schemathesis, which takes half a second.
+# Collecting these tests does not import schemathesis, which takes half a second.
 
 NAMES = [one.path for one in operations(Limits()) if one.path != "/stream"]
 KNOWN = {"rdzv_id": "job-7", "node_id": "n1"}
@@ -52,7 +52,7 @@ def test_the_api_keeps_to_its_document(path: str, url: str) -> None:
 
     schema = schemathesis.openapi.from_dict(document(Limits()))
     operation = schema[path]["GET"]
-    # Any text may be a name, so that only what stands beside the path can be wrong.
+    # Any text may be a name, so that only the rest of the request can be wrong.
     modes = list(GenerationMode) if [*operation.query] else [GenerationMode.POSITIVE]
     seen: set[int] = set()
     for mode in modes:
@@ -63,12 +63,12 @@ def test_the_api_keeps_to_its_document(path: str, url: str) -> None:
 
 
 def _try(operation: Any, mode: GenerationMode, url: str, *, known: bool) -> set[int]:
-    """Try an operation, also with names that are known; return the statuses that came."""
+    """Try an operation, also with known names; return the statuses that came."""
     from schemathesis import GenerationMode
     from schemathesis.specs.openapi.checks import positive_data_acceptance
 
     named = known and mode is GenerationMode.POSITIVE
-    # A name that no job can have is refused, and so is a round or RANK that there was not.
+    # A name that no job can have is refused, and so is a round or RANK that never existed.
     of_rounds = operation.path.endswith(("/logs", "/stacks"))
     excluded = [] if named and not of_rounds else [positive_data_acceptance]
     seen = set()

@@ -1,4 +1,4 @@
-"""Nodes report arrivals at different moments; all ranks are compared in those in common."""
+"""Nodes report arrivals at different moments; all ranks are compared in common collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NODES = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
 
 
 class Node:
-    """One of two nodes, whose two ranks enter a collective each 100 ms, RANK 3 20 ms late."""
+    """One of two nodes; its two ranks enter a collective every 100 ms, RANK 3 20 ms late."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
@@ -21,7 +21,7 @@ class Node:
         self._reported: dict[str, int] = {}
 
     def report(self, last: int) -> Arrivals:
-        """Report all up to a collective that were not reported yet, at most 64 of them."""
+        """Report all arrivals up to a collective that were not reported yet, at most 64."""
         by_rank = {}
         for rank in self._ranks:
             at_us = {n: 100_000 * n + 20_000 * (rank == 3) for n in range(1, last + 1)}
@@ -36,7 +36,7 @@ class Node:
 
 
 def looks(*upto: tuple[int, int]) -> list[tuple[list[int], int]]:
-    """Return of each look which ranks were compared, and in how many collectives.
+    """Return for each look which ranks were compared, and in how many collectives.
 
     The nodes report by turns, each up to the collectives given.
     """
@@ -60,7 +60,7 @@ def test_the_node_that_is_ahead_is_compared_in_each_look() -> None:
 
 
 def test_a_node_that_has_chosen_fewer_is_compared_in_those() -> None:
-    """The second has so many to report that it leaves every second out."""
+    """The second has so many to report that it leaves out every other one."""
     ((ranks, compared),) = looks((64, 100))
     assert ranks == [0, 1, 2, 3]
     assert 20 <= compared < 64

@@ -1,4 +1,4 @@
-"""Backups: whole and unchanged, or refused before anything is written."""
+"""Backups: complete and unchanged, or refused before anything is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def record(rdzv_id: str, text: str) -> Record:
 
 
 async def filled() -> MemoryStore:
-    """Return a store of three jobs: one with much history, one with a hard name, one without."""
+    """Return a store of three jobs: a long history, a difficult name, and neither."""
     store = MemoryStore()
     texts = [f"event {n} — ☠\n" for n in range(250)]
     await store.compare_and_swap("a", membership("a"), 0, [record("a", text) for text in texts])
@@ -280,7 +280,7 @@ async def test_chunks_are_bounded_and_come_to_the_same() -> None:
 
 
 class BusyStore(MemoryStore):
-    """A store in which a job is written whenever its history is read, for a while."""
+    """A store in which, for a while, a job is written whenever its history is read."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ async def test_a_job_that_is_deleted_meanwhile_is_not_in_the_backup() -> None:
 
 
 class FailingStore(MemoryStore):
-    """A store that takes one job and then is away."""
+    """A store that accepts one job and then is away."""
 
     async def compare_and_swap(self, rdzv_id: str, *more: object) -> int:  # type: ignore[override]
         if rdzv_id != "a":

@@ -22,7 +22,7 @@ def every_setting(table: type[Table]) -> list[Setting]:
 
 @pytest.mark.parametrize("table", ALL, ids=lambda table: table.program)
 def test_the_document_has_every_setting(table: type[Table], request: pytest.FixtureRequest) -> None:
-    """`pytest --rewrite` brings it up to date."""
+    """`pytest --rewrite` updates it."""
     begin = f"<!-- what `{table.program} --print-config` shows -->\n"
     end = f"<!-- end of {table.program} -->\n"
     text = PATH.read_text()

@@ -1,4 +1,4 @@
-"""The driver: decide, persist, publish. A clock moved by hand, a store that fails on demand."""
+"""The driver: decide, persist, publish. The test moves the clock; the store fails on demand."""
 
 from __future__ import annotations
 
@@ -142,9 +142,9 @@ class FakeClock:
 
 
 async def settle() -> None:
-    """Let every task go as far as it gets without time passing."""
-    # What is left to do now: asyncio does not tell it, and sixty turns for nothing are most of what
-    # the quick tests take.
+    """Let every task run as far as it can without time passing."""
+    # The number of ready callbacks: asyncio does not show it, and sixty idle turns are most of the
+    # time of the quick tests.
     ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
     for _ in range(60):
         await asyncio.sleep(0)
@@ -153,7 +153,7 @@ async def settle() -> None:
 
 
 class FlakyStore(MemoryStore):
-    """A store whose writes can fail: before they happen, after, or without anyone knowing."""
+    """A store whose writes can fail: before they happen, after, or with unknown outcome."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Server:
         await settle()
 
     async def pair(self) -> tuple[Stream, Stream]:
-        """Two nodes that run a round together, and have read all that they were told."""
+        """Two nodes in a round together that have read all their messages."""
         n1, n2 = await self.connect("n1"), await self.connect("n2")
         await self.join(n1)
         await self.join(n2)
@@ -263,7 +263,7 @@ def join(stream: Stream, nodes: tuple[int, int] = (2, 2), **more: object) -> Joi
 
 
 def running(stream: Stream, line: Assignment) -> Belief:
-    """What a node believes whose workers run."""
+    """The belief of a node whose workers run."""
     resume = Resume(stream.node_id, stream.incarnation, line.run, line.round)
     return Belief(line.rdzv_id, line.run, line.round, has_workers=True, commands=(resume,))
 
@@ -459,7 +459,7 @@ async def test_the_jobs_of_a_node_are_bounded() -> None:
         alter(limits, "beliefs", 1)  # As a reload does.
         n1 = await s.connect("n1")
         await s.join(n1)
-        await s.join(n1)  # As it may at any time.
+        await s.join(n1)  # As can happen at any time.
         read(n1)
         await s.driver.commands.hear(n1, "job-8", join(n1))
         (refused,) = read(n1)
@@ -520,7 +520,7 @@ async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_th
     store = FlakyStore()
     async with server(store) as s:
         n1, n2 = await s.pair()
-        # History that no step has led to rides on the next commit, which is the doubtful one.
+        # History rows without a step are written with the next commit, which is the doubtful one.
         s.driver.history.note("job-7", (events.NodeStuck("n9", 0, (4711,)),))
         store.next_write = "lost after"
         report = FailureReport(0, 2, 99, 1, None, "boom", "", 0)
@@ -530,7 +530,7 @@ async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_th
         store.away = None
         await s.clock.advance(2_500)
         await said
-        # Whatever was kept for another commit is written with this one.
+        # All that was kept for another commit is written with this one.
         await s.driver.commands.hear(
             n1, "job-7", Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "x")
         )
@@ -541,7 +541,7 @@ async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_th
 
 
 async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_for_it() -> None:
-    """A worker had died, and for 45 s everything that operators asked showed a healthy job."""
+    """A worker had died, and for 45 s all answers to operators showed a healthy job."""
     store = FlakyStore()
     async with server(store) as s:
         n1, n2 = await s.pair()
@@ -561,7 +561,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         reason = f"{away}not stored yet: workers of n2 have failed; 2 nodes and 4 workers run"
         assert (await s.driver.views.status("job-7")).reason.startswith(reason)
         assert [view.reason.startswith(reason) for view in await s.driver.views.list()] == [True]
-        # Who watches is told without asking.
+        # Watchers are informed unasked.
         assert "workers of n2 have failed" in (await anext(views)).reason
         waiting = "not stored yet: workers of n2 have failed (job-7), n9 joins (job-9)"
         assert s.driver.trouble == away + waiting
@@ -569,7 +569,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
             RendezvousConnectionError, match=r"job job-9 is not stored yet: .* n9 joins$"
         ):
             await s.driver.views.status("job-9")
-        # The node that failed hears it, and once.
+        # The node that failed is informed, once.
         (told,) = read(n2)
         assert isinstance(told, Waiting)
         assert "cannot store this node's report, and retries: disk full" in told.reason
@@ -602,7 +602,7 @@ async def test_what_waits_for_the_store_is_forgotten_with_the_node_that_said_it(
 
 
 async def test_a_store_that_nobody_writes_to_is_found_to_be_back() -> None:
-    """A refused request of an operator was the last write for hours: it was away all that time."""
+    """An operator's refused request was the last write for hours: it was away all that time."""
 
     class Full(MemoryStore):
         full = False
@@ -650,7 +650,7 @@ async def test_a_commit_in_doubt_is_announced_once_it_is_known_to_have_happened(
 
 
 async def test_a_commit_in_doubt_gives_way_to_what_another_server_has_stored() -> None:
-    """The job is read anew, before anything else of it is written in vain."""
+    """The job is read again before anything else of it is written in vain."""
     tried: list[str] = []
 
     class Watched(FlakyStore):
@@ -701,7 +701,7 @@ async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
 
 
 async def test_who_has_become_another_before_its_join_is_stored_is_lost() -> None:
-    """It had a seat for ever: when the other came, the job did not know the one before it yet."""
+    """It kept a seat forever: when the other came, the job did not know the first one yet."""
     store = FlakyStore()
     async with server(store) as s:
         await s.connect("n1")
@@ -842,7 +842,7 @@ async def test_the_end_of_a_stream_keeps_the_seat_for_a_lease() -> None:
 
 
 async def test_a_node_that_comes_back_without_a_job_has_left_it() -> None:
-    """It ended there while no stream was open: nobody has heard it say so."""
+    """It ended there while no stream was open, so its message was lost."""
     async with server() as s:
         n1, n2 = await s.pair()
         s.driver.connections.detach(n2)
@@ -876,7 +876,7 @@ async def test_a_stale_stream_of_the_same_instance_is_closed() -> None:
 
 
 async def test_a_new_instance_takes_over_the_seat_that_it_speaks_for() -> None:
-    """A daemon was restarted: its workers are adopted, and nobody is lost."""
+    """A daemon was restarted: its workers are adopted, and no node is lost."""
     async with server() as s:
         n1, n2 = await s.pair()
         line = next(told.assignments(*_round(s), 0))[1]
@@ -920,7 +920,7 @@ async def test_a_new_instance_that_dies_before_it_has_spoken_is_lost_all_the_sam
 
 
 async def test_a_line_is_for_the_instance_that_has_the_seat() -> None:
-    """Another one that has just connected would start workers in its former self's place."""
+    """A newly connected instance would start workers in place of its predecessor."""
     store = FlakyStore()
     async with server(store) as s:
         n1, former = await s.connect("n1"), await s.connect("n2")
@@ -977,7 +977,7 @@ async def test_a_pause_of_the_server_proves_nothing(caplog: pytest.LogCaptureFix
 
 
 async def test_an_attempt_to_connect_during_a_pause_is_no_return_and_no_departure() -> None:
-    """The node gave up waiting for a Welcome, and tries again a little later."""
+    """The node gave up waiting for a Welcome, and retries a little later."""
     async with server() as s:
         n1 = await s.connect("n1", kind=AgentKind.FOREGROUND)
         await s.join(n1, (1, 1))
@@ -992,7 +992,7 @@ async def test_an_attempt_to_connect_during_a_pause_is_no_return_and_no_departur
 
 
 async def test_no_deadline_of_a_job_counts_before_input_is_read_after_a_pause() -> None:
-    """The stop deadline passes while the server stands still; the node's word is in the socket."""
+    """The stop deadline passes while the server stands still; a message waits in the socket."""
     async with server() as s:
         n1, n2 = await s.pair()
         failure = FailureReport(0, 0, 99, 1, None, "boom", "", 0)
@@ -1075,7 +1075,7 @@ async def test_a_job_that_is_not_known_stops_no_worker(caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("incarnation", [0, 1])
 async def test_who_was_not_told_its_incarnation_is_taken_back_at_once(incarnation: int) -> None:
-    """A server is killed as a round completes: what it had stored, its nodes have not heard.
+    """A server is killed as a round completes: it was stored, but its nodes did not receive it.
 
     They know no incarnation, or only that of the server before.
     """
@@ -1132,7 +1132,7 @@ async def given_up(s: Server, *, silent: bool = False, **more: object) -> None:
 
 
 async def why_gone(s: Server) -> str:
-    """Return what `status` says of n1."""
+    """Return n1 as shown by `status`."""
     nodes = (await s.driver.views.status("job-7")).nodes
     return next(node.reason for node in nodes if node.node_id == "n1")
 
@@ -1183,7 +1183,7 @@ async def test_after_a_restart_of_the_server_it_is_still_not_known_until_it_is_h
 
 
 async def test_a_run_that_is_stopped_ends_when_the_successor_of_a_dead_agent_joins() -> None:
-    """The join has to wait for the end of the run, and that for word of the node that joins."""
+    """The join has to wait for the run's end, which waits for a message of the joining node."""
     async with server() as s:
         await given_up(s)
         await s.driver.operations.obey("job-7", Stop("run-1", "an operator"))
@@ -1211,7 +1211,7 @@ async def test_a_run_that_has_ended_hears_of_a_node_that_was_given_up() -> None:
 
 
 class UnreadableStore(FlakyStore):
-    """A store in which one job cannot be read any more, once that is said."""
+    """A store in which, on request, one job can no longer be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1224,7 +1224,7 @@ class UnreadableStore(FlakyStore):
 
 
 def broken_for(monkeypatch: pytest.MonkeyPatch, rdzv_id: str, kind: type) -> None:
-    """Let each command of this kind break a guarantee in one job, and in no other."""
+    """Let each command of this kind break an invariant in one job, and in no other."""
     decided: list[Command] = []
     step = rendezvous.step
 
@@ -1241,7 +1241,7 @@ def broken_for(monkeypatch: pytest.MonkeyPatch, rdzv_id: str, kind: type) -> Non
 
 
 def asks_for(rdzv_id: str, stream: Stream) -> Belief:
-    """What a node believes that asks for a place in a job."""
+    """The belief of a node that asks for a place in a job."""
     return Belief(rdzv_id, "", None, has_workers=False, commands=(join(stream),))
 
 
@@ -1286,7 +1286,7 @@ async def test_a_broken_guarantee_about_who_came_back_without_a_job_ends_no_stre
 
 
 async def test_a_refusal_that_can_not_be_explained_ends_no_stream() -> None:
-    """The job could be read when the node was refused, and not when it is to be told why."""
+    """The job could be read when the node was refused, and no longer when the reason is sent."""
     store = UnreadableStore()
     async with server(store) as s:
         _, n2 = await s.pair()
@@ -1394,12 +1394,12 @@ async def test_word_of_a_superseded_stream_changes_nothing() -> None:
 
 
 def waits(stream: Stream, run: str) -> Belief:
-    """What a node believes that has joined this run, and had no round of it."""
+    """The belief of a node that has joined this run, and had no round of it."""
     return Belief("job-7", run, None, has_workers=False, commands=(join(stream, run=run),))
 
 
 def runs_elsewhere(stream: Stream) -> Belief:
-    """What a node believes that runs a round which a server without memory does not know."""
+    """The belief of a node in a round that a server without memory does not know."""
     offer = join(stream).offer
     claim = RecoveryReport(3, 1, 2, 2, 4, 2, 4, "n1.net", 4711, True, 0, Settings(2, 2), offer)
     resume = Resume(stream.node_id, stream.incarnation, "former", 3, claim)
@@ -1407,7 +1407,7 @@ def runs_elsewhere(stream: Stream) -> Belief:
 
 
 async def test_who_joins_in_the_commit_that_adopts_another_run_waits_in_that_one() -> None:
-    """It was taken for one that comes back without the job, and waited for ever."""
+    """It was taken for a node that comes back without the job, and waited forever."""
     async with server() as s:
         n1, n2 = s.attach("n1"), s.attach("n2")
         await asyncio.gather(
@@ -1423,7 +1423,7 @@ async def test_who_joins_in_the_commit_that_adopts_another_run_waits_in_that_one
 
 
 async def test_who_reconnects_before_that_commit_waits_in_the_adopted_run_all_the_same() -> None:
-    """What it says on its new stream is of the run that it has just heard the last of."""
+    """Its message on its new stream belongs to the run that has just ended for it."""
     store = FlakyStore()
     async with server(store) as s:
         store.gate = asyncio.Event()
@@ -1468,7 +1468,7 @@ async def test_who_has_not_heard_that_its_run_goes_on_as_another_hears_it_later(
 
 
 async def test_who_comes_back_in_the_commit_that_adopts_its_run_waits_in_it() -> None:
-    """Its run was not known when it was heard, and present when it was answered: by nothing."""
+    """Its run was unknown when its message came, and present when it was answered: by nothing."""
     store = FlakyStore()
     async with server(store) as s:
         n1, n2, n3 = (s.attach(node_id) for node_id in ("n1", "n2", "n3"))
@@ -1487,11 +1487,11 @@ async def test_who_comes_back_in_the_commit_that_adopts_its_run_waits_in_it() ->
 
 @pytest.mark.parametrize("looks", [True, False], ids=["in that commit", "before it"])
 async def test_who_is_refused_before_its_run_is_adopted_says_hello_again(looks: bool) -> None:
-    """It heard that its run is over, and ended, though that run was the present one by then."""
+    """It was told that its run is over, and ended, though that run was the present one by then."""
     async with server() as s:
         n1, n2, n3 = (s.attach(node_id) for node_id in ("n1", "n2", "n3"))
         said = [(n3, waits(n3, "")), (n1, waits(n1, "former"))]
-        # Who looks at the job first is refused together with the claim, and else just before.
+        # A reader that asks for the job first is refused with the claim, and otherwise just before.
         await asyncio.gather(
             *(
                 s.driver.recovery.greet(stream, [belief])
@@ -1591,7 +1591,7 @@ def test_who_joins_the_next_run_does_not_hear_that_the_last_was_closed() -> None
 
 
 async def test_a_pause_costs_one_task_for_a_job_however_many_nodes_it_has() -> None:
-    """Or each pause of a server that is busy with its nodes made it busier, without end."""
+    """Otherwise each pause of a busy server would make it busier, endlessly."""
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         for number in range(40):

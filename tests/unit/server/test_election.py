@@ -1,4 +1,4 @@
-"""Who leads, by leases of an etcd whose answers come late: in virtual time."""
+"""Which server leads, by leases of an etcd whose answers come late: in virtual time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Etcd:
         self.now_s = 1_000.0
         self.expires_s = self.now_s + TTL_S
         self.answers_after_s = [0.0]
-        """How late each renewal is answered; then none is any more."""
+        """How late each renewal is answered; later ones get no answer."""
 
     class config:  # noqa: N801
         prefix = "/rdzv"
 
     async def keep_alive(self, lease: int, timeout_s: float) -> float:
         if not self.answers_after_s:
-            # Nothing more comes through: the time that a caller waits for it passes.
+            # No further answer arrives: the caller's waiting time passes.
             self.now_s += timeout_s
             raise RendezvousConnectionError("no answer")
         self.expires_s = self.now_s + TTL_S
@@ -44,7 +44,7 @@ class Etcd:
 async def test_a_renewal_that_is_answered_late_proves_nothing_for_longer(
     monkeypatch: pytest.MonkeyPatch, late_s: float
 ) -> None:
-    """Counted from its answer, a term would go on while the next server leads already."""
+    """Counted from its answer, a term would continue when the next server already leads."""
     etcd = Etcd()
     etcd.answers_after_s = [late_s]
 

@@ -1,4 +1,4 @@
-"""Bytes that gRPC does not bear, before anybody has said who they are: the server serves on."""
+"""Bytes that gRPC rejects, before any authentication: the server continues to serve."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def server(timings: Timings | None = None) -> AsyncIterator[Listen]:
 
 
 async def answer(at: Listen, said: bytes, end: bytes) -> bytes:
-    """Return what a connection hears, up to the given words."""
+    """Return the data that a connection receives, up to the given words."""
     reader, writer = await asyncio.open_connection(at.host, at.port)
     try:
         writer.write(said)
@@ -70,7 +70,7 @@ async def answer(at: Listen, said: bytes, end: bytes) -> bytes:
 
 
 async def until_hung_up(at: Listen, said: bytes) -> None:
-    """Say something, and wait until the server has closed the connection."""
+    """Send data, and wait until the server has closed the connection."""
     reader, writer = await asyncio.open_connection(at.host, at.port)
     try:
         writer.write(said)
@@ -81,7 +81,7 @@ async def until_hung_up(at: Listen, said: bytes) -> None:
 
 
 def above_debug(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return what is told of calls; that the machine is slow is no matter here."""
+    """Return the log lines about calls; lines about a slow machine do not matter."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -109,7 +109,7 @@ async def test_a_path_that_is_no_utf8_is_unknown_and_ends_nothing(
 async def test_a_header_that_is_no_utf8_leaves_nothing_of_it_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # Nobody answers pings here, and that is what ends such a connection.
+    # Pings get no answer here, which ends such a connection.
     async with server(Timings(ping_interval_ms=200, ping_timeout_ms=200)) as at:
         for name, value in ((b"\xaamine", b""), (b"x", b"\xaamine")):
             await until_hung_up(at, call({**HEADERS, name: value}))

@@ -1,4 +1,4 @@
-"""A hang ends its round as a worker failure, by the worker that the stacks name; never in haste."""
+"""A hang ends its round as a failure of the worker that the stacks show; never in haste."""
 
 from __future__ import annotations
 

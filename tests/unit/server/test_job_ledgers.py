@@ -1,4 +1,4 @@
-"""/metrics has the sums of each job's ledger: the same as the report, and bounded in memory."""
+"""/metrics has the sums of each job's ledger: equal to the report, and bounded in memory."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_no_interval_is_kept() -> None:
 
 
 def test_rounds_that_never_made_a_step_have_not_trained() -> None:
-    """Also when what they had spent is summed up already, at the first step of a later round."""
+    """Also if their costs are already summed up, at the first step of a later round."""
     story, now_s, _ = TABLE["a failure before the first step is no training once any step is made"]
     book = Book("r", 0)
     for at_s, kept in story:

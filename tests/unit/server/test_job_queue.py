@@ -1,4 +1,4 @@
-"""Submitted jobs at a server: placed, told, withdrawn, remembered. Time is moved by hand."""
+"""Submitted jobs at a server: placed, sent, withdrawn, remembered. The test moves the clock."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def submission(run: str = "sub-1", nodes: tuple[int, int] = (2, 2), **spec: obje
 
 
 async def daemons(s: Server, *names: str, **more: object) -> list[Stream]:
-    """Nodes that take submitted jobs; what they were told so far is read."""
+    """Nodes that accept submitted jobs; their messages so far have been read."""
     s.driver.scheduling.queue.settled_at_ms = 0
     streams = [await s.connect(name, resources=HAS, **more) for name in names]
     await s.clock.advance(QUIET_MS)
@@ -69,7 +69,7 @@ def placements(stream: Stream) -> list[Placed | Withdrawn]:
 async def take_up(
     s: Server, stream: Stream, placed: Announcement, nodes: tuple[int, int] = (2, 2)
 ) -> None:
-    """Hold what was placed, and join it."""
+    """Accept a placement, and join the job."""
     assert isinstance(placed, Placed)
     await s.driver.reports.note_holdings(stream, (Holding(placed.rdzv_id, placed.run, 1),))
     offer = Offer(f"10.0.0.{stream.node_id[1:]}", 1, machine=stream.node_id, store_port=4711)
@@ -130,7 +130,7 @@ async def test_a_job_that_no_node_could_ever_take_is_refused() -> None:
         with pytest.raises(InvalidRequestError, match="n1 has 1 GPU"):
             await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
         assert await s.driver.views.list() == ()
-        # Of a server that has just started the right one may be on its way.
+        # The right one of a server that has just started may be on its way.
         s.driver.scheduling.queue.settled_at_ms = s.clock.now_ms() + 1
         await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
 
@@ -314,7 +314,7 @@ async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
         )
     async with server(store, clock) as s:
         assert [(n.node_id, n.state) for n in s.driver.node_views.summaries()] == [("n1", "gone")]
-        # It need not be there to be cordoned, and uncordoned.
+        # It need not be there to be cordoned or uncordoned.
         assert not (await s.driver.nodes.uncordon("n1")).cordoned
         assert s.driver.node_views.summaries() == []
     await store.swap_document("cordons", b'{"n1":{"reason":"fan","at_ms":5}}', 2)
@@ -357,7 +357,7 @@ def drains(stream: Stream) -> list[DrainNode | UndrainNode]:
 
 
 async def running_pair(s: Server, nodes: tuple[int, int] = (2, 2)) -> list[Stream]:
-    """Have n1 and n2 run job-7, with n3 free."""
+    """Let n1 and n2 run job-7, with n3 free."""
     streams = await daemons(s, "n1", "n2", "n3")
     await s.driver.operations.submit_job("job-7", submission(nodes=nodes))
     for stream in streams[:2]:
@@ -412,7 +412,7 @@ async def test_a_drain_outlives_the_server_and_is_told_again_with_what_is_left()
         await s.clock.advance(QUIET_MS)
         assert placements(n1) == []
         assert "n1: drained (fan)" in await reason(s, "job-7")
-        # It is told that it may stay, and is placed on.
+        # It is told that it may stay, and gets jobs again.
         assert (await s.driver.nodes.undrain("n1")).drain is None
         await s.clock.advance(QUIET_MS)
         assert [type(told) for told in read(n1)] == [UndrainNode, Placed]
@@ -457,7 +457,7 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
             False,
             False,
         )
-        # Another start of its agent does not wish it any more.
+        # Another instance of its agent does not wish to leave any more.
         s.driver.connections.detach(n1)
         await s.connect("n1", instance="two", resources=HAS)
         assert s.driver.node_views.summaries(["n1"])[0].drain is None
@@ -503,7 +503,7 @@ async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
         read(n3)
         # n3 would be placed for it.
         assert (await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)).drain == "draining"
-        # And is, for n1: there is none for n2.
+        # And it is, for n1: there is none for n2.
         with pytest.raises(TooFewNodesError):
             await s.driver.nodes.drain("n2", 1_000, "roll", keep_min=True)
 
@@ -519,7 +519,7 @@ async def test_a_cordoned_node_is_none_that_a_roll_could_count_on() -> None:
 async def test_a_job_of_rdzvrun_is_kept_at_its_min_as_well() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        # Nobody is placed for it, so nothing is said of nodes that are free.
+        # No node is placed for it, so free nodes are not mentioned.
         short = r"^job-7 would have 1 of the 2 nodes that it needs$"
         with pytest.raises(TooFewNodesError, match=short):
             await s.driver.nodes.drain("n1", 1_000, "roll", keep_min=True)
@@ -600,7 +600,7 @@ async def test_a_new_instance_of_a_node_is_placed_once_its_former_self_is_lost()
 
 
 async def test_who_loses_its_placement_as_it_leaves_is_told_so() -> None:
-    """It may have taken the job up again meanwhile, and would hold it for ever."""
+    """It may have accepted the job again meanwhile, and would hold it forever."""
     async with server() as s:
         (n1,) = await daemons(s, "n1")
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
@@ -614,7 +614,7 @@ async def test_who_loses_its_placement_as_it_leaves_is_told_so() -> None:
 
 
 async def test_who_lets_go_of_a_job_before_it_has_joined_is_placed_anew() -> None:
-    """That it left, or declined, was said to a server that died before it was stored."""
+    """Its leaving, or its decline, was sent to a server that died before it was stored."""
     async with server() as s:
         n1, _ = await daemons(s, "n1", "n2")
         await s.driver.operations.submit_job("job-7", submission())
@@ -628,7 +628,7 @@ async def test_who_lets_go_of_a_job_before_it_has_joined_is_placed_anew() -> Non
 
 
 async def test_who_lets_go_of_a_job_that_it_has_joined_is_in_it_no_more() -> None:
-    """It had heard that the run is closed, and then met a server that does not know so."""
+    """It had learned that the run is closed, and then met a server that does not know that."""
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
         await s.driver.operations.submit_job("job-7", submission())
@@ -655,9 +655,9 @@ async def test_who_has_said_that_it_leaves_lets_go_of_nothing_more() -> None:
 
 
 async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of_before() -> None:
-    """A restored store has brought back a run, and with it the seat of a node that is in another.
+    """A restored store brought back a run with the seat of a node that is in another run.
 
-    It is the same instance of the node, so that nothing but its belief says that it is not there.
+    It is the same instance of the node, so only its belief shows that it is not there.
     """
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
@@ -674,7 +674,7 @@ async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of
         heard = read(stream)
         assert next(said for said in heard if isinstance(said, Closed)).run == "sub-9"
         assert (await s.states())["n1"] is NodeState.LOST
-        # Once nothing is left of what it held, it takes up what it is placed in now.
+        # Once it has nothing left of what it held, it accepts its present placement.
         await s.driver.reports.note_holdings(stream, ())
         await live(s, 31_000, stream)
         assert Placed("job-7", "sub-1", SPEC) in read(stream)
@@ -785,7 +785,7 @@ async def test_an_operator_has_a_node_look_again() -> None:
 
 
 async def test_a_job_keeps_no_other_node_back_for_one_that_is_not_well() -> None:
-    """Nobody knows for how long it will be so: three idle nodes are not to wait for a repair."""
+    """It is unknown how long this lasts: three idle nodes should not wait for a repair."""
     async with server() as s:
         n1, n2, _ = await daemons(s, "n1", "n2", "n3")
         s.driver.reports.note_health(n1, FULL)

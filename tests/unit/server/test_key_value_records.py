@@ -1,4 +1,4 @@
-"""A document that a server keeps: of a write that fails, what is known then is what is stored."""
+"""A server's key-value record: after a failed write, the server knows what is really stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rdzv.stores.memory import MemoryStore
 
 
 class Store(MemoryStore):
-    """One that fails once, before or after it has written, and may be away then."""
+    """Fails once, before or after it has written, and may be away then."""
 
     error: Exception | None = None
     writes_first = False

@@ -1,4 +1,4 @@
-"""Logs on their way through the server: who is asked, what is bounded, and how a reading ends."""
+"""Logs relayed by the server: which node is asked, what is bounded, how a request ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANSWER_MS = 10_000
 
 
 class Reading:
-    """A caller that takes what comes, unless it is told to wait."""
+    """A caller that accepts pieces, unless it is told to wait."""
 
     def __init__(self, s: Server, wanted: LogsWanted) -> None:
         self._lines = s.driver.workers.read_logs("job-7", wanted)
@@ -78,7 +78,7 @@ async def begin(s: Server, **wanted: object) -> Reading:
 
 
 def asked(stream: Stream) -> ReadLog:
-    """Return what a node is asked for, and nothing else."""
+    """Return the requests that a node receives, and nothing else."""
     (request,) = [told for told in read(stream) if isinstance(told, ReadLog)]
     return request
 
@@ -216,7 +216,7 @@ async def test_a_job_without_a_round_has_nothing_but_can_be_followed() -> None:
         ]
         await s.join(n2)
         line, request = [x for x in read(n2) if isinstance(x, Assignment | ReadLog)]
-        # In this order, so that the node knows of the round that it is asked for.
+        # In this order, so that the node knows the round that is requested.
         assert isinstance(line, Assignment)
         assert isinstance(request, ReadLog)
         assert (request.round, request.rank, request.follow) == (0, 2, True)
@@ -250,7 +250,7 @@ async def test_following_asks_whoever_gets_the_rank_and_ends_with_the_run() -> N
 
 
 async def test_who_follows_a_rank_that_is_not_there_hears_so_once_a_round() -> None:
-    """It was silent for ever."""
+    """It was silent forever."""
     async with server() as s:
         n1, n2 = await pair(s)
         reading = await begin(s, follow=True, rank=4)
@@ -280,7 +280,7 @@ async def test_a_node_that_is_back_goes_on_where_it_was() -> None:
         assert second.request != request.request
         assert second.tail_lines == 0
         assert second.positions == (LogPosition("", 0, 1, False, 5),)
-        # What is still said on the old stream, or for the old request, is not listened to.
+        # Messages on the old stream, or for the old request, are ignored.
         await say(s, n1, request, b"late")
         await say(s, again, request, b"late")
         await say(s, again, second, b"6")
@@ -311,7 +311,7 @@ async def test_a_reader_whose_stream_was_cut_goes_on_where_it_was() -> None:
         first = asked(n1)
         assert {replace(at, node_id="n1") for at in first.positions} == set(positions)
         assert first.tail_bytes == 0
-        # Of the other node nothing was read.
+        # Nothing of the other node was read.
         second = asked(n2)
         assert (second.tail_bytes, second.positions) == (9, ())
         await reading.stop()
@@ -378,7 +378,7 @@ async def test_of_an_ended_job_whose_nodes_have_gone_it_says_where_the_files_are
         s.driver.connections.detach(n1)
         for follow in (False, True):
             reading = await begin(s, follow=follow)
-            # The other's agent is there still.
+            # The other's agent is still there.
             await say(s, n2, asked(n2), b"b", last=True)
             assert (reading.ended, reading.text) == (True, b"b")
             ((node_id, note),) = reading.notes
@@ -469,7 +469,7 @@ async def test_a_node_that_sends_more_than_it_may_is_not_listened_to() -> None:
         assert granted(n1) == [LogCredit(request.request, 0, cancel=True)]
         reading.may_take.set()
         await settle()
-        # What it was allowed to send has come.
+        # All that it was allowed to send has come.
         assert len(reading.text) == 6_000
         assert "more than was requested" in reading.notes[0][1]
         assert reading.ended

@@ -1,4 +1,4 @@
-"""/metrics: a scripted history has a golden file; what is counted is what `status` shows."""
+"""/metrics: a scripted history has a golden file, and the counts agree with `status`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CONFIG = Config(Listen("127.0.0.1", 0), Path("/nowhere"))
 
 
 class Scraped(Server):
-    """A server with its metrics, and nodes that say what they are told to."""
+    """A server with its metrics, and nodes that send what they are told to."""
 
     def __init__(self, driver: Driver, clock: FakeClock, metrics: Metrics) -> None:
         super().__init__(driver, clock)
@@ -80,7 +80,7 @@ class Scraped(Server):
             await self.clock.advance(min(left_ms, 1_000))
 
     def tell(self, stream: Stream, number: int, *ranks: RankProgress) -> None:
-        """Workers of this node tell how far they are in a round."""
+        """Workers of this node report their step in a round."""
         self.driver.reports.note_progress(stream, Progress("job-7", "run-1", number, ranks))
 
     async def fail(self, stream: Stream, number: int) -> None:
@@ -113,7 +113,7 @@ async def scraped(
     tuning: Tuning | None = None,
     also: Meter | None = None,
 ) -> AsyncIterator[Scraped]:
-    """Run a driver whose metrics can be scraped; `also` is told what they are told."""
+    """Run a driver with metrics; `also` receives the same calls as they do."""
     clock = FakeClock()
     held: list[Driver] = []
     metrics = Metrics(
@@ -171,7 +171,7 @@ async def history(s: Scraped) -> None:
 
 
 async def submitted_jobs(s: Scraped) -> None:
-    """One job is placed on the one node that may be; the other waits for two."""
+    """One job is placed on the only eligible node; the other waits for two."""
     s.driver.scheduling.queue.settled_at_ms = 0
     gpus = tuple(Gpu(f"u{number}", "H100", 1) for number in range(4))
     for node_id in ("g1", "g2"):
@@ -199,7 +199,7 @@ async def test_budgets_are_told_beside_what_is_spent_of_them() -> None:
                 again = join(stream, (1, 2), settings=settings, run="run-1", left_round=number)
                 await s.say(stream, again)
             await s.let_pass(10_000)
-        # n2 falls silent, and n1 goes on alone.
+        # n2 falls silent, and n1 continues alone.
         await s.let_pass(10_000, "n2")
         await s.say(n1, join(n1, (1, 2), settings=settings, run="run-1", left_round=3))
         await s.let_pass(2_000, "n2")
@@ -523,7 +523,7 @@ async def test_ended_jobs_are_bounded() -> None:
         metrics.stepped(state, began.state, began.events, 0)
         metrics.stepped(began.state, ended.state, ended.events, 1)
     assert len(metrics._ended) == ENDED_JOBS
-    # What comes so late that the job is forgotten makes nothing anew.
+    # Events that arrive after the job was forgotten create nothing again.
     first = vacant("job-0", CONFIG.tuning)
     ended = step(step(first, _first_join(), 0).state, Stop("run-1", "an operator"), 1)
     assert ended.state.membership.ended
@@ -550,7 +550,7 @@ REASON_IN_WORDS = {
 
 
 def agrees(state: State, now_ms: int) -> str:
-    """Check that the gauges of a state are what `status` shows; return why it does not run."""
+    """Check that the gauges of a state agree with `status`; return why it does not run."""
     shown = Counter(v.state for v in node_views(state, now_ms))
     if state.membership.ended is None:
         assert +node_states(state) == shown
@@ -609,7 +609,7 @@ def test_the_gauges_say_what_status_says(beginning: str) -> None:
 
 
 def counts_what_lives(metrics: Metrics, state: State) -> None:
-    """Check that a job is counted until it has ended, and that its time runs while it does."""
+    """Check that a job is counted until it has ended, and that its time runs until then."""
     membership = state.membership
     tally = metrics._tallies.get(membership.rdzv_id)
     assert (tally is not None) is (bool(membership.run) and membership.ended is None)

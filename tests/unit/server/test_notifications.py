@@ -1,4 +1,4 @@
-"""Notifications: what is posted to a webhook, when, and what a webhook that fails costs."""
+"""Notifications: what is posted to a webhook, when, and the effects of a failing webhook."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUARANTINED = Record(
 
 
 class Webhook:
-    """Takes posts; the first few fail as told."""
+    """Accepts posts; the first few fail as the test says."""
 
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)
@@ -139,7 +139,7 @@ async def test_a_server_that_no_longer_leads_reports_no_queue() -> None:
 
 @pytest.fixture
 async def received() -> AsyncIterator[tuple[str, list[object]]]:
-    """Serve a webhook: its address, and the bodies it has got."""
+    """Run a webhook: its address, and the bodies it has received."""
     bodies: list[object] = []
 
     async def take(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Spans on their way to a collector: a real one, as far as OTLP over HTTP goes."""
+"""Spans on their way to a collector: a real one as far as OTLP over HTTP is concerned."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_a_collector_that_hangs_holds_up_neither_the_server_nor_its_end(
         assert caplog.messages[-1] == (
             f"the last traces are dropped: {collector.url}/v1/traces does not accept them"
         )
-        # Its threads, which roll dice for their next attempt, are not to outlive the test.
+        # Its threads, which wait random times between attempts, must not outlive the test.
         collector.answers.set()
         for thread in threading.enumerate():
             if thread.name == "otlp-close":

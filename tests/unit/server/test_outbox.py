@@ -1,4 +1,4 @@
-"""What waits to be written to a node: in order, several at a time, and never for long."""
+"""Messages that wait to be written to a node: in order, several at a time, never for long."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_it_does_not_wait_for_long() -> None:
     made = filled(WELCOME)
     async with asyncio.timeout(20 * outbox.LINGER_S):
         assert await made.take() == [WELCOME]
-        # Nor does one that comes after it.
+        # Nor does a later one.
         made.put(JOINED)
         assert await made.take() == [JOINED]
 

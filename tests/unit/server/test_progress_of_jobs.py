@@ -1,4 +1,4 @@
-"""A server shows how far workers are, of the present round alone, and never decides by it."""
+"""A server shows workers' progress, only of the present round, and never decides by it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_the_last_word_of_each_worker_is_shown_with_its_age() -> None:
 
 
 async def test_what_is_told_again_is_as_old_as_it_was() -> None:
-    """The node says its age with it: no reconnect and no new server makes it young."""
+    """The node sends its age with it: no reconnect and no new server makes it younger."""
     store, clock = MemoryStore(), FakeClock()
     line = Assignment("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
     async with server(store, clock) as s:
@@ -113,7 +113,7 @@ async def test_what_is_told_again_is_as_old_as_it_was() -> None:
         assert s.driver.views.progress("job-7") == (Said(0, 6, 4_321, 2.0),)
         await clock.advance(679)
         assert s.driver.views.progress("job-7") == (Said(0, 6, 5_000, 2.0),)
-        # Said once more it is neither added up nor begun anew.
+        # If it is repeated, it is neither added up nor counted from the start.
         s.driver.reports.note_progress(n1, replace(again, ranks=(Said(0, 6, 5_010, 2.0),)))
         assert s.driver.views.progress("job-7") == (Said(0, 6, 5_010, 2.0),)
 
@@ -191,7 +191,7 @@ async def test_a_server_that_starts_anew_knows_nothing_and_stores_nothing() -> N
 async def test_what_is_said_before_the_beliefs_are_decided_waits_for_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A node says it as soon as its stream is open; its seat may be known only after that."""
+    """A node sends it as soon as its stream is open; its seat may be known only later."""
     async with server() as s:
         n1, _ = await s.pair()
         s.driver.connections.detach(n1)
@@ -298,7 +298,7 @@ def test_nodes_in_lock_step_are_so_whenever_each_has_said_its_last_word() -> Non
 def test_a_rate_that_is_not_known_is_left_out() -> None:
     assert shown(*all_of(1, rate=0)) == "step 1, last 0.3 s ago"
     assert shown(*all_of(9, age_ms=61_000)) == "step 9, last 1 min 1 s ago"
-    # One step takes so long: nothing is missing yet.
+    # One step takes so long that nothing is missing yet.
     assert shown(*all_of(9, 0.01, 61_000)) == "step 9, 0.01 steps/s, last 1 min 1 s ago"
 
 

@@ -1,7 +1,7 @@
-"""Quarantine at a server: a node that fails again and again is let go of, and stays away.
+"""Quarantine at a server: a node that fails repeatedly is removed from its job, and stays away.
 
-Three daemons, two of which train. n2's worker fails three times; in the very step that settles the
-third round the job lets go of it, and n3 takes the seat. Time is moved by hand.
+Three daemons, two of which train. n2's worker fails three times; in the step that settles the third
+round the job removes it, and n3 takes the seat. The test moves the clock.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ HOUR_MS = 3_600_000
 
 
 class Documents(FlakyStore):
-    """A store whose documents cannot always be written."""
+    """A store whose key-value records cannot always be written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.refuse: list[str] = []
-        """How the next writes of a document fail."""
+        """How the next writes of a record fail."""
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
         how = self.refuse.pop(0) if self.refuse else ""
@@ -70,13 +70,13 @@ def offer(stream: Stream) -> Offer:
 async def join(s: Server, stream: Stream, left_round: int | None = None) -> None:
     run = (await s.driver.views.status("job-7")).run
     asked = Join(stream.node_id, stream.incarnation, run, SETTINGS, offer(stream), left_round)
-    # While the store is away it waits to be heard.
+    # While the store is away, its message waits.
     s.driver.tasks.start(s.driver.commands.hear(stream, "job-7", asked))
     await settle()
 
 
 async def training(s: Server, streams: Sequence[Stream], run: str = "sub-1") -> None:
-    """Submit a job, and let whoever gets it run its first round."""
+    """Submit a job, and let the nodes that get it run its first round."""
     await s.driver.operations.submit_job("job-7", replace(submission(run), settings=SETTINGS))
     await s.clock.advance(QUIET_MS)
     placed = (await s.driver.views.status("job-7")).submission
@@ -91,7 +91,7 @@ def lines(stream: Stream) -> list[Assignment]:
 
 
 async def fails(s: Server, at_fault: Stream, others: Sequence[Stream], message: str = "") -> None:
-    """A worker of one node fails, and all stop and come back, that node first."""
+    """A worker of one node fails; all stop and come back, that node first."""
     status = await s.driver.views.status("job-7")
     number = status.round
     assert status.state == "running" and number is not None
@@ -129,14 +129,14 @@ async def test_who_fails_three_times_is_let_go_of_and_another_takes_the_seat(
         )
         assert f"n2 is quarantined for 12 h 0 min: {why}" in caplog.text
         told = read(n2)
-        # No round was formed with it, and it is let go of.
+        # No round was formed with it, and it is removed.
         assert not any(isinstance(message, Assignment) for message in told)
         assert Withdrawn("job-7", "sub-1", f"quarantined: {why}") in told
         assert any(isinstance(message, Placed) for message in read(n3))
         await join(s, n3)
         status = await s.driver.views.status("job-7")
         assert (status.state, [n.node_id for n in status.nodes][:2]) == ("running", ["n1", "n3"])
-        # The third failure was charged as every other.
+        # The third failure was charged like every other.
         assert status.restarts == 3
         assert (await shown(s, "n2")).quarantine == why
         assert (await shown(s, "n2")).quarantine_left_ms > 11 * HOUR_MS
@@ -172,7 +172,7 @@ async def test_a_job_that_waits_says_that_its_node_is_quarantined() -> None:
 
 
 def test_who_is_barred_since_it_was_chosen_is_not_placed() -> None:
-    """Else it would hear that it is placed, and withdrawn in the same step."""
+    """Otherwise it would be placed and withdrawn in the same step."""
     job = Job()
     job.do(submission())
     job.do(Bar((("n1", "quarantined: it is slow"),)))
@@ -181,7 +181,7 @@ def test_who_is_barred_since_it_was_chosen_is_not_placed() -> None:
 
 
 def test_the_echo_of_a_join_lets_nobody_in_who_is_barred() -> None:
-    """Else it would be let in and withdrawn in the same step."""
+    """Otherwise it would be admitted and withdrawn in the same step."""
     job = Job()
     job.do(submission())
     job.do(Place("sub-1", ("n1", "n2")))
@@ -237,7 +237,7 @@ async def test_it_outlives_the_server() -> None:
 
 
 async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_stopped() -> None:
-    """Two jobs share two nodes. One has n2 quarantined; the other lets go of it at its next end."""
+    """Two jobs share two nodes. One has n2 quarantined; the other removes it at its next end."""
     async with server(failures=2, max_nodes=2) as s:
         roomy = replace_capacity(2)
         s.driver.scheduling.queue.settled_at_ms = 0
@@ -333,7 +333,7 @@ async def test_processes_that_survive_sigkill_count_as_a_failure() -> None:
         await s.clock.advance(QUIET_MS)
         assert await quarantined(s) == ["n2"]
         status = await s.driver.views.status("job-7")
-        # It is let go of once its processes are gone.
+        # It is removed once its processes are gone.
         assert ("n2", "stopping") in [(n.node_id, n.state) for n in status.nodes]
         await join(s, n2, 0)
         status = await s.driver.views.status("job-7")
@@ -355,7 +355,7 @@ async def test_nodes_of_rdzvrun_are_not_judged() -> None:
 
 
 async def test_a_node_that_runs_a_job_of_its_own_is_judged_and_not_stopped() -> None:
-    """The job of an agent.toml is not the server's to take a node from."""
+    """The server must not take a node from the job of an agent.toml."""
     async with server(failures=1) as s:
         n1, n2 = await daemons(s, "n1", "n2")
         for stream in (n1, n2):

@@ -1,4 +1,4 @@
-"""rdzvd's configuration: every setting has an effect, and only what can be reloaded is."""
+"""rdzvd's configuration: every setting has an effect, and only reloadable ones are reloaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rdzv.transport.endpoints import Listen
 
 SETTINGS = settings_of(RdzvdSettings)
 BOUND = [setting for setting in SETTINGS.values() if setting.sets]
-"""Those that are fields of the limits, timings and tunings."""
+"""Settings that are fields of the limits, timings and tunings."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_without_a_file_everything_has_the_default_of_its_field() -> None:
 
 @pytest.mark.parametrize("setting", BOUND, ids=lambda setting: setting.key)
 def test_each_setting_sets_its_fields(setting: Setting) -> None:
-    # A value that differs from the default and breaks no rule with the other settings.
+    # A value that differs from the default and violates no rule about other settings.
     down = {"lease.nodes", "lease.duration", "forming.gather_quiet", "limits.nodes_per_job"}
     down |= {"limits.job_timeout", "lease.heartbeats", "limits.log_window"}
     step = -1 if setting.key in down or setting.default == setting.most else 1
@@ -389,7 +389,7 @@ def test_the_command_line_is_not_reloaded_over(file: Path) -> None:
 
 
 def test_only_limits_and_timings_are_reloaded() -> None:
-    """What the cores and the sockets were started with stays; the driver keeps copies of it."""
+    """The initial values of the cores and sockets stay; the driver keeps copies of them."""
     for setting in BOUND:
         if setting.reload:
             assert {field.partition(".")[0] for field in setting.sets} <= {"limits", "timings"}

@@ -1,4 +1,4 @@
-"""Whom the ranks of a round wait for, as the records of their collectives show it."""
+"""Which ranks the others of a round wait for, according to their records of collectives."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_the_details_say_where_everybody_is() -> None:
 
 
 def test_the_wait_is_named_by_the_collective_that_the_absent_have_not_entered() -> None:
-    """Two have completed a broadcast as its root; the third of them has not entered it."""
+    """Two have completed a broadcast as its root; the third has not entered it."""
     found = compare([waiting(0, 42), waiting(1, 42), absent(2, 41)])
     assert found is not None
     assert (found.sequence, found.ranks, found.waiting) == (42, (2,), (0, 1))

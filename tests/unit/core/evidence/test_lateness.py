@@ -1,4 +1,4 @@
-"""The rank that the others wait for is named in time, with its lateness, and nobody without one."""
+"""The rank that the others wait for is found in time, with its lateness; no other is named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MS = 1_000
 
 
 def look(*rows_ms: tuple[float, ...], error_ms: int | None = 0, rate: float = 10.0) -> GroupLook:
-    """Show collectives in a row, each with the times of RANK 0, 1, ..."""
+    """Return a sequence of collectives, each with the times of RANK 0, 1, ..."""
     entered = {
         n: {rank: round(at * MS) for rank, at in enumerate(row)}
         for n, row in enumerate(rows_ms, start=1)
@@ -70,14 +70,14 @@ def test_how_late_each_is(found: GroupLook, nodes: dict[int, str], late_ms: list
 
 
 def test_lateness_that_is_carried_on_counts_once() -> None:
-    """The second and the third are entered late because the first was: nobody waited in between."""
+    """The second and third are entered late because of the first: no rank waited in between."""
     ramp = [(step * 100 + n, step * 100 + n + 3 * n) for step in range(5) for n in (1, 2, 3, 4)]
     seen = arrivals([look(*ramp, rate=40.0)], ONE)
     assert seen[1].share == pytest.approx(0.12, abs=0.02)
 
 
 def test_a_rank_that_waits_for_another_itself_is_not_the_one() -> None:
-    """RANK 1 holds up RANK 0 in their group, and so RANK 0 is late in its group with RANK 2."""
+    """RANK 1 delays RANK 0 in their group, so RANK 0 is late in its group with RANK 2."""
     inner = GroupLook({n: {0: n * 100_000, 1: n * 100_000 + 30_000} for n in (1, 2, 3)}, 10.0)
     outer = GroupLook({n: {0: n * 100_000 + 31_000, 2: n * 100_000} for n in (1, 2, 3)}, 10.0)
     seen = arrivals([inner, outer], ONE)
@@ -95,7 +95,7 @@ def test_nodes_that_look_at_different_moments_choose_the_same_collectives() -> N
     all_of, half = set(chosen(1, 2_000, 64)), set(chosen(500, 1_499, 64))
     assert 32 <= len(all_of) <= 64
     assert {n for n in all_of if 500 <= n < 1_500} <= half
-    # Each of ten collectives of a step is met.
+    # Each of ten collectives of a step is compared.
     assert {n % 10 for n in chosen(1, 2_000, 64)} == set(range(10))
 
 
@@ -107,11 +107,11 @@ STEP_S, RANKS, PAUSES_S = 0.5, 4, (0.05, 0.2, 0.5)
 def training(
     seed: int, seconds: int, slow: int | None, *, factor: float = 1.2
 ) -> Iterator[tuple[float, Arrivals]]:
-    """Yield what is known every 5 s of a lock-step training on two nodes whose clocks differ.
+    """Yield every 5 s the records of a lock-step training on two nodes whose clocks differ.
 
     Steps vary by a tenth; now and then a rank pauses, or is slow for some seconds as if another
-    program ran there; RANK 0 saves a checkpoint for 4 s each five minutes. One may be slow from the
-    first minute on.
+    program ran there; RANK 0 saves a checkpoint for 4 s every five minutes. One may be slow from
+    the first minute on.
     """
     draw = random.Random(seed)
     now_s, number, told = 0.0, 0, Arrivals()

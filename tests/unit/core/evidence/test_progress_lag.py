@@ -1,4 +1,4 @@
-"""How far workers are behind each other, where their last words are of different moments."""
+"""How far workers lag behind each other, by reports made at different moments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rdzv.core.evidence.progress_lag import Word, lags
 
 
 def test_lock_step_workers_of_different_nodes_are_in_step() -> None:
-    # Nodes say it once a second: one has just done so, the others a while ago.
+    # Nodes report once a second: one has just done so, the others a while ago.
     words = [Word(1300 - 13 * tenths // 10, 100 * tenths, 13.0) for tenths in range(15)]
     assert lags(words) == (0,) * 15
 
@@ -33,7 +33,7 @@ def test_a_worker_that_is_behind_is_so_by_as_much_at_any_age_of_its_word() -> No
     for age_ms in (0, 500, 2_000):
         behind = Word(960 - 10 * age_ms // 1000, age_ms, 10.0)
         assert lags([Word(1_000, 0, 10.0), behind]) == (0, 40)
-    # The foremost may have gone on since its word, or not.
+    # The foremost may or may not have continued since its report.
     assert lags([Word(990, 1_000, 10.0), Word(960, 0, 10.0)]) == (0, 30)
 
 
@@ -49,7 +49,7 @@ def test_a_rate_that_is_not_steady_proves_no_lag() -> None:
 
 def test_a_worker_that_is_silent_is_where_it_said_it_is() -> None:
     assert lags([Word(200, 0, 10.0), Word(100, 10_000, 10.0)]) == (0, 100)
-    # It is not yet: it may just be waited for.
+    # It does not lag yet: it may be waiting for another.
     assert lags([Word(200, 0, 10.0), Word(101, 9_900, 10.0)]) == (0, 0)
     # One step takes twenty seconds.
     assert lags([Word(8, 0, 0.05), Word(7, 19_000, 0.05)]) == (0, 0)
@@ -64,7 +64,7 @@ def test_where_all_are_silent_alike_nobody_is_behind() -> None:
     [
         # How far the first was a second ago is not known.
         ([Word(5, 0, None), Word(0, 1_000, None)], (0, 0)),
-        # This is: its word is the later one, and still behind.
+        # This one lags: its report is the later one, and still behind.
         ([Word(5, 1_000, None), Word(2, 0, None)], (0, 3)),
         ([], ()),
         ([Word(7, 0, None)], (0,)),

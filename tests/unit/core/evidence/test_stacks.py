@@ -1,4 +1,4 @@
-"""Where workers differ: most wait for one that is elsewhere, and the stacks say which one it is."""
+"""Where workers differ: most wait for one that is elsewhere, and the stacks say which one."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_the_users_own_code_is_told_from_libraries(file: str, own: bool) -> None
 
 
 def test_the_same_place_in_different_folders_is_one_place() -> None:
-    """Nodes need not have their environments in the same folder; other files are other places."""
+    """Environments of nodes may lie in different folders; other files count as other places."""
 
     def at(rank: int, root: str, file: str) -> WorkerStack:
         wait = Frame("wait", f"{root}/lib/python3.11/threading.py", 3)

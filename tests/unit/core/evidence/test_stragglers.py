@@ -1,4 +1,4 @@
-"""A worker straggles that is much slower than the others of its role at every look for a while."""
+"""A worker straggles if it is much slower than its role's others at each sample for a while."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_a_silent_one_is_not_slow_and_a_round_that_is_over_is_forgotten() 
 
 
 def arrive(s: Server, stream: Stream, now_s: int, ranks: dict[int, int], round_: int = 0) -> None:
-    """Report ten collectives of five seconds, entered so many milliseconds late by each rank."""
+    """Report ten collectives of five seconds, entered this many milliseconds late by each rank."""
     entered = {
         2 * now_s + n: {
             rank: 1_000 * (1_000 * now_s + 500 * n + late_ms) for rank, late_ms in ranks.items()

@@ -1,4 +1,4 @@
-"""The nodes core: one speaker for each node_id, and nobody is lost whom nobody could hear."""
+"""The nodes core: one live stream per node_id, and no unheard node is lost without proof."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousConn
 
 @dataclass
 class Fleet:
-    """The nodes of one server, which ticks when it is due and not otherwise."""
+    """The nodes of one server, which ticks exactly when it is due."""
 
     nodes: Nodes = field(default_factory=lambda: Nodes(leadership=3))
     now_ms: int = 0
@@ -66,7 +66,7 @@ class Fleet:
         incarnation: int = 0,
         fence_after_ms: int = 0,
     ) -> int:
-        """Open a stream and return the incarnation that was given."""
+        """Open a stream and return the incarnation that was assigned."""
         self.do(
             Connect(
                 node_id=node_id,
@@ -151,7 +151,7 @@ def test_the_lease_grows_with_the_number_of_nodes() -> None:
 
 
 def test_who_came_first_has_a_longer_lease_once_it_is_heard() -> None:
-    """Else the first thousand nodes would send most of all heartbeats for ever."""
+    """Otherwise the first thousand nodes would send most of all heartbeats forever."""
     tuning = NodesTuning(lease_nodes=2, lease_nodes_max=4, lease_ms=5_000, lease_max_ms=30_000)
     fleet = Fleet(Nodes(1, tuning))
     for i in range(3):
@@ -174,7 +174,7 @@ def test_who_came_first_has_a_longer_lease_once_it_is_heard() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "grown"), [(1_000, 0), (1_800, 0), (1_900, 1)])
 def test_a_lease_is_not_given_anew_for_a_few_more_nodes(nodes: int, grown: int) -> None:
-    """With each node that comes another lease would suit; each is told of few of them."""
+    """Each new node would call for another lease; each node is sent few changes."""
     fleet = Fleet()
     for i in range(nodes):
         fleet.connect(f"n{i}")
@@ -286,7 +286,7 @@ def test_after_a_take_over_nobody_is_lost_for_takeover_grace() -> None:
 
 
 def test_while_those_who_were_expected_still_come_back_nobody_is_lost() -> None:
-    """Thousands that come back at once take longer than takeover_grace: the server is slow."""
+    """Thousands that reconnect at once take longer than takeover_grace: the server is slow."""
     fleet = Fleet()
     for number in range(10):
         fleet.do(Expect(f"n{number}", 7))
@@ -357,7 +357,7 @@ def test_who_adopted_the_place_later_than_was_stored_is_let_in() -> None:
 
 @pytest.mark.parametrize("incarnation", [0, 6, 7])
 def test_who_was_expected_is_known_by_its_id(incarnation: int) -> None:
-    """Its server was killed before it had told the incarnation that it had stored."""
+    """Its server was killed before it had sent the incarnation that it had stored."""
     fleet = Fleet()
     fleet.do(Expect("n1", 7, "a"))
     assert fleet.connect("n1", "a", incarnation=incarnation) == 7
@@ -417,7 +417,7 @@ def test_after_a_pause_of_the_server_leases_begin_anew() -> None:
 
 
 def test_the_silence_of_everyone_at_once_is_excused_for_takeover_grace() -> None:
-    """A switch beside the server restarts: nobody is lost, nor whose ping went unanswered."""
+    """A switch beside the server restarts: no node is lost, even if its ping went unanswered."""
     fleet = Fleet()
     for name in ("n1", "n2", "n3"):
         fleet.connect(name, kind=AgentKind.FOREGROUND)
@@ -443,7 +443,7 @@ def test_who_is_not_heard_within_a_lease_of_the_others_is_lost() -> None:
 
 
 def test_who_is_heard_again_has_its_lease_and_no_more() -> None:
-    """All who were excused are heard; the timer is that of their leases again."""
+    """All excused nodes have been heard; the timer is again that of their leases."""
     fleet = Fleet()
     for name in ("n1", "n2", "n3"):
         fleet.connect(name)
@@ -468,7 +468,7 @@ def test_a_new_stream_is_heard_as_well() -> None:
 
 
 def test_silence_excuses_nobody_from_being_replaced() -> None:
-    """Its host was started anew while the server heard nobody: it is not kept out for long."""
+    """Its machine restarted while the server heard no node: it is not kept out for long."""
     fleet = Fleet()
     for name in ("n1", "n2"):
         fleet.connect(name)
@@ -498,7 +498,7 @@ def test_one_node_alone_is_given_up_when_its_lease_is_over() -> None:
 def test_a_node_with_a_fence_is_waited_for_until_its_workers_are_gone(
     kind: str, fence_ms: int, kept_ms: int
 ) -> None:
-    """The end of its stream is no proof of that, so nothing shortens the wait."""
+    """The end of its stream does not prove that, so nothing shortens the wait."""
     fleet = Fleet()
     fleet.connect("n1", kind=AgentKind(kind), fence_after_ms=fence_ms)
     fleet.pass_until(1_000)
@@ -521,7 +521,7 @@ def test_a_planned_absence_that_is_shorter_than_the_fence_does_not_shorten_it() 
 
 
 def test_another_instance_is_let_in_only_behind_the_fence() -> None:
-    """Also not after the stream's end: workers of the former one may run for a while yet."""
+    """Also after the end of the stream: the previous instance's workers may still run."""
     fleet = Fleet()
     first = fleet.connect("n1", "a", AgentKind.FOREGROUND, fence_after_ms=4_000)
     fleet.disconnect("n1")
@@ -562,7 +562,7 @@ def test_in_any_order_no_node_is_given_up_or_replaced_before_its_fence(seed: int
     fleet = Fleet()
     fence_ms = random.choice([1_000, 2_500, 4_000])
     heard: dict[str, tuple[str, int]] = {}
-    """By node_id: who was last heard, and when."""
+    """The time at which each node_id was last heard."""
     given_up = 0
     for _ in range(300):
         node_id, instance = random.choice(["n1", "n2"]), random.choice("ab")
@@ -650,7 +650,7 @@ def test_excuses_end_whenever_somebody_is_heard_not_only_once() -> None:
 
 
 def test_one_that_was_heard_and_has_gone_does_not_speak_for_those_that_are_silent() -> None:
-    """Its end came before theirs, which nobody could hear: they are excused all the same."""
+    """Its end came before theirs, which could not be noticed: they are excused all the same."""
     fleet = Fleet()
     for name in ("n1", "n2", "n3"):
         fleet.connect(name, kind=AgentKind.FOREGROUND)

@@ -1,4 +1,4 @@
-"""Who gets which nodes: tables for each rule, and random queues for the promises."""
+"""Which job gets which nodes: tables for each rule, and random queues for the guarantees."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_it_is_replaced_once() -> None:
 
 
 def test_its_seat_is_no_growth() -> None:
-    """Newcomers wait for a natural end of the round, but who leaves is replaced all the same."""
+    """Newcomers wait for a natural end of the round, but a node that leaves is replaced at once."""
     job = a_job("a", (1, 4), here=("n1", "n2"), going=("n2",), may_grow=False)
     spares = [a_node("n3"), a_node("n4")]
     assert plan([job], spares).places == {"a": ("n3",)}
@@ -124,19 +124,19 @@ def test_a_job_that_would_have_too_few_says_what_it_needs() -> None:
     assert reason(made, "a") == (
         "queued: needs 1 more node once n2 has left, none is free; n0: taken by old"
     )
-    # And nobody who came later gets what it could use.
+    # And no later job gets a node that it could use.
     assert plan([job, a_job("b", at_ms=1)], [BUSY]).places == {}
 
 
 def test_a_job_that_a_drain_leaves_with_too_few_keeps_nothing_back() -> None:
-    """Its drained node comes back when an operator says so: nobody knows when that is."""
+    """Its drained node comes back when an operator says so, and that time is unknown."""
     job = a_job("a", (2, 2), here=("n1", "n2"), going=("n2",))
     drained = a_node("n2", unusable="drained", cordoned=True)
     shared = a_node("n1", capacity=2, taken={("a", "a-run"): 0})
     made = plan([job, a_job("b", at_ms=1)], [shared, drained])
     assert made.places == {"b": ("n1",)}
     assert "if all other jobs had ended it would still lack 1 node" in reason(made, "a")
-    # One that is only away is waited for: it is kept, with all that the job could use.
+    # The job waits for a node that is only away, and keeps all nodes that it could use.
     away = a_node("n3", unusable="away")
     assert plan([job, a_job("b", at_ms=1)], [shared, drained, away]).places == {}
 
@@ -178,7 +178,7 @@ def test_who_waits_hears_of_nodes_that_have_declined() -> None:
         "queued: needs 1 node, none is free; n2: taken by old; "
         "n1 could not run it (no such folder: /data)"
     )
-    # Also of a job that runs on with too few, where another node is nearer to what it needs.
+    # Also of a job that keeps running with too few, if another node fits its needs better.
     waits = replace(a_job("a", (3, 3), declined={"n1": "no folder"}, here=("n2",)), seated=True)
     assert reason(plan([waits], nodes), "a").endswith("n1 could not run it (no folder)")
 
@@ -203,7 +203,7 @@ def test_a_job_that_could_not_start_if_all_others_had_ended_keeps_nothing_back()
     assert plan([a_job("wide", (3, 3), at_ms=1), later], THREE[1:]).places == {"later": ("n2",)}
     nodes = [*THREE[:2], a_node("n3", unusable="cordoned", cordoned=True)]
     assert plan([a_job("wide", (3, 3), at_ms=1), later], nodes).places == {"later": ("n1",)}
-    # Where the others may still be on their way back, it does.
+    # If the others may still be on their way back, it does.
     wide = a_job("wide", (3, 3), at_ms=1)
     assert plan([wide, later], THREE[1:], settled=False).places == {}
     nodes = [*THREE[:2], a_node("n3", unusable="away")]
@@ -228,7 +228,7 @@ def test_a_job_is_given_up_when_no_node_is_left_that_could_run_it() -> None:
     }
     assert plan([job], THREE, settled=False).hopeless == {}
     assert plan([replace(job, here=frozenset(("n4",)))], THREE).hopeless == {}
-    # Nor does it keep those it has, if those that are left are too few.
+    # Nor does it keep its nodes if the remaining ones are too few.
     pair = a_job("a", (2, 2), here=("n3",), declined={"n1": "no", "n2": "no"})
     assert plan([pair], THREE).hopeless == {"a": "no node could run it: n1, n2: no"}
     assert plan([replace(pair, seated=True)], THREE).hopeless == {}
@@ -452,7 +452,7 @@ def test_every_plan_keeps_the_promises(queue: tuple[list[Demand], list[Host]]) -
         for later in order[order.index(earlier) + 1 :]:
             assert not could & set(made.places.get(later.rdzv_id, ())), "overtaken"
         for other in jobs:
-            # Those who started before it may use what it could; who grows may not.
+            # Jobs that started earlier may use the node; a job that only grows may not.
             if len(other.here) >= other.min_nodes:
                 assert not could & set(made.places.get(other.rdzv_id, ())), "growth before a start"
     short = {j.rdzv_id for j in jobs if len(j.here) < j.min_nodes}
@@ -498,7 +498,7 @@ def test_what_was_placed_is_not_placed_again(queue: tuple[list[Demand], list[Hos
     ("scale_up", "at_ms", "grows_at_ms", "may_grow"),
     [
         (ScaleUp.EAGER, 0, None, True),
-        # Time alone changes nothing about it, so no timer is armed for it.
+        # The mere passing of time changes nothing, so no timer is set.
         (ScaleUp.ON_RESTART, 0, None, False),
         (ScaleUp.ON_RESTART, 10**12, None, False),
         (ScaleUp.AFTER, 59_999, 60_000, False),

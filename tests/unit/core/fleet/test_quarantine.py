@@ -1,7 +1,7 @@
-"""Who is quarantined, and who is not: the rule, case by case.
+"""Which nodes are quarantined: the rule, case by case.
 
 Each case is a list of strikes, `at_s node run`, at a server that knows four daemons unless it says
-otherwise; then who is quarantined by them, and what is said of the last.
+otherwise; then the nodes that they quarantine, and the reason given for the last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def after(
     record: Record | None = None,
     **tuning: int,
 ) -> tuple[Record, str]:
-    """Judge strikes one after the other; each ends a round of its own."""
+    """Judge strikes one after the other; each ends its own round."""
     record, text = record or Record(), ""
     for round_, line in enumerate(filter(None, map(str.strip, strikes.split(";")))):
         at_s, node_id, run = line.split()
@@ -168,7 +168,7 @@ def test_what_was_before_an_operator_lifted_it_does_not_count() -> None:
     # The run that it was quarantined for is still blamed.
     record, text = after("50 n3 a; 60 n3 a; 70 n3 a", record=record)
     assert "the job itself is more likely at fault" in text
-    # And what is remembered of nodes that were never quarantined goes as well.
+    # Strikes of nodes that were never quarantined are forgotten as well.
     assert not [s for s in lift(record, "n2").strikes if s.node_id == "n2"]
 
 

@@ -1,4 +1,4 @@
-"""What the ends of rounds cost: how long a crash loop waits, and when too much is too much.
+"""The cost of ended rounds: how long a crash loop waits, and when a budget is exhausted.
 
 The stories are in `tests/scenarios/5_7_*`; here are the tables behind them.
 """
@@ -90,7 +90,7 @@ def test_who_restarts_workers_itself_is_no_preempted_node_when_it_joins_again() 
         (0, Moved(step=101), 0, 0, 101),
         (0, Moved(snapshot=True), 0, 0, 100),
         (0, Moved(step=7, snapshot=True), 0, 0, 100),
-        # Another server's clock may say that a round ended before it began.
+        # By another server's clock, a round may have ended before it began.
         (-5, Moved(), 4, 4, 100),
     ],
 )
@@ -192,7 +192,7 @@ def test_a_clock_that_was_ahead_does_not_lengthen_the_wait() -> None:
     for _ in range(2):
         job.fail("n1", report())
         job.stopped("n1")
-    # The server that wrote this down was an hour ahead of the one that takes over.
+    # The server that stored this was an hour ahead of the one that takes over.
     job.now_ms -= 3_600_000
     job.crash()
     job.join("n1", run=job.membership.run, left_round=1)
@@ -284,7 +284,7 @@ def test_whatever_rounds_end_by_no_budget_is_overdrawn(
     in_vain: int,
     backoff: int,
 ) -> None:
-    """Every order of ends, against a count kept beside: the job has failed exactly when it must."""
+    """Every order of ends, compared with a separate count: the job fails exactly when it must."""
     settings = Settings(
         *(1, 2, 100),
         last_call_timeout_ms=0,
@@ -315,7 +315,7 @@ def test_whatever_rounds_end_by_no_budget_is_overdrawn(
             job.join("n2")
             kind = "newcomer"
         if job.round.live:
-            # Who was lost again and again is not let in at once, and is not to come in later.
+            # A node that was lost repeatedly is not admitted at once, and must not slip in later.
             job.leave("n2")
             continue
         job.stopped(*(n for n in job.seated if n in job.state.seats and n != "n1"))

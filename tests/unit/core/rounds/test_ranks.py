@@ -1,4 +1,4 @@
-"""Who sits where: GROUP_RANK, RANK and ROLE_RANK of a round."""
+"""Assignment of seats: GROUP_RANK, RANK and ROLE_RANK of a round."""
 
 from __future__ import annotations
 

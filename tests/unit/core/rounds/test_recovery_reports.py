@@ -1,4 +1,4 @@
-"""A server that knows less than its nodes adopts the round that they report, and stops nobody."""
+"""A server that knows less than its nodes adopts the round they report, and stops no worker."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def rejoin(group_rank: int, run: str = FORMER, **given: Any) -> Join:
 
 
 def adopted(**given: Any) -> Job:
-    """A server without memory, to which all three nodes of round 7 have told of it."""
+    """A server without memory to which all three nodes of round 7 have reported it."""
     job = Job()
     for group_rank in range(3):
         job.do(resume(group_rank, **given))
@@ -120,7 +120,7 @@ def test_an_adopted_round_is_like_any_other():
 
 
 def test_who_was_kept_is_known_from_the_reports():
-    """Also if the first is of an older node, which has not kept what it does not know."""
+    """Also if the first report is from an older node, which does not keep unknown fields."""
     settings, told = replace(SETTINGS, max_restarts=3), {"source": 1, "resume_step": 70}
     job = Job(settings)
     job.do(resume(1, settings=settings))
@@ -128,7 +128,7 @@ def test_who_was_kept_is_known_from_the_reports():
     job.do(resume(2, settings=settings, kept=(2,), **told))
     assert [p.kept for p in job.round.participants] == [(0, 1), (), (2,)]
     assert (job.round.source, job.round.resume_step) == (1, 70)
-    # So a round that fails without a step is followed by new processes here, too.
+    # So here, too, a round that fails without a step is followed by new processes.
     job.fail("n0")
     for node, size in enumerate(SIZES):
         job.stopped(f"n{node}", local_world_size=size, kept=[KeptWorker(0, 70)])
@@ -152,7 +152,7 @@ SPENT = Spent(preemptions=2, store_failures=1, soon=3, in_vain=2, step=900)
 
 
 def remembered(tally: Tally | None, restarts: int = 0, **settings: Any) -> Job:
-    """A server without memory, whose nodes tell what they were told of what was spent."""
+    """A server without memory whose nodes report the budgets that they were sent."""
     asked = Settings(2, 3, **settings)
     job = Job(asked)
     for group_rank in range(3):
@@ -200,7 +200,7 @@ def test_restarts_beyond_what_a_tally_holds_are_as_old_as_its_oldest():
 
 
 def test_a_backup_knows_what_its_nodes_do_not():
-    """What was known is never less for a report; rounds in a row are those of the later round."""
+    """A report never lowers a known count; rounds in a row are those of the later round."""
     known = Membership("job-7", RUN, 1, SETTINGS, 0, spent=Spent(5, 0, 0, 0, 1_000), restarts=(10,))
     assert spent_known(known, Tally(SPENT)) == Spent(5, 1, 3, 2, 1_000)
     assert spent_known(known, None) == known.spent
@@ -342,7 +342,7 @@ def test_a_round_may_be_adopted_and_followed_by_the_next_in_one_step():
 
 
 def test_the_highest_round_wins():
-    """A spare that was left out of the last rounds speaks first."""
+    """A spare that was left out of the last rounds reports first."""
     job = Job()
     job.do(replace(rejoin(1, round_=3), node_id="n9"))
     assert job.round.number == 3
@@ -355,7 +355,7 @@ def test_the_highest_round_wins():
 
 
 def test_who_has_left_a_later_round_starts_beside_no_worker_of_an_earlier_one():
-    """After its grace a server without memory has formed a round; then somebody comes back late."""
+    """After its grace a server without memory has formed a round; then a node returns late."""
     settings = Settings(1, 3, last_call_timeout_ms=0)
     job = Job(settings)
     job.join("n9", run=FORMER)
@@ -388,7 +388,7 @@ def superseded() -> Job:
 
 
 def test_no_round_begins_beside_workers_of_one_that_a_later_one_has_followed():
-    """Who runs them was told to stop, which takes it a while."""
+    """The nodes that run them were told to stop, which takes a while."""
     job = superseded()
     assert job.round.number == 7
     assert "waiting for n9 to stop" in job.reason
@@ -524,7 +524,7 @@ def test_a_report_that_does_not_fit_gets_no_seat(wrong: dict[str, Any]):
 
 
 def test_a_round_that_only_a_leaver_has_reported_may_still_be_reported():
-    """Whoever left it told no more than its number."""
+    """The nodes that left it reported no more than its number."""
     job = Job()
     job.join("n9", run=FORMER, left_round=7)
     assert job.membership.next_round == 8
@@ -539,7 +539,7 @@ def test_a_round_that_only_a_leaver_has_reported_may_still_be_reported():
 def test_a_round_outside_the_launched_bounds_was_scaled(
     nodes: int, scaled: tuple[int, int] | None
 ) -> None:
-    """That an operator gave it other bounds is not known; that it has them is plain."""
+    """The server does not know which bounds an operator has set, only that some were set."""
     job = Job()
     job.do(resume(0, group_world_size=nodes, world_size=2 * nodes))
     assert job.membership.scaled == scaled
@@ -547,7 +547,7 @@ def test_a_round_outside_the_launched_bounds_was_scaled(
 
 
 def test_a_run_that_others_may_still_run_forms_no_round_before_they_had_time_to_say_so():
-    """A spare is the first to speak to a server without memory."""
+    """A spare is the first to report to a server without memory."""
     job = Job(Settings(1, 3, last_call_timeout_ms=0))
     job.join("n9", run=FORMER)
     job.pass_until(29_999)
