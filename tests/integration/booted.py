@@ -104,9 +104,7 @@ class Booted:
 
 @contextmanager
 def booted(tmp_path: Path, given: Path) -> Iterator[Booted]:
-    """Boot a machine that finds the folder `given` at /run/given; skip the test if that is
-    impossible.
-    """
+    """Boot a machine that finds the folder `given` at /run/given; skip the test if impossible."""
     _skip_without()
     machine = tmp_path / "machine"
     machine.mkdir()
