@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,35 @@ def job(
     finally:
         made.process.kill()
         made.process.wait()
+
+
+@pytest.mark.parametrize("function", ["train", "train_sharded"])
+def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
+    tmp_path: Path, function: str
+) -> None:
+    """The runner writes it when no worker is left; torch reads it without us."""
+    disk = (f"--snapshot-dir={tmp_path / 'disk'}", "--max-restarts=0")
+    with job(tmp_path / "a", function) as undisturbed:
+        undisturbed.finish()
+    with job(
+        tmp_path / "b", function, disk, faults=stopped_in(KILLED_IN), snapshot_every=5
+    ) as killed:
+        killed.kill_all(0)
+        assert killed.process.wait(PATIENCE_S) == 1
+    (folder,) = (tmp_path / "disk").iterdir()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["step"] in (5, 10)
+    for part in manifest["parts"]:
+        assert torch.load(folder / part["file"], weights_only=True)["step"] == manifest["step"]
+    with job(tmp_path / "c", function, disk) as resumed:
+        begun = resumed.wait_for("begin", 2, round=0)
+        assert {row["step"] for row in begun} == {manifest["step"]}
+        assert f"of step {manifest['step']} in {folder}, not from a checkpoint" in resumed.text
+        resumed.finish()
+    if function == "train_sharded":
+        assert undisturbed.ends() == resumed.ends()
+    else:  # The random numbers of LOCAL_RANK 1 are not on disk.
+        assert len(resumed.lines("step")) == 2 * (STEPS - manifest["step"])
 
 
 def stopped_in(step: int, round_: int = 0) -> list[dict[str, Any]]:

@@ -18,10 +18,12 @@ from rdzv.agent.runner_link import (
     KeepSpec,
     SnapshotRefused,
     SnapshotsHeld,
+    SnapshotsWritten,
     StartedRunner,
     WorkerExited,
 )
 from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.structs import replace
 
 MIB = 1 << 20
 
@@ -110,4 +112,24 @@ async def test_a_worker_that_gets_no_memory_is_told_why_and_trains_on(node: Park
 async def test_a_worker_that_says_saved_without_end_is_not_listened_to(node: Parking) -> None:
     await node.begin("saves:4096", "floods", ranks=1)
     await node.printed(node.worker(0, 0), "the link is closed")
+    await node.stop(0)
+
+
+async def test_the_process_that_writes_to_disk_is_answered_for(node: Parking) -> None:
+    node.link.hold_snapshots(None)
+    await node.begin(f"saves:{MIB}", ranks=1)
+    saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1, 1), 0, MIB, "d")
+    await node.heard(SnapshotsHeld, snapshots=(saved,))
+    mark, env = saved.mark, dict(os.environ)
+    pinned = '{"type": "pinned", "lineage": 0, "step": 10, "series": "abc"}'
+    for program, reason in (
+        # It has the slot that holds the step, and neither the other one nor anything else.
+        ('test "$1 $2" = "--mark 0:10:abc" && test $# = 3 && readlink /proc/self/fd/$3', ""),
+        ("exit 7", "its writer ended with exit code 7; what it has written on stderr says why"),
+    ):
+        node.link.write_snapshots(mark, ["sh", "-c", program, "sh"], env, None, None)
+        assert (await node.heard(SnapshotsWritten, reason=reason)).step == 10
+        await node.printed(node.worker(0, 0), pinned)
+    node.link.write_snapshots(replace(mark, step=20), ["true"], env, None, None)
+    await node.heard(SnapshotsWritten, reason="this node holds nothing of it")
     await node.stop(0)

@@ -179,7 +179,7 @@ class Worker:
                 self.go(frame)
             elif frame["type"] == "slots":
                 self.save(frame)
-            elif frame["type"] in ("no_slots", "watermark"):
+            elif frame["type"] in ("no_slots", "watermark", "pinned"):
                 say(json.dumps(frame))
             elif frame["type"] == "release":
                 self.parked = False

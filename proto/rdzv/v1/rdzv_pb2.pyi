@@ -2239,8 +2239,11 @@ class SnapshotWatermark(google.protobuf.message.Message):
     RDZV_ID_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     MARK_FIELD_NUMBER: builtins.int
+    WHOLE_MS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
+    whole_ms: builtins.int
+    """The server's clock when they became so: all nodes write the same ones to disk. 0: not known."""
     @property
     def mark(self) -> global___SnapshotMark: ...
     def __init__(
@@ -2249,9 +2252,10 @@ class SnapshotWatermark(google.protobuf.message.Message):
         rdzv_id: builtins.str = ...,
         run: builtins.str = ...,
         mark: global___SnapshotMark | None = ...,
+        whole_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["mark", b"mark"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["mark", b"mark", "rdzv_id", b"rdzv_id", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["mark", b"mark", "rdzv_id", b"rdzv_id", "run", b"run", "whole_ms", b"whole_ms"]) -> None: ...
 
 global___SnapshotWatermark = SnapshotWatermark
 

@@ -55,7 +55,8 @@ OWN = frozenset(
         *("--log-line-prefix-template", "--max-preemptions", "--max-store-failures"),
         *("--no-progress-restarts", "--no-collective-trace", "--no-warm", "--node-id"),
         *("--notice-signal", "--park-timeout", "--preemption-file", "--restart-backoff"),
-        *("--restart-window", "--snapshot", "--tls-ca", "--tls-cert", "--tls-key"),
+        *("--restart-window", "--snapshot", "--snapshot-dir", "--snapshot-dir-every"),
+        *("--snapshot-dir-keep", "--tls-ca", "--tls-cert", "--tls-key"),
         *("--token-file", "--topology", "--version", "--warm"),
     }
 )
@@ -75,6 +76,7 @@ def grouped() -> dict[str, list[Option]]:
             *_budgets(),
             *_program(),
             *_watching(),
+            *_keeping(),
             *_leaving(),
             *_starting(),
         ],
@@ -267,7 +269,7 @@ def _program() -> list[Option]:
 
 
 def _watching() -> list[Option]:
-    """List the options for stopping, watching and keeping workers."""
+    """List the options for stopping and watching workers."""
     return [
         value(
             "--shutdown-timeout",
@@ -296,6 +298,12 @@ def _watching() -> list[Option]:
             "do not open torch's record of collectives to the agent, which names the worker that "
             "the others wait for; see docs/hangs.md",
         ),
+    ]
+
+
+def _keeping() -> list[Option]:
+    """List the options for keeping workers, and their state."""
+    return [
         value(
             "--keep-timeout",
             "SECONDS",
@@ -312,6 +320,30 @@ def _watching() -> list[Option]:
             "above 600, also how long they may wait in a round for others to start (default 600)",
             type=float,
             default=600.0,
+        ),
+        value(
+            "--snapshot-dir",
+            "DIR",
+            "folder, shared by all nodes, to which the newest snapshot that state.save() has made "
+            "is written: at the end of the run, when this node is to leave, and every so often; a "
+            "new run goes on from there (default: none); see docs/workers-that-stay.md",
+            type=Path,
+        ),
+        value(
+            "--snapshot-dir-every",
+            "SECONDS",
+            "write to --snapshot-dir while training goes on, each time that this has passed "
+            "(default 600; 0: only at the end)",
+            type=float,
+            default=600.0,
+        ),
+        value(
+            "--snapshot-dir-keep",
+            "N",
+            "steps that stay in --snapshot-dir; older ones are removed once a newer one is whole "
+            "(default 2)",
+            type=int,
+            default=2,
         ),
     ]
 

@@ -27,6 +27,7 @@ BACKOFF_MS, BACKOFF_MAX_MS = 1_000, 60_000
 MAX_FENCE_S = 3_600
 """Above every lease; the server refuses values above its own."""
 
+MIN_SNAPSHOT_S = 1
 MIN_HANG_S = 1
 MAX_HANG_S = 86_400
 
@@ -49,7 +50,7 @@ WORKERS_OWN = frozenset(
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
         *("RDZV_ROUND", "RDZV_PROGRESS_FILE", "RDZV_NOTICE_FILE"),
-        *("RDZV_SNAPSHOT", "RDZV_SNAPSHOT_ORIGIN"),
+        *("RDZV_SNAPSHOT", "RDZV_SNAPSHOT_ORIGIN", "RDZV_SNAPSHOT_DIR"),
     }
 )
 """The variables that the agent sets for every worker in every round."""
@@ -78,6 +79,9 @@ def check_words(args: argparse.Namespace) -> None:
                 f"--snapshot={args.snapshot} has no effect without --no-progress-restarts; give a "
                 "number of restarts, or leave it out"
             )
+    if args.snapshot_dir is not None:
+        check_printable("--snapshot-dir", str(args.snapshot_dir))
+    check_snapshot_dir(args.snapshot_dir_every, args.snapshot_dir_keep)
     if args.module and args.no_python:
         raise InvalidRequestError("-m and --no-python exclude each other; leave one of them out")
     if args.module and args.run_path:
@@ -324,6 +328,19 @@ def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
                 f"{flag}={seconds:g}: give a number of seconds from 0 to {MAX_SHUTDOWN_S}"
             )
     return round(keep_s * 1000), round(park_s * 1000)
+
+
+def check_snapshot_dir(every_s: float, keep: int) -> None:
+    """Refuse how often snapshots are written, or how many stay, if it makes no sense."""
+    if every_s and not MIN_SNAPSHOT_S <= every_s <= MAX_CONF_S:
+        raise InvalidRequestError(
+            f"--snapshot-dir-every={every_s:g}: give a number of seconds from {MIN_SNAPSHOT_S} to "
+            f"{MAX_CONF_S}, or 0 to write only at the end"
+        )
+    if not 1 <= keep <= MAX_COUNT:
+        raise InvalidRequestError(
+            f"--snapshot-dir-keep={keep}: give a number of steps from 1 to {MAX_COUNT}"
+        )
 
 
 def fence_after_ms(seconds: float | None) -> int:

@@ -290,6 +290,8 @@ class SnapshotWatermark:
     rdzv_id: str
     run: str
     mark: SnapshotMark
+    whole_ms: int = 0
+    """When it became so: all nodes write the same marks to disk."""
 
 
 @struct(frozen=True)

@@ -373,9 +373,10 @@ TOLD = {
                 rdzv_id="job-7",
                 run="r1",
                 mark=pb.SnapshotMark(lineage=3, step=40, series="3.a", shards=2, world_size=4),
+                whole_ms=7_000,
             )
         ),
-        events.SnapshotWatermark("r1", SnapshotMark(3, 40, "3.a", 2, 4)),
+        events.SnapshotWatermark("r1", SnapshotMark(3, 40, "3.a", 2, 4), 7_000),
     ),
     "round_ended": (
         pb.ServerMessage(

@@ -31,6 +31,7 @@ class Link:
         self.given: list[tuple[int, list[int]]] = []
         self.refused: list[str] = []
         self.watermarks: list[Any] = []
+        self.pinned: list[Any] = []
 
     def give_slots(self, size: int, fds: list[int]) -> None:
         self.given.append((size, fds))
@@ -40,6 +41,9 @@ class Link:
 
     def tell_watermark(self, watermark: Any) -> None:
         self.watermarks.append(watermark)
+
+    def tell_pinned(self, mark: Any) -> None:
+        self.pinned.append(mark)
 
     def inodes(self) -> list[int]:
         """The files that it was given last."""
@@ -195,3 +199,19 @@ def test_a_limit_that_is_none_is_refused(story: Story, limit: object) -> None:
     with pytest.raises(RequestError, match="limit_bytes"):
         story.slots.hold({"limit_bytes": limit})
     assert not story.agent.hears_of_snapshots
+
+
+def test_what_is_written_to_disk_is_pinned_also_for_workers_that_come_later(story: Story) -> None:
+    first = story.ask(0, MIB)
+    for number, step in enumerate((10, 20)):
+        story.slots.note(0, number, replace(SAVED, step=step))
+    mark = {"lineage": 3, "step": 20, "series": "abc"}
+    (fd,) = story.slots.copies_of(mark)
+    assert os.fstat(fd).st_ino == first.inodes()[1]
+    os.close(fd)
+    assert story.slots.copies_of({**mark, "series": "other"}) == ()
+    story.slots.pin(mark)
+    assert first.pinned == [mark]
+    assert story.ask(0, 0).pinned == [mark]
+    story.slots.pin(None)
+    assert story.links[-1].pinned == [mark, {}]

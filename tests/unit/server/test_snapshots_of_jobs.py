@@ -35,7 +35,9 @@ def holds(shard: int, *marks: SnapshotMark, run: str = "run-1") -> SnapshotsHeld
 
 
 def heard(stream: Stream) -> list[Announcement]:
-    return [told for told in read(stream) if isinstance(told, SnapshotWatermark)]
+    told = [one for one in read(stream) if isinstance(one, SnapshotWatermark)]
+    assert all(one.whole_ms > 0 for one in told)
+    return [replace(one, whole_ms=0) for one in told]
 
 
 def whole(s: Server) -> SnapshotMark | None:

@@ -678,9 +678,11 @@ def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
             ),
         ),
         (
-            SnapshotWatermark("job-7", "feed", CORE_MARK),
+            SnapshotWatermark("job-7", "feed", CORE_MARK, 7_000),
             pb.ServerMessage(
-                snapshot_watermark=pb.SnapshotWatermark(rdzv_id="job-7", run="feed", mark=mark())
+                snapshot_watermark=pb.SnapshotWatermark(
+                    rdzv_id="job-7", run="feed", mark=mark(), whole_ms=7_000
+                )
             ),
         ),
         (

@@ -10,8 +10,8 @@ from rdzv.worker.snapshot_slot import Header
 from rdzv.worker.snapshots import slot_to_write
 
 
-def at(lineage: int, step: int) -> Header:
-    return Header(step, lineage, shard=0, shards=2, rank=0, world_size=2, state="s", part="p")
+def at(lineage: int, step: int, nonce: str = "n") -> Header:
+    return Header(step, lineage, 0, 2, rank=0, world_size=2, state="s", part="p", nonce=nonce)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,20 @@ def test_the_slot_that_is_overwritten(
     whole = (lineage, watermark) if isinstance(watermark, int) else watermark
     said = None if whole is None else Watermark(*whole, at(*whole).series)
     assert slot_to_write(held, lineage, base, said) == slot
+
+
+def test_what_is_being_written_to_disk_is_not_overwritten() -> None:
+    held = (at(0, 20), at(0, 30))
+    whole = Watermark(0, 30, at(0, 30).series)
+    assert slot_to_write(held, 0, None, whole, pinned=(0, 20)) is None
+    # The other slot has what is whole: it stays, too.
+    assert slot_to_write(held, 0, None, whole, pinned=(0, 30)) == 0
+    assert slot_to_write((None, at(0, 30)), 0, None, whole, pinned=(0, 30)) == 0
+
+
+def test_two_trainings_with_the_same_number_are_of_two_series() -> None:
+    """A server that was restored from a backup begins a lineage with a number it had used."""
+    assert at(3, 20).series == at(3, 20).series != at(3, 20, "m").series
 
 
 OLD, NEW, OTHER = Key(0, 20, "a", 2), Key(0, 30, "a", 2), Key(0, 30, "b", 2)

@@ -29,6 +29,7 @@ class Runner:
     """The runner's end of the links: slots that outlive the processes."""
 
     watermark = None
+    pinned: tuple[int, int] | None = None
 
     def __init__(self) -> None:
         self.fds: list[int] = []
@@ -73,7 +74,10 @@ def sealing_of(width: int = 3) -> Sealing:
     """Create a state as a new process has it."""
     torch.manual_seed(1)
     model = nn.Linear(4, width)
-    return Sealing({"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 0})
+    optimizer = torch.optim.AdamW(model.parameters())
+    sealing = Sealing({"model": model, "optimizer": optimizer, "step": 0})
+    sealing.nonce = "as all ranks have"
+    return sealing
 
 
 def round_of(number: int, rank: int, size: int = 2) -> Round:
@@ -176,7 +180,9 @@ def test_a_damaged_snapshot_is_not_used_and_that_is_said(
     assert found == [any(step)] * 2
     said = capsys.readouterr().err
     for rank, of in damaged:
-        assert f"rank {rank}: the snapshot of step {of} is damaged, and is not used" in said
+        assert (
+            f"rank {rank}: the snapshot of step {of} in memory is damaged, and is not used" in said
+        )
     untouched = [bits(one) for one, of in zip(new, step, strict=True) if of is None]
     assert all(one == bits(sealing_of()) for one in untouched)
     # It is not taken for a snapshot again.
@@ -193,7 +199,7 @@ def test_a_snapshot_of_another_state_is_refused_in_words(
     assert found == [False, False] and new[0].step is None
     refused = "it is of a state with other names, sizes or types"
     said = capsys.readouterr().err
-    assert f"rank 0: cannot go on from the snapshot of step 3: {refused}" in said
+    assert f"rank 0: cannot go on from the snapshot of step 3 in memory: {refused}" in said
 
 
 @pytest.mark.parametrize(

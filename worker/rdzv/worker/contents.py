@@ -103,8 +103,7 @@ class Contents:
         for name, tensor in (*self.parameters(), *self.outside(), *self.buffers()):
             found.append([name, f"{list(tensor.shape)} {tensor.dtype}".replace("torch.", "")])
         for name, optimizer in self.optimizers.items():
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
-            found.append([f"{name}.param_groups", f"with {sizes} parameters"])
+            found.append([f"{name}.param_groups", f"with {sizes_of(optimizer)} parameters"])
         return found
 
     def refuse_shards(self) -> None:
@@ -142,6 +141,11 @@ def described(contents: Contents) -> tuple[list[list[str]], str]:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """List an optimizer's parameters, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def sizes_of(optimizer: Optimizer) -> list[int]:
+    """Return how many parameters each group of an optimizer has."""
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

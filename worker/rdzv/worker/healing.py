@@ -47,6 +47,8 @@ class Offer:
     """The oldest step to which it can go back, if its part of the state is sharded."""
     lineage: int = 0
     """The round in which its training began or went on with new processes alone."""
+    nonce: str = ""
+    """What tells that lineage from another one of the same number."""
 
     @property
     def sealed(self) -> int:
@@ -134,7 +136,7 @@ def heal(
     offers, manifest = _exchange(sealing, round_, store, "offer")
     resumed = None
     if not any(offer.kept for offer in offers):
-        sealing.lineage = round_.number
+        sealing.lineage, sealing.nonce = round_.number, offers[0].nonce
         resumed = resuming()
         if resumed.load(store):
             offers, manifest = _exchange(sealing, round_, store, "resumed")
@@ -152,7 +154,8 @@ def heal(
     _settle(sealing, offers, source, round_)
     if to:
         _transfer(sealing, offers, source, to, round_, store)
-    sealing.step, sealing.lineage = step, offers[source].lineage
+    sealing.step = step
+    sealing.lineage, sealing.nonce = offers[source].lineage, offers[source].nonce
     if resumed is not None:
         resumed.put_back_own()
     sealing.shards.is_missing = (
@@ -172,6 +175,7 @@ def _exchange(
         digest="" if sealing.torn else digest(sealing.contents.replicated()),
         manifest=hashed,
         lineage=sealing.lineage,
+        nonce=sealing.nonce,
         **sealing.holds(),
     )
     store.set(f"{name}/{round_.rank}", json.dumps(asdict(mine)))

@@ -86,6 +86,8 @@ class Link:
         self._slots: GivenSlots | None = None
         self.watermark: Watermark | None = None
         """None as long as nobody says which steps are whole."""
+        self.pinned: tuple[int, int] | None = None
+        """Lineage and step of what is being written to disk."""
 
     def listen(self) -> None:
         """Send the hello and start the thread that receives, which ends with the process."""
@@ -233,6 +235,9 @@ class Link:
         if kind == "watermark":
             lineage, step = int(message["lineage"]), int(message["step"])
             self.watermark = Watermark(lineage, step, str(message["series"]))
+        elif kind == "pinned":
+            is_any = message.get("step") is not None
+            self.pinned = (int(message["lineage"]), int(message["step"])) if is_any else None
         elif kind == "release":
             self._note(Release(str(message.get("reason", ""))))
         elif kind == "round_over":

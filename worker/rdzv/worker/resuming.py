@@ -1,7 +1,8 @@
-"""How new processes go on from snapshots that their predecessors have left in memory.
+"""How new processes go on from snapshots that their predecessors have left in memory, or on disk.
 
 Only a round without any kept worker does: all ranks say which snapshots their runners hold, and go
-on from the newest step that is whole. Nothing is loaded before all ranks have verified theirs.
+on from the newest step that is whole. If there is none, they do the same with those on disk.
+Nothing is loaded before all ranks have verified theirs.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from . import rng
 from .contents import described
 from .shards import Place
+from .snapshot_files import WholeStep, whole_steps
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from .rounds import Round
     from .sealing import Sealing
-    from .snapshot_slot import Header, Slot
+    from .snapshot_slot import Content, Header, Slot
     from .snapshots import HeldSlots
 
 NEWEST_VARIABLE = "RDZV_SNAPSHOT"
@@ -31,6 +35,8 @@ NEWEST_VARIABLE = "RDZV_SNAPSHOT"
 empty: from no snapshot. Not set: the ranks decide alone."""
 ORIGIN_VARIABLE = "RDZV_SNAPSHOT_ORIGIN"
 """The lineage from which on snapshots may be used: the job has gone on without those before."""
+FOLDER_VARIABLE = "RDZV_SNAPSHOT_DIR"
+"""The folder of snapshots on disk; not set: there are none."""
 
 
 class Key(NamedTuple):
@@ -76,21 +82,95 @@ def may_be_used(lineage: int, step: int, environ: Mapping[str, str]) -> bool:
     return lineage >= int(environ.get(ORIGIN_VARIABLE) or 0) and (lineage, step) <= last
 
 
+class Found(Protocol):
+    """A snapshot that this rank may load."""
+
+    header: Header
+    key: Key
+    where: str
+    """As in "the snapshot of step 3 in memory"."""
+    bytes: int
+
+    def is_sound(self) -> bool:
+        """Whether it is as it was written; reads all of it once."""
+
+    def read(self) -> tuple[Content, int, int]:
+        """Return it, and the rank and world size that it was saved with."""
+
+    def give_up(self) -> None:
+        """Have nobody find it again, if it is damaged."""
+
+
+class InMemory:
+    """A snapshot in one of this rank's slots."""
+
+    where = "in memory"
+
+    def __init__(self, held: HeldSlots, number: int, header: Header) -> None:
+        self._held, self._number = held, number
+        self._slot: Slot = held.slots[number]
+        self.header = header
+        self.key = Key(header.lineage, header.step, header.series, header.shards)
+        self.bytes = header.bytes
+
+    def is_sound(self) -> bool:
+        """Whether it is as it was written; reads all of it once."""
+        return self._slot.is_sound(self.header)
+
+    def read(self) -> tuple[Content, int, int]:
+        """Return it, and the rank and world size that it was saved with."""
+        return self._slot.read(self.header), self.header.rank, self.header.world_size
+
+    def give_up(self) -> None:
+        """Have the slot hold nothing."""
+        self._held.clear(self._number)
+
+
+class OnDisk:
+    """A part of a step on disk."""
+
+    def __init__(self, step: WholeStep, shard: int) -> None:
+        self._step = step
+        self.header = replace(step.header, shard=shard)
+        self.where = f"in {step.folder}"
+        # Lineages of different runs cannot be compared.
+        self.key = Key(step.written_ms, self.header.step, self.header.series, self.header.shards)
+        self.bytes = step.bytes_of(shard)
+
+    def is_sound(self) -> bool:
+        """Whether it is as it was written; reads all of it once."""
+        return self._step.is_sound(self.header.shard)
+
+    def read(self) -> tuple[Content, int, int]:
+        """Return it, and the rank and world size that it was saved with."""
+        return self._step.read(self.header.shard)
+
+    def give_up(self) -> None:
+        """Leave it there: it is the user's."""
+
+
 class Resuming:
-    """The snapshots of this rank's runner, in a round of new processes alone."""
+    """The snapshots that this rank can load, in a round of new processes alone."""
 
     def __init__(self, held: HeldSlots | None, sealing: Sealing, round_: Round) -> None:
-        """Look for snapshots of this state; without a runner there are none."""
+        """Look for snapshots of this state; without a runner there are none in memory."""
         self._held = held
         self._sealing = sealing
         self._round = round_
-        self._found: list[tuple[Slot, Header]] = []
+        self._in_memory: list[InMemory] = []
+        self._loaded: Sequence[Found] = ()
         self._own: Mapping[str, Any] | None = None
         self.key: Key | None = None
         """What is gone on from."""
         if held is not None and held.ask(0):
-            headers = [(slot, slot.header()) for slot in held.slots]
-            self._found = [(slot, one) for slot, one in headers if one and self._fits(one)]
+            headers = [(number, slot.header()) for number, slot in enumerate(held.slots)]
+            self._in_memory = [
+                InMemory(held, number, one)
+                for number, one in headers
+                if one
+                and may_be_used(one.lineage, one.step, os.environ)
+                and self._fits(one, "in memory")
+            ]
 
     def load(self, store: Store) -> bool:
         """Bring this rank to the newest step that is whole, if there is one; all ranks call it.
@@ -98,33 +178,13 @@ class Resuming:
         Returns whether there is. A rank that does not hold the state itself is still to be healed.
         Blocks as long as ranks are missing. Snapshots that are damaged are given up, on all ranks.
         """
-        begun = time.monotonic()
-        attempt, are_sound = 0, False
-        while not are_sound:
-            mine = [(_key(one), one.shard) for _, one in self._found if one.shards]
-            said = self._exchange(store, f"snapshots/{attempt}", mine)
-            held = [[(Key(*key), shard) for key, shard in one] for one in said]
-            newest = newest_whole(itertools.chain(*held))
-            if newest is None:
-                return False
-            key = newest
-            chosen = [(slot, one) for slot, one in self._found if _is_of(one, key)]
-            sound = [(slot, one) for slot, one in chosen if self._is_sound(slot, one)]
-            are_sound = all(self._exchange(store, f"sound/{attempt}", len(sound) == len(chosen)))
-            attempt += 1
-        for slot, header in sound:
-            self._read(slot, header)
-        self.key = key
-        if self._held is not None:
-            self._held.base = (key.lineage, key.step)
-        holders = [rank for rank, one in enumerate(held) if key in (other for other, _ in one)]
-        if self._round.rank == holders[0]:
-            size = sum(header.bytes for _, header in sound)
-            self._say(
-                f"goes on from the snapshot of step {key.step} in memory, not from a checkpoint: "
-                f"{size / 1e6:.1f} MB in {time.monotonic() - begun:.2f} s"
-            )
-        return True
+        folder = os.environ.get(FOLDER_VARIABLE, "")
+        looks = self._exchange(store, "looks on disk", bool(folder))
+        if self._load(store, "snapshots", self._in_memory):
+            if self._held is not None and self.key is not None:
+                self._held.base = (self.key.lineage, self.key.step)
+            return True
+        return any(looks) and self._load(store, "on disk", self._on_disk(folder))
 
     def put_back_own(self) -> None:
         """Bring what is this rank's alone to that step, once the state is there."""
@@ -142,6 +202,51 @@ class Resuming:
         if self._held is not None:
             for number in range(len(self._held.slots)):
                 self._held.clear(number)
+        for one in self._loaded:
+            if isinstance(one, OnDisk):
+                self._say(
+                    f"the snapshot {one.where} does not fit to what the script adds to its state: "
+                    "move it away, or give another --snapshot-dir"
+                )
+
+    def _load(self, store: Store, name: str, found: Sequence[Found]) -> bool:
+        """Load the newest step that is whole of what all ranks have found."""
+        begun = time.monotonic()
+        attempt, are_sound = 0, False
+        while not are_sound:
+            mine = [(one.key, one.header.shard) for one in found if one.header.shards]
+            said = self._exchange(store, f"{name}/{attempt}", mine)
+            held = [[(Key(*key), shard) for key, shard in one] for one in said]
+            newest = newest_whole(itertools.chain(*held))
+            if newest is None:
+                return False
+            key = newest
+            chosen = [one for one in found if _is_of(one, key)]
+            damaged = [one for one in chosen if not self._is_sound(one)]
+            found = [one for one in found if one not in damaged]
+            are_sound = all(self._exchange(store, f"{name}/sound/{attempt}", not damaged))
+            attempt += 1
+        for one in chosen:
+            self._read(one)
+        self.key, self._loaded = key, chosen
+        holders = [rank for rank, one in enumerate(held) if key in (other for other, _ in one)]
+        if self._round.rank == holders[0]:
+            size = sum(one.bytes for one in chosen)
+            self._say(
+                f"goes on from the snapshot of step {key.step} {chosen[0].where}, not from a "
+                f"checkpoint: {size / 1e6:.1f} MB in {time.monotonic() - begun:.2f} s"
+            )
+        return True
+
+    def _on_disk(self, folder: str) -> list[OnDisk]:
+        """List what this rank can load of the steps on disk: one rank of each node, if all do."""
+        found = []
+        for step in whole_steps(Path(folder)) if folder else []:
+            shards, rank = step.header.shards, self._round.rank
+            holds = self._round.local_rank == 0 if shards == 1 else rank < shards
+            if holds and self._fits(step.header, f"in {step.folder}"):
+                found.append(OnDisk(step, 0 if shards == 1 else rank))
+        return found
 
     def _exchange(self, store: Store, name: str, mine: Any) -> list[Any]:
         """Publish this rank's, and wait for all."""
@@ -149,49 +254,43 @@ class Resuming:
         ranks = range(self._round.world_size)
         return [json.loads(one) for one in store.multi_get([f"{name}/{rank}" for rank in ranks])]
 
-    def _fits(self, header: Header) -> bool:
-        """Whether a snapshot may be used, and is of this state; else say why not."""
-        if not may_be_used(header.lineage, header.step, os.environ):
-            return False
+    def _fits(self, header: Header, where: str) -> bool:
+        """Whether a snapshot is of this state; else say why not."""
         reason = ""
         if header.state != described(self._sealing.contents)[1]:
             reason = "it is of a state with other names, sizes or types"
         elif header.part and header.world_size != self._round.world_size:
-            reason = f"its parts are of {header.world_size} ranks, and now there are "
-            reason += f"{self._round.world_size}"
+            reason = (
+                f"its {header.shards} parts are of {header.world_size} ranks, and now there are "
+                f"{self._round.world_size}: start {header.world_size}, or load a checkpoint"
+            )
         if reason:
-            self._say(f"cannot go on from the snapshot of step {header.step}: {reason}")
+            self._say(f"cannot go on from the snapshot of step {header.step} {where}: {reason}")
         return not reason
 
-    def _is_sound(self, slot: Slot, header: Header) -> bool:
-        if slot.is_sound(header):
+    def _is_sound(self, one: Found) -> bool:
+        if one.is_sound():
             return True
-        assert self._held is not None
-        self._say(f"the snapshot of step {header.step} is damaged, and is not used")
-        self._held.clear(self._held.slots.index(slot))
-        self._found = [(one, other) for one, other in self._found if one is not slot]
+        self._say(f"the snapshot of step {one.header.step} {one.where} is damaged, and is not used")
+        one.give_up()
         return False
 
-    def _read(self, slot: Slot, header: Header) -> None:
-        content = slot.read(header)
+    def _read(self, one: Found) -> None:
+        content, rank, world_size = one.read()
         if "state" in content.images:
             self._sealing.load(content.images["state"])
         if "part" in content.images:
-            place = Place(header.shard, header.shards)
+            place = Place(one.header.shard, one.header.shards)
             self._sealing.shards.hold(place, content.images["part"])
-        if (header.rank, header.world_size) == (self._round.rank, self._round.world_size):
+        if (rank, world_size) == (self._round.rank, self._round.world_size):
             self._own = content.own
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"rdzv: rank {self._round.rank}: {text}\n")
 
 
-def _key(header: Header) -> Key:
-    return Key(header.lineage, header.step, header.series, header.shards)
-
-
-def _is_of(header: Header, key: Key) -> bool:
+def _is_of(one: Found, key: Key) -> bool:
     """Whether a snapshot belongs to a state; one without state belongs to that of its step."""
-    if header.shards:
-        return _key(header) == key
-    return (header.lineage, header.step) == (key.lineage, key.step)
+    if one.header.shards:
+        return one.key == key
+    return (one.header.lineage, one.header.step) == (key.lineage, key.step)

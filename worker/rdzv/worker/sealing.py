@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from . import rng
-from .contents import Contents, copied, load_object, parameters_of, put_settings, settings_of
+from .contents import (
+    Contents,
+    copied,
+    load_object,
+    parameters_of,
+    put_settings,
+    settings_of,
+    sizes_of,
+)
 from .images import Image, image_of, put_back
 from .sampler import ElasticBatchSampler
 from .shards import Parts, Shards
@@ -41,6 +50,8 @@ class Sealing:
         self._before_step: Callable[[], None] | None = None
         self.lineage = 0
         """The round in which this training began or went on with new processes alone."""
+        self.nonce = secrets.token_hex(8)
+        """What tells this lineage from another one of the same number: a random word of RANK 0."""
         self.wait_for_copy: Callable[[], object] = lambda: None
         """Returns once the sealed step's tensors may be changed: a snapshot may be copied."""
         for optimizer in self.contents.optimizers.values():
@@ -186,6 +197,7 @@ class _Copy:
             name: copy.deepcopy(settings_of(optimizer))
             for name, optimizer in contents.optimizers.items()
         }
+        self._sizes = {name: sizes_of(one) for name, one in contents.optimizers.items()}
         self._objects = {
             name: copied(name, entry, lambda one: copy.deepcopy(one.state_dict()))
             for name, entry in contents.objects.items()
@@ -201,6 +213,7 @@ class _Copy:
         return {
             "buffers": self._buffers,
             "settings": self._settings,
+            "sizes": self._sizes,
             "objects": self._objects,
             "values": self._values,
         }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .contents import Contents, copied, settings_of
+from .contents import Contents, copied, settings_of, sizes_of
 from .errors import UnsupportedError, WorkerError
 from .images import Image, image_of, is_sharded, local, put_back
 
@@ -51,6 +51,7 @@ class Parts:
                 name: copy.deepcopy(settings_of(one))
                 for name, one in self.contents.optimizers.items()
             },
+            "sizes": {name: sizes_of(one) for name, one in self.contents.optimizers.items()},
             "objects": {
                 name: copied(name, one, lambda one: copy.deepcopy(one.state_dict()))
                 for name, one in self.contents.objects.items()

@@ -53,6 +53,11 @@ class Header:
     """A digest of the names, shapes and types of what was given to State(...)."""
     part: str = ""
     """The same of what was added by state.add()."""
+    nonce: str = ""
+    """A random word that the ranks share from the begin of their lineage on.
+
+    A server whose store was restored from a backup may use the number of a lineage again.
+    """
     tensors_bytes: int = 0
     head_bytes: int = 0
     digest: str = ""
@@ -60,7 +65,8 @@ class Header:
     @property
     def series(self) -> str:
         """What snapshots of different ranks have in common if they fit together."""
-        text = f"{self.state}/{self.part}/{self.shards}/{self.world_size if self.part else 0}"
+        ranks = self.world_size if self.part else 0
+        text = f"{self.state}/{self.part}/{self.shards}/{ranks}/{self.nonce}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
@@ -114,19 +120,23 @@ class _Shapes:
         held = [value for _, value, _ in self.optimizers if isinstance(value, _Shape)]
         return [*self.parameters.values(), *held]
 
-    def filled(self, places: Iterator[Tensor], small: dict[str, Any]) -> Image:
-        """Return the image with tensors from memory; those of optimizers are copied."""
+    def filled(self, places: Iterator[Tensor], small: dict[str, Any], *, in_place: bool) -> Image:
+        """Return the image with tensors from memory; those of optimizers as copies, or there."""
         return Image(
             self.step,
             {name: next(places) for name in self.parameters},
             [
-                (key, next(places).to(value.device, copy=True), sharded)
+                (key, _taken(next(places), value, in_place=in_place), sharded)
                 if isinstance(value, _Shape)
                 else (key, value, sharded)
                 for key, value, sharded in self.optimizers
             ],
             small,
         )
+
+
+def _taken(place: Tensor, shape: _Shape, *, in_place: bool) -> Tensor:
+    return place if in_place else place.to(shape.device, copy=True)
 
 
 def _shapes_of(image: Image) -> _Shapes:
@@ -206,26 +216,47 @@ class Slot:
         """Whether everything is as it was written; reads all of it once."""
         return self.header() == header and self._digest(header) == header.digest
 
-    def read(self, header: Header) -> Content:
+    def read(self, header: Header, *, in_place: bool = False) -> Content:
         """Return what it holds; parameters share its memory, what optimizers hold is copied.
+
+        With `in_place` that is not copied either, nor brought to its device.
 
         To be called only if it is sound.
         """
-        head_at = TENSORS_AT + header.tensors_bytes
-        shapes, rest = pickle.loads(self._bytes[head_at : head_at + header.head_bytes])
+        shapes, rest = self._head(header)
         parts = unpacked(rest)
         places = iter(self._places([one for found in shapes.values() for one in found.all()]))
         images = {
-            name: found.filled(places, parts[f"small.{name}"]) for name, found in shapes.items()
+            name: found.filled(places, parts[f"small.{name}"], in_place=in_place)
+            for name, found in shapes.items()
         }
         return Content(parts["own"], images)
 
+    def devices(self, header: Header) -> dict[str, dict[Any, str]]:
+        """Return on which kind of device the tensors of optimizers were, by image and key."""
+        shapes, _ = self._head(header)
+        return {
+            name: {key: one.device for key, one, _ in found.optimizers if isinstance(one, _Shape)}
+            for name, found in shapes.items()
+        }
+
+    def _head(self, header: Header) -> tuple[dict[str, _Shapes], bytes]:
+        begin = TENSORS_AT + header.tensors_bytes
+        shapes, rest = pickle.loads(self._bytes[begin : begin + header.head_bytes])
+        return shapes, rest
+
     def _places(self, shapes: Sequence[Tensor | _Shape]) -> list[Tensor]:
-        """Return views of the memory, one after the other."""
+        """Return views of the memory, one after the other, each with a storage of its own."""
+        import torch
+
         places, at = [], TENSORS_AT
         for one in shapes:
             size = _bytes_of(one)
-            places.append(self._memory[at : at + size].view(one.dtype).view(one.shape))
+            if size:
+                octets = torch.frombuffer(self._bytes, dtype=torch.uint8, count=size, offset=at)
+                places.append(octets.view(one.dtype).view(one.shape))
+            else:
+                places.append(torch.empty(one.shape, dtype=one.dtype))
             at += _aligned(size)
         return places
 

@@ -85,11 +85,16 @@ class HeldSlots:
         self.slots[number].clear()
         self.link.saved(number)
 
-    def clear_after(self, lineage: int, step: int) -> None:
-        """Clear what a training has saved of later steps than it goes on from: it redoes them."""
+    def clear_after(self, lineage: int, nonce: str, step: int) -> None:
+        """Clear what a training has saved of later steps than it goes on from: it redoes them.
+
+        What another training has saved as the same lineage is cleared, too.
+        """
         for number, slot in enumerate(self.slots):
             header = slot.header()
-            if header is not None and header.lineage == lineage and header.step > step:
+            if header is None or header.lineage != lineage or _key(header) == self.base:
+                continue
+            if header.step > step or header.nonce != nonce:
                 self.clear(number)
 
 
@@ -98,12 +103,14 @@ def slot_to_write(
     lineage: int,
     base: tuple[int, int] | None,
     watermark: Watermark | None,
+    pinned: tuple[int, int] | None = None,
 ) -> int | None:
     """Return which of two slots may be overwritten; None if neither may.
 
     It is one that holds nothing, or the one with the older step. What this training has gone on
     from stays until it has saved a step itself. If it is known which steps are whole on all ranks
-    (`watermark`), the last step that is whole stays.
+    (`watermark`), the last step that is whole stays. So does what is being written to disk
+    (`pinned`: its lineage and step).
 
     >>> def at(step: int) -> Header:
     ...     return Header(step, 3, shard=0, shards=1, rank=0, world_size=1, state="")
@@ -112,7 +119,19 @@ def slot_to_write(
     >>> slot_to_write([at(20), at(30)], 3, None, Watermark(3, 20, at(20).series))
     >>> slot_to_write([at(20), at(30)], 4, (3, 20), None)
     1
+    >>> slot_to_write([at(20), at(30)], 3, None, None, pinned=(3, 20))
     """
+    number = _older_slot(held, lineage, base, watermark)
+    is_pinned = number is not None and pinned is not None and _key(held[number]) == pinned
+    return None if is_pinned else number
+
+
+def _older_slot(
+    held: Sequence[Header | None],
+    lineage: int,
+    base: tuple[int, int] | None,
+    watermark: Watermark | None,
+) -> int | None:
     ours = [number for number, one in enumerate(held) if one is not None and one.lineage == lineage]
     for number, one in enumerate(held):
         if one is None:
@@ -184,7 +203,8 @@ class Snapshots:
         self.held.refused = None
         if not self.held.slots:
             self.held.ask(0)
-        self.held.clear_after(self._sealing.lineage, self._sealing.step or 0)
+        sealing = self._sealing
+        self.held.clear_after(sealing.lineage, sealing.nonce, sealing.step or 0)
 
     def committed(self) -> None:
         """Save the step that was just sealed, if it is one to be saved."""
@@ -249,6 +269,7 @@ class Snapshots:
             world_size=round_.world_size,
             state=self._layout[0],
             part=self._layout[1],
+            nonce=sealing.nonce,
         )
 
     def _start(self) -> None:
@@ -288,6 +309,7 @@ class Snapshots:
             copying.header.lineage,
             held.base,
             held.link.watermark,
+            held.link.pinned,
         )
         if number is None:
             self.skipped += 1

@@ -13,7 +13,15 @@ from pathlib import Path
 from rdzv.agent.cli import backends
 from rdzv.agent.cli.backends import Meeting, Wish
 from rdzv.agent.core.model import Job
-from rdzv.agent.launch.launch import NO_FILES, EventSink, Launch, Output, count_cpus, count_devices
+from rdzv.agent.launch.launch import (
+    NO_FILES,
+    EventSink,
+    Launch,
+    Output,
+    SnapshotFiles,
+    count_cpus,
+    count_devices,
+)
 from rdzv.agent.launch.numa import NumaBinding
 from rdzv.agent.output.tee import parse_filters, parse_ranks
 from rdzv.core.model import Settings
@@ -39,6 +47,9 @@ from rdzv.launch_options.job_options import (
 from rdzv.transport.job_secret import without_secrets
 
 log = logging.getLogger("rdzv.agent")
+
+_FOLDER = "RDZV_SNAPSHOT_DIR"
+"""The variable by which workers know --snapshot-dir."""
 
 _LOCAL_RANK_ARGUMENT = "--local-rank=${local_rank}"
 """The argument that torch.distributed.launch inserts before the script's own."""
@@ -85,9 +96,10 @@ def parse_launch(
         no_python=no_python,
         run_path=args.run_path,
         python=python,
-        environ=without_secrets(environ),
+        environ=_environ(environ, args, chdir),
         chdir=chdir,
         snapshot=_path("--snapshot", args.snapshot, chdir),
+        snapshot_files=_snapshot_files(args, chdir),
         preemption_file=_path("--preemption-file", args.preemption_file, chdir),
         role=args.role,
         topology=args.topology,
@@ -207,6 +219,22 @@ def _job(
 
 def _path(flag: str, path: Path | None, chdir: Path | None) -> Path | None:
     return None if path is None else _absolute(flag, path, chdir)
+
+
+def _snapshot_files(args: argparse.Namespace, chdir: Path | None) -> SnapshotFiles | None:
+    folder = _path("--snapshot-dir", args.snapshot_dir, chdir)
+    if folder is None:
+        return None
+    return SnapshotFiles(folder, args.snapshot_dir_every, args.snapshot_dir_keep)
+
+
+def _environ(
+    environ: Mapping[str, str], args: argparse.Namespace, chdir: Path | None
+) -> dict[str, str]:
+    """Return the base of the workers' environment."""
+    base = {name: one for name, one in without_secrets(environ).items() if name != _FOLDER}
+    folder = _path("--snapshot-dir", args.snapshot_dir, chdir)
+    return base if folder is None else {**base, _FOLDER: str(folder)}
 
 
 def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:

@@ -78,6 +78,8 @@ class AnnounceWatermark:
     """Tell the workers which snapshots are whole, so that they overwrite only others."""
 
     mark: SnapshotMark
+    whole_ms: int = 0
+    """Since when, by the server's clock; 0: not known."""
 
 
 @struct(frozen=True)

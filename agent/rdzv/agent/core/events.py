@@ -159,6 +159,8 @@ class SnapshotWatermark:
 
     run: str
     mark: SnapshotMark
+    whole_ms: int = 0
+    """Since when, by the server's clock; 0: not known."""
 
 
 @struct(frozen=True)

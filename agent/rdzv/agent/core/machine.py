@@ -66,7 +66,7 @@ from rdzv.agent.core.model import (
     Phase,
     WorkerFailure,
 )
-from rdzv.core.model import UNMOVED, LeaveCause, Result, SnapshotMark
+from rdzv.core.model import UNMOVED, LeaveCause, Result
 from rdzv.structs import replace, struct
 
 EXIT_SUCCESS = 0
@@ -180,7 +180,7 @@ def _apply(work: _Step, event: Event) -> None:
         case SnapshotsHeld():
             _note_snapshots(work, event)
         case SnapshotWatermark():
-            _raise_watermark(work, event.run, event.mark)
+            _raise_watermark(work, event)
         case StoreHostReady():
             if _is_current(work.state, event.round):
                 work.state = replace(work.state, store_host_due_ms=None)
@@ -612,12 +612,12 @@ def _note_snapshots(work: _Step, event: SnapshotsHeld) -> None:
         work.do(rejoin(work.state))
 
 
-def _raise_watermark(work: _Step, run: str, mark: SnapshotMark) -> None:
+def _raise_watermark(work: _Step, event: SnapshotWatermark) -> None:
     """Tell the workers of a newer mark; in a round it never goes back, whichever server says so."""
-    known = work.state.watermark
-    if run == work.state.run and (known is None or mark > known):
+    known, mark = work.state.watermark, event.mark
+    if event.run == work.state.run and (known is None or mark > known):
         work.state = replace(work.state, watermark=mark)
-        work.do(AnnounceWatermark(mark))
+        work.do(AnnounceWatermark(mark, event.whole_ms))
 
 
 # ------------------------------------------------------------------ the end

@@ -25,6 +25,7 @@ from rdzv.agent.job.job_log import log_event
 from rdzv.agent.job.reports import Belief, Reports
 from rdzv.agent.job.round import Round
 from rdzv.agent.job.runner_event_router import RunnerEventRouter
+from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk
 from rdzv.agent.job.store_offer import StoreOffer
 from rdzv.agent.job.worker_observers import WorkerObservers
 from rdzv.agent.job.worker_starts import WorkerStarts
@@ -100,8 +101,10 @@ class JobDriver:
             keep=self._keep,
             examine=examine,
         )
+        self._disk = SnapshotsOnDisk(launch)
         self._runner_event_router = RunnerEventRouter(
             self._context,
+            self._disk,
             None if keeping is None else keeping.socket,
             lambda: self.meter,
             self._starts,
@@ -265,6 +268,9 @@ class JobDriver:
         context.observers.stop_watching()
         await self._reports.close()
         if context.linked is not None:
+            state = self._decisions.state
+            if state.workers_gone:
+                await self._disk.write_last(context.linked, state.watermark, state.run)
             await context.linked.close(RUNNER_CLOSE_TIMEOUT_S)
         await self._runner_event_router.leftovers_ended(RUNNER_CLOSE_TIMEOUT_S)
         await context.tasks.close()
@@ -429,11 +435,15 @@ class JobDriver:
                 line = self._decisions.state.assignment
                 self._reports.snapshots(command, 1 if line is None else line.group_world_size)
             case commands.AnnounceWatermark():
-                self._context.runner.announce_watermark(command.mark)
+                runner, line = self._context.runner, self._decisions.state.assignment
+                runner.announce_watermark(command.mark)
+                self._disk.announced(runner, command.mark, command.whole_ms, line)
             case commands.EndKept():
                 self._context.runner.end_kept(command.grace_ms, command.charged)
             case commands.NotifyWorkers():
                 self._context.round.notify_workers(command)
+                state = self._decisions.state
+                self._disk.write(self._context.runner, state.watermark, state.run)
             case commands.TakeBackNotice():
                 self._context.observers.notice.take_back()
             case commands.StopStoreHost():

@@ -12,6 +12,7 @@ from rdzv.agent.agent_metrics_interface import JobMeter
 from rdzv.agent.core import events
 from rdzv.agent.handover import leaked_processes
 from rdzv.agent.job.context import JobContext
+from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk
 from rdzv.agent.job.worker_starts import WorkerStarts
 from rdzv.agent.system.error_files import WorkerError, describe_exit, signal_name
 from rdzv.agent.system.side_thread import in_time
@@ -30,6 +31,7 @@ class RunnerEventRouter:
     def __init__(
         self,
         context: JobContext,
+        disk: SnapshotsOnDisk,
         socket: Path | None,
         meter: Callable[[], JobMeter],
         starts: WorkerStarts,
@@ -39,6 +41,7 @@ class RunnerEventRouter:
         `socket` is the runner's socket for the next agent, if the runner outlives this one.
         """
         self._context = context
+        self._disk = disk
         self._rdzv_id = context.launch.job.rdzv_id
         self._socket = socket
         self._meter = meter
@@ -51,7 +54,11 @@ class RunnerEventRouter:
         match event:
             case runner_link.WorkerExited() if event.exit_code != 0:
                 return tasks.start(self._take_failure(event), f"exit in {self._rdzv_id}")
+            case runner_link.SnapshotsWritten():
+                self._disk.note(event)
+                return None
             case runner_link.RunnerExited():
+                self._disk.note_runner_gone()
                 lost = self._lose_runner(event)
                 self._ending_leftovers = tasks.start(lost, f"runner of {self._rdzv_id}")
                 return self._ending_leftovers

@@ -71,6 +71,16 @@ class EventSink:
 
 
 @struct(frozen=True)
+class SnapshotFiles:
+    """Where snapshots are written on disk, how often, and how many stay."""
+
+    folder: Path
+    every_s: float = 0.0
+    """0: only at the end."""
+    keep: int = 2
+
+
+@struct(frozen=True)
 class Launch:
     """One job on this node: what to run, and how."""
 
@@ -94,6 +104,8 @@ class Launch:
     """The parent folder of the workers' progress files; None for the temporary folder."""
     snapshot: Path | None = None
     """A file or folder whose change shows that a round has made progress."""
+    snapshot_files: SnapshotFiles | None = None
+    """None: snapshots are not written to disk."""
     preemption_file: Path | None = None
     """The file that announces a preemption of this machine; None if this job has none."""
     role: str = "default"
@@ -154,7 +166,9 @@ def check_startable(launch: Launch) -> None:
 
 
 def _check_startable(launch: Launch) -> None:
-    _check_log_dir(launch.output.log_dir)
+    _check_folder("--log-dir", launch.output.log_dir)
+    if launch.snapshot_files is not None:
+        _check_folder("--snapshot-dir", launch.snapshot_files.folder)
     if launch.chdir is not None:
         _check_chdir(launch.chdir)
     if launch.no_python:
@@ -224,18 +238,18 @@ def _from(launch: Launch, path: str) -> str:
     return path if launch.chdir is None or not path else str(launch.chdir / path)
 
 
-def _check_log_dir(log_dir: Path | None) -> None:
-    """Refuse a log directory that cannot be created or written; create nothing yet."""
-    if log_dir is None or log_dir == NO_FILES:
+def _check_folder(option: str, folder: Path | None) -> None:
+    """Refuse a folder that cannot be created or written; create nothing yet."""
+    if folder is None or folder == NO_FILES:
         return
-    there = next(path for path in (log_dir, *log_dir.parents) if _is_there(path))
+    there = next(path for path in (folder, *folder.parents) if _is_there(path))
     if not there.is_dir():
         reason = f"{there} is not a directory"
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         reason = f"{there} cannot be written"
     else:
         return
-    raise InvalidRequestError(f"--log-dir={log_dir}: {reason}; give another")
+    raise InvalidRequestError(f"{option}={folder}: {reason}; give another")
 
 
 def _is_there(path: str | Path) -> bool:

@@ -23,6 +23,8 @@ Both directions carry the frames of channel.py; requests.py lists the requests. 
     snapshots_held    {snapshots: [{local_rank, lineage, step, series, shard, shards, world_size,
                                     bytes, digest}]}  all, whenever something has changed
     snapshot_refused  {local_rank, reason}            its worker gets no memory for snapshots
+    snapshots_written {lineage, step, series, reason} what is held of this step is on disk, unless
+                                                      there is a reason
     serve_failed      {reason}                        it ends with its agent, as without `serve`
     error             {reason}
 

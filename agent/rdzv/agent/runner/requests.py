@@ -15,6 +15,8 @@ events):
                        after_import}                  once
     hold_snapshots    {limit_bytes}                   null: half of the memory that is free
     watermark         {lineage, step, series}         all parts of this step are saved
+    write_snapshots   {argv, env, cwd, identity, lineage, step, series}
+                                                      what is held of this step, to disk
     serve             {socket, orphan_timeout_s, grace_s}         the path counts once
     keep              {name, value}
     heard             {number}
@@ -166,13 +168,13 @@ def _read_worker_spec(worker: object) -> WorkerSpec:
         raise RequestError(f"workers: expected objects, got {worker!r:.80}")
     return WorkerSpec(
         local_rank=read_field(worker, "local_rank", int),
-        argv=tuple(_read_argv(worker)),
-        env=_read_env(worker),
-        cwd=_optional_text(worker, "cwd"),
-        stdout=_optional_text(worker, "stdout"),
-        stderr=_optional_text(worker, "stderr"),
+        argv=tuple(read_argv(worker)),
+        env=read_env(worker),
+        cwd=read_optional_text(worker, "cwd"),
+        stdout=read_optional_text(worker, "stdout"),
+        stderr=read_optional_text(worker, "stderr"),
         cpus=_read_cpus(worker),
-        identity=_read_identity(worker),
+        identity=read_identity(worker),
     )
 
 
@@ -182,13 +184,13 @@ def read_zygote_spec(request: Mapping[str, object]) -> ZygoteSpec:
     if not all(isinstance(name, str) for name in modules):
         raise RequestError(f"modules: expected strings, got {modules!r:.80}")
     return ZygoteSpec(
-        argv=tuple(_read_argv(request)),
-        env=_read_env(request),
-        cwd=_optional_text(request, "cwd"),
+        argv=tuple(read_argv(request)),
+        env=read_env(request),
+        cwd=read_optional_text(request, "cwd"),
         modules=tuple(modules),
         cpus=_read_cpus(request),
         wait_s=read_seconds(request, "wait_s", MAX_ZYGOTE_WAIT_S),
-        identity=_read_identity(request),
+        identity=read_identity(request),
         spare_forks=_read_spare_forks(request),
         after_import=request.get("after_import") is True,
     )
@@ -198,9 +200,9 @@ def read_store_host_spec(request: Mapping[str, object]) -> StoreHostSpec:
     """Parse how to start a store host."""
     return StoreHostSpec(
         round=read_field(request, "round", int),
-        argv=tuple(_read_argv(request)),
-        env=_read_env(request),
-        identity=_read_identity(request),
+        argv=tuple(read_argv(request)),
+        env=read_env(request),
+        identity=read_identity(request),
     )
 
 
@@ -245,7 +247,8 @@ def read_field(request: Mapping[str, object], name: str, kind: type[T]) -> T:
     return value
 
 
-def _read_identity(request: Mapping[str, object]) -> Identity | None:
+def read_identity(request: Mapping[str, object]) -> Identity | None:
+    """Parse the account of a process; None for the agent's own."""
     if request.get("identity") is None:
         return None
     said = read_field(request, "identity", dict)
@@ -271,14 +274,16 @@ def _read_cpus(worker: Mapping[str, object]) -> tuple[int, ...] | None:
     return tuple(cpus)
 
 
-def _read_argv(request: Mapping[str, object]) -> list[str]:
+def read_argv(request: Mapping[str, object]) -> list[str]:
+    """Parse a command line."""
     argv = read_field(request, "argv", list)
     if not argv or not all(isinstance(word, str) for word in argv):
         raise RequestError("argv: expected at least one string")
     return argv
 
 
-def _read_env(request: Mapping[str, object]) -> dict[str, str]:
+def read_env(request: Mapping[str, object]) -> dict[str, str]:
+    """Parse a whole environment."""
     env = read_field(request, "env", dict)
     if not all(isinstance(value, str) for value in env.values()):
         raise RequestError("env: expected strings")
@@ -296,5 +301,6 @@ def _optional_number(request: Mapping[str, object], name: str) -> int | None:
     return None if request.get(name) is None else read_field(request, name, int)
 
 
-def _optional_text(request: Mapping[str, object], name: str) -> str | None:
+def read_optional_text(request: Mapping[str, object], name: str) -> str | None:
+    """Return a field of text, which may be null or missing."""
     return None if request.get(name) is None else read_field(request, name, str)

@@ -19,6 +19,7 @@ from .loop import Loop
 from .next_agent import NextAgent
 from .requests import PROTOCOL_VERSION, WITHOUT_PARKING, RequestError, read_field
 from .snapshot_slots import SnapshotSlots
+from .snapshot_writers import SnapshotWriters
 from .spawn import SIGNALS_FOR_WORKERS
 from .store_hosts import StoreHosts
 from .warm_forks import WarmForks
@@ -42,6 +43,7 @@ class Runner:
         self._children = Children(loop)
         self.forks = WarmForks(loop, self._children, self.agent)
         self._slots = SnapshotSlots(self.agent)
+        writers = SnapshotWriters(self._children, self.agent, self._slots)
         self._workers = Workers(
             loop, self._children, self.agent, self._fence, self.forks, self._slots
         )
@@ -60,6 +62,7 @@ class Runner:
             "keep_zygote": self.forks.zygote.keep,
             "hold_snapshots": self._slots.hold,
             "watermark": self._slots.announce,
+            "write_snapshots": writers.write,
             "serve": self.next_agent.serve,
             "keep": self.next_agent.keep,
             "heard": self.agent.forget_confirmed,
@@ -181,6 +184,7 @@ class Runner:
             "zygote": self.forks.zygote.spec is not None,
             "warms_restarts": True,
             "snapshots": True,
+            "writes_snapshots": True,
         }
 
 

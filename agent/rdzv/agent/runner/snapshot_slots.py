@@ -15,7 +15,7 @@ import fcntl
 import os
 from dataclasses import asdict, dataclass
 
-from .linux.descriptors import close_fds
+from .linux.descriptors import close_fds, dup_fds
 from .linux.free_memory import free_bytes
 from .requests import RequestError, read_field
 from .spawn import reason_of
@@ -95,6 +95,7 @@ class SnapshotSlots:
         self._links: dict[int, WorkerLink] = {}
         self._limit: int | None = None
         self._watermark: dict[str, object] | None = None
+        self._pinned: Mapping[str, object] | None = None
 
     # ------------------------------------------------------------------ the agent's requests
 
@@ -118,6 +119,25 @@ class SnapshotSlots:
         for link in self._links.values():
             link.tell_watermark(self._watermark)
 
+    # ------------------------------------------------------------------ writing to disk
+
+    def copies_of(self, mark: Mapping[str, object]) -> tuple[int, ...]:
+        """Duplicate the descriptors of all slots that hold a step; `OSError` if that fails."""
+        found = [
+            fd
+            for slots in (*self._slots.values(), *self._replaced.values())
+            for fd, one in zip(slots.fds, slots.snapshots, strict=True)
+            if one is not None
+            and mark == {"lineage": one.lineage, "step": one.step, "series": one.series}
+        ]
+        return dup_fds(*found)
+
+    def pin(self, mark: Mapping[str, object] | None) -> None:
+        """Have workers not overwrite a step, until another call."""
+        self._pinned = mark
+        for link in self._links.values():
+            link.tell_pinned(mark or {})
+
     # ------------------------------------------------------------------ the workers' frames
 
     def give(self, link: WorkerLink, size: int) -> None:
@@ -138,6 +158,8 @@ class SnapshotSlots:
         else:
             if self._watermark is not None:
                 link.tell_watermark(self._watermark)
+            if self._pinned is not None:
+                link.tell_pinned(self._pinned)
             link.give_slots(slots.size, fds)
 
     def note(self, local_rank: int, number: int, snapshot: SavedSnapshot | None) -> None:

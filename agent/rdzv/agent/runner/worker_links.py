@@ -24,6 +24,8 @@ To the worker:
     slots      {bytes}                               the answer to `reserve`, with two memfds
     no_slots   {reason}                              the other answer
     watermark  {lineage, step, series}               all parts of this step are saved somewhere
+    pinned     {lineage, step, series}               this step is being written to disk; without
+                                                     fields: none is
 
 Unknown frames are ignored by both. A worker is the job's own process, so nothing that it sends is
 trusted: a frame that cannot be read, or more frames than can be of use, close the link, and then
@@ -236,6 +238,10 @@ class WorkerLink:
     def tell_watermark(self, watermark: Mapping[str, object]) -> None:
         """Tell it which step of which series is whole."""
         self._send({"type": "watermark", **watermark})
+
+    def tell_pinned(self, mark: Mapping[str, object]) -> None:
+        """Tell it which step is being written to disk, if any."""
+        self._send({"type": "pinned", **mark})
 
     def close(self) -> None:
         """Close the link; a parked worker exits."""

@@ -145,6 +145,7 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
             keeps=bool(said.get("keeps", False)),
             warms_restarts=bool(said.get("warms_restarts")),
             snapshots=bool(said.get("snapshots")),
+            writes_snapshots=bool(said.get("writes_snapshots")),
             kept={str(name): str(value) for name, value in said["kept"].items()},
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:

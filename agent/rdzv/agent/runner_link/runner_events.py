@@ -188,6 +188,16 @@ class SnapshotRefused:
 
 
 @struct(frozen=True)
+class SnapshotsWritten:
+    """What is held of a step is on disk, unless there is a reason why not."""
+
+    lineage: int
+    step: int
+    series: str
+    reason: str
+
+
+@struct(frozen=True)
 class ServeFailed:
     """The runner cannot outlive this process, and ends with it."""
 
@@ -231,6 +241,7 @@ RunnerEvent = (
     | StoreHostExited
     | SnapshotsHeld
     | SnapshotRefused
+    | SnapshotsWritten
     | ServeFailed
     | RunnerRefused
     | RunnerExited
@@ -264,6 +275,7 @@ EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
     "store_host_exited": StoreHostExited,
     "snapshots_held": lambda snapshots: SnapshotsHeld(tuple(_snapshot(one) for one in snapshots)),
     "snapshot_refused": SnapshotRefused,
+    "snapshots_written": SnapshotsWritten,
     "serve_failed": ServeFailed,
     "error": RunnerRefused,
 }

@@ -74,6 +74,8 @@ class Hello:
     """Whether it supports zygotes that are only for restarts."""
     snapshots: bool = False
     """Whether it holds snapshots."""
+    writes_snapshots: bool = False
+    """Whether it can have them written to disk."""
 
 
 class StartedRunner:
@@ -151,6 +153,8 @@ class RunnerLink:
         """Whether it can keep workers: an older one is never asked to."""
         self._warms_restarts = adopted is None or adopted.warms_restarts
         self._holds_snapshots = adopted is None or adopted.snapshots
+        self.writes_snapshots = adopted is None or adopted.writes_snapshots
+        """Whether it can have snapshots written to disk: an older one is never asked to."""
         self._log = RunnerLog(self._pid)
         self._asked_to_end = False
         self._last_event = self._heard = 0
@@ -326,6 +330,24 @@ class RunnerLink:
         if self._holds_snapshots:
             fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
             self._send({"type": "watermark", **fields})
+
+    def write_snapshots(
+        self,
+        mark: SnapshotMark,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path | None,
+        identity: Identity | None,
+    ) -> None:
+        """Have a process of the job's account write what is held of a mark; an event follows.
+
+        `argv` is continued by the mark and the descriptors of the slots.
+        """
+        whose = None if identity is None else asdict(identity)
+        where = None if cwd is None else str(cwd)
+        how = _portable({"argv": list(argv), "env": env, "cwd": where, "identity": whose})
+        fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
+        self._send({"type": "write_snapshots", **how, **fields})
 
     def stop_store_host(self, round: int) -> None:
         """Kill the round's store host, if there is one."""

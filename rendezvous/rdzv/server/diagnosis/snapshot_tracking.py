@@ -104,5 +104,5 @@ class SnapshotTracking:
         told = self._told.setdefault(node_id, {})
         if mark is None or job.whole_ms is None or told.get(rdzv_id) == mark:
             return
-        if self._send(node_id, SnapshotWatermark(rdzv_id, job.run, mark)):
+        if self._send(node_id, SnapshotWatermark(rdzv_id, job.run, mark, job.whole_ms)):
             told[rdzv_id] = mark

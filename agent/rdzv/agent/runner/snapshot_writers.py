@@ -1,0 +1,83 @@
+"""Writes snapshots to disk: a process of the job's account is started, with the slots, for a step.
+
+It is `python -m rdzv.worker.write_snapshots`, and works when no worker is left. While it runs, the
+workers do not overwrite that step; they skip saves instead. It is spared at the end of a round, and
+ends with the runner.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .linux.descriptors import close_fds
+from .requests import read_argv, read_env, read_field, read_identity, read_optional_text
+from .spawn import Program, reason_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .agent_link import AgentLink
+    from .child_exits import Child, Children
+    from .snapshot_slots import SnapshotSlots
+
+
+class SnapshotWriters:
+    """The process that writes, one at a time."""
+
+    def __init__(self, children: Children, agent: AgentLink, slots: SnapshotSlots) -> None:
+        self._children = children
+        self._agent = agent
+        self._slots = slots
+        self._writer: Child | None = None
+
+    def write(self, request: Mapping[str, object]) -> None:
+        """Obey `write_snapshots`; the answer is an event."""
+        mark = {
+            "lineage": read_field(request, "lineage", int),
+            "step": read_field(request, "step", int),
+            "series": read_field(request, "series", str),
+        }
+        argv, env = tuple(read_argv(request)), read_env(request)
+        identity, cwd = read_identity(request), read_optional_text(request, "cwd")
+        if self._writer is not None:
+            self._tell(mark, "another step is still being written")
+            return
+        try:
+            fds = self._slots.copies_of(mark)
+        except OSError as error:
+            self._tell(mark, reason_of(error))
+            return
+        if not fds:
+            self._tell(mark, "this node holds nothing of it")
+            return
+        named = f"{mark['lineage']}:{mark['step']}:{mark['series']}"
+        program = Program(
+            argv=(*argv, "--mark", named, *map(str, fds)),
+            env=env,
+            cwd=cwd,
+            pass_fds=fds,
+            identity=identity,
+        )
+        try:
+            self._writer = self._children.start(
+                f"the writer of step {mark['step']}", program, partial(self._end, mark), spared=True
+            )
+        except OSError as error:
+            self._tell(mark, reason_of(error))
+        else:
+            self._slots.pin(mark)
+        finally:
+            close_fds(fds)
+
+    def _end(self, mark: Mapping[str, object], child: Child, code: int) -> None:
+        self._writer = None
+        self._slots.pin(None)
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        said = "; what it has written on stderr says why" if code > 0 else ""
+        reason = child.failure or f"its writer ended with {how}{said}"
+        self._tell(mark, "" if code == 0 else reason)
+
+    def _tell(self, mark: Mapping[str, object], reason: str) -> None:
+        if self._agent.hears_of_snapshots:
+            self._agent.tell("snapshots_written", **mark, reason=reason)

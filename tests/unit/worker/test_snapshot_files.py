@@ -1,0 +1,160 @@
+"""Snapshots on disk: written from memory, read by torch alone, and gone on from."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resuming import Runner, bits, resume, sealing_of, train
+
+from rdzv.worker import snapshot_files, write_snapshots
+from rdzv.worker.snapshot_files import NotWrittenError, whole_steps
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    made = Runner()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "snapshots"
+    monkeypatch.setenv("RDZV_SNAPSHOT_DIR", str(path))
+    return path
+
+
+def mark(runner: Runner, step: int) -> tuple[int, int, str]:
+    (series,) = {what["series"] for _, what in runner.said if what.get("step") == step}
+    return (0, step, series)
+
+
+def write(runner: Runner, folder: Path, step: int, keep: int = 2, run: str = "run-1") -> bool:
+    """Write a step as the program does that runners start."""
+    return write_snapshots.write(folder, run, keep, mark(runner, step), runner.fds)[1]
+
+
+def new_processes(count: int) -> tuple[list[Any], list[bool]]:
+    """Start a new run, with nothing in memory."""
+    runners = [Runner() for _ in range(count)]
+    return resume(runners, number=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_new_run_goes_on_from_disk_with_any_number_of_workers(
+    runner: Runner, folder: Path, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = train(runner, 3)
+    assert write(runner, folder, 3)
+    new, found = new_processes(ranks)
+    assert found == [True] * ranks
+    assert [one.step for one in new] == [3] * ranks
+    assert [bits(one) for one in new] == [bits(last)] * ranks
+    assert new[0].contents.values["step"] == 3
+    said = capsys.readouterr().err
+    assert f"rank 0: goes on from the snapshot of step 3 in {folder}/step-000000003.run-1.0" in said
+
+
+def test_torch_reads_it_without_us(runner: Runner, folder: Path) -> None:
+    last = train(runner, 3)
+    write(runner, folder, 3)
+    (step,) = folder.iterdir()
+    saved = torch.load(step / "part-00000-of-00001.pt", weights_only=True)
+    other = sealing_of()
+    model, optimizer = other.contents.modules["model"], other.contents.optimizers["optimizer"]
+    model.load_state_dict(saved["state"]["modules"]["model"])
+    optimizer.load_state_dict(saved["state"]["optimizers"]["optimizer"])
+    assert bits(other) == bits(last)
+    assert saved["step"] == 3 and saved["state"]["values"] == {"step": 3}
+    manifest = json.loads((step / "manifest.json").read_text())
+    assert manifest["step"] == 3 and manifest["parts"][0]["file"] == "part-00000-of-00001.pt"
+
+
+def test_memory_goes_before_disk(runner: Runner, folder: Path) -> None:
+    train(runner, 3)
+    write(runner, folder, 2)
+    assert [one.step for one in resume([runner])[0]] == [3]
+
+
+def test_the_newest_are_kept_and_what_is_no_step_is_left_alone(
+    runner: Runner, folder: Path
+) -> None:
+    train(runner, 2)
+    (folder / "notes").mkdir(parents=True)
+    for run in ("a", "b", "c"):
+        assert write(runner, folder, 2, run=run)
+    assert [one.run for one in whole_steps(folder)] == ["b", "c"]
+    assert sorted(one.name for one in folder.iterdir())[0] == "notes"
+
+
+def test_a_damaged_file_is_found_wherever_the_bit_is_and_the_step_before_is_used(
+    runner: Runner, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(runner, 3)
+    write(runner, folder, 2)
+    write(runner, folder, 3)
+    old, new = whole_steps(folder)
+    file = new.part(0)
+    whole = file.read_bytes()
+    with zipfile.ZipFile(file) as archive:
+        # What lies between the records is not read by anyone.
+        places = [
+            whole.index(archive.read(one)) + one.file_size // 2
+            for one in archive.infolist()
+            if one.file_size
+        ]
+    for place in places:
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        assert not new.is_sound(0)
+    sealings, _ = new_processes(1)
+    assert [one.step for one in sealings] == [2]
+    assert f"step 3 in {new.folder} is damaged, and is not used" in capsys.readouterr().err
+    assert old.is_sound(0)
+    file.write_bytes(whole[:-1000])
+    assert not new.is_sound(0)
+
+
+def test_a_step_without_manifest_is_none(runner: Runner, folder: Path) -> None:
+    train(runner, 3)
+    write(runner, folder, 3)
+    (step,) = whole_steps(folder)
+    (step.folder / "manifest.json").unlink()
+    assert whole_steps(folder) == []
+    assert [one.step for one in new_processes(1)[0]] == [None]
+
+
+def test_a_full_disk_leaves_what_is_there(
+    runner: Runner, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(runner, 3)
+    write(runner, folder, 2, keep=1)
+    monkeypatch.setattr(
+        snapshot_files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
+    )
+    with pytest.raises(NotWrittenError, match="0 MB are needed, and 0 MB are free"):
+        write(runner, folder, 3, keep=1)
+    monkeypatch.undo()
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(OSError, match="No space"):
+        write(runner, folder, 3, keep=1)
+    assert [one.header.step for one in whole_steps(folder)] == [2]
+    assert not list(folder.glob("*/*.tmp"))
+
+
+def test_what_another_node_has_written_is_not_written_again(runner: Runner, folder: Path) -> None:
+    train(runner, 3)
+    write(runner, folder, 3)
+    (step,) = whole_steps(folder)
+    before = step.part(0).stat()
+    assert write(runner, folder, 3)
+    assert step.part(0).stat() == before and whole_steps(folder) == [step]
