@@ -1,6 +1,6 @@
 """Accelerate, Trainer and Lightning, the real ones, on two nodes: killed, drained, kept.
 
-They are in an environment of their own, beside ours: `make frameworks` makes it.
+They have a separate environment beside ours: `make frameworks` makes it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIRST_CHECKPOINT = {
 FRAMEWORKS = tuple(FIRST_CHECKPOINT)
 STEPS = 60
 WAIT_S = 200.0
-"""Importing a framework takes half a minute where others use the machine as well."""
+"""Importing a framework takes half a minute on a busy machine."""
 
 
 @pytest.fixture(name="c")
@@ -62,7 +62,7 @@ def by_rdzvrun(c: Cluster, name: str, script: str, *more: str) -> Node:
 
 
 def by_its_own_launcher(c: Cluster, name: str, script: str) -> Node:
-    """Start a node by torchrun's plug-in; docs/frameworks.md has the same lines."""
+    """Start a node with torchrun's plug-in; docs/frameworks.md has the same lines."""
     host, _, port = c.endpoint.rpartition(":")
     conf = f"node_id={name}"
     if script == "train_lightning.py":
@@ -80,7 +80,7 @@ def by_its_own_launcher(c: Cluster, name: str, script: str) -> Node:
 
 
 def workers(c: Cluster) -> dict[int, int]:
-    """Return the pid of each RANK that lives."""
+    """Return the pid of each living RANK."""
     found = {}
     for pid in c.marked():
         rank = environ(pid).get("RANK")
@@ -95,7 +95,7 @@ def wait_for_checkpoint(c: Cluster, script: str) -> None:
 
 
 def lowest_step(c: Cluster) -> int:
-    """Return the step that all workers have reported, -1 before they have."""
+    """Return the step that all workers have reported; -1 before that."""
     steps = [one.step for one in c.status().progress]
     return min(steps) if len(steps) == 2 else -1
 
@@ -106,7 +106,7 @@ def text(c: Cluster) -> str:
 
 @pytest.mark.parametrize("script", FRAMEWORKS)
 def test_a_killed_worker_and_a_drained_node_cost_a_few_steps(c: Cluster, script: str) -> None:
-    """It goes on from its checkpoint; then one node is drained, saves, and leaves the other."""
+    """It continues from its checkpoint; then one node is drained, saves, and leaves the other."""
     nodes = [by_rdzvrun(c, name, script) for name in ("n1", "n2")]
     wait_for_checkpoint(c, script)
     os.kill(workers(c)[1], signal.SIGKILL)

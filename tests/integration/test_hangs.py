@@ -1,4 +1,4 @@
-"""A worker falls silent: it is found, all stacks are taken and kept, and the job goes on by itself.
+"""A worker falls silent: it is found, all stacks are taken and kept, and the job recovers.
 
 With real py-spy on real processes.
 """
@@ -35,7 +35,7 @@ def stacks(c: Cluster, *options: str) -> dict[str, Any]:
 
 
 def test_what_two_nodes_are_doing_one_of_them_warm(c: Cluster) -> None:
-    """Also of a worker that is stopped, and that stays so."""
+    """Also of a stopped worker, which stays stopped."""
     c.start_node("n1", worker="steps.py", nnodes="2", nproc=2)
     c.start_node("n2", "--warm=json", worker="steps.py", nnodes="2", nproc=1)
     reports = c.wait_for_round(0, workers=3)
@@ -69,7 +69,7 @@ def test_what_two_nodes_are_doing_one_of_them_warm(c: Cluster) -> None:
 
 
 def test_a_node_whose_agent_does_not_answer_is_named(c: Cluster) -> None:
-    # So long that it is not given up before anybody asks.
+    # Long enough that it is not given up before the request.
     config = c.folder / "rdzvd.toml"
     config.write_text('[lease]\nduration = "60 s"\nlongest = "60 s"\n')
     c.kill_server()

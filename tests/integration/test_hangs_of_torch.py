@@ -1,6 +1,6 @@
 """Plain scripts of torch hang, and the rank that the others wait for is named.
 
-They import nothing of rdzv and report no progress; and what opens torch's record to the agent
+They import nothing of rdzv and report no progress; the hook that opens torch's record to the agent
 changes nothing that a script can see.
 """
 
@@ -110,7 +110,7 @@ for step in range(10_000):
 def test_a_timeout_of_a_collective_names_the_rank_that_has_not_entered_it(
     absent: int, tmp_path: Path
 ) -> None:
-    """On two nodes, without --hang-timeout: three ranks fail, and the fourth is the one."""
+    """On two nodes, without --hang-timeout: three ranks fail, and the fourth is the culprit."""
     script = tmp_path / "times_out.py"
     script.write_text(TIMES_OUT)
     with cluster(tmp_path) as c:

@@ -1,8 +1,8 @@
-"""Nodes that are not well, beside a real rdzvd and real daemons.
+"""Unhealthy nodes, with a real rdzvd and real daemons.
 
-A node on which a worker fails again and again is quarantined; the job ends well on the others. One
-whose own checks fail gets no job, leaves the one whose workers have failed there, and is used again
-once it is well.
+A node on which a worker fails repeatedly is quarantined; the job ends well on the others. A node
+whose own checks fail gets no job, leaves the job whose workers have failed there, and is used again
+once it has recovered.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_a_node_that_fails_again_and_again_is_quarantined_and_the_job_ends_well(
     )
     d.until("n3 has the seat of n2", lambda: seated(d, "job-1") == ["n1", "n3"])
     status = d.status("job-1")
-    # The rounds before were its; the one that runs is the fourth, and there is no fifth to come.
+    # It was in the earlier rounds; the running one is the fourth, and there will be no fifth.
     assert (status.round, status.restarts) == (3, 3)
     d.until("n2 is free", lambda: d.node("n2")["jobs"] == {})
     shown = ctl(d, "nodes", "n2")
@@ -64,7 +64,7 @@ def test_a_node_that_fails_again_and_again_is_quarantined_and_the_job_ends_well(
     agent = next(node for node in d.cluster.nodes if node.name == "n2")
     d.cluster.wait_for_text(agent, "job-1: withdrawn from this node: quarantined: at fault 3 times")
 
-    # The server remembers it, and who waits for the node is told.
+    # The server remembers it, and commands that wait for the node are answered.
     d.cluster.kill_server()
     d.cluster.start_server()
     d.until("n2 is back", lambda: d.node("n2").get("state") == "connected")
@@ -81,7 +81,7 @@ def test_a_node_that_fails_again_and_again_is_quarantined_and_the_job_ends_well(
 
 
 def check(d: Daemons, name: str) -> str:
-    """Have a node be well as long as there is a file of its name."""
+    """Let a node be healthy as long as a file of its name exists."""
     (d.folder / f"{name} is well").touch()
     script = f"test -e '{d.folder}/{name} is well' || {{ echo its fan stands still; exit 1; }}"
     return f'gpus = "none"\n[[health]]\ncheck = "command"\ncommand = ["sh", "-c", "{script}"]\n'
@@ -105,7 +105,7 @@ def test_a_node_that_is_not_well_gets_no_job_says_why_and_is_used_when_it_heals(
     assert UNWELL in ctl(d, "nodes")
     shown = ctl(d, "nodes", "n2")
     assert "unhealthy" in shown.splitlines()[0] and "its fan stands still" in shown
-    # It is tried again, and nobody has to say so.
+    # It is retried, without any request.
     (d.folder / "n2 is well").touch()
     d.until_state("job-1", "succeeded")
     assert d.node("n2")["node"].unhealthy is None
@@ -125,12 +125,12 @@ def test_a_node_that_is_not_well_after_a_failure_leaves_and_a_free_one_takes_its
     os.kill(pid, signal.SIGKILL)
     d.until("n3 has the seat of n2", lambda: seated(d, "job-1") == ["n1", "n3"])
     status = d.status("job-1")
-    # It failed, and that costs a restart; but no round was formed with it again.
+    # It failed, which costs a restart; but no later round was formed with it.
     assert (status.round, status.restarts) == (1, 1)
     assert f"n2 left: {UNWELL}" in ctl(d, "events", "job-1")
     d.cluster.wait_for_text(agent, "job-1: leaving the job because this node is unhealthy")
     d.until("n2 is free", lambda: d.node("n2")["jobs"] == {})
-    # An operator has it look at once, and it heals.
+    # An operator requests a check at once, and the node recovers.
     (d.folder / "n2 is well").touch()
     ctl(d, "uncordon", "n2")
     d.until("n2 is well", lambda: d.node("n2")["node"].unhealthy is None)

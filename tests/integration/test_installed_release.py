@@ -34,7 +34,8 @@ from rdzv.demo.programs import descendants, environ_of
 pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
 
 FORMER = "61e4182740f67dc96d633dffe8492d4171f17293"
-"""A commit of some hundred ago: it stands for the release before, since none is published."""
+"""A commit some hundred commits ago; it stands for the previous release, since none is published.
+"""
 ENDLESS = ("--epochs=100000", "--step-seconds=0.02")
 
 
@@ -72,7 +73,7 @@ def training_of(programs: Path) -> Path:
 
 
 def start_server(started: Programs, programs: Path, listen: str = "127.0.0.1:0") -> str:
-    """Start rdzvd with the data that it had before; return its address."""
+    """Start rdzvd on its previous data; return its address."""
     log = started.log("rdzvd")
     before = log.read_text().count(" ready: listening on ") if log.exists() else 0
     data = f"--data-dir={started.folder / 'data'}"
@@ -115,7 +116,7 @@ def test_a_new_engineers_walk(programs: Path, job_python: Path, started: Program
     assert demo.wait(400) == 0, started.log("demo").read_text()
     assert "the demo has passed" in started.log("demo").read_text()
 
-    # The script of the quick start comes out of the package as well.
+    # The package contains the script of the quick start, too.
     quick_start = run(ctl, "docs", "one-machine", folder=folder)
     (script,) = re.findall(r'```python title="train.py"\n(.*?)```', quick_start, re.DOTALL)
     (folder / "train.py").write_text(script)
@@ -306,7 +307,7 @@ def test_jobs_run_in_older_interpreters_warm_and_cold(programs: Path, started: P
 
 
 class Upgraded:
-    """A server and two agents that are replaced by other versions under a job that trains."""
+    """A server and two agents that are replaced by other versions under a training job."""
 
     def __init__(self, started: Programs, python: Path, script: Path) -> None:
         self.started, self.python, self.script = started, python, script
@@ -320,7 +321,7 @@ class Upgraded:
         self.server = start_server(self.started, programs, self.server)
 
     def start_agents(self, programs: Path) -> None:
-        """Start both agents; those that run leave their jobs to them."""
+        """Start both agents; running ones leave their jobs to them."""
         for name in ("n1", "n2"):
             if name in self.started.started:
                 self.started.started[name].send_signal(signal.SIGUSR2)
@@ -360,7 +361,7 @@ class Upgraded:
         assert seen() == wanted
 
     def workers(self) -> list[int]:
-        """Return the pids of the job's workers, whoever their agent is."""
+        """Return the pids of the job's workers, under whichever agent."""
         said = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         mark = str(self.folder / "night.pt").encode()
         return [pid for pid in said if mark in cmdline(pid) and b"RANK" in environ_of(pid)]
@@ -375,7 +376,7 @@ def cmdline(pid: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def former(files: Path) -> Path:
-    """Install the release before this one; return the folder of its programs."""
+    """Install the previous release; return the folder of its programs."""
     known = ["git", "-C", str(ROOT), "cat-file", "-e", f"{FORMER}^{{commit}}"]
     if shutil.which("git") is None or subprocess.run(known, check=False).returncode != 0:
         pytest.skip(f"this tree has no history with the commit {FORMER[:8]}")

@@ -20,7 +20,7 @@ WORKER = Path(__file__).parents[1] / "faults" / "workers" / "gloo.py"
 
 
 class Training:
-    """Two nodes that add up a small tensor about a hundred times a second."""
+    """Two nodes that all-reduce a small tensor about a hundred times a second."""
 
     def __init__(
         self, c: Cluster, options_of: Callable[[str], Sequence[str]] = lambda node: ()
@@ -47,12 +47,12 @@ class Training:
         )
 
     def steps(self) -> list[int]:
-        """Return how far each worker is."""
+        """Return each worker's step."""
         self.diaries.poll()
         return [stepped.step for stepped in self.diaries.latest.values()]
 
     def wait_for_steps(self, more: int) -> None:
-        """Wait until every worker has gone forward by so many steps."""
+        """Wait until every worker has advanced by this many steps."""
         before = max(self.steps(), default=0)
 
         def forward() -> bool:
@@ -70,7 +70,7 @@ class Training:
         self.cluster.wait_until("all are seated", seated)
 
     def check_undisturbed(self) -> None:
-        """Insist that the first workers of the first round are the only ones that there were."""
+        """Check that there were never any workers but the first ones of the first round."""
         self.wait_for_steps(20)
         started = self.diaries.started.values()
         assert [(s.round, s.restarts) for s in started] == [(0, 0)] * NODES
@@ -110,7 +110,7 @@ def _replicas(tmp_path: Path) -> Iterator[Replicas]:
 
 @pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.campaign)])
 def test_a_training_does_not_notice_kills_of_its_server(c: Cluster, kills: int) -> None:
-    """SIGKILL at random moments, in some before all nodes are back from the kill before."""
+    """SIGKILL at random moments, sometimes before all nodes are back from the previous kill."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -130,7 +130,7 @@ def test_a_training_does_not_notice_kills_of_its_server(c: Cluster, kills: int) 
 
 @pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.campaign)])
 def test_a_training_does_not_notice_fail_overs(replicas: Replicas, times: int) -> None:
-    """The leader of three is killed again and again, and comes back to stand by."""
+    """The leader of three is killed repeatedly, and comes back as a standby."""
     leader = replicas.wait_for_leader()
     training = Training(replicas)
     training.wait_for_steps(20)

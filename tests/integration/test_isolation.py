@@ -1,4 +1,4 @@
-"""What our programs keep away from, and what they keep away from the workers."""
+"""Files and modules that our programs do not touch, and what they hide from the workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPORT = str(WORKERS / "report.py")
 
 @pytest.fixture(autouse=True)
 def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep in the test's folder what nodes without a log directory write."""
+    """Nodes without a log directory write into the test's folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
@@ -36,7 +36,7 @@ def maps_torch(pid: int) -> bool:
 
 
 def test_no_program_of_ours_has_torch_in_memory_while_a_job_runs(c: Cluster) -> None:
-    """Only the store host has: it serves the job, and is no agent."""
+    """Only the store host imports it: it serves the job, and is no agent."""
     node = c.start_node("n1", nnodes="1")
     config = c.folder / "agent.toml"
     args = json.dumps(["--rdzv-id=other", f"--log-dir={c.folder / 'logs'}", REPORT])
@@ -78,7 +78,7 @@ def test_rdzvctl_imports_no_torch(c: Cluster) -> None:
 
 
 def test_the_users_own_modules_do_not_shadow_ours(c: Cluster) -> None:
-    """They have the names that our folders and modules have, and fail when they are imported."""
+    """They have the names of our folders and modules, and fail when they are imported."""
     folder = c.folder / "project"
     folder.mkdir()
     names = ("agent", "rendezvous", "proto", "logs", "errors", "client", "server", "core", "runner")
@@ -111,7 +111,7 @@ def descriptors(report: dict[str, Any]) -> list[int]:
 
 
 def test_workers_have_no_descriptors_but_the_three(c: Cluster) -> None:
-    """Neither what the agent has opened nor what it was given."""
+    """Neither the agent's own descriptors nor those that it was given."""
     read_end, write_end = os.pipe()
     try:
         command = [str(BIN / "rdzvrun"), "--nproc-per-node=2", "--max-restarts=1", REPORT]
@@ -138,7 +138,7 @@ def test_workers_have_no_descriptors_but_the_three(c: Cluster) -> None:
 
 @pytest.mark.parametrize("closed", ["0<&-", "0<&- 1>&-", "0<&- 1>&- 2>&-"])
 def test_closed_standard_descriptors_are_not_filled_with_ours(c: Cluster, closed: str) -> None:
-    """What the agent opens must not land on a number that workers take for stdin or stdout."""
+    """The agent's files must not get a number that workers use as stdin or stdout."""
     c.finish()
     node = c.start("n1", ["bash", "-c", f"exec {closed}; exec {BIN / 'rdzvrun'} {REPORT}"])
     assert node.wait() == 0

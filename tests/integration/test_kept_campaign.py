@@ -1,4 +1,4 @@
-"""What workers that stay promise, some times over; `make bench-kept` does it hundreds of times."""
+"""The guarantees of workers that stay, checked several times; `make bench-kept` does hundreds."""
 
 from pathlib import Path
 

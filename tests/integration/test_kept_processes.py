@@ -1,6 +1,6 @@
 """Workers that stay between rounds, with real servers, nodes and processes.
 
-The worker is `tests/support/linked_worker.py`, which speaks its link by hand.
+The worker is `tests/support/linked_worker.py`, which implements its link by hand.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def test_suspects_are_innocent_where_a_worker_was_killed(c: Cluster) -> None:
     before = pids(c.wait_for_round(0, workers=3))
     os.kill(before[2], signal.SIGSTOP)
     file.touch()
-    # They end the round, long before anybody notices what has killed the third.
+    # They end the round, long before it is noticed what has killed the third.
     c.wait_for_text(node, "round 0 ended")
     for rank in (0, 1):
         (log,) = (c.folder / "logs").glob(f"*/*/round_0/{rank}/stdout.log")
@@ -213,7 +213,7 @@ def test_a_suspect_alone_is_the_failure_and_raises_its_exception(c: Cluster) -> 
 
 
 def parked(c: Cluster, *options: str, does: tuple[str, ...] = ()) -> tuple[Node, list[int]]:
-    """Return a node whose workers are parked, since the other node is lost, and their pids."""
+    """Return a node whose workers are parked since the other node is lost, and their pids."""
     nodes = [start(c, f"n{i}", *does, nproc=1, options=options) for i in (1, 2)]
     before = pids(c.wait_for_round(0, workers=2))
     lost = next(node for node in nodes if before[1] in node.workers())
@@ -280,13 +280,13 @@ def config(c: Cluster) -> Path:
 @pytest.fixture(name="d")
 def _nodes(tmp_path: Path) -> Iterator[Nodes]:
     with cluster_without_server(tmp_path) as made:
-        # Long, so that an agent that is slow to start on a busy machine is not given up meanwhile.
+        # Long, so that an agent that starts slowly on a busy machine is not given up meanwhile.
         config(made).write_text('[lease]\nduration = "60 s"\nlongest = "60 s"\n')
         made.start_server("--config", str(config(made)))
         try:
             yield Nodes(made)
         finally:
-            # Runners that were adopted descend from no agent that the cluster could end them by.
+            # Adopted runners are not descendants of any agent by which the cluster could end them.
             for pid in made.marked():
                 if made.server is None or pid != made.server.pid:
                     with suppress(ProcessLookupError):
@@ -303,19 +303,19 @@ def submitted(d: Nodes, *names: str, options: tuple[str, ...] = ()) -> list[int]
 
 
 def park_on_n1(d: Nodes, *options: str) -> list[int]:
-    """Have the workers of n1 park, since n2 is drained; return their pids."""
+    """Let the workers of n1 park by draining n2; return their pids."""
     before = submitted(d, "n1", "n2", options=options)
     stays = [pid for pid in before if d.node_of(pid) == "n1"]
     drained = d.cluster.run("rdzvctl", f"--server={d.cluster.endpoint}", "drain", "n2")
     assert drained.returncode == 0, drained
-    # A node whose agent is killed before it has said that it stopped is lost.
+    # A node whose agent is killed before it has reported the stop is lost.
     d.until("n1 waits", lambda: is_waiting(d, "n1"))
     d.until("the others are gone", lambda: not any(map(alive, set(before) - set(stays))))
     return stays
 
 
 def is_waiting(d: Nodes, name: str) -> bool:
-    """Say whether the server has a node connected, and waiting for a round."""
+    """Return whether the server shows a node as connected, and waiting for a round."""
     waits = any(n.node_id == name and n.state == "waiting" for n in d.status("job").nodes)
     return waits and d.node(name).get("state") == "connected"
 
@@ -365,7 +365,7 @@ def test_a_training_goes_on_in_its_processes_from_the_step_before(c: Cluster) ->
     script = ROOT / "examples" / "train_kept.py"
     options = ("--max-restarts=2", "--redirects=3")
     args = ("--epochs=20", "--step-seconds=0.02")
-    # rdzv.worker is found beside rdzv without an installation that knows of it.
+    # rdzv.worker is found beside rdzv even if it is not installed.
     where = os.pathsep.join([str(ROOT / "worker"), os.environ["PYTHONPATH"]])
     node = c.start_node(
         "n1",

@@ -12,7 +12,7 @@ from test_kept_workers import ROOT, at, finish, losses, run_script
 
 
 def history(folder: Path, rounds: int, faults: list[dict[str, Any]], steps: int) -> World:
-    """Train in rounds that end when a fault has come; nobody is lost."""
+    """Train in rounds that end with a fault; no worker is lost."""
     folder.mkdir()
     with world(folder, "train_sharded", faults=faults, steps=steps) as made:
         kept: list[Worker] = []
@@ -30,7 +30,7 @@ def history(folder: Path, rounds: int, faults: list[dict[str, Any]], steps: int)
 
 
 def test_losses_are_those_of_a_run_that_nothing_disturbed(tmp_path: Path) -> None:
-    """Rounds end everywhere in a step. Where one rank has sealed it already, it goes back."""
+    """Rounds end everywhere in a step. If one rank has sealed it already, it goes back."""
     places = ["begin", "forward", "backward", "step"]
     faults = [
         at(number % 2, 3 + 3 * number, where, "sleep", number, seconds=0.3)
@@ -54,7 +54,7 @@ def lose_the_last(made: World, size: int) -> list[dict[str, Any]]:
 
 
 def test_a_part_that_is_lost_is_missed_on_all_ranks(tmp_path: Path) -> None:
-    """The server starts new processes then. If it does not, nobody trains a mixture, nor hangs."""
+    """The server then starts new processes; otherwise ranks would mix states, or hang."""
     faults = [at(1, 5, "forward", "kill")]
     with world(tmp_path, "train_sharded", steps=9, faults=faults) as made:
         (parked,) = lose_the_last(made, 2)

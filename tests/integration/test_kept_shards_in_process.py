@@ -1,4 +1,4 @@
-"""A rank's part of a sharded state in one process: what is held, and what is refused in words."""
+"""A rank's part of a sharded state in one process: what is held, and what is refused and why."""
 
 from __future__ import annotations
 

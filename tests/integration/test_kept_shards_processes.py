@@ -12,13 +12,13 @@ from cluster import JOB, Cluster, Node, cluster
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_kept_fsdp.py"
 EPOCH = 4
-"""The steps of an epoch, at whose end a checkpoint is written."""
+"""The steps of an epoch; a checkpoint is written at its end."""
 SLOW_S = 180
 """Each of four processes imports torch."""
 
 
 def start(c: Cluster, name: str) -> Node:
-    # rdzv.worker is found beside rdzv without an installation that knows of it.
+    # rdzv.worker is found beside rdzv even if it is not installed.
     where = os.pathsep.join([str(ROOT / "worker"), os.environ["PYTHONPATH"]])
     samples = f"--samples={EPOCH * 4 * 32}"
     args = ("--replicas=2", "--epochs=1000000", samples, f"--checkpoints={c.folder / 'saved'}")
@@ -28,7 +28,7 @@ def start(c: Cluster, name: str) -> Node:
 
 
 def printed(c: Cluster, round_: int, text: str) -> str:
-    """Return what RANK 0 has said first in a round, waiting for it."""
+    """Return the first output of RANK 0 in a round, waiting for it."""
 
     def line() -> str:
         for log in (c.folder / "logs").glob(f"*/*/round_{round_}/*/stdout.log"):

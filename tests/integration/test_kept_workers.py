@@ -25,7 +25,7 @@ def at(rank: int, step: int, where: str, do: str, round_: int = 0, **more: Any) 
 
 
 def losses(workers: list[Worker]) -> dict[tuple[int, int], str]:
-    """Return the loss of each step and rank; of a step that was done twice, the last."""
+    """Return the loss of each step and rank; of a repeated step, the last."""
     return {(row["step"], row["rank"]): row["loss"] for one in workers for row in one.lines("step")}
 
 
@@ -66,7 +66,7 @@ def test_every_sample_is_seen_once_an_epoch_though_a_worker_is_lost_and_not_repl
         made.begin(2, [second, first], step=5)
         finish(made)
         steps = [row for one in (first, second, lost) for row in one.lines("step")]
-        # Of step 6, which was begun in both rounds, only what the second one did counts.
+        # Step 6 began in both rounds; only the second one's result counts.
         done = [
             index
             for row in steps
@@ -134,7 +134,7 @@ def test_the_scripts_own_exception_is_raised_at_once(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_a_collective_without_a_lost_peer_is_suspect(tmp_path: Path) -> None:
-    """A collective that only one rank calls times out. Nobody else has failed, so it is charged."""
+    """A collective that only one rank calls times out; no other worker failed, so it is charged."""
     faults = [at(rank, 4, "forward", "time out") for rank in (0, 1)]
     with world(tmp_path, steps=8, faults=faults) as made:
         first, _ = made.begin(2)
@@ -161,7 +161,7 @@ def test_a_parked_worker_without_a_runner_ends(tmp_path: Path) -> None:
 
 
 def history(folder: Path, sizes: list[int], faults: list[dict[str, Any]], steps: int) -> World:
-    """Train in rounds of several sizes; each but the last ends when a fault has come."""
+    """Train in rounds of several sizes; each but the last ends with a fault."""
     with world(folder, steps=steps, faults=faults) as made:
         kept: list[Worker] = []
         for number, size in enumerate(sizes):
@@ -177,7 +177,7 @@ def history(folder: Path, sizes: list[int], faults: list[dict[str, Any]], steps:
 
 
 def test_losses_are_those_of_a_run_that_nothing_disturbed(tmp_path: Path) -> None:
-    """Rounds end in the middle of steps, at every place; nobody is lost."""
+    """Rounds end in the middle of steps, at every place; no worker is lost."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     undisturbed = history(tmp_path / "a", [2], [], 26)
@@ -188,7 +188,7 @@ def test_losses_are_those_of_a_run_that_nothing_disturbed(tmp_path: Path) -> Non
     ]
     disturbed = history(tmp_path / "b", [2] * 7, faults, 26)
     expected, found = losses(undisturbed.all), losses(disturbed.all)
-    # A rank whose peer had sealed a step that it had not has received it, and says no loss of it.
+    # If a rank's peer had sealed one more step, the rank has received it and prints no loss for it.
     assert len(expected) == 52 and len(found) >= 46
     assert found == {place: expected[place] for place in found}
     ends = [
@@ -205,7 +205,7 @@ def test_losses_are_those_of_a_run_that_nothing_disturbed(tmp_path: Path) -> Non
 def test_a_source_that_dies_while_it_heals_leaves_no_mixture(
     tmp_path: Path, bucket: int, behind: bool
 ) -> None:
-    """One rank is new, another perhaps a step behind: it stays whole, and is the next source."""
+    """One rank is new, another perhaps a step behind: it stays complete, and is the next source."""
     faults: list[dict[str, Any]] = [
         {"rank": 0, "round": 1, "bucket": bucket},
         at(2, 5, "backward" if behind else "collective", "kill"),
@@ -360,7 +360,7 @@ def test_the_end_of_a_round_passes_by_handlers_and_callbacks(tmp_path: Path) -> 
         with out.open("wb") as file:
             made.begin(1, [only], fds=[file.fileno(), file.fileno()])
             assert only.exit_code() == 0
-        # What is written in the next round goes to its files.
+        # Output in the next round goes to that round's files.
         assert '"env": "1"' in out.read_text() and "swallowed" not in only.text()
 
 
@@ -369,7 +369,7 @@ def test_loader_processes_of_a_killed_worker_hold_nobody_up(tmp_path: Path) -> N
         first, second, lost = made.begin(3)
         lost.wait_line("fault")
         # The loader processes of the killed rank live on for seconds; stopped, for as long as this
-        # test likes.
+        # test wants.
         loaders = descendants(lost.pid)
         assert len(loaders) >= 2
         for pid in loaders:

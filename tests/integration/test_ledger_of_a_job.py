@@ -1,4 +1,4 @@
-"""The ledger of a real job, against the wall clock and what its workers have noted themselves."""
+"""The ledger of a real job, compared with the wall clock and its workers' own records."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cluster import JOB, Cluster, cluster
 from rdzv.view.answers import JobStatus
 
 WITHIN_S = 0.75
-"""By how much a phase may differ from what the workers noted: reports come once a second."""
+"""By how much a phase may differ from the workers' records: reports come once a second."""
 
 
 class Lived:
-    """What the workers have noted: the times of rounds, by their number."""
+    """The workers' records: the times of rounds, by their number."""
 
     def __init__(self, c: Cluster) -> None:
         self.first: dict[int, float] = {}
@@ -89,7 +89,7 @@ def test_the_ledger_is_what_has_happened(tmp_path: Path) -> None:
 
 
 def seen(c: Cluster, state: str) -> float:
-    """Wait until the job is seen in a state, and return when that was."""
+    """Wait until the job is seen in a state, and return the time."""
     with c.client() as client:
 
         def there() -> float | None:

@@ -1,4 +1,4 @@
-"""What workers write is read from afar, through the one address of the server."""
+"""Workers' output can be read from afar, through the one address of the server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 class Reading:
-    """An `rdzvctl logs` that runs, and what it has written."""
+    """A running `rdzvctl logs`, and its output."""
 
     def __init__(self, c: Cluster, *args: str) -> None:
         self._c = c
@@ -39,7 +39,7 @@ class Reading:
         return self.text.splitlines()
 
     def wait_for(self, *lines: str) -> None:
-        """Wait until it has written these lines, among others."""
+        """Wait until it has printed these lines, among others."""
         self._c.wait_until(
             f"{lines} are read, not only {self.text!r}; {self.errors.read_text()}",
             lambda: set(lines) <= set(self.lines),
@@ -82,7 +82,7 @@ def test_one_rank_is_followed_over_a_restart_of_the_worker_group(c: Cluster) -> 
         followed.wait_for("out of 1 in 1", "again of 1 in 1")
         c.finish()
         assert followed.process.wait(100) == 0, followed.errors.read_text()
-    # All of it, in order, nothing twice, nothing of another.
+    # All of it, in order, nothing twice, nothing of other workers.
     expected = [f"{text} of 1 in {n}" for n in (0, 1) for text in ("out", "again")]
     assert followed.lines == [*expected, "bye of 1 in 1"]
     assert [node.wait() for node in nodes] == [0, 0]
@@ -129,7 +129,7 @@ def test_of_nodes_that_have_gone_it_says_where_their_logs_are(c: Cluster) -> Non
     folder = f"{JOB}-{run}/n1/round_1"
     assert folder in err
     assert (c.folder / "logs" / folder).is_dir()
-    # The same of one that is gone while the others' come.
+    # The same for a worker that is gone while the others' output arrives.
     code, out, err = ctl(c, "logs", JOB, "-f")
     assert (code, out) == (1, "")
 
@@ -184,7 +184,7 @@ def test_a_slow_reader_fills_no_memory_and_delays_no_heartbeat(c: Cluster) -> No
     try:
         assert slow.stdout is not None
         assert slow.stdout.read(100)
-        # Its pipe is full: as many heartbeats as it takes for a lease to end without them.
+        # Its pipe is full, for as many heartbeats as a lease needs.
         code, out, _ = ctl(c, "wait", JOB, "--for=8")
         assert code == 4, out
         grown = {name: memory(pid) - before[name] for name, pid in pids.items()}
@@ -192,7 +192,7 @@ def test_a_slow_reader_fills_no_memory_and_delays_no_heartbeat(c: Cluster) -> No
         history = ctl(c, "events", JOB)[1]
         assert "NodeWentAway" not in history
         assert "NodeLost" not in history
-        # Somebody else is not held up by it.
+        # Another reader is not delayed by it.
         code, out, err = ctl(c, "logs", JOB, "--rank=0", "--stdout", "--tail=2")
         assert (code, err) == (0, "")
         assert out.splitlines()[-1] == "flooded"
@@ -205,7 +205,7 @@ def test_a_slow_reader_fills_no_memory_and_delays_no_heartbeat(c: Cluster) -> No
 
 
 def memory(pid: int) -> int:
-    """Return how much memory a process has that is its own."""
+    """Return the size of a process's private memory."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

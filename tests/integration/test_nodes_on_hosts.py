@@ -1,7 +1,7 @@
 """Nodes that come, go, fail and are upgraded under a real training: three hosts, DDP over gloo.
 
-The training counts its steps, and its one weight is their number. So a step that is lost, or done
-twice, is seen.
+The training counts its steps, and its one weight is their number. So a lost or repeated step is
+noticed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _torch() -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """What a worker wrote in its diary."""
+    """A worker's entry in its diary."""
 
     round: int
     rank: int
@@ -55,14 +55,14 @@ class Training:
         self.job = job
 
     def begin(self, nodes: str, *options: str, script_args: tuple[str, ...] = ()) -> None:
-        # A host's name means nothing in its namespace, so gloo is told where its peers are.
-        # And no zygote: it imports torch and its compiler once more on each node.
+        # A host's name means nothing in its namespace, so gloo is told where its peers are. And
+        # there is no zygote: it would import torch and its compiler once more on each node.
         options = ("--env=GLOO_SOCKET_IFNAME=eth0", "--no-warm", *options)
         self.hosts.submit(self.job, nodes, *options, worker="ddp_steps.py", script_args=script_args)
 
     def diary(self, round_: int, word: str) -> list[Line]:
         path = self.hosts.folder / f"{self.job}.diary"
-        # A line that is being written has no end yet.
+        # A line still being written has no end yet.
         text = path.read_text().rpartition("\n")[0] if path.exists() else ""
         parts = [line.split() for line in text.splitlines()]
         lines = [Line(int(p[0]), int(p[1]), int(p[3]), p[4], int(p[5])) for p in parts]
@@ -103,7 +103,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """For all stories the same, for they take seconds to be there."""
+    """One for all stories, since the hosts take seconds to start."""
     with three_hosts(tmp_path_factory.mktemp("hosts"), CONFIG) as found:
         yield found
 
@@ -174,12 +174,12 @@ def test_a_drained_node_saves_last_and_a_stopped_worker_is_found(t: Training) ->
     hosts.ctl("drain", seated[0], "--deadline=15s", "--reason=new kernel", "--wait")
     t.trains(1, 2)
     (noticed,) = t.diary(0, "noticed")
-    # Trained on after the notice, saved, and trained on from exactly there.
+    # It trained on after the notice, saved, and continued from exactly there.
     (saved,) = {line.step for line in t.diary(0, "saved")}
     assert noticed.step < saved
     assert {rank: in_a_row(s) and s[-1] for rank, s in t.steps(0).items()} == {0: saved, 1: saved}
     assert {line.step for line in t.diary(1, "begins")} == {saved}
-    # The spare has the seat as it was, and nothing was spent.
+    # The spare has the seat as before, and nothing was spent.
     assert hosts.seated(t.job) == [spare, seated[1]]
     status = hosts.status(t.job)
     assert (status.round, status.restarts) == (1, 0)
@@ -211,7 +211,7 @@ def test_a_drained_node_saves_last_and_a_stopped_worker_is_found(t: Training) ->
 
 def test_a_node_that_fails_each_time_is_quarantined_and_the_job_ends_well(t: Training) -> None:
     hosts = t.hosts
-    # A strike of another story's job is not to count here.
+    # A strike from another story's job must not count here.
     hosts.ctl("uncordon", "n2")
     options = ("--max-restarts=3", "--restart-backoff=0")
     t.begin("2", *options, script_args=("fails_on=n2",))

@@ -1,4 +1,4 @@
-"""Workers are bound to the CPUs that torch binds them to, on every machine that torch can bind on.
+"""Workers are bound to the same CPUs as by torch, on every machine that torch can bind on.
 
 torch's own functions are pointed at trees like /sys, and told which GPUs there are.
 """
@@ -46,7 +46,7 @@ class Torch:
             sched_getaffinity=lambda _: set(self._allowed),
         )
         monkeypatch.setattr(binding, "os", fake_os)
-        # What it needs at its end to apply the binding; whether it is installed is not of interest.
+        # It needs this in the end to apply the binding; whether it is installed does not matter.
         monkeypatch.setattr(binding, "shutil", SimpleNamespace(which=lambda _: "/bin/numactl"))
         cuda = SimpleNamespace(
             device_count=lambda: len(self._gpus), get_device_properties=self._properties
@@ -83,7 +83,7 @@ def torch() -> Iterator[Torch]:
 def ours(
     mode: NumaBinding, rank: int, gpus: Sequence[str], sysfs: Path, allowed: frozenset[int]
 ) -> frozenset[int] | None:
-    """Return what we bind to; nothing if we refuse."""
+    """Return our binding; nothing if we refuse."""
     try:
         return bound_cpus(mode, rank, len(gpus), gpus, allowed=allowed, sysfs=sysfs)
     except InvalidRequestError:
@@ -98,7 +98,7 @@ def compare_one(
     sysfs: Path,
     allowed: frozenset[int],
 ) -> frozenset[int] | None:
-    """Hold that both give the same CPUs, or none; return them."""
+    """Check that both give the same CPUs, or none; return them."""
     found = ours(mode, rank, gpus, sysfs, allowed)
     try:
         theirs = torch.bound_cpus(mode, rank, gpus, sysfs, allowed)
@@ -115,7 +115,7 @@ def compare(
     allowed: frozenset[int],
     modes: Iterable[NumaBinding] = NumaBinding,
 ) -> list[str]:
-    """Compare all workers in all modes; return what they are bound to."""
+    """Compare all workers in all modes; return their bindings."""
     found = [
         compare_one(torch, mode, rank, machine.gpus, sysfs, allowed)
         for mode in modes

@@ -1,4 +1,4 @@
-"""An operator's commands do what they say to a job that runs for real."""
+"""An operator's commands have their documented effect on a real job."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_watch_shows_every_state_until_the_end_also_over_a_restart_of_the_server
             c.kill_server()
             c.start_server()
             c.finish()
-            # What readline read ahead is in the buffer; communicate() would not look there.
+            # Readline may have read ahead into the buffer, which communicate() ignores.
             rest = watching.stdout.read()
             watching.wait(120)
         finally:

@@ -1,6 +1,6 @@
-"""The runner with workers that park when their round ends: who stays, who goes on, who is ended.
+"""The runner with workers that park when their round ends: which stay, continue, or are ended.
 
-The worker is `tests/support/linked_worker.py`, which speaks its link by hand.
+The worker is `tests/support/linked_worker.py`, which implements its link by hand.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Parking(Node):
         return [event.pid for event in started]
 
     async def printed(self, worker: WorkerSpec, text: str) -> str:
-        """Wait until a worker has printed a line that begins so, and return it."""
+        """Wait until a worker has printed a line with this beginning, and return it."""
         assert worker.stdout is not None
         file, found = Path(worker.stdout), []
 
@@ -100,7 +100,7 @@ class Parking(Node):
     async def go_on(
         self, *kept: int, charged: tuple[int, ...] = (), does: tuple[str, ...] = ()
     ) -> list[WorkerStarted]:
-        """Start round 1 with these kept; return how its two workers were started."""
+        """Start round 1 with these workers kept; return how its two workers were started."""
         workers = [self.worker(1, rank, *does) for rank in range(2)]
         self.link.start_workers(1, workers, KeepSpec(kept, 1, 7, charged, 5.0))
         return [await self.heard(WorkerStarted, round=1, local_rank=rank) for rank in range(2)]
@@ -369,7 +369,7 @@ async def test_a_parked_worker_that_dies_is_reported_and_replaced(node: Parking)
 async def test_a_worker_that_dies_as_it_parks_is_not_kept(node: Parking) -> None:
     pids = await node.begin_with(node.worker(0, 0), node.worker(0, 1, "dies"))
     kept = ranks_of(await node.park())
-    if 1 in kept:  # It was still there when the round was.
+    if 1 in kept:  # It still existed when the round began.
         await node.heard(KeptExited, pid=pids[1])
     assert kept[0] == pids[0]
 
@@ -467,7 +467,7 @@ async def test_an_older_agent_can_adopt_it_as_long_as_no_worker_can_be_kept(tmp_
 
 
 async def next_agent(node: Parking, path: Path) -> object:
-    """Have another agent adopt the runner; return the version that it says."""
+    """Let another agent adopt the runner; return the version that it reports."""
     await node.link.let_go(10)
     version = await version_of(path)
     found = await FoundRunner.meet(path)
@@ -479,7 +479,7 @@ async def next_agent(node: Parking, path: Path) -> object:
 
 
 async def version_of(path: Path) -> object:
-    """Return the version that a runner says to an agent that may adopt it."""
+    """Return the version that a runner reports to an agent that may adopt it."""
     reader, writer = await asyncio.open_unix_connection(str(path))
     (length,) = struct.unpack(">I", await reader.readexactly(4))
     said = json.loads(await reader.readexactly(length))

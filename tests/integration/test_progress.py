@@ -1,4 +1,4 @@
-"""What workers write of their progress is what an operator sees, and decides nothing."""
+"""An operator sees the progress that workers write, and nothing is decided by it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_restart_begins_anew(c: Cluster) -> None:
 
 @pytest.mark.parametrize("store", ["sqlite", "memory"])
 def test_a_server_that_starts_anew_is_told_again(c: Cluster, store: str) -> None:
-    """Also of workers that have nothing new to say; also if it has to adopt the job first."""
+    """Also of workers that have nothing new to report; also if it has to adopt the job first."""
     if store == "memory":
         c.kill_server()
         c.start_server("--store=memory")
@@ -121,7 +121,7 @@ def test_watchers_see_progress(c: Cluster) -> None:
 
 
 def step_of_rank_0(documents: IO[str], above: int = -1) -> int:
-    """Read on to a document that tells of a step above another, and return that step."""
+    """Read on to a document with a step above another, and return that step."""
     for line in documents:
         for one in json.loads(line)["progress"]:
             if one["rank"] == 0 and one["step"] > above:

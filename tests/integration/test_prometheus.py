@@ -1,7 +1,7 @@
-"""A real Prometheus, with the configuration that is delivered, scrapes a real rdzvd and its nodes.
+"""A real Prometheus, with the delivered configuration, scrapes a real rdzvd and its nodes.
 
-Each rule, each alert, and each query of each dashboard is asked what it says while the thing
-happens that it is about.
+Each rule, each alert, and each query of each dashboard is evaluated while the condition that it is
+about holds.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 FOLDER = ROOT / "deploy" / "prometheus"
 DIES_WITH_US = ("setpriv", "--pdeathsig=KILL")
-"""Also when the tests are killed before they can tidy up."""
+"""Also if the tests are killed before they can clean up."""
 WITH_TLS = {"RdzvCertificateExpires"}
-"""These go by what a server without certificates does not tell."""
+"""These depend on metrics that a server without certificates does not have."""
 SLOW = "RdzvSlowCommit"
-"""Fires by itself where the machine is busy with something else, and is right then."""
+"""Fires by itself on a machine that is busy otherwise, and is right then."""
 SLOW_COMMITS = (
     "max_over_time(rdzv_commit_seconds_count[15m]) - ignoring(le) "
     'max_over_time(rdzv_commit_seconds_bucket{le="0.25"}[15m]) > 0'
 )
-"""The servers that took longer for a commit than it allows, by what they have counted."""
+"""The servers whose commits took longer than it allows, by their own counts."""
 NEVER_DRIVEN = {
     *(SLOW, "RdzvJobSilent", "RdzvProcessesStuck", "RdzvMetricsIncomplete"),
     *("RdzvQueueStuck", "RdzvBudgetNearlySpent", "RdzvNodeQuarantined"),
     *WITH_TLS,
 }
-"""What no test can bring about in seconds; promtool's unit test shows that it fires."""
+"""Conditions that no test can cause in seconds; promtool's unit test shows that they fire."""
 MISSING = {"RdzvServerMissing", "RdzvAgentMissing", "RdzvQueueStuck"}
-"""These ask for what is not there; the others compare what is."""
+"""These ask for missing metrics; the others compare existing ones."""
 
 
 def tool(name: str) -> str:
-    """Return where a program is, or skip the test."""
+    """Return the path of a program, or skip the test."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not installed (Debian's package prometheus has it)")
@@ -61,7 +61,7 @@ def tool(name: str) -> str:
 
 
 def fetch(url: str) -> tuple[str, str]:
-    """Return what lies at a URL, and its type."""
+    """Return the content at a URL, and its type."""
     with urllib.request.urlopen(url, timeout=10) as answer:
         return answer.read().decode(), answer.headers["Content-Type"]
 
@@ -78,7 +78,7 @@ class Rule:
 
 
 class Prometheus:
-    """One that runs on loopback, and what it knows."""
+    """A Prometheus on loopback, and its data."""
 
     def __init__(self, port: int, log: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -91,7 +91,7 @@ class Prometheus:
         return answer["data"]
 
     def query(self, expression: str) -> dict[str, float]:
-        """Evaluate now; return what is a number, by labels."""
+        """Evaluate now; return the values that are numbers, by labels."""
         found = {
             json.dumps(one["metric"], sort_keys=True): float(one["value"][1])
             for one in self.ask("query", query=expression)["result"]
@@ -107,11 +107,11 @@ class Prometheus:
         ]
 
     def alerts(self) -> set[str]:
-        """Name the alerts that fire, or will when they have waited for long enough."""
+        """Name the alerts that fire, or will when they have waited long enough."""
         return {one["labels"]["alertname"] for one in self.ask("alerts")["alerts"]}
 
     def up(self, kind: str, count: int) -> bool:
-        """Whether it answers, and has scraped so many of this kind."""
+        """Whether it answers, and has scraped this many of this kind."""
         try:
             return len(self.query(f'up{{rdzv_kind="{kind}"}} == 1')) == count
         except OSError:
@@ -131,7 +131,7 @@ class Prometheus:
 def prometheus(folder: Path, http: str, other: str, port: int) -> Iterator[Prometheus]:
     """Run one with the delivered rules and configuration, but faster, and with a second job."""
     text = (FOLDER / "prometheus.yml").read_text()
-    # The second job is as the first, of another server.
+    # The second job is like the first, of another server.
     _, _, delivered = text.partition("  - job_name: rdzv\n")
     delivered = delivered.partition("\n# alerting")[0]
     second = "  - job_name: rdzv-two\n" + delivered.replace("127.0.0.1:29480", other)
@@ -158,7 +158,7 @@ def prometheus(folder: Path, http: str, other: str, port: int) -> Iterator[Prome
 
 @contextmanager
 def on_etcd(folder: Path, port: int) -> Iterator[Member]:
-    """Run an rdzvd that leads on an etcd of one member, and yield that."""
+    """Run an rdzvd that leads on an etcd of one member, and yield it."""
     (folder / "etcd").mkdir()
     with EtcdCluster.running(folder / "etcd") as etcd:
         (member,) = etcd.members
@@ -177,7 +177,7 @@ def on_etcd(folder: Path, port: int) -> Iterator[Member]:
 
 
 def left_side(query: str) -> str:
-    """Return what an alert compares; the alert itself, if it compares nothing at its end."""
+    """Return the value that an alert compares; the alert itself if it ends in no comparison."""
     return re.sub(r" (>=?|<|==) [0-9.]+$", "", query)
 
 
@@ -202,9 +202,9 @@ def test_every_rule_and_alert_says_something_when_it_happens(tmp_path: Path) -> 
 
 
 def every_panel_has_data(p: Prometheus, instance: str, fails: Path) -> None:
-    """Wait until every query of every dashboard has some, for some choice of what it is about.
+    """Wait until every query of every dashboard has data, for some choice of its variables.
 
-    While the file `fails` is made anew, a worker fails, and those that stay go on.
+    While the file `fails` is created repeatedly, a worker fails, and those that stay continue.
     """
     values = {
         "job": ["rdzv"],
@@ -243,7 +243,7 @@ def what_dashboards_draw_is_told(c: Cluster) -> None:
 
 
 def what_rules_say_is_there(p: Prometheus) -> None:
-    """Wait until every rule has something to go by."""
+    """Wait until every rule has data."""
     for rule in p.rules():
         assert (rule.health, rule.error) == ("ok", ""), rule
         if rule.kind == "recording":
@@ -254,10 +254,10 @@ def what_rules_say_is_there(p: Prometheus) -> None:
 
 
 def what_is_counted_is_right(p: Prometheus, http: str, fails: Path) -> None:
-    """Look at numbers that are known, and at all that is drawn."""
+    """Check known numbers, and everything that is drawn."""
 
     def says(query: str) -> dict[str, float]:
-        """Wait until a query has an answer, for each of its scrapes is some time ago."""
+        """Wait until a query has an answer, since scrapes take some time."""
         found = p.wait_until(f"{query} says something", lambda: p.query(query))
         assert isinstance(found, dict)
         return found
@@ -273,7 +273,7 @@ def what_is_counted_is_right(p: Prometheus, http: str, fails: Path) -> None:
 
 
 def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
-    """Let everything go wrong that an alert is about; return the alerts that were seen."""
+    """Cause every problem that an alert is about; return the alerts that were seen."""
     seen: set[str] = set()
 
     def fires(*names: str) -> None:
@@ -287,7 +287,7 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     d = Daemons(c)
     g1 = d.start("g1", 'metrics_listen = "127.0.0.1:0"\ngpus = "GPU-a,GPU-b"\ncapacity = 2\n')
     p.wait_until("the agent is scraped", lambda: p.up("agent", 1))
-    # What these workers say of themselves is not to be taken for what those of the last job say.
+    # These workers' reports must not be confused with those of the last job.
     apart = c.folder / "apart"
     apart.mkdir()
     env = (("RDZV_TEST_REPORTS", str(apart)),)
@@ -299,9 +299,8 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
         d.submit(name, "--nproc-per-node=2", *budgets, str(WORKERS / "steps.py"), env=env)
     c.start_node(
         "crashes",
-        # One scrape after the other is to see it: a counter that is first seen at its end has not
-        # grown.
-        # And it crashes for as long as anybody looks.
+        # Several scrapes must see it: a counter that is first seen at its end has not grown. So it
+        # crashes for as long as needed.
         *("--rdzv-id=crash", "--max-restarts=10000", "--restart-backoff=1.5:1.5"),
         nnodes="1:1",
         args=("exit=3",),
@@ -334,7 +333,7 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     fires("RdzvStoreAway")
     c.kill_server()
     fires("RdzvServerMissing", "RdzvAgentCutOff")
-    # Prometheus keeps what it was told last of where agents are.
+    # Prometheus keeps the last known addresses of agents.
     g1.kill_tree()
     fires("RdzvAgentMissing")
     return seen

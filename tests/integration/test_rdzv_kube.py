@@ -1,4 +1,4 @@
-"""rdzv-kube as it is run, with real nodes and rdzvd, and a stand-in for Kubernetes' API server."""
+"""A real rdzv-kube, with real nodes and rdzvd, and a stand-in for Kubernetes' API server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_seconds(seconds: float) -> str:
 
 
 def drain_of(c: Cluster, name: str) -> str:
-    """Return what `rdzvctl nodes` says of the drain of a node; empty while it is not drained."""
+    """Return the drain of a node as shown by `rdzvctl nodes`; empty while it is not drained."""
     with c.client() as client:
         return next((n.cordon_reason or "" for n in client.nodes() if n.node_id == name), "")
 
@@ -57,7 +57,7 @@ def test_a_pod_that_is_deleted_leaves_in_order_and_its_name_is_free_again(
     c.wait_for_round(0, workers=2)
     c.wait_for_text(kube, "pods: 2, now followed")
 
-    # The server is away when it is told, and the watch is cut as well: nothing is lost by that.
+    # The server is away when the event comes, and the watch is cut as well: nothing is lost.
     c.kill_server()
     deleted = pod("train-1", on="gpu-2", deletionTimestamp=in_seconds(40))
     api.put(deleted)
@@ -73,7 +73,7 @@ def test_a_pod_that_is_deleted_leaves_in_order_and_its_name_is_free_again(
         events = [event.text for event in client.events(JOB, 100)]
     assert any("drained: Kubernetes: pod team-a/train-1" in text for text in events), events
 
-    # The pod is gone, and one of the same name comes.
+    # The pod is gone, and one with the same name comes.
     api.delete(deleted)
     c.wait_until("the drain is lifted", lambda: not drain_of(c, "train-1"))
     again = c.start_node("train-1", nnodes="1:2")
@@ -93,7 +93,7 @@ def test_a_node_that_is_tainted_is_drained_and_one_of_adas_stays(c: Cluster, api
     api.put(machine("gpu-2", "ToBeDeletedByClusterAutoscaler"))
     assert nodes[1].wait() == TRY_AGAIN, nodes[1].text
     assert "has the taint ToBeDeletedByClusterAutoscaler" in drain_of(c, "gpu-2")
-    # It remembers nothing: another one goes on where the first was killed.
+    # It stores nothing: another one continues where the first was killed.
     kube.process.kill()
     api.put(machine("gpu-2"))
     start_kube(c, api)

@@ -48,14 +48,14 @@ class Rdzvd:
 
 
 PATIENT = '[lease]\nduration = "10 min"\nlongest = "10 min"\n'
-"""For nodes by script, which send no heartbeats: a slow machine is not to take them for lost."""
+"""For scripted nodes, which send no heartbeats: a slow machine must not take them for lost."""
 
 
 @contextmanager
 def rdzvd(
     tmp_path: Path, *options: str, listen: str = "127.0.0.1:0", config: str | None = PATIENT
 ) -> Iterator[Rdzvd]:
-    """Run a server until the body ends; its log is shown where the test fails."""
+    """Run a server until the body ends; its log is shown if the test fails."""
     command = [sys.executable, "-m", "rdzv.server", "--listen", listen]
     command += ["--data-dir", str(tmp_path / "data"), *options]
     if config is not None:
@@ -78,7 +78,7 @@ def rdzvd(
 
 
 def refused(*options: str) -> tuple[int, str]:
-    """Run a server that cannot start; return its exit code and what it said."""
+    """Run a server that cannot start; return its exit code and output."""
     done = subprocess.run(
         [sys.executable, "-m", "rdzv.server", *options],
         capture_output=True,
@@ -98,7 +98,7 @@ Call = grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]
 
 @dataclass
 class Node:
-    """A node that says what it is told to say, and hears what it hears."""
+    """A node that sends what the test says, and keeps what it receives."""
 
     node_id: str
     call: Call
@@ -150,7 +150,7 @@ def hello(node_id: str, instance: str = "one", **more: object) -> pb.Hello:
 
 
 async def opened(channel: grpc.aio.Channel, message: pb.Hello) -> Call:
-    # The generated stubs do not say what they return on a channel of asyncio.
+    # The generated stubs do not declare what they return on a channel of asyncio.
     call: Call = cast(Any, pb_grpc.RendezvousStub(channel)).Attach()
     await call.write(pb.NodeMessage(hello=message))
     return call
@@ -288,7 +288,7 @@ async def test_health_and_reflection_answer(tmp_path: Path) -> None:
             assert {"rdzv.v1.Rendezvous", "rdzv.v1.Control", "grpc.health.v1.Health"} <= names
             await call.done_writing()
             assert await call.read() is grpc.aio.EOF
-            # What is no message is the sender's fault, and no bug of ours.
+            # An invalid message is the sender's fault, and no bug of ours.
             call = channel.stream_stream(
                 "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
             )()
@@ -423,7 +423,7 @@ async def test_kill_9_and_restart_keep_a_round_and_give_nobody_up(tmp_path: Path
 
 
 async def test_a_stopped_server_loses_nobody_when_it_goes_on(tmp_path: Path) -> None:
-    """SIGSTOP for longer than a lease, then SIGCONT: silence it could not hear proves nothing."""
+    """SIGSTOP beyond a lease, then SIGCONT: silence that it could not hear proves nothing."""
     with rdzvd(tmp_path, config='[lease]\nduration = "5 s"\n') as server:
         async with attached(server.address, hello("n1")) as n1:
             await n1.join("job-7", (1, 1))

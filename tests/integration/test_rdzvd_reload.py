@@ -19,7 +19,7 @@ USUAL = f'{PATIENT}[limits]\njobs = 1\n[retention]\nlook_every = "1 s"\n'
 
 
 async def logged(server: Rdzvd, text: str, times: int = 1) -> None:
-    """Wait until the log has a text so often."""
+    """Wait until a text occurs this often in the log."""
     async with asyncio.timeout(100):
         while server.stderr.read_text().count(text) < times:
             assert server.process.poll() is None, server.stderr.read_text()
@@ -93,7 +93,7 @@ async def test_the_log_level_and_the_retention_change_at_once(tmp_path: Path) ->
                 await n1.say(succeeded=pb.Succeeded(rdzv_id=name, run=line.run, round=line.round))
                 await n1.hear("closed")
         assert await names(server) == {"a", "b", "c"}
-        # At the next look, a second later at most, only the newest is kept.
+        # At the next check, a second later at most, only the newest is kept.
         await reload(server, file, text.replace("ended_jobs = 10", "ended_jobs = 1"))
         await logged(server, "was forgotten", times=2)
         assert await names(server) == {"c"}

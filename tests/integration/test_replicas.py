@@ -35,7 +35,7 @@ def _replicas(tmp_path: Path) -> Iterator[Replicas]:
 
 
 def states(c: Replicas) -> set[str]:
-    """Name the states that nodes are in; none while nobody leads, which may be so for a moment."""
+    """Return the states of the nodes; none while no server leads, which may last a moment."""
     with suppress(RendezvousConnectionError):
         return {node.state for node in c.status().nodes}
     return set()
@@ -87,7 +87,7 @@ def test_a_training_goes_on_when_the_leader_is_killed_and_when_it_comes_back(c: 
 
 
 def test_a_leader_that_was_held_up_stands_by_when_it_goes_on(c: Replicas) -> None:
-    """A paused leader does not know that another leads; nothing that it says counts."""
+    """A paused leader does not know that another leads; none of its writes counts."""
     nodes = [c.start_node(f"n{i}", nnodes="2") for i in (1, 2)]
     c.wait_for_round(0, workers=2)
     leader = c.wait_for_leader()
@@ -116,7 +116,7 @@ def test_a_leader_that_was_held_up_stands_by_when_it_goes_on(c: Replicas) -> Non
 
 
 def test_jobs_wait_while_etcd_is_away_and_workers_run_on(c: Replicas, tmp_path: Path) -> None:
-    """Nobody can lead without etcd; the workers do not notice."""
+    """No server can lead without etcd; the workers do not notice."""
     nodes = [c.start_node(f"n{i}", nnodes="2") for i in (1, 2)]
     before = c.wait_for_round(0, workers=2)
     c.wait_for_leader()

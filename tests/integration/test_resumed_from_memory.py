@@ -1,4 +1,4 @@
-"""State that outlives its workers: all are killed at once, and the training goes on from memory."""
+"""State that outlives its workers: all are killed at once, and training resumes from memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS, KILLED_IN = 20, 13
 
 
 class Job:
-    """A training under rdzvrun, and what its workers have printed."""
+    """A training under rdzvrun, and its workers' output."""
 
     def __init__(
         self, folder: Path, function: str, args: dict[str, Any], options: list[str]
@@ -65,7 +65,7 @@ class Job:
         return found
 
     def kill_all(self, round_: int) -> None:
-        """Kill all workers once they are in the middle of a step."""
+        """Kill all workers in the middle of a step."""
         for row in self.wait_for("fault", 2, round=round_):
             os.kill(row["pid"], signal.SIGKILL)
 
@@ -73,11 +73,11 @@ class Job:
         assert self.process.wait(PATIENCE_S) == 0, self.text
 
     def losses(self) -> dict[tuple[int, int], str]:
-        """Return the loss of each step and rank; of a step that was done twice, the last."""
+        """Return the loss of each step and rank; of a repeated step, the last."""
         return {(row["step"], row["rank"]): row["loss"] for row in self.lines("step")}
 
     def ends(self) -> list[Any]:
-        """Return what the ranks have come to at last."""
+        """Return the final state of the ranks."""
         return sorted(row["weights"] for row in self.lines("done"))
 
 
@@ -124,7 +124,7 @@ def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
 
 
 def stopped_in(step: int, round_: int = 0) -> list[dict[str, Any]]:
-    """Have both ranks wait in the middle of a step, to be killed there."""
+    """Let both ranks wait in the middle of a step, to be killed there."""
     place = {"step": step, "at": "forward", "do": "sleep", "seconds": 600, "round": round_}
     return [{"rank": rank, **place} for rank in range(2)]
 

@@ -1,4 +1,4 @@
-"""Tokens, owners and the audit, with rdzvd, rdzvrun and rdzvctl as they are run."""
+"""Tokens, owners and the audit log, with real rdzvd, rdzvrun and rdzvctl processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DENIED = 77
 
 
 class Guarded:
-    """A server that wants proof, and the files with people's tokens."""
+    """A server that requires authentication, and the files with people's tokens."""
 
     def __init__(self, running: Cluster) -> None:
         self.running = running
@@ -29,7 +29,7 @@ class Guarded:
         return found.returncode, found.stdout, found.stderr
 
     def token(self, name: str, *roles: str) -> Path:
-        """Make a token, and the file that its owner keeps it in."""
+        """Create a token, and the file in which its owner keeps it."""
         words = [f"--role={role}" for role in roles]
         code, text, said = self.ctl(self.admin, "tokens", "create", name, *words, "--expires=1d")
         assert code == 0, said
@@ -88,7 +88,7 @@ def test_tokens_owners_and_the_audit(guarded: Guarded) -> None:
     code, shown, _ = guarded.ctl(bob, "status", JOB, "-o", "json")
     assert (code, json.loads(shown)["owner"]) == (0, "ada")
 
-    # The server is started again, and remembers who may do what; no worker notices.
+    # The server restarts and still knows the roles; no worker notices.
     running.kill_server()
     running.start_server()
     assert guarded.admin.read_text().strip() == secret
@@ -117,7 +117,7 @@ def test_tokens_owners_and_the_audit(guarded: Guarded) -> None:
     _, shown, _ = guarded.ctl(guarded.admin, "tokens", "list")
     assert "ada" in shown
     assert "bob" not in shown
-    # No token is in anything that is written.
+    # No token appears in any output.
     texts = [running.server_log, audit, shown, events, *(node.text for node in running.nodes)]
     for file in (guarded.admin, ada, bob):
         part = file.read_text().strip().split("_", 2)[2]

@@ -1,4 +1,4 @@
-"""Workers of another account than their runner: what they are, and what they cannot do to it."""
+"""Workers under another account than their runner: their rights, and what they cannot do to it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def node(shared: Path) -> AsyncIterator[Node]:
 
 
 def shell(node: Node, home: Path, script: str, **changes: object) -> WorkerSpec:
-    """Say how to run a script as the account; what it writes is in `said`."""
+    """Return how to run a script as the account; its output goes to `said`."""
     spec = node.spec("/bin/sh", "-c", script)
     usual = replace(spec, cwd=str(home), stdout=str(home / "said"), identity=ADA)
     return replace(usual, **changes)  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ time.sleep(1000)
 async def test_a_zygote_that_lies_is_given_up(
     node: Node, home: Path, shared: Path, words: object
 ) -> None:
-    """It runs what the user imports, so it may say anything to a runner that is root."""
+    """It runs the user's imports, so it may send anything to a runner that is root."""
     program = shared / "python"
     program.write_text(HOSTILE.replace("WORDS", repr(json.dumps(words).encode())))
     program.chmod(0o755)

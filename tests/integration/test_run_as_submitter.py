@@ -1,4 +1,4 @@
-"""Submitted jobs as accounts of their submitters, from a token to what a worker is."""
+"""Submitted jobs run as their submitters' accounts, from the token to the worker's process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOBODY = pwd.getpwnam("nobody")
 
 
 class Site:
-    """A server that wants tokens, and a node that maps the names of their owners."""
+    """A server that requires tokens, and a node that maps the names of their owners."""
 
     def __init__(self, running: Cluster, admin: Path) -> None:
         self.running = running
@@ -78,7 +78,7 @@ class Site:
         self.running.wait_until(f"{name} is {state}", lambda: self.state(name) == state)
 
     def until_status(self, name: str, words: str) -> None:
-        """Wait until a job's status says something, wherever its lines are broken."""
+        """Wait until a job's status contains a text, wherever its lines are broken."""
 
         def said() -> bool:
             return words in " ".join(self.ctl(self.admin, "status", name).split())
@@ -90,7 +90,7 @@ class Site:
 def site() -> Iterator[Site]:
     with passable_folder() as folder:
         admin = folder / "admin-token"
-        # A slow machine is not to take an agent for lost while the next one starts.
+        # A slow machine must not take an agent for lost while the next one starts.
         config = folder / "rdzvd.toml"
         config.write_text('[lease]\nduration = "10 min"\nlongest = "10 min"\n')
         options = ("--auth=required", f"--init-admin-token={admin}", f"--config={config}")
@@ -114,7 +114,7 @@ def make(**asked):
 
 
 def with_logs_specs(folder: Path) -> Path:
-    """Put a class for --logs-specs, and what stands in for torch, where every account finds it."""
+    """Put a class for --logs-specs, and a stand-in for torch, where every account finds it."""
     path = folder / "packages"
     package = path / "torch" / "distributed" / "elastic" / "multiprocessing"
     package.mkdir(parents=True)
@@ -167,7 +167,7 @@ def test_a_job_is_its_submitters_also_after_its_agent_was_killed(site: Site) -> 
     found = run.stat()
     assert (found.st_uid, found.st_mode & 0o777) == (NOBODY.pw_uid, 0o700)
 
-    # Whoever has no account here, or asks for another's, is declined, with the reason.
+    # A caller without an account here, or who asks for another's, is declined, with the reason.
     site.submit(bob, "of-bob", "true")
     site.until_status("of-bob", "no account is mapped to its submitter 'bob' on this node")
     site.submit(ada, "as-root", "true", "--user=root")

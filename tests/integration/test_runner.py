@@ -1,7 +1,7 @@
-"""The runner with real processes: what it starts, what it tells, and that it leaves nothing.
+"""The runner with real processes: what it starts and reports, and that it leaves nothing behind.
 
-Every process of a test carries a mark in its environment, as do all that descend from it; a test
-ends with a look through /proc for the mark.
+Every process of a test carries a mark in its environment, as do all its descendants; a test ends
+with a search for the mark in /proc.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SCRIPTS = Path(__file__).with_name("runner_scripts")
 
 @contextmanager
 def playing(script: str, *arguments: str | Path, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """Run one of the scripts, with its input and output at hand, and kill it in the end."""
+    """Run one of the scripts, with access to its input and output, and kill it in the end."""
     with subprocess.Popen(
         [sys.executable, SCRIPTS / script, *arguments],
         env={**os.environ, **env},
@@ -64,7 +64,7 @@ def playing(script: str, *arguments: str | Path, **env: str) -> Iterator[subproc
 
 
 def line_of(process: subprocess.Popen[str]) -> list[str]:
-    """Return the words of the next line that a script says."""
+    """Return the words of the next line that a script prints."""
     assert process.stdout is not None
     return process.stdout.readline().split()
 
@@ -94,7 +94,7 @@ async def test_a_runner_that_nobody_takes_hold_of_is_ended() -> None:
     assert state_of(started.pid) == ""
 
 
-# Says in a file that it is ready, then waits to be signalled.
+# Creates a file when it is ready, then waits for a signal.
 READY_AND_WAIT = """
 import pathlib, signal, sys
 def ready():
@@ -128,12 +128,12 @@ async def test_exit_codes_and_signals_are_reported(node: Node) -> None:
 async def test_an_agent_that_reads_nothing_for_a_while_hears_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the socket does not take waits in the runner until it does."""
+    """Data that the socket does not accept waits in the runner until it does."""
     pair = socket.socketpair
 
     def narrow() -> tuple[socket.socket, socket.socket]:
         ours, theirs = pair()
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # The least that there is.
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # The minimum.
         return ours, theirs
 
     monkeypatch.setattr(socket, "socketpair", narrow)
@@ -144,7 +144,7 @@ async def test_an_agent_that_reads_nothing_for_a_while_hears_all_the_same(
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     ranks = range(30)
-    # Each waits until somebody opens the other end.
+    # Each waits until the other end is opened.
     waits = (node.spec("/bin/sh", "-c", f"exec <{gate}", local_rank=rank) for rank in ranks)
     pids = await node.start(0, *waits)
     opened = os.open(gate, os.O_RDWR)
@@ -188,7 +188,7 @@ signal.signal(signal.SIGTERM, tell)
     node.link.notify_workers(0, signal.SIGTERM)
     await until(told.exists)
     node.link.notify_workers(0, signal.SIGTERM)
-    # Nor by a stop: whoever saves what it has is left alone until the grace is over.
+    # Nor by a stop: a worker that saves its state is left alone until the grace is over.
     node.link.stop_workers(0, signal.SIGTERM, 100)
     await node.heard(WorkersGone)
     assert told.read_text() == "told\n"
@@ -257,7 +257,7 @@ async def test_descendants_of_a_worker_that_stays_are_gone_after_a_stop(node: No
 
 
 async def test_the_process_group_of_a_worker_that_has_exited_is_signalled_too(node: Node) -> None:
-    """While another worker has its grace, what the first left behind has the same."""
+    """While another worker has its grace, processes left behind by the first have the same."""
     ready, heard = node.folder / "ready", node.folder / "heard"
     child = waiting(
         ready, f"signal.signal(signal.SIGTERM, lambda *_: open({str(heard)!r}, 'w').close())"
@@ -506,7 +506,7 @@ def fence_in(ms: int) -> int:
 async def test_a_round_that_reaches_the_fence_is_killed_with_all_its_descendants(
     node: Node,
 ) -> None:
-    """It is told before any exit, so that none is taken for a failure; no handler is waited for."""
+    """Notified before any exit, so that none is taken for a failure; no handler is waited for."""
     await node.start(
         0,
         node.spec(sys.executable, "-S", SCRIPTS / "tree.py", node.folder, "stay"),
@@ -539,7 +539,7 @@ async def test_a_fence_that_is_renewed_in_time_kills_nobody(node: Node) -> None:
 
 
 async def test_a_round_that_starts_behind_the_fence_starts_no_worker(node: Node) -> None:
-    """An agent that was stopped hears of its round long after the server has given it up."""
+    """A stopped agent receives its round long after the server has given it up."""
     node.link.renew_fence(fence_in(-1))
     node.link.start_workers(0, [node.spec("sleep", "1000")])
     await node.heard(WorkersGone, round=0)
@@ -571,7 +571,7 @@ async def test_without_workers_a_fence_has_no_meaning_and_spares_the_store_host(
 
 
 async def test_the_fence_holds_though_the_agent_is_stopped(tmp_path: Path) -> None:
-    """The runner keeps it by itself: this is what it is for."""
+    """The runner enforces it by itself: this is its purpose."""
     node = Node(tmp_path)
     with playing(
         "agent.py", tmp_path, SCRIPTS / "tree.py", tmp_path, "stay", FENCE_MS="3000", **node.env
@@ -588,7 +588,7 @@ async def test_the_fence_holds_though_the_agent_is_stopped(tmp_path: Path) -> No
 
 
 def is_worker(pid: int) -> bool:
-    """Say whether a process is the test's tree, not its agent, runner or store host."""
+    """Return whether a process is the test's tree, not its agent, runner or store host."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes()
     return b"tree.py" in command and b"agent.py" not in command
 
@@ -729,7 +729,7 @@ def full() -> Iterator[int]:
 
 @contextmanager
 def dead_console() -> Iterator[int]:
-    """A stderr that is a terminal which was closed."""
+    """A stderr that is a closed terminal."""
     terminal, console = os.openpty()
     os.close(terminal)
     yield console

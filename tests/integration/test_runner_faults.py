@@ -1,6 +1,6 @@
-"""Each system call of the runner fails, with each error: it lives, tells, and says no untruth.
+"""Each system call of the runner fails, with each error: it lives, reports, and never lies.
 
-And for real: a runner at its limit of descriptors.
+Also with real limits: a runner that has no descriptor left.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SCRIPTS = Path(__file__).with_name("runner_scripts")
 CALLS = (SCRIPTS / "failing.txt").read_text().split()
 ERRORS = (errno.EMFILE, errno.ENOMEM, errno.EINTR, errno.ESRCH)
 GONE = {("socket.recv_fds", errno.ESRCH), ("socket.send_fds", errno.ESRCH)}
-"""Of a socket this says that its peer is gone."""
+"""Errors of a socket whose peer is gone."""
 
 FAILING_S = 0.15
-"""How long a call fails. That something does not happen meanwhile is what is looked at."""
+"""How long a call fails: long enough to see that something does not happen meanwhile."""
 
 
 class Strained(Node):
-    """A runner that lacks something, with workers that carry a mark of their own."""
+    """A runner that lacks something, with workers that carry their own mark."""
 
     patience_s = 12.0
 
@@ -76,7 +76,7 @@ class Strained(Node):
         return replace(spec, env={**spec.env, **dict([self.mark_of(self._rounds).split("=")])})
 
     def family(self) -> WorkerSpec:
-        """A worker that lets four processes live on, which ignore SIGTERM."""
+        """A worker that leaves behind four processes, which ignore SIGTERM."""
         folder = self.folder / f"family{self._rounds}"
         folder.mkdir()
         return self.worker(sys.executable, "-S", SCRIPTS / "tree.py", folder, "stay")
@@ -92,7 +92,7 @@ class Strained(Node):
         return ZygoteSpec(argv, self.env, None, ("json",), wait_s=1.0)
 
     async def start_short(self) -> int:
-        """Start a warm and a cold worker that exit at once; they may not even begin."""
+        """Start a warm and a cold worker that exit at once, if they start at all."""
         self._rounds += 1
         folder = self.folder / f"family{self._rounds}"
         folder.mkdir()
@@ -116,7 +116,7 @@ class Strained(Node):
         return state_of(self.link.pid) not in ("", "Z")
 
     async def connect(self) -> str:
-        """Meet the runner as one agent too many; return why it is refused."""
+        """Connect to the runner as one agent too many; return why it is refused."""
         try:
             found = await FoundRunner.meet(self.socket, FAILING_S)
         except NotAdoptableError as error:
@@ -136,7 +136,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Strained]:
 
 
 class Switch:
-    """Has a call of the runner fail."""
+    """Makes a call of the runner fail."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(64))
@@ -210,7 +210,7 @@ async def until_refused(node: Strained) -> None:
 
 @contextmanager
 def without_descriptors(pid: int) -> Iterator[None]:
-    """Let a process open nothing more, for a while."""
+    """Prevent a process from opening anything more, for a while."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
     try:

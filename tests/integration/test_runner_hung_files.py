@@ -1,4 +1,4 @@
-"""A file server hangs: no start of a worker that needs it holds up a stop, or the fence."""
+"""A file server hangs: the start of a worker that needs it delays neither a stop nor the fence."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_the_fence_kills_workers_that_run_while_another_is_not_started(
     node: Node, server: FileServer, needing: Needing
 ) -> None:
     server.hang()
-    # Its interpreter is not to be had either; the fence has nothing to do with it.
+    # Its interpreter is not available either; the fence does not depend on it.
     node.start_store_host(0, str(server.path / "program"))
     running = await start_beside(node, needing(node, server))
     await fence(node)
@@ -98,7 +98,7 @@ async def test_the_fence_kills_workers_that_run_while_another_is_not_started(
 async def test_a_stop_ends_a_worker_that_is_not_started_by_its_signal(
     node: Node, server: FileServer, needing: Needing
 ) -> None:
-    """No grace is waited for: nothing of the user's has run."""
+    """No grace is waited for: none of the user's code has run."""
     server.hang()
     await start_beside(node, needing(node, server))
     await node.stop(0)

@@ -1,4 +1,4 @@
-"""A runner outlives its agent: what happens meanwhile is told to the next one, and nothing is left.
+"""A runner outlives its agent: it reports what happened to the next one, and leaves nothing.
 
 The agent here is the test itself, at the other end of the socket; it dies by closing it.
 """
@@ -80,7 +80,7 @@ class Orphanage(Node):
         await until(self.path.exists)
 
     async def lose_agent(self) -> None:
-        """Let go, as an agent does that dies: of what was said, nothing more is heard."""
+        """Disconnect, as an agent does that dies: nothing more is received of what was sent."""
         await self.link.let_go(PATIENCE_S)
 
     async def find(self) -> FoundRunner:
@@ -89,7 +89,7 @@ class Orphanage(Node):
         return found
 
     async def adopt(self) -> FoundRunner:
-        """Come back as another agent, which has heard nothing yet."""
+        """Connect as a new agent, which has received nothing yet."""
         self.events.clear()
         found = await self.find()
         found.adopt()
@@ -135,7 +135,7 @@ async def test_an_exit_that_nobody_has_heard_is_told_with_its_age(node: Orphanag
     os.kill(pid, signal.SIGKILL)
     await until(lambda: state_of(pid) == "")
     died = time.monotonic()
-    await asyncio.sleep(0.1)  # So that there is an age to tell.
+    await asyncio.sleep(0.1)  # So that there is an age to report.
     before_ms = (time.monotonic() - died) * 1000
     await node.adopt()
     exited = await node.heard(WorkerExited)
@@ -144,13 +144,13 @@ async def test_an_exit_that_nobody_has_heard_is_told_with_its_age(node: Orphanag
 
 
 async def test_what_was_handled_is_not_told_again_and_what_was_not_is(node: Orphanage) -> None:
-    """The agent dies of what it hears: the next one hears it too."""
+    """The agent dies of the event it receives: the next one receives it, too."""
     await node.begin()
     _, pid = await node.start(
         0, node.spec("true", local_rank=0), node.spec("sleep", "1000", local_rank=1)
     )
     await node.heard(WorkerExited, local_rank=0)
-    # What was acknowledged is on its way before anything else is.
+    # An acknowledgement is on its way before anything else is.
     node.dies = True
     os.kill(pid, signal.SIGKILL)
     loop = asyncio.get_running_loop()

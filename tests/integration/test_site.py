@@ -1,4 +1,4 @@
-"""The documents as a stranger reads them: the site in a real Chromium, asked by its own search."""
+"""The documents as a stranger reads them: the site in a real Chromium, with its own search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.release
 ROOT = Path(__file__).parents[2]
 DEADLINE_MS = 60_000
 RESULTS_READ = 3
-"""A reader in a hurry looks at this many results of a search."""
+"""A reader in a hurry looks at this many search results."""
 
 QUESTIONS = [
     ("start on slurm", "sbatch --nodes="),
@@ -31,7 +31,7 @@ QUESTIONS = [
     ("upgrade", "Server first, then the nodes"),
     ("what survives", "train on; the next agent takes them over"),
 ]
-"""What is typed into the search, and what the answer says."""
+"""The words typed into the search, and the text of the answer."""
 
 FROM_HOME = [
     ("Slurm", "sbatch --nodes=5"),
@@ -40,7 +40,7 @@ FROM_HOME = [
     ("Upgrading", "If you only use rdzvrun"),
     ("What survives what", "train on; the next agent takes them over"),
 ]
-"""A link of the first page, and what the page behind it says."""
+"""A link of the first page, and the text of its target."""
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -96,6 +96,6 @@ def test_the_first_page_leads_to_the_answer(site: str, page: Page, link: str, an
 
 
 def text_of(page: Page, url: str) -> str:
-    """Return what the page at a URL says."""
+    """Return the text of the page at a URL."""
     page.goto(url)
     return " ".join(page.get_by_role("article").inner_text().split())

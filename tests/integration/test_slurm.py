@@ -108,7 +108,7 @@ def test_the_time_limit_lets_workers_save_and_the_job_goes_on_in_its_next_life(
     s: Slurm, tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
-    # Slurm looks each 30 s, and signals ahead of time: with a minute it may do so at the start.
+    # Slurm checks every 30 s, and signals ahead of time: with a minute it may do so at the start.
     options = ("--nodes=2", "--time=2", "--signal=B:USR1@50")
     script = (QUICK, REPORT, f"term={saved}")
     job = s.sbatch(*script, options=options, environ={"RDZV_ID": "limit", "RDZV_NNODES": "2:2"})
@@ -123,7 +123,7 @@ def test_the_time_limit_lets_workers_save_and_the_job_goes_on_in_its_next_life(
 
 
 def test_a_node_that_slurm_drains_leaves_with_its_deadline_and_may_come_back(s: Slurm) -> None:
-    """The bridge looks, while rdzvd is away as well; a spare takes the seat."""
+    """The bridge checks, also while rdzvd is away; a spare takes the seat."""
     job = start(s, "drained")
     s.wait_for_round("drained", 0, workers=2)
     s.wait("one is a spare", lambda: "spare" in s.states("drained").values())
@@ -161,7 +161,7 @@ def test_the_python_example_saves_is_queued_again_and_goes_on(s: Slurm, tmp_path
     job = s.do(*words, *training, environ=environ).strip()
     name = f"submitit-{job}"
     s.wait_for_round(name, 0, workers=2)
-    # What Slurm sends when the time limit is near.
+    # Slurm sends this when the time limit is near.
     s.do("scancel", "--signal=USR2", f"{job}.0")
     s.wait("it is queued again", lambda: s.job(job).get("Restarts") == "1")
     assert saved.read_text() == "saved"

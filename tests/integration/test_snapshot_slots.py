@@ -1,6 +1,6 @@
 """The runner with workers that save snapshots in its memory, and die.
 
-The worker is `tests/support/linked_worker.py`, which speaks its link by hand.
+The worker is `tests/support/linked_worker.py`, which implements its link by hand.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def memory_files(pid: int) -> list[int]:
 
 
 async def restart(node: Parking, round_: int, pid: int, *does: str) -> int:
-    """Kill the worker, end the round, and start it anew; return its pid."""
+    """Kill the worker, end the round, and start it again; return its pid."""
     os.kill(pid, signal.SIGKILL)
     await node.heard(WorkerExited, round=round_ - 1, pid=pid)
     await node.stop(round_ - 1)
@@ -69,7 +69,7 @@ async def test_what_a_killed_worker_has_saved_is_there_for_the_next_one(node: Pa
     assert line == f"slots {MIB} {MIB} {pid}"
     newer = Snapshot(0, SnapshotMark(0, 20, "abc", 1, 1), 0, MIB, "d")
     assert await node.heard(SnapshotsHeld, snapshots=(newer,))
-    # Nothing that a worker starts has them.
+    # No process that a worker starts inherits them.
     child = (await node.printed(node.worker(1, 0), "children")).split()[1]
     assert len(memory_files(node.link.pid)) == 2
     assert memory_files(next_pid) == memory_files(node.link.pid)

@@ -24,7 +24,7 @@ KILLS = 48
 WRITERS = 6
 SCHEMA_1 = Path(__file__).parents[1] / "stores" / "data" / "schema_1.sql"
 
-# One process that has imported everything; each writer is a fork of it, so that a kill is cheap.
+# One process that has imported everything; each writer is a fork of it, so a kill is cheap.
 WRITER = """
 import asyncio, os, sys
 from pathlib import Path
@@ -61,7 +61,7 @@ for line in sys.stdin:
 
 @dataclass
 class Promised:
-    """What one data directory has said that it holds, over all its writers."""
+    """The writes that one data directory has confirmed, over all its writers."""
 
     revisions: dict[str, int] = field(default_factory=dict)
     leadership: int = 0
@@ -76,7 +76,7 @@ class Promised:
 
 
 def kept(directory: Path, promised: Promised) -> None:
-    """Check that all that was promised is there, and nothing is torn."""
+    """Check that all confirmed writes are there, and nothing is torn."""
     with closing(sqlite3.connect(directory / "rdzv.db")) as db:
         if not db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
             assert not promised.revisions
@@ -94,7 +94,7 @@ def kept(directory: Path, promised: Promised) -> None:
             rows = db.execute(
                 "SELECT CAST(text AS INTEGER) FROM history WHERE rdzv_id = ? ORDER BY seq", (name,)
             ).fetchall()
-            # Each commit has brought its row, in order, and no commit that was lost has left one.
+            # Each commit has added its row, in order, and no lost commit has left one.
             assert [row[0] for row in rows] == list(range(revision - len(rows) + 1, revision + 1))
             assert len(rows) == min(revision, len(rows))
             assert rows[-1][0] == revision
@@ -114,12 +114,12 @@ def test_killed_at_any_instant_nothing_that_was_acknowledged_is_lost(tmp_path: P
         for kill in range(KILLS):
             directory = tmp_path / f"data-{kill // 4}"
             if kill % 4 == 0:
-                # A new directory, so that its making is interrupted as well; each second is old.
+                # A new directory, so that its creation is interrupted as well; each second is old.
                 promised = Promised()
                 if kill % 8 == 4:
                     old_file(directory)
             zygote.stdin.write(f"{directory} {WRITERS}\n")
-            # By turns while the file is opened, and in the midst of commits.
+            # By turns while the file is opened, and in the middle of commits.
             pid, commits = 0, dice.randrange(60) if kill % 2 else 0
             while not pid or commits > 0:
                 line = zygote.stdout.readline()
@@ -134,7 +134,7 @@ def test_killed_at_any_instant_nothing_that_was_acknowledged_is_lost(tmp_path: P
                 if line == "ended\n":
                     break
                 promised.heard(line)
-            # What the dead process left is opened by SQLite alone, on a copy.
+            # The dead process's files are opened by SQLite alone, on a copy.
             copy = tmp_path / "copy"
             shutil.copytree(directory, copy) if directory.exists() else copy.mkdir()
             if (copy / "rdzv.db").exists():
@@ -177,7 +177,7 @@ class Server:
 
 @contextmanager
 def rdzvd(data: Path) -> Iterator[Server]:
-    """Run a server whose log is read from a pipe, for its disk can be full."""
+    """Run a server whose log is read from a pipe, since its disk can be full."""
     config = data.with_name("rdzvd.toml")
     config.write_text(PATIENT)
     command = [sys.executable, "-m", "rdzv.server", "--listen=127.0.0.1:0", f"--data-dir={data}"]
@@ -195,7 +195,7 @@ def rdzvd(data: Path) -> Iterator[Server]:
 
 
 def set_file_limit(process: subprocess.Popen[str], number: int) -> None:
-    """Have every write of a process that makes a file longer fail, or none."""
+    """Make every write of a process that extends a file fail, or none."""
     _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (number, hard))
 
@@ -216,7 +216,7 @@ async def test_a_store_that_can_not_be_written_is_away_until_it_can(tmp_path: Pa
                     await asyncio.sleep(1.1)
             finally:
                 set_file_limit(server.process, resource.RLIM_INFINITY)
-            # What the node has asked for was not forgotten.
+            # The node's request was not forgotten.
             assert (await n1.line()).rdzv_id == "job-8"
         server.process.terminate()
         assert server.process.stderr is not None

@@ -1,4 +1,4 @@
-"""The proxy that other tests break links with does what it says."""
+"""The proxy with which other tests break links works as documented."""
 
 from __future__ import annotations
 

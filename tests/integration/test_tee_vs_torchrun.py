@@ -1,4 +1,4 @@
-"""Worker output comes out as under the real torchrun, on the console and in the files."""
+"""Worker output is the same as under the real torchrun, on the console and in the files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPLATE = "${role_name}|${rank}|${local_rank}|${unknown} $"
 
 @dataclass(frozen=True)
 class Case:
-    """What torchrun and we are asked for."""
+    """The options of torchrun and of rdzvrun."""
 
     redirects: int = 0
     tee: int = 0
@@ -55,7 +55,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What came out: on the consoles, of each worker in order, and the files."""
+    """The output: on the consoles, of each worker in order, and the files."""
 
     out: list[bytes]
     err: list[bytes]
@@ -85,7 +85,7 @@ def start_torchrun(case: Case, folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={NPROC}", f"--log-dir={folder}", *case.options()]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    # Each says something about itself, unless it is told not to.
+    # Each prints something about itself, unless it is told not to.
     env |= {"OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR", "PYTHONIOENCODING": "utf-8"}
     if case.template is not None:
         env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = case.template
@@ -168,7 +168,7 @@ def log_name(stream: Stream) -> str:
 
 
 def by_worker(text: bytes) -> list[bytes]:
-    """Return the lines in an order that does not depend on who came first: by prefix, stably."""
+    """Return the lines in an order that does not depend on timing: by prefix, stably."""
     lines = text.split(b"\n")
     return sorted(lines, key=lambda line: re.split(rb"[:$]", line)[0] if prefixed(line) else b"")
 

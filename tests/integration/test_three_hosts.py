@@ -1,6 +1,6 @@
-"""An operator's day: three hosts with rdzv-agent, one with rdzvd, and jobs that are submitted.
+"""An operator's day: three hosts with rdzv-agent, one with rdzvd, and submitted jobs.
 
-Each host is a network namespace of its own. `rdzvctl` is typed on the host of the server.
+Each host is a separate network namespace. `rdzvctl` runs on the host of the server.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_jobs_of_two_users_run_in_the_promised_order(hosts: Hosts) -> None:
     hosts.restart_server()
     assert hosts.wait_running("ada-1", 2) == first
     hosts.end_of("ada-1").touch()
-    # n1 goes to who is more urgent; of the others bob-1 is first, and takes the two that are left.
+    # n1 goes to the more urgent job; of the others bob-1 is first, and gets the remaining two.
     hosts.wait_running("bob-2", 1)
     hosts.wait_running("bob-1", 2)
     assert hosts.seated("bob-2") == ["n1"]

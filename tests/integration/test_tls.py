@@ -53,7 +53,7 @@ def replace_pair(of: Credentials, by: Credentials) -> None:
 
 def connections(pid: int, port: int) -> set[str]:
     """Return the sockets of a process that are connected to a port: their inodes."""
-    # gRPC's sockets are for IPv6, also where the address is not.
+    # gRPC's sockets are for IPv6, even if the address is not.
     tables = [Path(f"/proc/{pid}/net/{table}") for table in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
     connected = {row[9] for row in rows if row[2].endswith(f":{port:04X}") and row[3] == "01"}
@@ -67,7 +67,7 @@ def connections(pid: int, port: int) -> set[str]:
 
 
 def test_certificates_are_renewed_under_a_live_training(c: Cluster, tmp_path: Path) -> None:
-    """All of them, with their CA: no stream ends for it, and the old ones are of no use then."""
+    """All of them, with their CA: no stream ends, and the old ones are useless afterwards."""
     first, second = Files(tmp_path / "first"), Files(tmp_path / "second")
     nodes = {name: first.node(name) for name in ("n1", "n2")}
     c.credentials = operator = first.client("ops", "admin")
@@ -80,7 +80,7 @@ def test_certificates_are_renewed_under_a_live_training(c: Cluster, tmp_path: Pa
     assert all(streams)
     workers = [node.workers() for node in training.nodes]
 
-    # What an attacker has kept.
+    # Old credentials that an attacker has kept.
     (tmp_path / "old").mkdir()
     kept = {name: tmp_path / "old" / name for name in ("cert", "key")}
     assert operator.cert is not None
@@ -109,7 +109,7 @@ def test_certificates_are_renewed_under_a_live_training(c: Cluster, tmp_path: Pa
 
     training.wait_for_steps(10)
     assert [connections(pid, port) for pid in pids] == streams
-    # The next streams are opened with what there is by then.
+    # The next streams are opened with the files of that time.
     c.kill_server()
     start_server(c, first)
     training.wait_until_seated()
@@ -122,7 +122,7 @@ def test_certificates_are_renewed_under_a_live_training(c: Cluster, tmp_path: Pa
 
 
 def handshake(port: int, version: str, shown: Credentials) -> str:
-    """Return what openssl says of a handshake; it waits for nothing more."""
+    """Return the output of openssl about a handshake; it waits for nothing more."""
     done = subprocess.run(
         [
             *("openssl", "s_client", "-connect", f"127.0.0.1:{port}", version, "-brief"),
@@ -181,7 +181,7 @@ def test_a_token_stands_in_for_a_certificate_where_that_is_allowed(
         pytest.raises(UnauthenticatedError),
     ):
         client.servers()
-    # The port of those who have certificates takes nobody without.
+    # The port for callers with certificates accepts no one without.
     main = parse_endpoints(c.endpoint)
     with (
         ControlClient(main, 60, Credentials(files.ca, token_file=token)) as client,
@@ -244,7 +244,7 @@ def test_five_commands_set_up_a_cluster_of_three_hosts(c: Cluster, tmp_path: Pat
             (tmp_path / host).mkdir()
             for file in ("ca.crt", f"node-{host}.crt", f"node-{host}.key"):
                 shutil.copy(tmp_path / "tls" / file, tmp_path / host / file)
-        # What the document's command does not say is where data lies.
+        # The document's command does not say where the data is.
         absolute = [word.replace("=tls/", f"={tmp_path}/tls/") for word in on(head, rdzvd)]
         c.start_server_by([*absolute, f"--data-dir={tmp_path / 'data'}"])
         for host in hosts:

@@ -1,7 +1,7 @@
-"""Event handlers and logs specs of the user's own: whatever they do, training goes on or says why.
+"""The user's own event handlers and logs specs: whatever they do, training goes on or says why.
 
 A few lines stand in for torch, so that nothing here waits for its import; the conformance table
-has the real one.
+uses the real one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.support.accounts import (
 )
 
 PYTHON = "/usr/bin/python3"
-"""An interpreter that every account may run, which that of the tests may not be."""
+"""An interpreter that every account may run, which the tests' own may not be."""
 
 LINE = Assignment("r", 0, 0, 1, 0, 2, 0, 2, "a", 1, True, 0, 1)
 
@@ -499,7 +499,7 @@ def test_a_handler_that_nobody_knows_is_usage(tmp_path: Path) -> None:
 
 
 def test_a_handler_goes_on_when_a_dead_runner_is_swept_up_after(tmp_path: Path) -> None:
-    """The agent kills what a dead runner leaves behind: not what has nothing to do with it."""
+    """The agent kills what a dead runner leaves behind, but no unrelated process."""
     script = tmp_path / "kill_parent.py"
     script.write_text("import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
     with cluster(tmp_path) as c:

@@ -62,7 +62,7 @@ UNCOUNTED = Settings(2, 3, max_restarts=None, last_call_timeout_ms=5_000)
 def params(
     run_id: str = "job-7", endpoint: str = "127.0.0.1:1", **conf: Any
 ) -> RendezvousParameters:
-    # `LaunchConfig` always puts this one in.
+    # `LaunchConfig` always includes this one.
     conf.setdefault("timeout", 900)
     return RendezvousParameters("rdzv", endpoint, run_id, 2, 4, **conf)
 
@@ -106,7 +106,7 @@ def test_it_connects_with_the_credentials_of_rdzv_conf(
     [("ours", "not an rdzv server, or an older one"), ("others", "is not signed by the CA in")],
 )
 def test_its_stream_is_by_tls(tmp_path: Path, trusts: str, trouble: str) -> None:
-    """A server that has no such service is reached by who trusts it; no other is spoken to."""
+    """A server without that service is reached by clients that trust it; no other is contacted."""
     trusted = {name: Files(tmp_path / name) for name in ("ours", "others")}
     tls = Tls(trusted["ours"].server(client_ca=False))
     server = grpc.server(ThreadPoolExecutor(1))
@@ -253,7 +253,7 @@ def test_settings_without_a_count_of_restarts_travel_as_such() -> None:
 
 
 class FakeStream:
-    """Takes down what is said, and answers a join if `answer` has a line for it."""
+    """Records the messages, and answers a join if `answer` has a line for it."""
 
     def __init__(
         self,
@@ -347,8 +347,8 @@ class Torchrun:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Torchrun]]:
-    """Make handlers that talk to a `FakeStream`; at the end they hang up."""
-    # A handler sets it for the workers of its torchrun; here it is to be gone afterwards.
+    """Create handlers that talk to a `FakeStream`; in the end they disconnect."""
+    # A handler sets it for the workers of its torchrun; here it must be gone afterwards.
     monkeypatch.setenv("RDZV_ROUND", "")
     monkeypatch.delenv("RDZV_ROUND")
     runs: list[Torchrun] = []
@@ -513,7 +513,7 @@ class Scripted(RendezvousServicer):
 def serving(
     script: Callable[[Iterator[pb.NodeMessage]], Iterator[pb.ServerMessage]],
 ) -> Iterator[Callable[[], int]]:
-    """Serve once the port is asked for a second time; the first only says which it will be."""
+    """Start the server when the port is requested a second time; the first only chooses it."""
     server = grpc.server(ThreadPoolExecutor(4))
     add_RendezvousServicer_to_server(Scripted(script), server)
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -545,7 +545,7 @@ def of_leader(message: pb.ServerMessage) -> pb.ServerMessage:
 
 
 class LaterClock:
-    """The handler's clock, which the test sets ahead."""
+    """The handler's clock, which the test advances."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -685,7 +685,7 @@ def child_failed() -> ChildFailedError:
 
 
 def end_with(run: Torchrun, error: BaseException) -> pb.Leave:
-    """Do as `launch_agent` does: call `shutdown` in the `finally` of what fails."""
+    """Like `launch_agent`, call `shutdown` in a `finally` block."""
     with pytest.raises(type(error)):
         try:
             raise error
@@ -852,7 +852,7 @@ def test_a_stream_that_is_closed_while_it_connects_ends() -> None:
 
 
 def pipes() -> set[str]:
-    """Return the pipes of this process, by names that none has a second time."""
+    """Return the pipes of this process, by unique names."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -861,7 +861,7 @@ def pipes() -> set[str]:
 
 
 def test_a_pipe_is_closed_only_when_its_watch_reads_from_it_no_more() -> None:
-    """A watch that is busy with a signal hears late that it was told to end."""
+    """A watch that is busy with a signal notices late that it was told to end."""
     busy, gate = threading.Event(), threading.Event()
 
     def on_signal(_: signal.Signals) -> None:
@@ -892,7 +892,7 @@ def test_a_pipe_is_closed_only_when_its_watch_reads_from_it_no_more() -> None:
 
 
 def test_a_watch_that_is_being_ended_in_another_thread_is_replaced() -> None:
-    """What ends it may not have been written yet."""
+    """The data that ends it may not have been written yet."""
     begun, write = threading.Event(), os.write
 
     def write_late(fd: int, data: bytes) -> int:

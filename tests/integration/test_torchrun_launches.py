@@ -1,6 +1,6 @@
-"""A process that launches more than once by the plug-in, as a notebook does: twenty-six stories.
+"""A process that launches more than once with the plug-in, as a notebook does: twenty-six stories.
 
-They are told by `workers/launches.py`, which has them.
+They are in `workers/launches.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cluster import WORKERS, Cluster, cluster
 pytest.importorskip("torch", reason="torch is not installed")
 
 PATIENCE_S = 400.0
-"""For all of them, on a machine that does other things as well."""
+"""For all of them, on a busy machine."""
 
 
 @pytest.fixture(name="c")

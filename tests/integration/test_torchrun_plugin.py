@@ -1,6 +1,6 @@
 """Stock torchrun with our rendezvous: real nodes and workers, killed and restarted.
 
-Rounds are told apart by RDZV_ROUND, which workers get here as under rdzvrun.
+Rounds are distinguished by RDZV_ROUND, which workers get here as under rdzvrun.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def words(
     worker: str = "report.py",
     args: tuple[str, ...] = (),
 ) -> list[str]:
-    """Return what follows torchrun's name in its command line."""
+    """Return the part of a command line after torchrun's name."""
     return [
         "--rdzv-backend=rdzv",
         f"--rdzv-endpoint={c.endpoint}",
@@ -74,7 +74,7 @@ def seats(c: Cluster) -> dict[str, str]:
 def test_a_training_outlives_a_worker_the_node_of_its_store_and_the_server(
     c: Cluster, torchrun: Torchrun
 ) -> None:
-    """Four things happen to it, one after another; torch's own backends outlive the first."""
+    """Four faults, one after another; with torch's own backends it survives only the first."""
     nodes = [torchrun(f"n{i}", worker="all_reduce.py") for i in (1, 2, 3)]
     first = c.wait_for_round(0, workers=3)
     assert [r["RANK"] for r in first] == ["0", "1", "2"]
@@ -97,13 +97,13 @@ def test_a_training_outlives_a_worker_the_node_of_its_store_and_the_server(
     ports = {reports[0]["MASTER_PORT"] for reports in (first, second, third)}
     assert len(ports) == 3, "a port was used by two rounds"
 
-    # The server dies: nobody notices.
+    # The server dies: no worker notices.
     c.kill_server()
     c.start_server()
     c.wait_until("both are back", lambda: list(seats(c).values()).count("seated") == 2)
     assert all(alive(r["pid"]) for r in third)
 
-    # A node comes late: it is let in.
+    # A node comes late: it is admitted.
     nodes.append(torchrun("n4", worker="all_reduce.py"))
     fourth = c.wait_for_round(3, workers=3)
     assert {r["WORLD_SIZE"] for r in fourth} == {"3"}
@@ -175,7 +175,7 @@ def test_a_users_own_agent_and_rendezvous_modules_are_left_alone(
     for name in ("agent", "rendezvous", "torchrun", "stream"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is the user\\'s own')\n")
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    # Executed: what the path has is read while torchrun starts.
+    # Executed: the files on the path are read while torchrun starts.
     command = [BIN / "torchrun", *words(c, "n1", nnodes="1", nproc=2, worker="all_reduce.py")]
     node = c.start(
         "n1",

@@ -1,4 +1,4 @@
-"""A real rdzvd that is told of a collector: a job's rounds arrive there, also over a restart."""
+"""A real rdzvd with a configured collector: a job's rounds arrive there, also over a restart."""
 
 from __future__ import annotations
 

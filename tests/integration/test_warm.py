@@ -1,4 +1,4 @@
-"""Warm workers, forked from a zygote, beside cold ones: a script cannot tell which it is.
+"""Warm workers, forked from a zygote, compared with cold ones: a script sees no difference.
 
 Each case of warm_scripts/cases.py runs under the same runner once cold and once warm; exit, stdout
 and stderr must be the same, line by line.
@@ -99,7 +99,7 @@ async def node(tmp_path: Path) -> AsyncIterator[WarmNode]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a worker ended with, and what it wrote."""
+    """A worker's exit status and output."""
 
     end: tuple[int | None, int | None]
     stdout: list[str]
@@ -107,7 +107,7 @@ class Seen:
 
 
 def read(path: Path) -> list[str]:
-    """Return lines without what is never the same twice."""
+    """Return lines without the parts that differ each time."""
     text = path.read_text(errors="backslashreplace")
     text = re.sub(r"0x[0-9a-f]+", "0x", text)
     text = re.sub(r"(pid|PID|process)[ :=(]*\d+", r"\1 N", text)
@@ -148,7 +148,7 @@ Both = Mapping[str, tuple[Seen, Seen]]
 def run_both(
     folder: Path, argvs: Mapping[str, Sequence[str]], modules: Sequence[str], **env: str
 ) -> Both:
-    """Run command lines cold, then warm; return what was seen of each."""
+    """Run command lines cold, then warm; return the output and exit of each."""
 
     async def run() -> Both:
         node = WarmNode(folder)
@@ -200,7 +200,7 @@ ENDS: Mapping[str, tuple[int | None, int | None]] = {
     "handled": (5, None),
     "recorded": (1, None),
 }
-"""How those cases end that do not succeed: exit code and signal."""
+"""How the unsuccessful cases end: exit code and signal."""
 
 
 @pytest.mark.parametrize("case", LIGHT)
@@ -215,7 +215,7 @@ def test_a_script_sees_no_difference(case: str, light: Both) -> None:
 def test_a_script_sees_no_difference_with_torch(case: str, heavy: Both) -> None:
     cold, warm = heavy[case]
     if case.startswith("randomness"):
-        # What is everybody's own is not the same twice.
+        # Values that differ between processes anyway.
         assert len(cold.stderr) == len(warm.stderr) == 8
         cold, warm = replace(cold, stderr=[]), replace(warm, stderr=[])
     assert warm == cold
@@ -224,7 +224,7 @@ def test_a_script_sees_no_difference_with_torch(case: str, heavy: Both) -> None:
 
 
 def test_no_two_workers_draw_the_same(heavy: Both) -> None:
-    """Of what is not the same in fresh interpreters; the generators of GPUs are."""
+    """Values that differ between fresh interpreters; the generators of GPUs are among them."""
     seen = [*heavy["randomness"], *heavy["randomness:random"]]
     drawn = [*zip(*(each.stderr for each in seen), strict=True)]
     assert [len(set(values)) for values in drawn] == [4, 4, 4, 4, 4, 1, 4, 4]
@@ -320,7 +320,7 @@ async def test_a_sitecustomize_of_the_sites_own_is_imported_as_ever(node: WarmNo
 
 
 async def test_what_a_module_sets_on_import_is_still_set(node: WarmNode) -> None:
-    """In the environment, which each worker gets anew; but not over what it is given."""
+    """In the environment, which each worker gets separately; but explicit values win."""
     (node.folder / "setter.py").write_text(
         "import os\nos.environ.setdefault('RANK', 'none')\nos.environ['SET_ON_IMPORT'] = 'yes'\n"
         "os.environ.pop('ONLY_THE_ZYGOTE')\n"
@@ -411,7 +411,7 @@ async def test_signals_to_a_whole_job_step_leave_the_zygote_alone(
 
 
 async def test_many_workers_at_once(node: WarmNode) -> None:
-    """More than descriptors fit into one message."""
+    """More descriptors than fit into one message."""
     zygote = node.zygote(sys.executable, "-u", CASES, "exit_code")
     await node.keep(zygote)
     count = MAX_FORKS_AT_ONCE + 3
@@ -570,14 +570,14 @@ async def test_a_fork_that_can_not_become_the_worker_is_replaced_by_a_cold_one(
 
 
 async def with_spare_forks(node: WarmNode) -> tuple[ZygoteSpec, int, set[int]]:
-    """Keep a zygote with two forks ahead; return what it is and which they are."""
+    """Keep a zygote with two forks ahead; return its pid and theirs."""
     zygote = replace(node.zygote(sys.executable, "-u", CASES, "pause", "nothing"), spare_forks=2)
     pid = (await node.keep(zygote)).pid
     return zygote, pid, await two_spare_forks(node, {pid})
 
 
 async def two_spare_forks(node: WarmNode, others: set[int]) -> set[int]:
-    """Wait until there are two forks besides; return them."""
+    """Wait until two further forks exist; return them."""
     children: set[int] = set()
 
     def there() -> bool:
@@ -609,7 +609,7 @@ async def test_more_workers_than_spare_forks_are_forked_as_well(node: WarmNode) 
 
 async def test_spare_forks_need_no_zygote_to_become_workers(node: WarmNode) -> None:
     zygote, pid, forks = await with_spare_forks(node)
-    await until(lambda: state_of(pid) == "S")  # It has told which they are.
+    await until(lambda: state_of(pid) == "S")  # It has reported their pids.
     os.kill(pid, signal.SIGSTOP)
     assert set(await start_pausing(node, 0, zygote)) == forks
     assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
@@ -648,7 +648,7 @@ async def test_a_spare_fork_that_dies_when_it_is_needed_is_replaced_by_another(
     for fork in forks:
         os.kill(fork, signal.SIGSTOP)
     node.link.start_workers(0, [pausing(node, zygote)])
-    # Once this is answered, the request before it has been obeyed.
+    # Once this is answered, the request before it has been carried out.
     node.link.renew_fence(-1)
     await node.heard(RunnerRefused)
     for fork in forks:
@@ -679,7 +679,7 @@ async def test_the_end_of_a_round_while_forks_are_made_ahead_costs_the_next_noth
     zygote = node.zygote(sys.executable, "-u", script, "pause", "nothing", modules=["held"])
     zygote = replace(zygote, spare_forks=2)
     pid = (await node.keep(zygote)).pid
-    forks = await two_spare_forks(node, {pid})  # The runner does not know yet which they are.
+    forks = await two_spare_forks(node, {pid})  # The runner does not know their pids yet.
     node.link.start_workers(0, [node.spec("true")])
     await node.heard(WorkerExited)
     await node.stop(0)
@@ -791,7 +791,7 @@ async def test_a_zygote_at_its_limit_of_descriptors_forks_again_later(node: Warm
 
 
 async def test_a_stop_reaches_a_fork_that_leads_no_group_yet(node: WarmNode) -> None:
-    """What a module does at each fork comes before all that the fork does itself."""
+    """A module's own fork hooks run before everything that the fork does itself."""
     module = "import os, time\nos.register_at_fork(after_in_child=lambda: time.sleep(1.0))\n"
     (node.folder / "slow_at_fork.py").write_text(module)
     node.env["PYTHONPATH"] = str(node.folder)
@@ -810,7 +810,7 @@ async def test_a_stop_reaches_a_fork_that_leads_no_group_yet(node: WarmNode) -> 
 
 
 def has_pidfd_of(holder: int, pid: int) -> bool:
-    """Whether a process looks after another one."""
+    """Whether a process is the subreaper of another one."""
     for info in Path(f"/proc/{holder}/fdinfo").iterdir():
         with suppress(OSError):
             if f"\nPid:\t{pid}\n" in info.read_text():

@@ -1,4 +1,4 @@
-"""Restarts are warm by default: the zygote comes once workers have imported torch, or not at all.
+"""Restarts are warm by default: the zygote starts once workers have imported torch, or never.
 
 Most jobs here import a stand-in for torch from the folder of their script, which takes no time.
 """
@@ -70,7 +70,7 @@ signal.pause()
 
 
 class Job(WarmNode):
-    """A job of two workers whose restarts are to be warm."""
+    """A job of two workers whose restarts should be warm."""
 
     def __init__(
         self, folder: Path, python: str = sys.executable, identity: Identity | None = None
@@ -102,7 +102,7 @@ class Job(WarmNode):
         return replace(spec, zygote=self.spec_, identity=self.spec_.identity)
 
     async def round(self, number: int, workers: int = 2) -> list[dict[str, object]]:
-        """Start a round; return what its workers say once they have imported torch."""
+        """Start a round; return its workers' output once they have imported torch."""
         await self.start(number, *map(self.worker, range(workers)))
         return [await self.said(rank) for rank in range(workers)]
 
@@ -114,7 +114,7 @@ class Job(WarmNode):
         return told
 
     async def obeyed(self) -> None:
-        """Wait until the runner has done what it was asked, and read what came before."""
+        """Wait until the runner has carried out the request, and read the events before it."""
         count = len([event for event in self.events if isinstance(event, RunnerRefused)])
         self.link.renew_fence(-1)
         await until(lambda: sum(isinstance(each, RunnerRefused) for each in self.events) > count)
@@ -136,7 +136,7 @@ async def test_the_first_round_is_cold_and_the_second_is_warm(job: Job) -> None:
     await job.stop(0)
     second = await job.round(1)
     assert [said["warm"] for said in (*first, *second)] == [False, False, True, True]
-    # A script sees no difference, and nothing is left of what watched it.
+    # A script sees no difference, and nothing of the watch is left.
     for cold, warm in zip(first, second, strict=True):
         assert {**warm, "warm": False} == cold
         assert cold["hidden"] is True
@@ -237,7 +237,7 @@ async def test_what_torch_does_not_read_on_import_may_be_changed(job: Job) -> No
 
 
 async def test_a_change_in_a_warm_worker_is_the_last_that_is_lost(job: Job) -> None:
-    """The script that a restart runs may do something else than at first."""
+    """After a restart the script may do something else than at first."""
     await job.round(0)
     await job.heard(ZygoteReady)
     await job.stop(0)
@@ -295,7 +295,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
 
 
 async def test_reports_of_nonsense_do_no_harm(job: Job) -> None:
-    """The address is known to the user's own process; so is what it sends there."""
+    """The address is known to the user's own process, which may send anything there."""
     job.runs(before=NONSENSE)
     await job.round(0)
     await job.heard(ZygoteReady)
@@ -317,7 +317,7 @@ async def test_reports_of_another_account_are_not_believed(job: Job) -> None:
 
 
 async def test_a_watched_worker_is_as_any_other(tmp_path: Path) -> None:
-    """But for the finder, which goes as torch is imported, and what /proc shows of its start."""
+    """Except for the finder, removed as torch is imported, and its start as shown by /proc."""
     node = WarmNode(tmp_path)
     node.link = await RunnerLink.spawn(node.hear)
     plain = await run_all(node, 0, cases(LIGHT), None)
@@ -371,7 +371,7 @@ async def test_a_script_sees_no_difference_with_the_real_torch(tmp_path: Path) -
     node = WarmNode(tmp_path)
     node.env["OMP_NUM_THREADS"] = "2"
     node.link = await RunnerLink.spawn(node.hear)
-    # More of what a script may do with torch is in test_warm.py.
+    # test_warm.py has more of what a script may do with torch.
     argvs = cases(("state:torch", "recorded"))
     zygote = node.zygote(*next(iter(argvs.values())), modules=["torch"])
     zygote = replace(zygote, cwd=str(tmp_path), after_import=True)

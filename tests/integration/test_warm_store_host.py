@@ -1,4 +1,4 @@
-"""Store hosts that are forked from the zygote: as cold ones but for the time, or cold ones."""
+"""Store hosts forked from the zygote behave like cold ones, or cold ones are started instead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 
 LEAVE_A_TRACE = "trace = open(__file__)\n"
-"""A preloaded module that forks have open, and nobody else."""
+"""A preloaded module that only forks have open."""
 
 CLIENT = """
 import sys
@@ -49,7 +49,7 @@ store.get("key")
 
 
 class StoreNode(Node):
-    """A runner whose zygote leaves a trace in what it forks."""
+    """A runner whose zygote leaves a trace in its forks."""
 
     patience_s = 100.0
 
@@ -59,7 +59,7 @@ class StoreNode(Node):
         return self.folder / "said"
 
     def zygote(self, trace: str = LEAVE_A_TRACE, *modules: str) -> ZygoteSpec:
-        """Return a zygote with torch, or what is asked for instead, and with that trace."""
+        """Return a zygote with torch, or with another module, and with that trace."""
         (self.folder / "trace.py").write_text(trace)
         script = self.folder / "script.py"
         script.write_text("import signal\nsignal.pause()\n")
@@ -96,7 +96,7 @@ def command_line(pid: int) -> list[bytes]:
 
 
 def open_on(pid: int) -> list[str]:
-    """Return what the descriptors of a process are open on."""
+    """Return the files that the descriptors of a process refer to."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -108,7 +108,7 @@ def open_on(pid: int) -> list[str]:
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Have what is started meanwhile write its errors there."""
+    """Let programs started meanwhile write their errors there."""
     own = os.dup(2)
     with path.open("w") as file:
         os.dup2(file.fileno(), 2)
@@ -120,7 +120,7 @@ def writing_to(path: Path) -> Iterator[None]:
 
 
 def looks(pid: int) -> tuple[object, ...]:
-    """Return what others see of a process, without what is never the same twice."""
+    """Return what others see of a process, without the parts that differ each time."""
     process = Path("/proc", str(pid))
     status = (line.split(":\t") for line in (process / "status").read_text().splitlines())
     kept = ("SigBlk", "SigIgn", "SigCgt", "Cpus_allowed", "NoNewPrivs")

@@ -1,7 +1,7 @@
-"""The live page in a real Chromium: what an operator sees, without ever reloading it.
+"""The live page in a real Chromium: an operator's view, without ever reloading it.
 
-Most of it over a server whose nodes are made to say what the test needs; once with real ones. No
-page may say anything in the browser's console, or load anything from elsewhere.
+Most of it uses a server whose nodes the test controls; one test uses real ones. No page may log
+anything to the browser's console, or load anything from elsewhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 LOST = "Failed to load resource"
-"""What Chromium says by itself when a server does not answer."""
+"""Chromium's own message when a server does not answer."""
 TRACEBACK = "Traceback (most recent call last):\n  loss.backward()\nMemoryError: none is left\n"
 
 
@@ -51,7 +51,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Open:
-    """Opens pages, and hears whatever they complain of."""
+    """Opens pages, and collects all their errors."""
 
     def __init__(self, browser: Browser) -> None:
         self._browser = browser
@@ -59,7 +59,7 @@ class Open:
         self.complaints: list[str] = []
 
     def __call__(self, url: str, allowed: str = "", **options: Any) -> Page:
-        """Open a page, which may complain of what is allowed."""
+        """Open a page, whose errors may be of the allowed kinds."""
         home = f"{url.partition('/#')[0]}/"
         options = {"viewport": {"width": 1280, "height": 900}, **options}
         context = self._browser.new_context(**options)
@@ -79,7 +79,7 @@ class Open:
         )
         page.on("dialog", lambda dialog: heard("dialog", dialog.message))
         page.goto(url)
-        # Whatever is checked here has come over the stream, and the page was loaded once.
+        # Everything checked here has come over the stream, and the page was loaded once.
         page.evaluate("window.loadedOnce = true")
         return page
 
@@ -91,7 +91,7 @@ class Open:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Open pages; at the end, none has complained or asked anybody else."""
+    """Open pages; in the end, none has logged an error or contacted another server."""
     opened = Open(browser)
     yield opened
     opened.close()
@@ -100,7 +100,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
 @contextmanager
 def to_the_end(open_page: Open, server: AbstractContextManager[Served]) -> Iterator[Served]:
-    """Serve until the pages are closed: one whose server has gone before it complains of that."""
+    """Serve until the pages are closed: a page reports an error if its server goes first."""
     with server as s:
         yield s
         open_page.close()
@@ -182,7 +182,7 @@ def test_a_failure_is_seen_without_reloading(open_page: Open) -> None:
         expect(rounds).to_have_count(2)
         expect(rounds.nth(1)).to_contain_text("worker failure")
         expect(rounds.nth(1)).to_contain_text("1 of 3")
-        # One bar a round, and one for the gap; the gap says why.
+        # One bar per round, and one for the gap; the gap says why.
         expect(page.locator(".line .ran")).to_have_count(2)
         expect(page.locator(".line .gap title")).to_contain_text("worker failure: rank 2")
         s.progress("night", "n1", (0, 1200, 2.5), (1, 1204, 2.5))
@@ -235,7 +235,7 @@ def test_where_the_time_went_is_told_and_drawn(open_page: Open) -> None:
         page.get_by_role("link", name="Lost time").click()
         causes = page.get_by_label("Which causes cost most")
         expect(causes.locator("tr", has_text="worker failure")).to_have_count(1)
-        # The one that has lost more comes first: that is a matter of how long this test takes.
+        # The one that has lost more comes first, which depends on how long this test takes.
         jobs = page.get_by_label("Jobs").get_by_role("link")
         expect(jobs).to_have_count(2)
         assert {*jobs.all_inner_texts()} == {"night", "waits"}
@@ -326,7 +326,7 @@ def test_a_hang_is_told_and_what_all_workers_did_can_be_read(open_page: Open) ->
         expect(card.locator(".others")).to_be_hidden()
         s.rejoin("night")
         expect(page.locator(".failure")).to_contain_text("hung: RANK 0-1,3 in step")
-        # What has hung is told on, and can be read while the next round runs.
+        # The hang is reported further, and can be read while the next round runs.
         card.get_by_role("button", name="Show the stacks of round 0").click()
         groups = card.locator("details")
         expect(groups).to_have_count(2)
@@ -335,7 +335,7 @@ def test_a_hang_is_told_and_what_all_workers_did_can_be_read(open_page: Open) ->
             "step (/home/ada/train.py:7)\n<module> (/home/ada/train.py:90)"
         )
         once(page)
-        # What they do now can be asked for at any time.
+        # Present stacks can be requested at any time.
         card.get_by_role("button", name="Take stacks and collectives now").click()
         expect(card.locator("[role=status]")).to_have_text("Of round 1.")
         expect(card.get_by_label("Stack of RANK 2")).to_be_visible()
@@ -445,7 +445,7 @@ def test_the_page_says_when_it_is_stale_and_comes_back_by_itself(open_page: Open
         expect(page.locator("#link-text")).to_have_text("reconnecting")
         expect(page.locator("#banner")).to_contain_text("Not live: ")
         expect(page.locator("#banner")).to_contain_text("old. Connecting again.")
-        # What was known is still shown.
+        # The last known data is still shown.
         expect(job_row(page, "night")).to_contain_text("running")
         s.fail("night", "n2", "MemoryError")
         s.start_http()
@@ -465,10 +465,10 @@ def test_a_job_that_is_not_known_is_told_so(open_page: Open) -> None:
         )
         expect(page.locator("#main .empty code")).to_have_text("rdzvctl list")
         expect(page.locator("#banner")).to_be_hidden()
-        # It was asked about without a pause: a stream and a question, at first twice a second.
+        # It was requested without a pause: a stream and a request, at first twice a second.
         page.wait_for_timeout(4_000)
         assert len(asked) <= 2, asked
-        # It is followed from the moment that it is there.
+        # It is followed from the moment it exists.
         s.join("nobody", "n9")
         expect(page.locator(".head .chip")).to_have_text("running")
 
@@ -554,7 +554,7 @@ def test_everything_is_reached_by_keyboard(open_page: Open) -> None:
         assert names[-1] == "night", names
         page.keyboard.press("Enter")
         expect(page.locator("#main")).to_be_focused()
-        # All tiles are one stop; arrows go from one to the next.
+        # All tiles are one tab stop; arrow keys go from one to the next.
         expect(page.locator(".tile")).to_have_count(3)
         while focused.get_attribute("class") != "tile":
             page.keyboard.press("Tab")
@@ -564,7 +564,7 @@ def test_everything_is_reached_by_keyboard(open_page: Open) -> None:
         expect(focused).to_contain_text("n3")
         page.keyboard.press("Enter")
         expect(page.locator("h1")).to_have_text("n3")
-        # The landmarks that a screen reader goes by.
+        # The landmarks that a screen reader uses.
         for role in ("banner", "navigation", "main", "contentinfo"):
             expect(page.get_by_role(role)).to_have_count(1)
         expect(page.get_by_role("heading", level=1)).to_have_count(1)
@@ -611,7 +611,7 @@ def test_what_strangers_have_written_stays_text(open_page: Open) -> None:
             expect(page.locator("h1")).to_be_visible()
         assert page.evaluate("window.pwned") is None
         assert page.locator("#main img, #main script").count() == 0
-        # Were there a way to make HTML of text, the browser would refuse it.
+        # If text could become HTML, the browser would still refuse it.
         page = open_page(s.url, "requires 'TrustedHTML'")
         refused = page.evaluate(
             "() => { try { document.body.innerHTML = '<b>' } catch (e) { return e.name } }"
@@ -633,7 +633,7 @@ def test_500_nodes_and_2000_jobs(open_page: Open) -> None:
         page.get_by_role("searchbox").fill("job-1999")
         expect(page.locator("tbody tr")).to_have_count(1)
         page.get_by_role("searchbox").fill("")
-        # A change of one job touches its own row, and no other.
+        # A change of one job updates its own row, and no other.
         expect(job_row(page, "job-0001")).to_be_visible()
         page.evaluate(
             """() => {
@@ -711,7 +711,7 @@ def test_the_page_shows_nothing_without_a_token(open_page: Open, tmp_path: Path)
         page.get_by_role("button", name="Look").click()
         expect(page.locator("#link-text")).to_have_text("live")
         expect(field).to_be_hidden()
-        # It lasts as long as the tab, and is nowhere to be read.
+        # It lasts as long as the tab, and is not readable anywhere.
         page.reload()
         expect(page.locator("#link-text")).to_have_text("live")
         assert file.read_text().strip() not in page.content()

@@ -1,7 +1,7 @@
-"""What a state takes, what it puts back, and what it refuses in words.
+"""What a state saves and restores, and what it refuses and why.
 
 These import torch into the process of the tests: that takes seconds, and its loggers slow down each
-test that follows. What needs none of it is in `tests/unit/worker`.
+later test. Tests that do not need it are in `tests/unit/worker`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def parts() -> dict[str, Any]:
 
 
 def step(entries: dict[str, Any]) -> list[float]:
-    """Do what moves everything; return what was drawn."""
+    """Do everything that changes the state; return the random numbers drawn."""
     loss = entries["model"](torch.randn(8, 4)).sum()
     entries["scaler"].scale(loss).backward()
     entries["scaler"].unscale_(entries["optimizer"])
@@ -105,7 +105,7 @@ def test_all_that_moves_outside_of_the_parameters_is_put_back() -> None:
     assert after == before
     assert entries["optimizer"].param_groups[0]["lr"] == 0.1
     assert sealing.contents.values["values"] == [1, {"a": 2}]
-    # The same step draws the same numbers, and the scaler takes the step anew.
+    # The same step draws the same numbers, and the scaler repeats the step.
     entries["values"] = sealing.contents.values["values"]
     assert step(entries) == drawn
 
@@ -240,7 +240,7 @@ def test_a_torch_without_distributed_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 class FakeNccl:
-    """The part of ProcessGroupNCCL by which torch brackets aborts."""
+    """The part of ProcessGroupNCCL with which torch brackets aborts."""
 
     def __init__(self, log: list[str]) -> None:
         self._group_start = lambda: log.append("start")
@@ -259,7 +259,7 @@ class FakeGroup:
 
 @pytest.fixture(name="nccl_log")
 def _nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Two groups of NCCL, as torch keeps them, that say what is done to them."""
+    """Two groups of NCCL, as torch keeps them, that record what is done to them."""
     log: list[str] = []
     backend = FakeNccl(log)
     monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
@@ -309,7 +309,7 @@ class FakeLink:
 def test_nccl_is_kept_from_ending_processes_that_may_be_kept(
     monkeypatch: pytest.MonkeyPatch, link: Any
 ) -> None:
-    """Before the group is made, since torch reads these as it makes it."""
+    """Before the group is created, since torch reads these then."""
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
     seen: list[str | None] = []
     made = dist.init_process_group
@@ -329,7 +329,7 @@ def test_nccl_is_kept_from_ending_processes_that_may_be_kept(
 
 
 def test_a_worker_parks_in_order(monkeypatch: pytest.MonkeyPatch, nccl_log: list[str]) -> None:
-    """Cut, let go of groups, wait for the devices, let writers finish, and only then say so."""
+    """Cut, release groups, wait for the devices, let writers finish, and only then report it."""
 
     class Word(FakeLink):
         def parked(self, number: int, connections: list[Any], **state: Any) -> None:

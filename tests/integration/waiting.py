@@ -1,4 +1,4 @@
-"""How often to look whether something has come about, where nothing tells it."""
+"""How often to poll for a condition that sends no event."""
 
 from __future__ import annotations
 

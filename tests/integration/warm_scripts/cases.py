@@ -2,8 +2,8 @@
 
 MODULE is imported first.
 
-Whatever it writes is compared, line by line, between a fresh interpreter and a fork of a zygote. So
-nothing is written that two fresh interpreters would not write alike.
+Its output is compared, line by line, between a fresh interpreter and a fork of a zygote. So it
+contains nothing that would differ between two fresh interpreters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PR_GET_PDEATHSIG = 2
 
 
 def interpreter() -> None:
-    """Tell all of what the interpreter has prepared for the script."""
+    """Print all that the interpreter has prepared for the script."""
     import __main__
 
     print("argv", sys.argv[1:], sys.orig_argv)
@@ -55,14 +55,14 @@ def interpreter() -> None:
 
 
 def state() -> None:
-    """Tell what a module that was imported may have changed."""
+    """Print what an imported module may have changed."""
     interpreter()
     process()
     warned()
 
 
 def process() -> None:
-    """Tell all of the process that a script can look up."""
+    """Print everything about the process that a script can look up."""
     print("session", os.getsid(0) == os.getpid() == os.getpgid(0))
     print("cwd", Path.cwd(), oct(os.umask(0o22)), os.nice(0))
     print("cpus", sorted(os.sched_getaffinity(0)))
@@ -87,7 +87,7 @@ def process() -> None:
 
 
 def environment() -> None:
-    """Tell the environment, as Python, C, children and /proc see it."""
+    """Print the environment, as Python, C, children and /proc see it."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     print("order", [name for name in os.environ if name != "_"])
@@ -102,7 +102,7 @@ def environment() -> None:
 
 
 def streams() -> None:
-    """Tell what the standard streams are, then use them all."""
+    """Print what the standard streams are, then use them all."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         raw = getattr(stream.buffer, "raw", stream.buffer)
         print(stream.name, stream.mode, stream.encoding, stream.errors, stream.newlines)
@@ -159,7 +159,7 @@ def handled() -> None:
 
 
 def threads() -> None:
-    """Leave threads behind: one that goes on after the script, one that fails."""
+    """Leave threads behind: one that outlives the script, one that fails."""
 
     def fail() -> None:
         raise RuntimeError("in a thread")
@@ -178,7 +178,7 @@ def threads() -> None:
 
 
 def warned() -> None:
-    """Warn, also on behalf of callers that are not there."""
+    """Warn, also on behalf of missing callers."""
     for level in (1, 2, 9):
         warnings.warn(f"of level {level}", stacklevel=level)
     print(warnings.filters)
@@ -202,7 +202,7 @@ def imports() -> None:
 
 
 class Point:
-    """To be pickled, as one of `__main__`'s."""
+    """To be pickled, as a class of `__main__`."""
 
     def __init__(self, x: int) -> None:
         self.x = x
@@ -217,7 +217,7 @@ def double(point: Point) -> tuple[int, str, bool]:
 
 
 def processes() -> None:
-    """Start processes in each of the ways that Python has, and share memory with one."""
+    """Start processes in each of Python's ways, and share memory with one."""
     from multiprocessing import shared_memory
 
     current = multiprocessing.current_process()
@@ -234,7 +234,7 @@ def processes() -> None:
 
 
 def randomness() -> None:
-    """Draw what is everybody's own, as long as nobody seeds it."""
+    """Draw random numbers that differ between processes, as long as no seed is set."""
     import numpy as np
     import torch
 

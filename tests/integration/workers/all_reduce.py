@@ -1,4 +1,4 @@
-"""A worker that adds up ones with all its peers, again and again, until it is told to end.
+"""A worker that all-reduces ones with all its peers repeatedly, until it is told to end.
 
 Reports once its first all-reduce is done. `die=N` makes RANK 0 die of SIGKILL after that in the
 first N attempts, `boom` makes RANK 1 raise an exception that `@record` writes down.
@@ -21,7 +21,7 @@ FINISH = Path(os.environ["RDZV_TEST_FINISH"])
 
 
 def report() -> None:
-    """Leave one file, whole or not at all; `callers` is how many have used this store so far."""
+    """Write one file atomically; `callers` is how many have used this store so far."""
     callers = dist.distributed_c10d._get_default_store().add("rdzv_test_callers", 1)
     folder = Path(os.environ["RDZV_TEST_REPORTS"])
     temporary = folder / f"{os.getpid()}.tmp"
@@ -30,7 +30,7 @@ def report() -> None:
 
 
 def add_ones(finish: bool) -> bool:
-    """Add up, over all ranks, ones and wishes to end; say whether anyone wishes to."""
+    """Sum, over all ranks, ones and requests to end; return whether any rank requests it."""
     value = torch.tensor([1.0, float(finish)])
     dist.all_reduce(value)
     if value[0].item() != dist.get_world_size():

@@ -1,6 +1,6 @@
-"""A worker under torch's own rendezvous: adds up ones with its peers until it is told to end.
+"""A worker under torch's own rendezvous: all-reduces ones with its peers until told to end.
 
-Leaves a file that says who it is once its first all-reduce is done.
+Writes a file that identifies it once its first all-reduce is done.
 """
 
 import json
@@ -16,7 +16,7 @@ FINISH = Path(os.environ["RDZV_TEST_FINISH"])
 
 
 def report() -> None:
-    """Leave one file, whole or not at all."""
+    """Write one file atomically."""
     folder = Path(os.environ["RDZV_TEST_REPORTS"])
     temporary = folder / f"{os.getpid()}.tmp"
     temporary.write_text(json.dumps({**os.environ, "pid": os.getpid()}))
@@ -24,7 +24,7 @@ def report() -> None:
 
 
 def add_ones(finish: bool) -> bool:
-    """Add up, over all ranks, ones and wishes to end; say whether anyone wishes to."""
+    """Sum, over all ranks, ones and requests to end; return whether any rank requests it."""
     value = torch.tensor([1.0, float(finish)])
     dist.all_reduce(value)
     if value[0].item() != dist.get_world_size():

@@ -1,4 +1,4 @@
-"""A worker without torch that counts, in a file of its own and on stdout, until it may end."""
+"""A worker without torch that counts, in its own file and on stdout, until it may end."""
 
 import json
 import os

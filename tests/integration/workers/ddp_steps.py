@@ -1,11 +1,11 @@
 """A DDP training over gloo that counts its steps: `ddp_steps.py END [fails_on=NODE]`.
 
 The model is one weight; the mean of all ranks' gradients is one, and no rank's own is. So the
-weight is the number of steps that were trained, each once and by all, or the worker fails.
+weight is the number of trained steps, each once and by all, or the worker fails.
 
-Each step is told as progress and written in the diary, whose lines begin with round and RANK. The
-step is saved when the node of a rank is about to leave, as late as that rank dares, and at the end,
-which is when END is there. On the node that it is told, a worker fails instead.
+Each step is reported as progress and written to the diary, whose lines begin with round and RANK.
+The step is saved when the node of a rank is about to leave, as late as that rank dares, and at the
+end, which is when END exists. On the given node, a worker fails instead.
 """
 
 import json
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 SNAPSHOT = END.with_suffix(".pt")
 NOTICE = Path(os.environ["RDZV_NOTICE_FILE"])
 SAVE_WITHIN_S = 10.0
-"""How long saving might take, on a machine that is as slow as it ever was."""
+"""How long saving might take, on the slowest machine seen so far."""
 PAUSE_S = 0.02
 
 diary = open(os.environ["RDZV_TEST_DIARY"], "a", buffering=1)  # noqa: PTH123, SIM115
@@ -46,14 +46,14 @@ def report_step(step: int) -> None:
 
 
 def agreed(*wishes: bool) -> list[bool]:
-    """Say what any rank wishes, to all at the same step."""
+    """Share any rank's request with all, at the same step."""
     votes = torch.tensor([float(wish) for wish in wishes])
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return [vote > 0 for vote in votes.tolist()]
 
 
 def deadline() -> float | None:
-    """Say when this node leaves, if it does."""
+    """Return when this node leaves, if it does."""
     try:
         return float(json.loads(NOTICE.read_text())["deadline_unix"])
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def main() -> None:
             dist.destroy_process_group()
             return
         if is_time:
-            # The others find that out, and are restarted with another in this one's place.
+            # The others notice that, and are restarted with another in this one's place.
             sys.exit(0)
         optimizer.zero_grad()
         ddp(torch.tensor([[-mine]])).sum().backward()

@@ -1,6 +1,6 @@
-"""A worker that fails on one node, whatever round it is: `fails_on.py NODE [options of report.py]`.
+"""A worker that fails on one node, in every round: `fails_on.py NODE [options of report.py]`.
 
-What a node is called a worker sees from where its agent keeps its files.
+A worker finds its node's name in the path of its agent's files.
 """
 
 import os

@@ -2,9 +2,10 @@
 
     python launches.py ENDPOINT FOLDER alone|together [STORY...]
 
-`together` tells all in this process, `alone` each in a fork that has launched nothing before. After
+`together` runs all in this process, `alone` each in a fork that has launched nothing before. After
 each, nothing of it may be left: no thread of rdzv in this process, and no node at the server.
-Exits with 0 if all end as they should; whatever else happens is written to stderr.
+
+Exits with 0 if all end as they should; anything else that happens is written to stderr.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# torch's log imports it with the first traceback, which is a second for each fork that has one.
+# torch's log imports it with the first traceback, which costs each fork a second.
 import torch._dynamo.config  # noqa: F401
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -218,7 +219,7 @@ def again_after_a_restart(job: str) -> None:
 
 
 def restarted_with_a_worker_that_waits(job: str) -> None:
-    """The signal that torch stops a fork with is not one for the launch."""
+    """The signal with which torch stops a fork is not meant for the launch."""
     of = config(job, workers=2, max_restarts=1)
     mark = str(FOLDER / job_name("mark"))
     assert elastic_launch(of, fails_once_beside_one_that_waits)(mark) == {0: 7, 1: 7}
@@ -237,7 +238,7 @@ def again_after_sigterm(job: str) -> None:
 
 
 def again_after_a_signal_that_torch_misses(job: str) -> None:
-    """It comes while a worker is forked: Python drops what torch's handler raises there."""
+    """It comes while a worker is forked: Python drops the exception of torch's handler there."""
     of, signals = config(job), [signal.SIGTERM]
 
     def send_once() -> None:
@@ -266,7 +267,7 @@ def interrupted_with_the_error_kept(job: str) -> None:
 
 
 def interrupted_and_replaced(job: str) -> None:
-    """A peer waits for the seat of a launch that was interrupted, whose error is kept."""
+    """A peer waits for the seat of a launch that was interrupted, and whose error is kept."""
     error = interrupt(config(job))
     peer = handler(job, node_id=f"peer-of-{job}")
     assert peer.next_rendezvous().world_size == 1
@@ -366,7 +367,7 @@ def refused_and_mended(job: str) -> None:
 
 
 def closed_by_another(job: str) -> None:
-    """One that has not joined ends the run of those who have."""
+    """One that has not joined ends the run of those that have."""
     node = handler(job)
     node.next_rendezvous()
     stranger = handler(job)
@@ -433,7 +434,7 @@ def tell(story: Story) -> bool:
 
 
 def leave_nothing(job: str) -> None:
-    # Not before: forks of a process that has used gRPC are what is looked at, too.
+    # Not before: forks of a process that has used gRPC are part of this test.
     from rdzv.client import ControlClient, parse_endpoint
 
     def threads() -> list[str]:
@@ -455,7 +456,7 @@ def together(stories: Sequence[Story]) -> bool:
 
 
 def alone(stories: Sequence[Story]) -> bool:
-    """Tell two at a time."""
+    """Run two at a time."""
     ended = []
     for number, story in enumerate(stories):
         if number >= 2:
@@ -468,5 +469,5 @@ def alone(stories: Sequence[Story]) -> bool:
 
 if __name__ == "__main__":
     told = [story for story in STORIES if not sys.argv[4:] or story.__name__ in sys.argv[4:]]
-    gc.freeze()  # Of all that was imported, nothing is what the stories have collected.
+    gc.freeze()  # Imported modules are not garbage of the stories.
     sys.exit(not {"together": together, "alone": alone}[sys.argv[3]](told))

@@ -1,9 +1,9 @@
-"""A worker without torch: says who it is, then waits until it is told to end.
+"""A worker without torch: identifies itself, then waits until it is told to end.
 
 Options: `exit=N` exits with N at once; `fail-first` fails in the first attempt; `child` leaves a
 grandchild in a session of its own; `term=FILE` writes FILE when it gets SIGTERM; `deaf` ignores
 SIGTERM and SIGINT; `say=TEXT` writes TEXT to stdout and stderr; `error=TEXT` writes TEXT to the
-error file; `read` reports what stdin holds.
+error file; `read` reports the content of stdin.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ FINISH = Path(os.environ["RDZV_TEST_FINISH"])
 
 
 def report() -> None:
-    """Leave one file, whole or not at all."""
+    """Write one file atomically."""
     folder = Path(os.environ["RDZV_TEST_REPORTS"])
     temporary = folder / f"{os.getpid()}.tmp"
     about = {"pid": os.getpid(), "argv": sys.argv, "fds": FDS}
@@ -30,7 +30,7 @@ def report() -> None:
 
 
 def descriptors() -> list[int]:
-    """Number the descriptors that are open."""
+    """List the open descriptors."""
     found = []
     for number in range(1024):
         with contextlib.suppress(OSError):

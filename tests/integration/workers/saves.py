@@ -1,8 +1,8 @@
-"""A worker without torch that trains in step with nobody: it saves itself, fails, and says so.
+"""A worker without torch that trains independently: it saves, fails, and records both.
 
-RANK 0 saves every `SAVE_EVERY` steps; who starts loads that, which takes `load` seconds. The last
-RANK exits 1 at step `fail` of round 0; every worker exits 0 at step `upto`. Each appends what it
-does, with the time, to `lived-RANK` in the folder of reports: what a ledger says is checked by it.
+RANK 0 saves every `SAVE_EVERY` steps; a starting worker loads that, which takes `load` seconds. The
+last RANK exits 1 at step `fail` of round 0; every worker exits 0 at step `upto`. Each appends its
+actions, with the time, to `lived-RANK` in the folder of reports, against which a ledger is checked.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""A worker without torch that counts steps, and saves them when it hears that its node leaves.
+"""A worker without torch that counts steps, and saves them when its node is about to leave.
 
-Options: `snapshot=FILE` is where the step is kept, from which the next one goes on; `by=file` looks
-at the notice file, `by=signal` waits for SIGUSR1; `go=FILE` is waited for before it exits; `deaf`
-heeds nothing, not even SIGTERM. It reports the step that it begins at, and leaves what it was told
-beside the snapshot.
+Options: `snapshot=FILE` is where the step is kept, from which the next one continues; `by=file`
+polls the notice file, `by=signal` waits for SIGUSR1; `go=FILE` is waited for before it exits;
+`deaf` ignores everything, even SIGTERM. It reports the step at which it begins, and writes the
+notice beside the snapshot.
 """
 
 import json

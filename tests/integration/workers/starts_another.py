@@ -1,4 +1,4 @@
-"""A worker that has started another process, in a session of its own, and waits for its end."""
+"""A worker that has started another process, in a separate session, and waits for its end."""
 
 import json
 import os

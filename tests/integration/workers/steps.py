@@ -1,7 +1,7 @@
-"""A worker without torch that says how far it is: RANK steps ahead, and one more each 20 ms.
+"""A worker without torch that reports its step: RANK steps ahead, and one more each 20 ms.
 
-Options: `upto=N` stops there, and waits, `later=N` after the first round;
-`garbage` says what is no step; `slow=RANK` takes ten times as long, until there is a file `hurry`.
+Options: `upto=N` stops there, and waits, `later=N` after the first round; `garbage` reports invalid
+steps; `slow=RANK` takes ten times as long, until there is a file `hurry`.
 """
 
 import contextlib

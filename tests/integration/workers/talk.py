@@ -1,7 +1,7 @@
-"""A worker without torch that writes what the log tests read.
+"""A worker without torch that writes the lines that the log tests read.
 
 It writes one line to each stream, reports, and then waits until it is told to end. If there is a
-file `say` beside the finish file, it writes what that holds. Options: `count` goes on counting;
+file `say` beside the finish file, it writes the content. Options: `count` goes on counting;
 `flood=N` writes N MiB and leaves a file `flooded`.
 """
 
@@ -18,7 +18,7 @@ WHERE = f"of {os.environ['RANK']} in {os.environ['RDZV_ROUND']}"
 
 
 def report() -> None:
-    """Leave one file, whole or not at all."""
+    """Write one file atomically."""
     folder = Path(os.environ["RDZV_TEST_REPORTS"])
     temporary = folder / f"{os.getpid()}.tmp"
     temporary.write_text(json.dumps({**os.environ, "pid": os.getpid()}))
