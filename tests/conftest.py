@@ -1,4 +1,4 @@
-"""What all tests share: the root on the path, order, the log as it was, `--rewrite`, STRICT=1."""
+"""Shared by all tests: the root on the path, order, an unchanged log, `--rewrite`, STRICT=1."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 
-# A Python that may not keep its byte code compiles all sources anew, in each of the many programs
-# that the tests start, and all tests in each run.
+# A Python that may not store byte code compiles all sources again in each of the many programs that
+# the tests start.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -29,8 +29,8 @@ os.environ["PYTHONPATH"] = str(Path(__file__).parent / "support" / "quick_torch"
 os.environ["PET_WARM"] = ""
 
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-    # `make test &` in a script, and nohup, have these ignored; whatever is started here would
-    # inherit that, and be deaf to the Ctrl-C that a test sends it.
+    # `make test &` in a script, and nohup, ignore these signals; programs started here would
+    # inherit that, and not react to the Ctrl-C that a test sends them.
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(
             _number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
@@ -78,12 +78,12 @@ SLOWEST = (
     "integration/test_bad_input.py",
     "integration/test_command_line.py",
 )
-"""Where most of the time goes, the longest first."""
+"""The slowest files, longest first."""
 QUICK = ("unit", "scenarios", "stores")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several processes share the work, begin with what takes long: none is to wait for one.
+    """If several processes share the work, start with the slowest files, so that none runs last.
 
     `--dist loadfile` gives them one file after the other, in this order.
     """
@@ -100,7 +100,7 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Have everything that is started leave its temporary files where pytest tidies up."""
+    """Let every program put its temporary files where pytest cleans up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
         yield
@@ -108,9 +108,9 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(autouse=True)
 def _same_logging_afterwards() -> Iterator[None]:
-    """Let no test change what a later one, in the same process, sees of the log.
+    """Keep each test from changing the logging that a later one, in the same process, sees.
 
-    The programs set up their logging as they start, and many a test starts one.
+    The programs set up their logging when they start, and many a test starts one.
     """
     before = {
         logger: (logger.level, logger.handlers[:], logger.propagate) for logger in _our_loggers()
@@ -118,7 +118,7 @@ def _same_logging_afterwards() -> Iterator[None]:
     yield
     for logger in _our_loggers():
         level, handlers, propagate = before.get(logger, (logging.NOTSET, [], True))
-        if logger.level != level:  # It has every logger forget what it has cached.
+        if logger.level != level:  # Makes every logger drop its cache.
             logger.setLevel(level)
         logger.handlers[:] = handlers
         logger.propagate = propagate

@@ -1,4 +1,4 @@
-"""Runs one case under a launcher, and tells what its workers saw and what the user got."""
+"""Runs one case under a launcher, and records what its workers saw and what the user got."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ PROGRAMS = ("torchrun", "rdzvrun", "python")
 DEADLINE_S = 120.0
 
 VARIABLE = re.compile(r"(?<!\S)([A-Z_]+)=")
-"""A variable that a line gives, and what looks like one."""
+"""A variable in a command line, and text that looks like one."""
 
 READ_LATE = ("PET_", "CUDA_VISIBLE_DEVICES", "PYTHON_EXEC", "REAL_PYTHON")
 READ_LATE += ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 """How variables begin that torchrun reads only once it runs."""
 
 Seen = dict[str, Any]
-"""What was seen, by what it is of: `exit codes`, `argv` of each worker, `env RANK`, `files`, ..."""
+"""The results, by kind: `exit codes`, `argv` of each worker, `env RANK`, `files`, ..."""
 
 
 @dataclass(frozen=True)
 class Differ:
-    """A difference that is meant: what torchrun does, what rdzvrun does, and why."""
+    """An intended difference: torchrun's behaviour, rdzvrun's, and the reason."""
 
     torchrun: Any
     rdzvrun: Any
@@ -52,7 +52,7 @@ class Differ:
 
 @dataclass(frozen=True)
 class Send:
-    """A signal to the launcher, once so many workers have started; 0: while it waits for others."""
+    """A signal to the launcher once this many workers have started; 0: while it waits."""
 
     signum: signal.Signals
     workers: int = 1
@@ -60,7 +60,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Case:
-    """A command line, and what is known of what comes of it.
+    """A command line, and its expected results.
 
     A line is as typed in a shell, after the launcher's name; words VAR=VALUE at its start are
     environment. @PORT is a free port, @NODE the node's number, @COUNT one more, @FIRST whether it
@@ -70,30 +70,30 @@ class Case:
     name: str
     line: str
     shows: Mapping[str, Any] = field(default_factory=dict)
-    """What both must show."""
+    """Results that both must show."""
     differs: Mapping[str, Differ] = field(default_factory=dict)
-    """Where they must differ."""
+    """Results in which they must differ."""
     launchers: tuple[str, str] = ("torchrun", "rdzvrun")
     rdzvrun_line: str = ""
-    """rdzvrun's own line, if it takes another for the same."""
+    """rdzvrun's own line, if it needs another for the same."""
     nodes: int = 1
     stdin: str = ""
     send: Send | None = None
     says: tuple[str, str] | None = None
-    """What torchrun and rdzvrun must have written to stderr."""
+    """Text that torchrun and rdzvrun must have written to stderr."""
     says_stdout: str = ""
-    """What a line on stdout must begin with under both."""
+    """The required beginning of a line on stdout under both."""
     whole_stderr: bool = False
-    """Compare all that came on stderr, not only what workers wrote."""
+    """Compare all of stderr, not only the workers' output."""
     campaign: bool = False
-    """It takes long, and shows what another case has shown."""
+    """It takes long, and shows the same as another case."""
 
     @property
     def may_be_forked(self) -> bool:
         """Whether a torchrun that has done its imports before is as good as another.
 
         Not if the case has variables that the imports may depend on, nor if torchrun runs its
-        workers as its own modules, or tells where in its code it has failed.
+        workers as its own modules, or reports where in its code it has failed.
         """
         early = {name for name in VARIABLE.findall(self.line) if not name.startswith(READ_LATE)}
         own = "--run-path" in self.line or self.whole_stderr or early
@@ -197,7 +197,7 @@ class Launched:
             time.sleep(pause_s(waited_s))
 
     def end(self) -> Seen:
-        """Wait until it has ended, and tell what was seen."""
+        """Wait until it has ended, and return the results."""
         deadline = time.monotonic() + DEADLINE_S
         for process in self._processes:
             try:
@@ -207,7 +207,7 @@ class Launched:
         return self._tell()
 
     def remain(self, expected: int) -> int:
-        """Wait until so many processes are left of it; return how many are."""
+        """Wait until this many processes of it are left; return how many are."""
         since_s = time.monotonic()
         while (count := len(self.remaining())) != expected:
             waited_s = time.monotonic() - since_s
@@ -236,7 +236,7 @@ class Launched:
 
     @property
     def stderr(self) -> str:
-        """What came on stderr of all nodes."""
+        """The stderr of all nodes."""
         texts = [(self._home(node) / "stderr").read_text() for node in range(self._case.nodes)]
         return "\n".join(texts)
 
@@ -248,7 +248,7 @@ class Launched:
         seen["signals"] = signals
         seen["stdout"] = self._console("stdout")
         stderr = self._console("stderr")
-        # What workers write has this word in it, what launchers write has not.
+        # Workers' output contains this word, the launchers' output does not.
         whole = self._case.whole_stderr
         seen["stderr"] = [line for line in stderr if whole or "hello" in line]
         seen["files"] = self._files()
@@ -269,7 +269,7 @@ class Launched:
         return sorted(self._mask(line) for text in texts for line in text.splitlines())
 
     def _events(self) -> list[str]:
-        """Return torchelastic's events, without what is never the same twice."""
+        """Return torchelastic's events, without the parts that differ each time."""
         lines = [
             line
             for node in range(self._case.nodes)
@@ -293,7 +293,7 @@ class Launched:
         return found
 
     def _mask(self, value: Any) -> Any:
-        """Take out of a value what is never the same twice: folders and ports."""
+        """Remove from a value the parts that differ each time: folders and ports."""
         if isinstance(value, list):
             return [self._mask(part) for part in value]
         if not isinstance(value, str):
@@ -301,7 +301,7 @@ class Launched:
         for node in range(self._case.nodes):
             value = value.replace(str(self._home(node)), "HOME")
         value = value.replace(str(self._folder), "FOLDER").replace(str(self._port), "PORT")
-        # Of a log folder: all down to the attempt is a name that the launcher makes up.
+        # Of a log folder: the launcher invents everything down to the attempt.
         value = re.sub(r"HOME/\S+/(?:round|attempt)_\d+/", "LOGS/", value)
         return re.sub(r"^logs/\S+/(?:round|attempt)_\d+/", "relative LOGS/", value)
 
@@ -319,7 +319,7 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(case: Case, folder: Path, fork: Start) -> Iterator[tuple[Launched, Launched]]:
-    """Start a case under both launchers at once; leave nothing of them."""
+    """Start a case under both launchers at once; leave nothing of them behind."""
     torchrun, rdzvrun = case.launchers
     with contextlib.ExitStack() as stack:
         start = fork if case.may_be_forked else None
@@ -332,12 +332,12 @@ def launched(case: Case, folder: Path, fork: Start) -> Iterator[tuple[Launched, 
 
 @functools.cache
 def clean_environ() -> Mapping[str, str]:
-    """Return this process's environment without what steers a launcher.
+    """Return this process's environment without the variables that control a launcher.
 
-    Read once, before there are threads that ask for it: pytest writes into it at each test.
+    Read once, before other threads need it: pytest writes to it at each test.
     """
     steers = ("TORCH", "PET_", "OMP_", "CUDA_", "KMP_", "LOGLEVEL", "PYTEST", "PYTHON", "RDZV_")
-    # All that the path has is what makes torch quick to import (conftest.py).
+    # The path contains only what makes torch quick to import (conftest.py).
     left = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     return left | {name: value for name, value in os.environ.items() if not name.startswith(steers)}
 
@@ -361,7 +361,7 @@ EVENT = '{"name": "torchelastic.'
 
 
 def event_in(line: str) -> str:
-    """Tell all of an event but numbers that nobody can foresee, and the agent's own errors."""
+    """Return everything about an event except unpredictable numbers and the agent's own errors."""
     handler, _, _ = line.partition(EVENT)
     event = json.loads(line.removeprefix(handler))
     metadata = event["metadata"]

@@ -1,7 +1,7 @@
 """rdzvrun is a drop-in for torchrun: one table of command lines, each run under both.
 
-Whatever a worker can see, and whatever the user gets, must be the same, except for what a case
-marks as different, with the reason. docs/torchrun.md tells users the same, row by row.
+Everything that a worker or the user can see must be the same, except for the differences that a
+case lists, with the reason. docs/torchrun.md tells users the same, row by row.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ ROOT = Path(__file__).parents[2]
 # ---------------------------------------------------------------------- differences
 
 EVERYWHERE = {
-    # The restart count does not tell two rounds apart where nodes come and go for free.
+    # The restart count does not distinguish two rounds if nodes come and go without cost.
     "env RDZV_ROUND",
-    # Where a worker may say how far it is; under torchrun nobody would read it.
+    # Where a worker may report its progress; under torchrun nothing would read it.
     "env RDZV_PROGRESS_FILE",
-    # Where a worker finds that its node is about to leave, which torchrun's never is.
+    # Where a worker finds out that its node is about to leave, which torchrun's never is.
     "env RDZV_NOTICE_FILE",
-    # How a worker that uses rdzv.worker speaks with its runner, and whose descendants are whose.
+    # How a worker that uses rdzv.worker reaches its runner, and how descendants are identified.
     "env RDZV_WORKER_LINK",
     "env RDZV_WORKER_MARK",
-    # That its runner has memory for snapshots, and which of them new workers may load.
+    # Whether its runner has memory for snapshots, and which of them new workers may load.
     "env RDZV_SNAPSHOTS",
     "env RDZV_SNAPSHOT",
     "env RDZV_SNAPSHOT_ORIGIN",
-    # How torchrun's command tells torchrun's agent which signals to handle; no worker reads it.
+    # torchrun's command uses it to tell torchrun's agent which signals to handle; no worker reads
+    # it.
     "env TORCHELASTIC_SIGNALS_TO_HANDLE",
 }
-"""What only one of the launchers gives to every worker."""
+"""Variables that only one of the launchers gives to every worker."""
 
 ALONE = "--standalone"
 TWO = "--standalone --nproc-per-node=2"
@@ -57,7 +58,7 @@ MEET = "--rdzv-backend=c10d --rdzv-endpoint=localhost:@PORT --rdzv-id=job"
 
 
 def refused(why: str) -> dict[str, Differ]:
-    """Both refuse it; what cannot work as typed is usage, and is told in one line."""
+    """Both refuse it; a command line that cannot work is a usage error, reported in one line."""
     return {"exit codes": Differ([1], [2], why)}
 
 
@@ -65,7 +66,7 @@ USAGE = refused("a usage error is 2, with a line that says what to do, and no tr
 
 
 def only(torchrun: int, rdzvrun: int, code: int, why: str) -> dict[str, Differ]:
-    """Only one runs workers, so many; the other exits with `code`."""
+    """Only one runs workers, this many; the other exits with `code`."""
     return {
         "workers": Differ(torchrun, rdzvrun, why),
         "exit codes": Differ([0 if torchrun else code], [0 if rdzvrun else code], why),
@@ -767,7 +768,7 @@ CASES: Sequence[Case] = [
 
 @dataclass(frozen=True)
 class Result:
-    """What was seen of a case, and what was written to stderr."""
+    """The results of a case, and its stderr."""
 
     theirs: Seen
     ours: Seen
@@ -789,7 +790,7 @@ def run(case: Case, folder: Path, fork: Start) -> Result:
 def _results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, Future[Result]]]:
-    """Run the cases that were asked for, two at a time: a launcher waits for its workers."""
+    """Run the selected cases, two at a time: a launcher mostly waits for its workers."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     own = (item for item in items if item.module is request.module)
     asked = [item.callspec.params["case"] for item in own if "results" in item.fixturenames]
@@ -820,7 +821,7 @@ def test_it_is_as_under_torchrun(case: Case, results: Mapping[str, Future[Result
 
 
 def check(case: Case, found: Result) -> None:
-    """Insist that both launchers have shown the same, but for what the case says of it."""
+    """Check that both launchers show the same, except for the differences that the case lists."""
     told = "torchrun:\n{}\nrdzvrun:\n{}".format(*found.stderrs)
     assert differences(case, found.theirs, found.ours) == {}, told
     assert {key: found.ours[key] for key in case.shows} == case.shows, told
@@ -833,11 +834,11 @@ def check(case: Case, found: Result) -> None:
 
 
 def differences(case: Case, theirs: Seen, ours: Seen) -> dict[str, tuple[Any, Any]]:
-    """Return what differs and should not, or does not differ as it should: torchrun's, ours."""
+    """Return the unexpected differences, and expected ones that are missing: torchrun's, ours."""
     found = {}
     keys = theirs.keys() & ours.keys() if "workers" in case.differs else theirs.keys() | ours.keys()
     if "workers" in case.differs:
-        # Where one of them runs no workers, what they write is no matter either.
+        # If one of them runs no workers, their output does not matter either.
         keys -= {"stdout", "stderr", "files"}
     for key in keys - EVERYWHERE:
         seen = theirs.get(key), ours.get(key)
@@ -875,7 +876,7 @@ STAND_FOR = {
     "--node-rank=0": "--node-rank=@NODE",
     "--node-rank=1": "--node-rank=@NODE",
 }
-"""What cases have in the place of what torch's documentation leaves open."""
+"""Values in the cases for what torch's documentation leaves open."""
 
 
 @pytest.mark.parametrize("launcher", ["torch.distributed.run", "torch.distributed.launch"])

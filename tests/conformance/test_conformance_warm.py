@@ -1,6 +1,7 @@
-"""The table of test_conformance.py once more, with workers that are forked from a zygote.
+"""The table of test_conformance.py again, with workers that are forked from a zygote.
 
-CONFORMANCE_WARM=1 runs all of it (`make conformance-warm`), else there is one case of each kind.
+CONFORMANCE_WARM=1 runs all of it (`make conformance-warm`), otherwise there is one case of each
+kind.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ pytest.importorskip("torch", reason="torch is not installed")
 ALWAYS = ("a training with torch", "restarts", "another interpreter", "SIGTERM")
 
 COLD = {"logs specs of one's own": "starts cold: its NAMED_BY is "}
-"""Cases whose workers cannot be forked, and why: a module may read what the plug-in gives them."""
+"""Cases whose workers cannot be forked, and why: a module may read the plug-in's variables."""
 
 ONLY_WARM = ("RDZV_WARM_WAIT", "TORCHINDUCTOR_CACHE_DIR")
 """Variables that this test sets, and that torch._dynamo sets on import."""
 
 WAIT = "RDZV_WARM_WAIT=100"
-"""Else the first round would start cold, and many cases have no other."""
+"""Otherwise the first round would start cold, and many cases have no other."""
 
 
 def warmed(case: Case) -> Case:

@@ -1,10 +1,9 @@
 """The observations of one lane of a run: one record per line, in JSON.
 
-Three sources tell of the same rounds, so that they can be held against each other: what the server
-announced (`Announced`, `Settled`, ... from its event history), what each agent was told (`Told`,
-from its log), and what each worker found in its environment and then did (`Started`, `Stepped`,
-`Parked`, `Exited`). The harness adds what it did to them. Times are CLOCK_MONOTONIC of the one
-machine.
+Three sources describe the same rounds, so that they can be compared: the server's announcements
+(`Announced`, `Settled`, ... from its event history), what each agent received (`Told`, from its
+log), and what each worker found in its environment and then did (`Started`, `Stepped`, `Parked`,
+`Exited`). The harness adds its own actions. Times are CLOCK_MONOTONIC of the one machine.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A worker that stays takes part in its round no more; it may start in a later one."""
+    """A kept worker no longer takes part in its round; it may start in a later one."""
 
     at_s: float
     host: str

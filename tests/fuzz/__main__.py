@@ -22,7 +22,7 @@ def main() -> int:
     names = args.surfaces.split(",")
     if unknown := sorted(set(names) - set(SURFACES)):
         parser.error(f"{', '.join(unknown)}: no such surface; there are {', '.join(SURFACES)}")
-    # Its own warnings, one for each input that is refused, would be all that one sees.
+    # Otherwise its own warnings, one for each refused input, would drown everything else.
     logging.getLogger().addHandler(logging.NullHandler())
     found = 0
     for name in names:
@@ -38,6 +38,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # What gRPC's core logs of what it is sent.
+    # gRPC's core logs malformed input.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(main())

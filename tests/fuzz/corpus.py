@@ -1,4 +1,4 @@
-"""The inputs that have found something: one file each, replayed before anything new is tried."""
+"""The inputs that have found something: one file each, replayed before new ones are tried."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load(surface: str) -> dict[str, Input]:
 
 
 def save(surface: str, steps: Input, found: str) -> Path:
-    """Keep an input, and what it found; the same one is kept once."""
+    """Keep an input and its finding; duplicates are kept once."""
     digest = hashlib.sha256(repr(steps).encode()).hexdigest()[:12]
     path = FOLDER / f"{surface}-{digest}.json"
     said = {

@@ -1,8 +1,8 @@
-"""What a machine's own files and sockets say: configurations, runners, zygotes, what workers write.
+"""Input from a machine's own files and sockets: configurations, runners, zygotes, workers' files.
 
-A step is the file `rdzvd` or `agent`; a frame to a runner (`runner`); what a runner says to its
-agent (`told`, `hello`, `kept`); what a zygote, which is the user's own process, says to the runner;
-or a worker's error file, or its step.
+A step is the file `rdzvd` or `agent`; a frame to a runner (`runner`); a runner's message to its
+agent (`told`, `hello`, `kept`); a message to the runner from a zygote, which is the user's own
+process; or a worker's error file, or its step.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _ODD = (
 
 
 def _mangled(dice: random.Random, value: Any) -> Any:
-    """Return a value with some of its parts replaced by others that JSON can hold."""
+    """Return a value with some of its parts replaced by other JSON values."""
     if dice.random() < 0.08:
         return dice.choice((*_ODD, surface.text(dice)))
     if isinstance(value, dict):
@@ -180,7 +180,7 @@ def _configuration(folder: Path, read: Callable[[Path], object], data: bytes) ->
 
 
 def _say(folder: Path, frames: bytes) -> None:
-    """Have a runner read frames; what would start programs is read, and not obeyed."""
+    """Let a runner read frames; requests to start programs are read, but not obeyed."""
     ours, theirs = socket.socketpair()
     made = Runner(Channel(theirs))
     serve = made.requests["serve"]
@@ -210,19 +210,19 @@ def _say(folder: Path, frames: bytes) -> None:
 
 
 def _prepared(spec: Any) -> None:
-    """Look at what a process would be started with."""
+    """Check what a process would be started with."""
     assert all(isinstance(word, str) for word in spec.argv)
 
 
 class _Unkillable(Child):
-    """A zygote that is not there."""
+    """A zygote that does not exist."""
 
     def kill(self) -> None:
         pass
 
 
 def _hear_zygote(data: bytes) -> None:
-    """Have a runner read what a zygote sends."""
+    """Let a runner read a zygote's messages."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     loop = Loop()
     children = Children(loop)
@@ -240,7 +240,7 @@ def _hear_zygote(data: bytes) -> None:
     finally:
         ours.close()
         theirs.close()
-        keeper.give_up("its test is over")  # Closes the links of the forks that it asked for.
+        keeper.give_up("its test is over")  # Closes the links of the forks that it requested.
         children.close()
         loop.close()
 

@@ -1,8 +1,8 @@
-"""Gives inputs to a surface for as long as asked, and says what came of it.
+"""Feeds inputs to a surface for a given time, and reports the findings.
 
-The corpus comes first. New inputs come in batches; between them what takes them is set up anew, and
-whatever it has left open is a finding, too. Inputs that reached new lines are taken apart and put
-together again by later batches.
+The corpus comes first. New inputs come in batches; between batches the surface is set up again, and
+anything that it has left open is a finding, too. Later batches recombine parts of the inputs that
+reached new lines.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ BATCH = 200
 POOL = 200
 """Inputs that reached something new and are still varied."""
 VARIED = 0.4
-"""How many of all inputs are varied from such."""
+"""The share of inputs that are variations of these."""
 MOST_STEPS = 24
 LESS_TRIES = 40
-"""How often an input that found something is cut down."""
+"""How many attempts are made to shorten an input that found something."""
 GROWTH_KB = 128 * 1024
-"""What a process may grow by after its first quarter; what leaks with each input is soon more."""
+"""How much a process may grow after its first quarter; a leak with each input soon exceeds it."""
 TICK_S = 1.0
 STOPPED_S = 10.0
-"""Between two ticks of a process that runs there is a hundredth of it more than `TICK_S`."""
+"""A running process exceeds `TICK_S` between two ticks by a hundredth at most."""
 
 
 @dataclass
 class Result:
-    """What came of one surface."""
+    """The result of one surface."""
 
     surface: str
     inputs: int = 0
@@ -51,7 +51,7 @@ class Result:
     seconds: float = 0.0
     lines: int = 0
     found: dict[str, tuple[Input, str]] = field(default_factory=dict)
-    """By what is wrong: the input, and all that is known of it."""
+    """By error: the input, and all that is known of it."""
 
     def __str__(self) -> str:
         return (
@@ -68,7 +68,7 @@ def fuzz(
     most: int | None = None,
     batch: int = BATCH,
 ) -> Result:
-    """Try a surface for so many seconds, or with `most` inputs if that is less."""
+    """Try a surface for a number of seconds, or with `most` inputs if that is less."""
     return _Run(surface, first_seed, most, batch).run(seconds)
 
 
@@ -84,7 +84,8 @@ class _Run:
 
     def run(self, seconds: float) -> Result:
         result = self._result
-        # What is opened, or loaded, once for the whole process is no leak, and takes no time of it.
+        # Anything opened or loaded once for the whole process is no leak, and its time does not
+        # count.
         with tempfile.TemporaryDirectory() as folder, self._surface.open(Path(folder)):
             pass
         began = time.monotonic()
@@ -114,12 +115,12 @@ class _Run:
 
     @contextmanager
     def _opened(self) -> Iterator[Take]:
-        """Set the surface up; what is open afterwards and was not before is a finding."""
+        """Set the surface up; anything open afterwards that was not open before is a finding."""
         before = _open_now()
         with tempfile.TemporaryDirectory() as folder, self._surface.open(Path(folder)) as take:
             yield take
         until = time.monotonic() + PATIENCE_S
-        # Threads of gRPC end a little after what they served.
+        # Threads of gRPC end a little after their calls.
         while (left := _left(before)) and time.monotonic() < until:
             gc.collect()
             time.sleep(0.01)
@@ -148,7 +149,7 @@ class _Run:
         self._result.inputs += 1
 
     def _less(self, take: Take, steps: Input, what: str) -> Input:
-        """Cut an input down to what still finds the same, if that needs few tries."""
+        """Shorten an input while it still finds the same, if that takes few attempts."""
         tries = 0
         parts = _parts(steps)
         while tries < LESS_TRIES and "hang" not in what and (less := next(parts, None)) is not None:
@@ -167,7 +168,7 @@ class _Run:
 
 
 def _parts(steps: Input) -> Iterator[Input]:
-    """Take each step away, then each half of its bytes."""
+    """Remove each step in turn, then each half of its bytes."""
     if len(steps) > 1:
         for at in range(len(steps)):
             yield steps[:at] + steps[at + 1 :]
@@ -178,7 +179,7 @@ def _parts(steps: Input) -> Iterator[Input]:
 
 
 def _varied(pool: Sequence[Input], dice: random.Random) -> Input:
-    """Put together parts of inputs that went somewhere, and damage them."""
+    """Combine parts of inputs that reached new lines, and damage them."""
     steps = [*dice.choice(pool), *(dice.choice(pool) if dice.random() < 0.5 else ())]
     for _ in range(dice.randint(0, 3)):
         at = dice.randrange(len(steps))
@@ -201,18 +202,18 @@ def _varied(pool: Sequence[Input], dice: random.Random) -> Input:
 
 
 class StoppedError(Exception):
-    """An input has failed while this process was stopped, which proves nothing of the input."""
+    """An input failed while this process was stopped, which proves nothing about the input."""
 
 
 def _take_in_time(take: Take, steps: Input) -> None:
-    """Give an input; what does not come back is broken off where it is.
+    """Try an input; if it does not return in time, it is interrupted where it is.
 
-    Time in which this process does not run is no silence of what is tried: the ticks that would
-    have come meanwhile come as one.
+    Time in which this process does not run is not counted as silence: the ticks missed meanwhile
+    count as one.
 
     Raises:
-        StoppedError: it failed, but the process was stopped, and what waits here goes by the clock.
-
+        StoppedError: it failed, but the process was stopped, and the waits here depend on the
+    clock.
     """
     ticks = 0
     stopped = False
@@ -247,19 +248,19 @@ def _take_in_time(take: Take, steps: Input) -> None:
 
 
 _Open = tuple[Mapping[int, str], int, int]
-"""Descriptors and what each is of; how many threads; how many processes."""
+"""The descriptors and their targets; the number of threads; the number of processes."""
 
 
 def _open_now() -> _Open:
     files = {}
     for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
-        with suppress(FileNotFoundError):  # It was the one that listed.
+        with suppress(FileNotFoundError):  # It was the descriptor used for listing.
             files[fd] = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
     return files, threading.active_count(), len(_children())
 
 
 def _left(before: _Open) -> str:
-    """Say what is open beyond what was."""
+    """Describe what is open beyond the initial state."""
     (files, *now), (files_then, *then) = _open_now(), before
     more = (len(files) - len(files_then), *map(int.__sub__, now, then))
     of = {re.sub(r"\d+", "N", files[fd]) for fd in files.keys() - files_then.keys()}

@@ -1,7 +1,7 @@
-"""What people submit: from a job file or a request, through the server's checks, to a node.
+"""Submissions: from a job file or a request, through the server's checks, to a node.
 
-A step is a request (`submit`), as it would be sent; what of it the server accepts goes to a node,
-as `placed`, and the node makes of it what it would start. Or a job file (`file`), or a command
+A step is a request (`submit`), as it would be sent; the part that the server accepts goes to a
+node, as `placed`, and the node prepares a launch from it. Or a job file (`file`), or a command
 line.
 """
 
@@ -54,7 +54,7 @@ def _submit(dice: random.Random) -> Step:
     request.spec.args.extend(surface.text(dice, _ARGS) for _ in range(dice.randint(0, 4)))
     request.spec.args.append(surface.text(dice, ("train.py",)))
     if dice.random() < 0.8:
-        # Else hardly any gets as far as to a node.
+        # Otherwise hardly any would reach a node.
         request.settings.CopyFrom(_SETTINGS)
         request.spec.priority, request.spec.local_world_size = 0, 2
         request.spec.account = ""
@@ -112,13 +112,13 @@ def _read(path: Path, kind: str, data: bytes) -> None:
     caller = job_request.Caller(str(path.parent), {"HOME": "/home/ada", "X": "\udcff"})
     with refusing(), suppress(click.ClickException, click.exceptions.Exit, SystemExit):
         asked = job_request.read(words, caller)
-        # What the command accepts, the server is sent.
+        # The command sends the server what it accepts.
         spec = asked.spec
         pb.JobSpec(args=spec.args, chdir=spec.chdir)
 
 
 def _try(folder: Path, request: pb.SubmitJobRequest) -> None:
-    """Go the way of a submission, as far as it is accepted."""
+    """Follow a submission, as far as it is accepted."""
     with refusing():
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id, _LIMITS)
         command = inbound_operators.submit_of(request, _LIMITS)
@@ -139,7 +139,7 @@ def _place(folder: Path, rdzv_id: str, command: Submit) -> None:
     around = Surroundings("n1", (Endpoint("127.0.0.1", 29_400),), {"HOME": str(folder)})
     share = Share(gpus=("GPU-1",), run_dir=opened.path)
     try:
-        # As many workers as it was counted: nothing is started to count them.
+        # The number of workers is given: no program is started to count them.
         launch = asyncio.run(make_launch(placed, around, share, counted=2))
         check_startable(launch)
     finally:

@@ -1,4 +1,4 @@
-"""Which lines of the product have been reached: what shows whether a surface is still exploring."""
+"""The lines of the product that were reached: they show whether a surface is still exploring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOTS = tuple(f"{Path(__file__).parents[2] / root}/" for root in ("rendezvous", 
 
 
 class Lines:
-    """Counts lines, each once. A function all of whose lines are known is not looked at again."""
+    """Counts lines, each once. A function whose lines are all known is not traced again."""
 
     def __init__(self) -> None:
         self.reached = 0
@@ -22,7 +22,7 @@ class Lines:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch this thread, and those that are started, until the body ends."""
+        """Trace this thread, and those that it starts, until the body ends."""
         before = sys.gettrace()
         threading.settrace(self._call)
         sys.settrace(self._call)

@@ -1,8 +1,8 @@
 """Protobuf messages made from their descriptors: a new field is tried without a change here.
 
-Most fields have a value that could be real, so that what a message says is looked into; a few are
-hostile. A text that stands for what only the server knows, such as the uid of a run, is put in when
-the message is sent: `known` does that.
+Most fields have a plausible value, so that the code behind the checks is reached; a few are
+hostile. A placeholder for something that only the server knows, such as the uid of a run, is
+replaced when the message is sent: `known` does that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tests.fuzz.surface import text
 
 DEPTH = 5
-"""Messages within messages; none of the protocol's is deeper."""
+"""The depth of nested messages; none of the protocol's is deeper."""
 
 RUN = "@run"
 """Stands for the uid of a run of the job that the message names."""
@@ -69,7 +69,7 @@ _HIGHEST = {
 }
 
 USUAL = 0.88
-"""How often a field is there, and a number is one that could be real."""
+"""How often a field is set, and how often a number is plausible."""
 
 
 def make(dice: random.Random, descriptor: Descriptor, depth: int = DEPTH) -> Any:
@@ -126,7 +126,7 @@ def _value(dice: random.Random, field: FieldDescriptor) -> Any:
 
 
 def known(message: Message, runs: Mapping[str, str], rdzv_id: str = "") -> None:
-    """Put in what stands for the uid of a run."""
+    """Replace the placeholder for the uid of a run."""
     fields = message.ListFields()
     rdzv_id = next((value for field, value in fields if field.name == "rdzv_id"), rdzv_id)
     for field, value in fields:

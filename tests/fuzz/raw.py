@@ -1,6 +1,6 @@
-"""Raw bytes at the gRPC and the HTTP port: what is no HTTP, half of it, or damaged.
+"""Raw bytes at the gRPC and the HTTP port: not HTTP, incomplete, or damaged.
 
-A step is what is sent at once to one of the two ports; those to the same port use one connection.
+A step is sent at once to one of the two ports; all steps to the same port use one connection.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLIENT_HELLO = bytes.fromhex(
     "16030100a5010000a10303000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f20"
     "e0e1e2e3e4e5e6e7e8e9eaebecedeeeff0f1f2f3f4f5f6f7f8f9fafbfcfdfeff0008130213031301c02f0100"
 )
-"""The begin of one; the rest never comes."""
+"""The beginning of one; the rest never comes."""
 PATHS = (
     *("/", "/healthz", "/readyz", "/metrics", "/sd", "/api/v1/jobs", "/api/v1/stream", "/web/"),
     *("/../../../../etc/passwd", "/web/../../../../etc/passwd", "/web/%2e%2e/%2e%2e/etc/passwd"),
@@ -40,14 +40,14 @@ HEADERS = (
     ),
 )
 SECRET_OF_A_FOLDER = b"root:x:0"
-"""No path below what is served leads to this."""
+"""No path below the served ones leads there."""
 
 LISTEN_S = 0.03
 PAUSE_S = 0.002
 
 
 def _frame(dice: random.Random) -> bytes:
-    """Make a frame of HTTP/2, whose length may be a lie."""
+    """Make a frame of HTTP/2, whose length may be wrong."""
     body = dice.randbytes(dice.choice((0, 4, 6, 8, 40, 500)))
     length = len(body) if dice.random() < 0.8 else dice.choice((0, 1, 16_384, 2**24 - 1))
     kind, flags = dice.randint(0, 10), dice.choice((0, 1, 4, 5, 8, 0x20, 255))
@@ -56,7 +56,7 @@ def _frame(dice: random.Random) -> bytes:
 
 
 def _headers_frame(dice: random.Random) -> bytes:
-    """Call an rpc as gRPC does, without compression of what the headers are."""
+    """Call an rpc as gRPC does, without header compression."""
     pairs = {
         ":method": "POST",
         ":scheme": "http",
@@ -83,7 +83,7 @@ def _data_frame(dice: random.Random) -> bytes:
 
 
 def frames(dice: random.Random) -> bytes:
-    """Begin HTTP/2, and go on with frames of any kind."""
+    """Start HTTP/2, and continue with frames of any kind."""
     some = (b"\0\0\0\4\0\0\0\0\0", _headers_frame(dice), _data_frame(dice), _frame(dice))
     return PREFACE + b"".join(dice.choice(some) for _ in range(dice.randint(0, 6)))
 
@@ -144,7 +144,7 @@ async def _talk(served: Served, steps: Input) -> None:
 
 
 async def listen(kind: str, reader: asyncio.StreamReader) -> bytes:
-    """Hear what is answered; who is wrong need not be told, and need not be shown out at once."""
+    """Read the answer; an invalid client need not get one, nor be disconnected at once."""
     said = b""
     with suppress(TimeoutError, ConnectionError):
         async with asyncio.timeout(LISTEN_S):

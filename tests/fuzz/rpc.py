@@ -1,6 +1,6 @@
-"""Every rpc of both services, called with whatever their messages can hold.
+"""Every rpc of both services, called with any content that their messages can hold.
 
-A step is one message: of a node's stream, where they follow each other, or of a call beside it.
+A step is one message: of a node's stream, where they follow each other, or of a separate call.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ HARMLESS = frozenset(
         *(grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED),
     }
 )
-"""Those of the error table that the store cannot be blamed for."""
+"""The codes of the error table that cannot be the store's fault."""
 
 _SENTENCES = frozenset({"reason", "text", "summary", "note"})
-"""Of what the server says, these are one line that people read."""
+"""Fields of the server's messages that are one line for people."""
 
 READ = 20
-"""Messages of a stream that are read; one that is followed has no end."""
+"""How many messages of a stream are read; a followed one has no end."""
 READ_S = 0.05
 ANSWER_S = 0.02
-"""How long a step waits for what a node is told because of the one before."""
+"""How long a step waits for messages that the step before has caused."""
 
 
 def _message(dice: random.Random, method: str) -> Step:
@@ -56,7 +56,7 @@ def _message(dice: random.Random, method: str) -> Step:
 
 
 def _inputs(dice: random.Random) -> Input:
-    """Mostly what a node says, beginning with its hello; calls in between."""
+    """Mostly messages of a node, beginning with its hello, and calls in between."""
     steps: list[Step] = []
     if dice.random() < 0.9:
         steps.append((STREAM, _said(hello=make(dice, pb.Hello.DESCRIPTOR))))
@@ -132,7 +132,7 @@ async def _call(served: Served, method: str, data: bytes, runs: dict[str, str]) 
     except grpc.aio.AioRpcError as error:
         _check(method, error.code(), error.details() or "")
     except asyncio.CancelledError:
-        # A call that was broken off by its own cancelling; the input itself is never cancelled.
+        # The call cancelled itself; the input as a whole is never cancelled.
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
@@ -142,13 +142,13 @@ def _check(method: str, code: grpc.StatusCode, details: str | None) -> None:
     if code is grpc.StatusCode.OK or code in HARMLESS:
         return
     if details == "Internal error from Core":
-        # That is the client's own, for a message that it could send no more.
+        # The client's own error, for a message that it could no longer send.
         return
     raise FoundError(f"{method}: {code.name}: {details}")
 
 
 def _learn(message: Message, runs: dict[str, str]) -> None:
-    """Take note of the uids of runs in whatever the server says; what people read is harmless."""
+    """Note the uids of runs in the server's messages; check that texts for people are harmless."""
     fields = {field.name: value for field, value in message.ListFields()}
     name, run = fields.get("rdzv_id"), fields.get("run")
     if name in JOBS and isinstance(run, str):

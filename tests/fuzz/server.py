@@ -1,10 +1,10 @@
 """A whole server in this process, and a bystander whom no input may disturb.
 
-It is open to everyone, or asks callers for tokens, or has TLS and asks for certificates.
+The server is open to everyone, or requires tokens, or has TLS and requests certificates.
 
-The server has its gRPC and HTTP ports, keeps its state in memory, and runs in the event loop of a
-thread of its own. The bystander is a node whose job runs: after each input its heartbeat is heard,
-its job is as it was, and calls on the same server are answered.
+It has its gRPC and HTTP ports, keeps its state in memory, and runs in the event loop of a separate
+thread. The bystander is a node whose job runs: after each input its heartbeat is heard, its job is
+unchanged, and calls on the same server are answered.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.fuzz.surface import HANG_S, PATIENCE_S, FoundError, Input, Take, alar
 
 NODE = "bystander"
 JOB = "bystanders-job"
-"""No surface makes these names; so whatever becomes of them was not asked for."""
+"""No surface generates these names, so no input may affect them."""
 
 LIMITS = Limits(jobs=200, message_bytes=256 * 1024)
 TIMINGS = Timings(
@@ -55,10 +55,10 @@ TIMINGS = Timings(
     stop_grace_ms=100,
 )
 LONG_MS = 600_000
-"""The bystander's lease: a machine that is busy is not to take it for lost."""
+"""The bystander's lease: a busy machine must not take it for lost."""
 
 TASKS_OF_AN_INPUT = 3.0
-"""Seconds that what an input has begun may go on after it, on a busy machine."""
+"""How long the effects of an input may last after it, on a busy machine."""
 
 
 @dataclass
@@ -70,13 +70,13 @@ class Served:
     channel: grpc.aio.Channel
     driver: Driver
     token: str = ""
-    """That of an admin, where callers are asked for one."""
+    """An admin's token, if callers need one."""
     for_tokens: int = 0
-    """The TLS port of gRPC that asks for no certificate."""
+    """The TLS port of gRPC that requests no certificate."""
 
 
 class Guard(StrEnum):
-    """What the server asks of those who call."""
+    """How the server authenticates callers."""
 
     NOTHING = "nothing"
     TOKENS = "tokens"
@@ -88,9 +88,9 @@ Talk = Callable[[Served, Input], Awaitable[None]]
 
 @contextmanager
 def talking(talk: Talk, guard: Guard = Guard.NOTHING, folder: Path = Path()) -> Iterator[Take]:
-    """Serve until the body ends; each input is given to `talk`, in the loop of the server.
+    """Run until the body ends; each input is passed to `talk`, in the loop of the server.
 
-    `folder` is where tokens and certificates are made.
+    `folder` is for tokens and certificates.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server under test")
@@ -202,7 +202,7 @@ def _channel(shown: Credentials, bound: Listen, option: str, value: int) -> grpc
 
 
 def _made_files(folder: Path) -> TlsFiles:
-    """Make certificates of the server and of the bystander, once in a folder."""
+    """Make certificates of the server and of the bystander, once per folder."""
     if not (folder / "ca.crt").exists():
         authority = Authority.make(folder, 30, replace=False)
         authority.server(("127.0.0.1",), 20, replace=False)
@@ -220,7 +220,7 @@ def _made_files(folder: Path) -> TlsFiles:
 
 
 def _credentials(guard: Guard, folder: Path) -> Credentials:
-    """Return what the bystander shows."""
+    """Return the state that the bystander sees."""
     match guard:
         case Guard.NOTHING:
             return Credentials()
@@ -260,11 +260,10 @@ class _Bystander:
         await self._hear("round_completed")
 
     async def is_served(self) -> None:
-        """Say a heartbeat and hear the answer; ask for the job, which runs.
+        """Send a heartbeat and wait for its answer; ask for the job, which must run.
 
         Raises:
-            FoundError: one of these is not so.
-
+            FoundError: one of these failed.
         """
         self._beats += 1
         try:

@@ -1,8 +1,7 @@
-"""Texts that others wrote, as they reach a terminal: what the commands print, and lines of logs.
+"""Texts from others on their way to a terminal: the commands' output, and log lines.
 
-A step is a message that a server might send, whatever is in it: `JobStatus` and its like, or
-`LogLines`. Pages of the commands and the relay of logs are made of it, as `rdzvctl` would on a
-terminal.
+A step is a message that a server might send, whatever is in it: `JobStatus` and similar, or
+`LogLines`. It is formatted by the commands and the log relay, as `rdzvctl` would on a terminal.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def _inputs(dice: random.Random) -> Input:
 
 
 def _fields(dice: random.Random, name: str) -> str:
-    """Make the fields of an event: of its own names where it is known, of all kinds of values."""
+    """Make the fields of an event: with its own names if it is known, with values of all kinds."""
     if (kind := KINDS.get(name)) is None or dice.random() < 0.1:
         return surface.text(dice)
     values = (0, -1, 1 << 63, 10**40, 0.5, None, True, surface.text(dice), [], ["n1"], {"a": 1})

@@ -1,7 +1,7 @@
-"""torch's own store, as the c10d facade reads it: states that are pickles, names that are any.
+"""torch's own store, as the c10d facade reads it: pickled states, and any names.
 
 A step is the state of one job, `state:NAME`, as it is found in the store, base64 or not; or
-`answer`, what the process that serves the store says to rdzvd.
+`answer`, a message to rdzvd from the process that serves the store.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _inputs(dice: random.Random) -> Input:
 
 
 class _Store:
-    """What torch's store says of itself; the process that serves the real one asks no more."""
+    """The methods of torch's store that the process that serves the real one uses."""
 
     def __init__(self, values: Mapping[str, bytes]) -> None:
         self._values = values
@@ -156,7 +156,7 @@ def _take(steps: Input) -> None:
 
 
 def _look(answer: _Answer) -> None:
-    """Do what the facade does with an answer, and show what has come of it."""
+    """Pass an answer to the facade, and show the result."""
     states, unreadable = _decoded(answer.states)
     for why in unreadable.values():
         check_text("why a state is not shown", why)

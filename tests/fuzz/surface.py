@@ -1,9 +1,9 @@
-"""What a surface is: a place where bytes come in that somebody else has chosen.
+"""The definition of a surface: a place where bytes arrive that somebody else has chosen.
 
-An input is a sequence of steps, each a kind and its bytes, so that all inputs are kept, cut down
-and damaged in the same way. A surface makes inputs, takes them, and raises `FoundError` when a
-promise of the product is broken: it crashed, hung, leaked, let something escape, or serves nobody
-else.
+An input is a sequence of steps, each a kind and its bytes, so that all inputs are stored, shortened
+and damaged in the same way. A surface generates inputs, processes them, and raises `FoundError` if
+a guarantee of the product is broken: it crashed, hung, leaked, let an exception escape, or stopped
+serving others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Input = tuple[Step, ...]
 Take = Callable[[Input], None]
 
 HANG_S = 30.0
-"""No input takes a hundredth of it; a machine that is busy with other things may."""
+"""No input takes a hundredth of it, but a busy machine may."""
 
 PATIENCE_S = 60.0
-"""For what is waited for beside an input: a server's start, its end, and that others are served."""
+"""For other waits: a server's start and end, and the answers to other clients."""
 
 
 class FoundError(AssertionError):
-    """A promise that an input broke."""
+    """A guarantee that an input broke."""
 
 
 @dataclass(frozen=True)
@@ -40,37 +40,37 @@ class Surface:
 
     name: str
     promise: str
-    """What is checked with each input, for people."""
+    """A description of the checks for each input, for people."""
     make: Callable[[random.Random], Input]
     open: Callable[[Path], AbstractContextManager[Take]]
-    """Set up what takes the inputs, with a folder for its files; what it leaves open is a leak."""
+    """Set up the receiver of inputs, with a folder for its files; anything left open is a leak."""
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Let refusals of the error table pass, and nothing else.
+    """Allow refusals of the error table, and nothing else.
 
-    What is in one is looked at where it is shown: it names what its reader wrote.
+    Their text is checked where it is shown: it quotes the reader's own input.
     """
     with suppress(RendezvousError):
         yield
 
 
 def check_text(what: str, text: str, *, lines: bool = True) -> None:
-    """Hold that a text has nothing that a terminal would obey."""
+    """Check that a text contains nothing that a terminal would obey."""
     for char in text:
         if not char.isprintable() and not (lines and char == "\n"):
             raise FoundError(f"{what} has {char!r}: {text!r:.200}")
 
 
 _BYTES = re.compile(r"""b(['"])(?:\\.|(?!\1)[^\\\n])*(?:\1|$)""", re.MULTILINE)
-"""Bytes as Python shows them; they may be cut."""
+"""Bytes as Python shows them; they may be truncated."""
 
 
 def where(error: BaseException) -> str:
-    """Name an exception by its type and the last place of the product that it came through.
+    """Name an exception by its type and the last place in the product that it passed through.
 
-    What differs in the bytes alone that it shows has one name.
+    Exceptions that differ only in quoted bytes have the same name.
     """
     if isinstance(error, FoundError):
         return f"{type(error).__name__}: {_BYTES.sub('b...', str(error))[:120]}"
@@ -82,7 +82,7 @@ def where(error: BaseException) -> str:
 
 
 class Alarm(logging.Handler):
-    """Hears what the product logs of its own bugs: a traceback, or a task that nobody asked for."""
+    """Collects the product's logs of its own bugs: tracebacks, and errors of unawaited tasks."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -102,7 +102,7 @@ class Alarm(logging.Handler):
 
 @contextmanager
 def alarmed() -> Iterator[Alarm]:
-    """Hear the log of everything while the body runs."""
+    """Collect the log of everything while the body runs."""
     alarm = Alarm()
     root = logging.getLogger()
     root.addHandler(alarm)
@@ -115,7 +115,7 @@ def alarmed() -> Iterator[Alarm]:
 # ------------------------------------------------------------------------------------ words
 
 PLAUSIBLE = 0.9
-"""How often a text is one that could be real, so that the rest is looked at."""
+"""How often a text is plausible, so that the code behind the checks is reached."""
 ESCAPES = (
     "\x1b[2J",
     "\x1b]0;title\x07",
@@ -139,7 +139,7 @@ HOSTILE = (*ESCAPES_IN_UTF8, *PATHS, *HUGE, "None", "-1", "NaN", "--help", "{}",
 
 
 def text(dice: random.Random, plausible: Sequence[str] = ()) -> str:
-    """Make a text: mostly one that is plausible, where there are any, else a hostile one."""
+    """Make a text: usually a plausible one, if there are any, otherwise a hostile one."""
     if plausible and dice.random() < PLAUSIBLE:
         return dice.choice(plausible)
     if dice.random() < 0.6:

@@ -1,4 +1,4 @@
-"""A short run of every surface: what once found something, and the same few new inputs each time.
+"""A short run of every surface: earlier findings, and the same few new inputs each time.
 
 Long runs are `make fuzz`.
 """
@@ -23,9 +23,9 @@ INPUTS = {
     **{"rpc": 15, "bytes": 15, "tls": 15, "tokens": 15},
     **{"c10d": 40, "spec": 40, "text": 20, "config": 60},
 }
-"""Beside the corpus; a second or so of each."""
+"""Besides the corpus; a second or so of each."""
 SECONDS = 120.0
-"""No bound that counts, but where a machine cannot do even that."""
+"""A bound that matters only on a machine that is too slow even for that."""
 SEED = 4711
 
 
@@ -76,7 +76,7 @@ def test_time_in_which_the_process_is_stopped_is_no_silence() -> None:
             process.send_signal(signal.SIGSTOP)
             while (state := Path(f"/proc/{process.pid}/stat").read_text().split()[2]) != "T":
                 assert state in "RS"
-            # Longer than what would be a hang.
+            # Longer than the limit for a hang.
             time.sleep(2)
             process.stdin.write("\n")
             process.send_signal(signal.SIGCONT)

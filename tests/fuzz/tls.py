@@ -1,8 +1,8 @@
-"""Bytes at the ports with TLS: no TLS, damaged handshakes, and callers with nothing to show.
+"""Bytes at the ports with TLS: no TLS, damaged handshakes, and callers without credentials.
 
-A step is sent at once to one of three ports: gRPC's, gRPC's for who has a token, and HTTP's; those
-to the same port use one connection. After `grpc:none` and the like a handshake is made first, as
-somebody, and the bytes are what comes through it.
+A step is sent at once to one of three ports: gRPC's, gRPC's for callers with a token, and HTTP's;
+steps to the same port use one connection. After `grpc:none` and similar a handshake is made first,
+with those credentials, and the bytes are sent through it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tests.fuzz.surface import HANG_S, FoundError, Input, Step, Surface, Take
 
 PORTS = ("grpc", "tokens", "http")
 WHO = ("none", "stranger", "old")
-"""Who has no certificate; who has one of another CA; who speaks TLS 1.2 at most."""
+"""A client without a certificate; one with another CA's; one limited to TLS 1.2."""
 KINDS = (0x14, 0x15, 0x16, 0x17, 0x18, 0xFF)
-"""Of TLS records: the last is none."""
+"""Types of TLS records; the last does not exist."""
 
 _memory = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _memory.check_hostname = False
@@ -31,7 +31,7 @@ _memory.verify_mode = ssl.CERT_NONE
 
 
 def _hello() -> bytes:
-    """Return the begin of a handshake as it should be."""
+    """Return the beginning of a valid handshake."""
     out = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
         _memory.wrap_bio(ssl.MemoryBIO(), out, server_hostname="localhost").do_handshake()
@@ -39,7 +39,7 @@ def _hello() -> bytes:
 
 
 def _record(dice: random.Random) -> bytes:
-    """Make a record, which may lie about its kind, version and length."""
+    """Make a record whose type, version and length may be wrong."""
     body = dice.randbytes(dice.choice((0, 1, 2, 40, 600)))
     length = len(body) if dice.random() < 0.7 else dice.choice((0, 1, 2**14 + 257, 2**16 - 1))
     version = dice.choice((b"\x03\x01", b"\x03\x03", b"\x03\x04", b"\x00\x02"))
@@ -49,14 +49,14 @@ def _record(dice: random.Random) -> bytes:
 def _damaged(dice: random.Random, data: bytes) -> bytes:
     found = bytearray(data)
     for _ in range(dice.randint(1, 4)):
-        # The lengths are at the begin.
+        # The lengths are at the beginning.
         at = dice.randrange(min(len(found), dice.choice((12, 80, len(found)))))
         found[at] = dice.choice((0, 1, 0x7F, 0xFF, dice.randrange(256)))
     return bytes(found)
 
 
 def _outside(dice: random.Random) -> bytes:
-    """Make what is sent in place of a handshake."""
+    """Make bytes to send in place of a handshake."""
     which = dice.random()
     if which < 0.2:
         return raw.request(dice)
@@ -69,7 +69,7 @@ def _outside(dice: random.Random) -> bytes:
         return hello[: dice.randrange(len(hello))]
     if which < 0.9:
         return _damaged(dice, hello)
-    # It begins well, and goes on otherwise.
+    # It begins correctly, and continues otherwise.
     return hello + dice.choice((hello, _record(dice), dice.randbytes(300)))
 
 
@@ -86,7 +86,7 @@ def _inputs(dice: random.Random) -> Input:
 
 
 class _Callers:
-    """Who makes handshakes: contexts by who it is."""
+    """The TLS contexts of the clients, by name."""
 
     def __init__(self, folder: Path) -> None:
         others = Authority.make(folder, 30, replace=False)
@@ -111,7 +111,7 @@ class _Callers:
                 port, _, who = kind.partition(":")
                 if kind not in open_ones:
                     context = self.contexts.get(who)
-                    # Most of those who come wrongly are not let in.
+                    # Most invalid clients are not admitted.
                     with suppress(OSError):
                         async with asyncio.timeout(HANG_S):
                             open_ones[kind] = await asyncio.open_connection(
@@ -125,7 +125,7 @@ class _Callers:
                     raise FoundError(f"escape: {kind} is told of a job")
         finally:
             for _, writer in open_ones.values():
-                # Who is not let in has said goodbye otherwise.
+                # A refused client was disconnected in another way.
                 writer.transport.abort()
                 with suppress(OSError):
                     await writer.wait_closed()

@@ -1,7 +1,7 @@
-"""Bearer tokens that are none: over HTTP, and over gRPC as its client sends them, or as none would.
+"""Invalid bearer tokens: over HTTP, and over gRPC as its client sends them, or as none would.
 
-A step is a way in and what is shown there as `authorization`. `{}` in it stands for a token that is
-valid but for what the step's kind does to it, so nobody who shows one may be let in.
+A step is a way in and the value of `authorization` there. `{}` in it stands for a token that is
+valid except for the step's change to it, so no such caller may be admitted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.fuzz.server import JOB, Guard, Served, talking
 from tests.fuzz.surface import HANG_S, FoundError, Input, Surface, Take
 
 WAYS = ("call", "stream", "grpc", "http")
-"""An rpc, and a node's stream, by gRPC's own client; an rpc in bytes of ours; HTTP."""
+"""An rpc, and a node's stream, with gRPC's own client; an rpc in our own bytes; HTTP."""
 
 HARMS: dict[str, Callable[[str], str]] = {
     "cut": lambda token: token[:-1],
@@ -35,7 +35,7 @@ HARMS: dict[str, Callable[[str], str]] = {
     "split": lambda token: token[:20] + " " + token[20:],
     "none": lambda token: "",
 }
-"""What is done to a valid token; each of these is one that nobody has made."""
+"""Changes to a valid token; nobody was ever given the results."""
 
 SHAPES = (
     *("Bearer {}", "bearer {}", "BEARER  {}", "Bearer\t{}", "Bearer{}", "{}", "Basic {}", "Bearer"),
@@ -81,9 +81,9 @@ async def _talk(served: Served, steps: Input) -> None:
 
 
 async def _by_client(served: Served, way: str, shown: str) -> None:
-    """Call with what gRPC's own client sends; what it does not, nobody has to refuse."""
+    """Call with a value that gRPC's own client sends; others need no refusal."""
     metadata = (("authorization", shown),)
-    # Neither what it takes, nor how it says that it does not, is ours.
+    # Which values it accepts, and how it refuses others, is not up to us.
     try:
         if way == "call":
             control: Any = pb_grpc.ControlStub(served.channel)  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ async def _by_client(served: Served, way: str, shown: str) -> None:
     except grpc.aio.AioRpcError as error:
         if error.code() not in (
             *(grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED),
-            # Of gRPC itself, which bounds metadata and refuses what it may not hold.
+            # From gRPC itself, which limits metadata and refuses invalid characters.
             *(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL),
             grpc.StatusCode.UNAVAILABLE,
         ):
@@ -125,7 +125,7 @@ async def _in_bytes(port: int, kind: str, data: bytes) -> bytes:
 
 
 def _call(shown: bytes, number: int) -> bytes:
-    """Write an rpc as HTTP/2 with any bytes as `authorization`; now and then twice."""
+    """Write an rpc as HTTP/2 with any bytes as `authorization`, sometimes twice."""
     method = RPCS[number % len(RPCS)]
     pairs = [
         (b":method", b"POST"),
@@ -145,7 +145,7 @@ def _call(shown: bytes, number: int) -> bytes:
 
 
 def _string(data: bytes) -> bytes:
-    """Write a string of HPACK (RFC 7541): its length in 7 bits, or in more bytes, and itself."""
+    """Write a string of HPACK (RFC 7541): its length in 7 bits or more, and its bytes."""
     length = len(data)
     if length < 0x7F:
         return bytes((length,)) + data

@@ -60,7 +60,7 @@ class Block:
 
 
 def read_blocks(text: str) -> Iterator[Block]:
-    """Take a scenario apart at its blank lines."""
+    """Split a scenario at its blank lines."""
     for chunk in text.strip().split("\n\n"):
         lines = [line.rstrip() for line in chunk.strip().splitlines()]
         at = lines.index(SEPARATOR) if SEPARATOR in lines else len(lines)
@@ -68,7 +68,7 @@ def read_blocks(text: str) -> Iterator[Block]:
 
 
 def answer(text: str) -> str:
-    """Return the scenario with the answers that are given now."""
+    """Return the scenario with the present answers."""
     stage, chunks = Stage(), []
     for block in read_blocks(text):
         chunk = block.lines
@@ -86,7 +86,7 @@ class Stage:
     nodes: nodes.Nodes = field(default_factory=lambda: nodes.Nodes(leadership=1))
     streams: int = 0
     unheard: set[str] = field(default_factory=set)
-    """Nodes with a new stream in which they have not said yet what they believe."""
+    """Nodes with a new stream on which they have not sent their belief yet."""
 
     def run(self, commands: list[str]) -> list[str]:
         """Run the commands of one block."""
@@ -112,7 +112,7 @@ class Stage:
             yield from write_view(view(self.job.state, self.job.now_ms))
             return
         if line.verb == "tick":
-            return  # Whatever fell due has been ticked on the way.
+            return  # Everything that was due has been ticked on the way.
         try:
             yield write_events(self._events(line))
         except RendezvousError as error:
@@ -156,7 +156,7 @@ class Stage:
     # -------------------------------------------------------------- time
 
     def _pass_until(self, at_ms: int) -> Iterator[str]:
-        """Tick whatever falls due, in its order."""
+        """Tick everything that is due, in order."""
         while True:
             due = [t for t in (self.job.wake_at_ms, self.nodes.wake_at_ms) if t is not None]
             if not due or min(due) > at_ms:
@@ -210,7 +210,7 @@ class Stage:
         return happened
 
     def _mark(self, node_id: str, reason: str = "") -> tuple[Event, ...]:
-        """Tell the job what it must know of a node now."""
+        """Inform the job about the present state of a node."""
         held = self.job.state.incarnation(node_id)
         record = self.nodes.records.get(node_id)
         if held is None:
@@ -226,7 +226,7 @@ class Stage:
         return self.job.do(MarkBack(node_id, held))
 
     def _crash(self) -> tuple[Event, ...]:
-        """Another server takes over what is durable; nobody is connected to it."""
+        """Another server takes over the durable state; no node is connected to it."""
         happened = self.job.crash()
         streams = bool(self.nodes.records)
         self.nodes = nodes.Nodes(self.nodes.leadership + 1, self.nodes.tuning)

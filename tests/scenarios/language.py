@@ -1,8 +1,8 @@
-"""The words of a scenario: commands as lines that people write, answers as lines that they read.
+"""The language of scenarios: commands and answers as lines of text.
 
-A command is a verb, a node and what goes with it: `fail n1 round=0 rank=3 exit=1 "ValueError"`.
-`n1#2` is the second instance (incarnation 2) of n1; plain `n1` is the first. Durations carry
-their unit: `250ms`, `5s`, `2min`.
+A command is a verb, a node and its arguments: `fail n1 round=0 rank=3 exit=1 "ValueError"`. `n1#2`
+is the second instance (incarnation 2) of n1; plain `n1` is the first. Durations carry their unit:
+`250ms`, `5s`, `2min`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Line:
 
     @classmethod
     def read(cls, text: str) -> Line:
-        """Take a line apart; what is in quotes is one word."""
+        """Split a line into words; quoted text is one word."""
         tokens = shlex.split(text)
         line = cls(tokens[0])
         for token in tokens[1:]:
@@ -159,7 +159,7 @@ class Line:
         return read_ms(self.take(key, write_ms(default_ms)))
 
     def finish(self) -> None:
-        """Refuse what nobody has taken: a misspelt word must not pass unseen."""
+        """Refuse unused words: a misspelt word must not pass unnoticed."""
         if self.words or self.pairs:
             raise ScenarioError(f"{self.verb} does not know {self.words or self.pairs}")
 
@@ -168,7 +168,7 @@ class Line:
 
 
 def read_settings(line: Line, default: Settings) -> Settings:
-    """Take the settings of a job from a line; what is not named is as in `default`."""
+    """Take the settings of a job from a line; missing ones are as in `default`."""
     bounds = line.take("nodes", f"{default.min_nodes}:{default.max_nodes}").partition(":")
     return Settings(
         min_nodes=int(bounds[0]),
@@ -193,7 +193,7 @@ def _read_budget(line: Line, key: str, default: int | None) -> int | None:
 
 
 def write_settings(settings: Settings, default: Settings) -> list[str]:
-    """Write what differs from `default`, so that `read_settings` reads it."""
+    """Write the differences from `default`, so that `read_settings` reads them."""
     written = []
     if (settings.min_nodes, settings.max_nodes) != (default.min_nodes, default.max_nodes):
         written.append(f"nodes={settings.min_nodes}:{settings.max_nodes}")
@@ -229,7 +229,7 @@ def read_tuning(line: Line, kind: type[_T]) -> _T:
 
 
 def forget_tuning(line: Line, kind: type[_T]) -> None:
-    """Take away what `read_tuning` has read; two kinds of tuning share some words."""
+    """Remove the words that `read_tuning` has read; two kinds of tuning share some."""
     for name in field_names(kind):
         line.pairs.pop(name.removesuffix("_ms"), None)
 
@@ -239,7 +239,7 @@ def forget_tuning(line: Line, kind: type[_T]) -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """What a command needs to know that its line does not say."""
+    """Context of a command that its line does not contain."""
 
     settings: Settings
     run: str
@@ -304,7 +304,7 @@ def _read_join(line: Line, node_id: str, incarnation: int, said: Said) -> Comman
 
 
 def _read_moved(line: Line) -> Moved:
-    """Read how far the workers had come: `step=120 snapshot=new`."""
+    """Read the workers' progress: `step=120 snapshot=new`."""
     step = int(line.pairs.pop("step")) if "step" in line.pairs else None
     return Moved(step, line.take("snapshot", "same") == "new")
 
@@ -361,7 +361,7 @@ def _read_snapshots(line: Line) -> tuple[Snapshot, ...]:
 
 
 def write_snapshots(held: tuple[Snapshot, ...]) -> str:
-    """Write what a node holds as `_read_snapshots` reads it."""
+    """Write a node's snapshots as `_read_snapshots` reads them."""
     return ",".join(
         f"{mark.lineage}@{mark.step}:{one.shard}/{mark.shards}of{mark.world_size}"
         for one in held
@@ -484,7 +484,7 @@ _READERS: Mapping[str, _Reader] = {
 
 
 def write_command(command: Command, default: Settings, now_ms: int, name: str) -> str:
-    """Write a command so that `read_command` reads it; `name` is that of its speaker."""
+    """Write a command so that `read_command` reads it; `name` is its speaker's."""
     match command:
         case Tick():
             return "tick"
@@ -502,7 +502,7 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
         case Withdraw():
             return f'withdraw {",".join(command.node_ids)} run={command.run} "{command.reason}"'
         case Bar():
-            # One reason does for all of them, as they are read.
+            # One reason stands for all of them, as they are read.
             names = ",".join(node_id for node_id, _ in command.barred) or "none"
             reasons = [reason for _, reason in command.barred] or ["nobody is"]
             return f'bar {names} "{reasons[0]}"'
@@ -550,13 +550,13 @@ def write_command(command: Command, default: Settings, now_ms: int, name: str) -
 
 
 def write_events(events: tuple[Event | NodesEvent, ...]) -> str:
-    """Write what happened in one line."""
+    """Describe an event in one line."""
     return " · ".join(_write_event(event) for event in events) or "-"
 
 
 def _write_event(event: Event | NodesEvent) -> str:
     text = f"{type(event).__name__} {_what(event)}".rstrip()
-    # What the nodes core says is not about this job alone.
+    # Events of the nodes core are not about this job only.
     return f"[{text}]" if isinstance(event, NodesEvent) else text
 
 
@@ -673,7 +673,7 @@ def _write_not_kept(not_kept: tuple[NotKept, ...]) -> str:
 
 
 def write_state(state: State) -> str:
-    """Write what the job is doing and who is where: `round 1 joining: n1, n2 stopping`."""
+    """Describe the state of the job and its nodes: `round 1 joining: n1, n2 stopping`."""
     membership = state.membership
     if not membership.run:
         return "vacant"
@@ -694,7 +694,7 @@ def write_state(state: State) -> str:
 
 
 def write_view(shown: JobView) -> list[str]:
-    """Write what `status` shows."""
+    """Write the output of `status`."""
     written = [f"{shown.state}: {shown.reason}"]
     for node in shown.nodes:
         rank = "" if node.group_rank is None else f" GROUP_RANK {node.group_rank}"

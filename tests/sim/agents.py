@@ -385,7 +385,7 @@ class Runner:
         )
 
     def vanish(self, parked: dict[int, Parked] | None = None) -> None:
-        """No process is left except these; those that were alive break their peers' collectives."""
+        """No process is left except these; the others break their peers' collectives if alive."""
         self.parking.parked = parked or {}
         workers, alive = self.workers, self.alive
         self.workers, self.alive, self.stuck = None, set(), False

@@ -543,7 +543,7 @@ class Judge:
     def _check_pinned(
         self, workers: Workers, last: Round | None, round_: Round, claimed: Sequence[Snapshot]
     ) -> None:
-        """What the last round has begun with is loaded again, or what came after it."""
+        """The snapshots that the last round has loaded, or newer ones, are loaded again."""
         mark = last.snapshot if last is not None else None
         if last is None or mark is None or round_.source is not None or self.era:
             return
@@ -557,7 +557,7 @@ class Judge:
             self.world.count("rounds that could load what was pinned")
 
     def _saved(self, node_id: str, rdzv_id: str) -> Iterator[Saved]:
-        """Yield what is really in the slots of a node; where it comes twice, of both."""
+        """Yield the real content of a node's slots; if its name is used twice, those of both."""
         for agent in self.world.agents:
             if agent.name == node_id and rdzv_id in agent.parts:
                 for slots in agent.parts[rdzv_id].runner.slots.held.values():
@@ -1108,7 +1108,7 @@ def _is_reason_to_stop(before: AgentState, event: agent_events.Event, after: Age
 
 
 def _said_of_snapshots(decided: Decided) -> dict[str, tuple[Snapshot, ...]]:
-    """Return what nodes that wait have said to hold, the one that is heard now included."""
+    """Return the reported snapshots of waiting nodes, including the one that is heard now."""
     before, command = decided[:2]
     said = {node_id: one.snapshots for node_id, one in before.waiting.items()}
     if isinstance(command, Join) and command.run == before.membership.run:

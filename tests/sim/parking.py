@@ -1,4 +1,4 @@
-"""Workers that park between rounds, in a simulation: at once, late, never; some die of it.
+"""Workers that park between rounds, in a simulation: at once, late or never; some die of it.
 
 A worker with the library parks when its round ends, or by itself when a collective fails in it (a
 *suspect*). This module keeps the true state of each; its node's claims may differ.
@@ -127,7 +127,7 @@ class Parking:
         return parked
 
     def _sharded(self, one: Parked, rank: int) -> Parked:
-        """Add which part of the state a worker has, if its model is sharded."""
+        """Record which part of the state a worker has, if its model is sharded."""
         world, swarm = self._runner.world, self._runner.world.swarm
         if not swarm.replicas:
             return one

@@ -1,7 +1,7 @@
 """Snapshots of a job's state in a simulation: saved now and then, in slots that outlive workers.
 
-What is in a slot really is kept here beside what its mark says, so that an onlooker sees whether
-what would be loaded fits together.
+The real content of a slot is kept here beside its mark, so that an observer sees whether loaded
+parts fit together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLOTS = 2
 
 @struct(frozen=True)
 class Saved:
-    """What a slot holds."""
+    """The content of a slot."""
 
     mark: SnapshotMark
     shard: int
@@ -42,7 +42,7 @@ class Slots:
         self._lineage = 0
 
     def begin(self, workers: Workers, assignment: Assignment, base: int) -> None:
-        """Save now and then in a round whose workers go on from step `base`."""
+        """Save now and then in a round whose workers continue from step `base`."""
         world, part = self._runner.world, self._runner.part
         every_ms = world.swarm.snapshot_every_ms
         if not every_ms:
@@ -50,7 +50,7 @@ class Slots:
         self._round = assignment
         self._lineage = world.judge.lineage(workers, carried=assignment.source is not None)
         for local_rank, slots in self.held.items():
-            # A step that is done again is another one.
+            # A repeated step is another one.
             self.held[local_rank] = [
                 None if one and one.mark.lineage == self._lineage and one.mark.step > base else one
                 for one in slots
@@ -72,7 +72,7 @@ class Slots:
         return line.world_size // replicas if line.world_size % replicas == 0 else line.world_size
 
     def _save(self, workers: Workers, local_rank: int, step: int) -> None:
-        """Begin to save; while that lasts, the slot holds nothing."""
+        """Begin to save; until the end, the slot holds nothing."""
         world = self._runner.world
         if not self._runner.trains(workers, local_rank):
             return

@@ -105,10 +105,10 @@ SHARDED_SHARE = 0.5
 
 
 SNAPSHOT_SHARE = 0.4
-"""In how many histories workers save snapshots in memory."""
+"""The share of histories in which workers save snapshots in memory."""
 
 SNAPSHOT_CHANCES = ("slot is damaged", "wrong snapshots")
-"""What may happen there whenever it can."""
+"""Events that happen there whenever possible."""
 
 
 FENCED_SHARE = 0.25
@@ -318,7 +318,7 @@ def _with_shards(swarm: Swarm, random: Random) -> Swarm:
 
 
 def _with_snapshots(swarm: Swarm, random: Random) -> Swarm:
-    """Save snapshots in some histories; all others are what they are without."""
+    """Save snapshots in some histories; all others are unchanged."""
     if random.random() >= SNAPSHOT_SHARE:
         return swarm
     chances = {

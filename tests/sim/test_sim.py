@@ -1,4 +1,4 @@
-"""Random histories of the whole system: whatever goes wrong, it keeps every promise, and recovers.
+"""Random histories of the whole system: whatever fails, it keeps every guarantee, and recovers.
 
 Their number is such that two idle cores need about five seconds; `make campaigns` and `make sim`
 run more. A seed that once failed stays here after the fix.

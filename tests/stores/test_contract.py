@@ -1,4 +1,4 @@
-"""One contract, every store: a fake that is not verified is not to be trusted."""
+"""One contract for every store: an unverified fake is not to be trusted."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 def membership(rdzv_id: str = "job-7") -> Membership:
-    """A membership in which every field says something."""
+    """A membership in which every field has a value."""
     offer = Offer("10.0.0.5", 8, "trainer", "rack-1", "n1.local", "m1", 4711, True, 5_000)
     failure = Failure("n1", "10.0.0.5", 3, 3, 99, None, 9, "killed — ☠", "trace\nback", 1_234, True)
     end = RoundEnd(Cause.WORKER_FAILURE, "rank 3 failed", 5_000, True, (failure,), True, keep=False)
@@ -220,7 +220,7 @@ async def test_history_rides_on_the_commit_and_is_read_oldest_first(store: Store
 
 
 async def test_names_do_not_get_in_each_others_way(store: Store) -> None:
-    """One name may begin with another, or look like a path, or hold what separates keys."""
+    """One name may begin with another, or look like a path, or contain a separator of keys."""
     names = sorted(("a", "a/b", "a-b", "a0", "a:b@c._", "a%2Fb", "A", "/", ".", "ä ☠", "a" * 128))
     for name in names:
         await store.compare_and_swap(name, membership(name), 0, [record(name, name)])
@@ -484,7 +484,7 @@ async def test_history_that_was_over_its_bound_is_cut_on_disk_after_a_restart(
 async def test_commits_are_durable_and_readable_by_others(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
     await store.compare_and_swap("job-7", membership(), 0)
-    # Another process may look at it, and finds JSON.
+    # Another process may read it, and finds JSON.
     db = sqlite3.connect(f"file:{tmp_path}/rdzv.db?mode=ro", uri=True)
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     query = "SELECT json_extract(CAST(membership AS TEXT), '$.membership.rdzv_id') FROM job"

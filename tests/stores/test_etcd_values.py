@@ -1,4 +1,4 @@
-"""What the etcd store does without etcd: configuration, keys, and the size of a large job."""
+"""The parts of the etcd store that need no etcd: configuration, keys, the size of a large job."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_pings_are_not_so_many_that_etcd_ends_the_connection() -> None:
     options = dict(CHANNEL_OPTIONS)
     assert options["grpc.keepalive_time_ms"] > 5_000
     assert options["grpc.keepalive_permit_without_calls"] == 0
-    # Without this one, an unanswered ping is waited for a minute.
+    # Without this one, the wait for an unanswered ping takes a minute.
     assert options["grpc.http2.ping_timeout_ms"] <= 5_000
 
 
@@ -208,7 +208,7 @@ def test_what_would_fill_the_memory_is_not_unpacked(monkeypatch: pytest.MonkeyPa
 
 
 def test_history_is_written_in_as_few_keys_as_hold_it() -> None:
-    """Each batch is as full as it may be; a record that is larger has one of its own."""
+    """Each batch is as full as possible; a larger record has its own batch."""
 
     def record(weight: int) -> Record:
         return Record(0, "job-7", "r", "N", "x" * (weight - len("r") - len("N") - 64))

@@ -1,4 +1,4 @@
-"""The SQLite store: what waits is written in one commit, and each writer hears of its own."""
+"""The SQLite store: waiting writes share one commit, and each writer gets its own result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def write(store: SqliteStore, rdzv_id: str, revision: int = 0, run: str = 
 
 
 async def statements(store: SqliteStore) -> list[str]:
-    """Return a list that every statement will be added to."""
+    """Return a list to which every statement will be appended."""
     seen: list[str] = []
     await store.connection.call(lambda: store.connection.db.set_trace_callback(seen.append))
     return seen
@@ -54,7 +54,7 @@ async def pragma(store: SqliteStore, text: str) -> int:
 
 
 async def all_of(store: SqliteStore, *revisions: int) -> list[int | BaseException]:
-    """Write one job for each revision, at once; return what came of each."""
+    """Write one job for each revision, at once; return the results."""
     return await asyncio.gather(
         *(write(store, f"job-{n}", revision) for n, revision in enumerate(revisions)),
         return_exceptions=True,
@@ -67,7 +67,7 @@ async def all_of(store: SqliteStore, *revisions: int) -> list[int | BaseExceptio
 async def test_many_writers_share_few_commits(store: SqliteStore) -> None:
     seen = await statements(store)
     assert await all_of(store, *[0] * WRITERS) == [1] * WRITERS
-    # Not one: the first are written while the others come.
+    # Not one: the first are written while the others arrive.
     assert seen.count("COMMIT") < WRITERS / 2
     assert len(await store.list()) == WRITERS
     assert len(await store.history("job-7", 10)) == 1
@@ -187,12 +187,12 @@ async def test_a_commit_that_fails_is_indefinite_for_all_in_it(
     assert all("the commit failed and may have happened" in str(one) for one in others)
     assert "a bug" not in caplog.text
     assert len(await store.list()) == (WRITERS + 1 if happens else 1)
-    # And it goes on: the connection has no transaction that was forgotten.
+    # And it continues: the connection has no forgotten transaction.
     assert await write(store, "job-0", 1) == 2
 
 
 class RollbackFails(CommitFails):
-    """A connection whose COMMIT fails, and then whatever would drop its transaction."""
+    """A connection whose COMMIT fails, and then every attempt to drop its transaction."""
 
     def __init__(self, db: sqlite3.Connection, error: BaseException) -> None:
         super().__init__(db, happens=False)
@@ -206,17 +206,17 @@ class RollbackFails(CommitFails):
 async def test_what_is_raised_beside_a_commit_reaches_everyone_who_waits(
     store: SqliteStore, error: BaseException
 ) -> None:
-    """It was lost in the writer's thread, and the caller waited for ever with its job's lock."""
+    """It was lost in the writer's thread, and the caller waited forever with its job's lock."""
     assert await write(store, "job-0") == 1
     real = store.connection.db
     store.connection.db = RollbackFails(real, error)  # type: ignore[assignment]
     async with asyncio.timeout(10):
         lost, *others = await all_of(store, 7, *[0] * WRITERS)
         assert isinstance(lost, RevisionConflictError)
-        # Those that came after that commit, as some do on a busy machine, are refused for certain.
+        # Writes after that commit, as happen on a busy machine, are refused for certain.
         kinds = {type(outcome) for outcome in others}
         assert kinds | {StoreRefusedError} == {RendezvousConnectionError, StoreRefusedError}
-        # Nor does the next write do anything beside what may be left of this one.
+        # Nor does the next write include anything left over from this one.
         with pytest.raises(RendezvousConnectionError):
             await write(store, "job-99")
         store.connection.db = real

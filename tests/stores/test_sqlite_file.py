@@ -1,4 +1,4 @@
-"""The SQLite file: made and migrated as a whole, and left byte for byte where it is refused."""
+"""The SQLite file: created and migrated as a whole, and unchanged byte for byte if refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def old_file(directory: Path, schema: int = 1) -> Path:
-    """Make a file as an rdzvd of an older schema version left it."""
+    """Create a file as an rdzvd of an older schema version left it."""
     directory.mkdir(exist_ok=True)
     path = directory / "rdzv.db"
     with closing(sqlite3.connect(path)) as db:
@@ -87,7 +87,7 @@ def killed(path: Path, *statements: str) -> None:
 
 
 def killed_while_open(path: Path, *statements: str) -> None:
-    """Write to a file, and die, so that what was written is in the log beside it alone."""
+    """Write to a file, and die, so that the written data is only in the log beside it."""
     killed(path, *statements)
     assert sqlite_file.beside(path, "-wal").stat().st_size > 0
 
@@ -133,7 +133,7 @@ async def test_what_a_crash_left_while_the_file_was_made_is_no_harm(
 
 
 async def test_a_file_that_schema_1_left_without_tables_is_made_anew(tmp_path: Path) -> None:
-    # It made the file first and its tables afterwards, so that a crash came between.
+    # It created the file first and its tables afterwards, so that a crash came between.
     with closing(sqlite3.connect(tmp_path / "rdzv.db")) as db:
         db.execute("PRAGMA journal_mode = WAL")
     assert (tmp_path / "rdzv.db").stat().st_size
@@ -225,7 +225,7 @@ async def test_what_is_refused_is_left_byte_for_byte(
 
 
 async def problem_seen(directory: Path) -> str:
-    """Return what a look finds wrong."""
+    """Return the problems found by a check."""
     try:
         store = await SqliteStore.look(directory)
         try:
@@ -243,7 +243,7 @@ async def test_a_file_that_is_a_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_all_that_sqlite_finds_is_said(tmp_path: Path) -> None:
-    """Only its first line was, which names the database and nothing else."""
+    """Only its first line was intact, which names the database and nothing else."""
     path = tmp_path / "x.db"
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("CREATE TABLE one (x)")
@@ -266,7 +266,7 @@ async def commit(store: SqliteStore, name: str) -> None:
 
 
 async def crashed(directory: Path) -> Path:
-    """Leave a store as a killed server does: of six jobs the last three are in the log alone."""
+    """Leave a store as a killed server does: of six jobs the last three are only in the log."""
     made = directory / "made"
     store = await SqliteStore.open(made)
     for name in ("a", "b", "c"):
@@ -343,7 +343,7 @@ def wal(path: Path) -> Path:
 async def test_a_store_that_has_lost_commits_is_refused(
     tmp_path: Path, spoil: Callable[[Path], None], says: str
 ) -> None:
-    """Three of six jobs were gone, one that had ended ran again, and nothing was said."""
+    """Three of six jobs were gone, an ended one ran again, and no error was reported."""
     path = await crashed(tmp_path)
     another = await SqliteStore.open(tmp_path / "another")
     for number in range(8):
@@ -381,7 +381,7 @@ def _mark(text: str) -> Callable[[Path], None]:
 
 
 def _earlier_mark(path: Path) -> None:
-    """As after a power cut, which it was not flushed for, or a kill right after a commit."""
+    """As after a power cut, before which it was not flushed, or a kill right after a commit."""
     name = "rdzv.db-mark"
     shutil.copy(path.parents[1] / "earlier" / name, path.with_name(name))
 
@@ -564,7 +564,7 @@ async def test_what_a_killed_look_left_is_tidied_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schema", OLDER)
 async def test_an_older_file_is_brought_to_the_present_schema(tmp_path: Path, schema: int) -> None:
     path = old_file(tmp_path, schema)
-    # Also what is in the log alone.
+    # Also data that is only in the log.
     killed_while_open(path, "UPDATE leadership SET number = 4711")
     store = await SqliteStore.open(tmp_path)
     assert await store.list() == ("job-7", "job-8")
@@ -724,7 +724,8 @@ def public_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-# All is imported before the rights are gone: such a user may not read the interpreter's files.
+# Everything is imported before the rights are dropped: such a user may not read the interpreter's
+# files.
 AS_NOBODY = """
 import asyncio, os, sys
 from pathlib import Path
@@ -746,7 +747,7 @@ except RendezvousError as error:
 
 
 def as_nobody(begin: str, directory: Path) -> str:
-    """Open a data directory, or look at it, as a user without rights; return what came of it."""
+    """Open a data directory, or check it, as a user without rights; return the outcome."""
     command = [sys.executable, "-c", AS_NOBODY, begin, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=True)
     return done.stdout.strip()
@@ -790,7 +791,7 @@ async def test_a_file_without_permission_is_refused(public_folder: Path) -> None
     assert said.startswith(
         f"InvalidRequestError: {path} cannot be written: Permission denied; give"
     )
-    # It may be read, so a look is allowed, though it can leave no links in the directory.
+    # It may be read, so a check is allowed, though it cannot create links in the directory.
     data.chmod(0o555)
     assert await asyncio.to_thread(as_nobody, "look", data) == "0"
     path.chmod(0o400)

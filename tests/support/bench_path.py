@@ -1,4 +1,4 @@
-"""Lets tests import the benchmarks, whose modules are in a folder of their own."""
+"""Lets tests import the benchmarks, whose modules are in a separate folder."""
 
 import sys
 from pathlib import Path

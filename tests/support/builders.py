@@ -50,14 +50,14 @@ RUN = "run-1"
 
 
 class BrokenPromiseError(AssertionError):
-    """The core did what it promises never to do."""
+    """The core broke an invariant."""
 
 
 # ------------------------------------------------------------------ commands
 
 
 def offer(node_id: str, **given: Any) -> Offer:
-    """What a node brings: its own machine and address, one worker, unless told otherwise."""
+    """A node's offer: by default, its own machine and address, and one worker."""
     return Offer(**{"address": f"{node_id}.net", "machine": f"machine-of-{node_id}", **given})
 
 
@@ -77,7 +77,7 @@ def join(
     snapshots: Iterable[Snapshot] = (),
     **offered: Any,
 ) -> Join:
-    """Build a join; what is not a field of `Join` is what the node offers."""
+    """Build a join; arguments that are no fields of `Join` describe the node's offer."""
     return Join(
         node_id=node_id,
         incarnation=incarnation,
@@ -120,10 +120,10 @@ E = TypeVar("E", bound=Event)
 
 @dataclass
 class Job:
-    """One job driven as the server drives it, which checks every promise after each step.
+    """One job driven as the server drives it, with all invariants checked after each step.
 
     Time only moves forward, through `now_ms`; ticks that fall due on the way are made at their
-    time. `strict` also repeats every command, ticks early and crashes, to no effect.
+    time. `strict` also repeats every command, ticks early and crashes, without effect.
     """
 
     settings: Settings = SETTINGS
@@ -134,7 +134,7 @@ class Job:
     state: State = field(init=False)
     wake_at_ms: int | None = None
     events: list[Event] = field(default_factory=list)
-    """All that has happened so far."""
+    """All events so far."""
 
     def __post_init__(self) -> None:
         self.state = vacant(self.name, self.tuning)
@@ -142,13 +142,13 @@ class Job:
     # -------------------------------------------------------------- to let things happen
 
     def do(self, command: Command, at_ms: int | None = None) -> tuple[Event, ...]:
-        """Let time pass until `at_ms`, run a command, and return what it made happen."""
+        """Let time pass until `at_ms`, run a command, and return its events."""
         if at_ms is not None:
             self.pass_until(at_ms)
         return self._step(command)
 
     def pass_until(self, at_ms: int) -> list[tuple[int, tuple[Event, ...]]]:
-        """Let time pass; return what the ticks on the way made happen, and when."""
+        """Let time pass; return the events of the ticks on the way, with their times."""
         happened = []
         while self.wake_at_ms is not None and self.wake_at_ms <= at_ms:
             self.now_ms = self.wake_at_ms
@@ -157,7 +157,7 @@ class Job:
         return happened
 
     def crash(self) -> tuple[Event, ...]:
-        """Lose all that is not durable, and start again from what is."""
+        """Lose everything that is not durable, and start again from the rest."""
         self.state = restore(self.state.membership, self.tuning, self.now_ms)
         self.wake_at_ms = None
         return self._step(Tick())
@@ -187,7 +187,7 @@ class Job:
     def stopped(
         self, *node_ids: str, round_: int | None = None, incarnation: int = 1, **given: Any
     ) -> tuple[Event, ...]:
-        """Let nodes say that no worker of the last round is left, and join again."""
+        """Let nodes report that no worker of the last round is left, and join again."""
         number = self.round.number if round_ is None else round_
         given = {"settings": self.settings, "run": self.membership.run, **given}
         return self._all(
@@ -265,7 +265,7 @@ class Job:
 
 
 def running(*node_ids: str, settings: Settings = SETTINGS, **given: Any) -> Job:
-    """Return a job whose round 0 runs on these nodes; `max_nodes` may be more than they are."""
+    """Return a job whose round 0 runs on these nodes; `max_nodes` may exceed their number."""
     job = Job(settings, **given)
     job.join(*node_ids)
     job.pass_until(job.now_ms + settings.last_call_timeout_ms)
@@ -277,7 +277,7 @@ def running(*node_ids: str, settings: Settings = SETTINGS, **given: Any) -> Job:
 
 
 def check_step(before: State, command: Command, transition: Transition, now_ms: int) -> None:
-    """Check what must hold after any step whatever."""
+    """Check the invariants that hold after every step."""
     after = transition.state
     if found := violations(before, after):
         raise BrokenPromiseError(f"{command} broke {found}")
@@ -297,7 +297,7 @@ def check_step(before: State, command: Command, transition: Transition, now_ms: 
 def check_calm(command: Command, transition: Transition, now_ms: int) -> None:
     """Check that a repetition, an early tick and a crash change nothing; and that all have a why.
 
-    A crash is one just after the step was persisted: what was announced is still so.
+    The crash comes just after the step was persisted: earlier announcements stay true.
     """
     state, wake_at_ms = transition.state, transition.wake_at_ms
     _expect_nothing(command, state, command, now_ms)
@@ -323,7 +323,7 @@ def _expect_nothing(first: Command, state: State, command: Command, now_ms: int)
 
 
 def check_reasons(state: State, now_ms: int) -> None:
-    """Check that whatever is not running can say why."""
+    """Check that a job that does not run can say why."""
     shown = view(state, now_ms)
     if state.membership.run and not shown.reason:
         raise BrokenPromiseError(f"no reason is given while {shown.state}")

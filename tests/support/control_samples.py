@@ -1,4 +1,4 @@
-"""Jobs as an operator meets them, in the server's messages."""
+"""Jobs in typical states, as messages of the server."""
 
 from rdzv.core.timed_text import left, past, times_of
 from rdzv.structs import as_dict
@@ -141,7 +141,7 @@ def failed() -> pb.JobStatus:
 
 
 def large() -> pb.JobStatus:
-    """Five hundred nodes, of which a few, anywhere in the list, are not seated."""
+    """Five hundred nodes, a few of which, anywhere in the list, are not seated."""
     nodes = [
         _node(f"node-{i:03d}", "seated", age_ms=600_000, group_rank=i, rank_first=8 * i)
         for i in range(496)
@@ -176,7 +176,7 @@ def large() -> pb.JobStatus:
 
 
 def watched() -> pb.JobStatus:
-    """A job of torch's own rendezvous, of which only the data that its nodes store is known."""
+    """A job of torch's own rendezvous; only the data that its nodes store is known."""
     nodes = [
         pb.NodeStatus(
             node_id=f"h{i}_{4711 + i}_0",

@@ -1,11 +1,11 @@
-"""Programs that have done their imports: each start is a fork, where another imports all anew.
+"""Programs with their imports already done: each start is a fork instead of a new interpreter.
 
 Run by path, this is the process that is forked. It listens on a socket: each connection is one
-start, asked for by a line of JSON with the three standard streams, and answered with the pid and,
-when it has ended, its status. It has one thread and nothing of a program has run in it, so a fork
-differs from a program that was executed in what reads the environment at the start of an
-interpreter or at an import, in what /proc says of its command line and environment, and in that
-multiprocessing starts its children from another main module. Tests that depend on that do without.
+start, requested by a line of JSON with the three standard streams, and answered with the pid and,
+after its end, the status. It has one thread and has run nothing of a program, so a fork differs
+from an executed program only in code that reads the environment at the start of an interpreter or
+at an import, in its command line and environment as shown by /proc, and in the main module from
+which multiprocessing starts children. Tests that depend on these do not use it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NUMBER = struct.Struct("!i")
 
 
 class Forked:
-    """One program, with as much of `subprocess.Popen` as the tests need."""
+    """One program, with the part of `subprocess.Popen` that the tests need."""
 
     stdout: TextIO | None = None
-    """What it writes, where that is a pipe."""
+    """Its output, if that is a pipe."""
 
     def __init__(self, connection: socket.socket, program: str) -> None:
         self._connection = connection
@@ -86,7 +86,7 @@ def forked_programs(
     modules: Sequence[str],
     python: str = sys.executable,
 ) -> Iterator[Fork]:
-    """Have a process ready to be forked: what it imports, and the environment of its imports."""
+    """Keep a process ready to be forked, given its imports and the environment for them."""
     path = folder / "socket"
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(
@@ -124,7 +124,7 @@ def forked_programs(
 
 
 def serve(path: str, modules: Sequence[str]) -> str | None:
-    """Fork for every connection; return the program, in the process that is to become it alone."""
+    """Fork for every connection; return the program, only in the process that is to become it."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
@@ -132,7 +132,7 @@ def serve(path: str, modules: Sequence[str]) -> str | None:
             importlib.import_module(module)
         threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
         assert threads == 1, f"it has {threads} threads, and cannot be forked"
-        # Else each fork would copy all of it, only to look for what is not used any more.
+        # Otherwise each fork would copy all memory, only to search it for garbage.
         gc.freeze()
         os.write(1, b"ready\n")
         while True:
@@ -161,7 +161,7 @@ def serve(path: str, modules: Sequence[str]) -> str | None:
 
 
 def become(command: list[str], cwd: str, environ: dict[str, str], streams: list[int]) -> str:
-    """Make this process what it would be after its imports, had it been executed."""
+    """Give this process the state that it would have after its imports, had it been executed."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
@@ -177,9 +177,9 @@ def become(command: list[str], cwd: str, environ: dict[str, str], streams: list[
 
 
 def end(status: object) -> None:
-    """End as an interpreter does, but for taking apart all that was imported, which is half of it.
+    """End as an interpreter does, but without tearing down the imported modules, half of the time.
 
-    What is no number is left to the interpreter.
+    A status that is no number is left to the interpreter.
     """
     if status is None or isinstance(status, int):
         threading._shutdown()

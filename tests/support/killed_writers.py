@@ -1,8 +1,9 @@
 """Writers of snapshots that are killed at random moments: `killed_writers.py COUNT [SEED]`.
 
-Each is forked, saves step after step into two slots, and gets SIGKILL. What is found then must be
-whole: at least the step before the one that was being written, with the tensors of that step.
-Prints how many kills came while a slot was written to.
+Each is forked, saves step after step into two slots, and gets SIGKILL. The remaining data must be
+complete: at least the step before the one being written, with the tensors of that step.
+
+Prints how many kills came during a write.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def content_of(step: int) -> Content:
 
 
 def write_for_ever(slots: list[Slot], step: int, told: Any) -> None:
-    """Save steps as a worker does, and tell in shared memory which was the last one."""
+    """Save steps as a worker does, and put the number of the last one in shared memory."""
     while True:
         step += 1
         content = content_of(step)
@@ -55,7 +56,7 @@ def look(slots: list[Slot], told: int) -> tuple[int, bool]:
         for one, other in zip(read.tensors(), content_of(header.step).tensors(), strict=True):
             assert torch.equal(one, other), f"step {header.step} is mixed"
     newest = max(header.step for header, _ in found)
-    # It may have been killed between the seal and its word.
+    # It may have been killed between the seal and its report.
     assert newest in (told, told + 1), f"step {newest} is there, and {told} was saved"
     return newest, len(found) < len(slots)
 

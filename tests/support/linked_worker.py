@@ -80,7 +80,7 @@ class Link:
 
 
 def report(round_: int) -> None:
-    """Leave a file that says which process has which place in a round, if there is a folder."""
+    """Write a file that says which process has which place in a round, if there is a folder."""
     folder = os.environ.get("RDZV_TEST_REPORTS")
     if folder:
         name = f"{round_}-{os.environ['RANK']}-{os.getpid()}.json"
@@ -95,7 +95,7 @@ def say(text: str) -> None:
 
 
 def option(name: str) -> str | None:
-    """Return what stands behind `name:` in the arguments; None if it is not there."""
+    """Return the part after `name:` in the arguments; None if it is missing."""
     for argument in sys.argv[1:]:
         found, _, value = argument.partition(":")
         if found == name:
@@ -104,12 +104,12 @@ def option(name: str) -> str | None:
 
 
 class Worker:
-    """What this process does."""
+    """The actions of this process."""
 
     def __init__(self) -> None:
         self.round = int(os.environ["RDZV_ROUND"])
         self.step = 0
-        """As of a training in lock-step: all workers of a round seal the same steps."""
+        """As in a training in lock-step: all workers of a round seal the same steps."""
         self.parked = False
         self.suspected = False
         self.store: socket.socket | None = None

@@ -24,7 +24,7 @@ for it, and with this environment."""
 
 @contextlib.contextmanager
 def ready_torchrun(folder: Path, environ: Mapping[str, str]) -> Iterator[Start]:
-    """Have a process ready to be forked, with the environment that matters at its start."""
+    """Keep a process ready to be forked, with the environment that matters at its start."""
     # Without it numpy has as many threads as there are CPUs once it is imported.
     own = {**environ, "OPENBLAS_NUM_THREADS": "1"}
     with forked_programs(folder, own, ["torch.distributed.run"], interpreter()) as fork:
@@ -43,7 +43,7 @@ def ready_torchrun(folder: Path, environ: Mapping[str, str]) -> Iterator[Start]:
 
 
 def interpreter() -> str:
-    """Return the Python that torchrun is executed with, by the name that it gives to workers."""
+    """Return the Python that torchrun is executed with, by the name that it passes to workers."""
     first_line = TORCHRUN.read_text().partition("\n")[0]
     named = first_line.removeprefix("#!")
     return named if Path(named).name.startswith("python") else sys.executable

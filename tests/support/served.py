@@ -1,7 +1,7 @@
-"""A driver with nodes that are told what to say, served by HTTP from a thread of its own.
+"""A driver with scripted nodes, served by HTTP from its own thread.
 
-For tests that wait, as a browser and schemathesis make them: the server goes on meanwhile. Nodes
-have streams and no processes, and all that are connected are heard.
+For tests that block, as with a browser or schemathesis: the server continues meanwhile. Nodes have
+streams and no processes, and all connected ones are heard.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ DEADLINE_S = 100.0
 
 
 class Served:
-    """The server, and what its nodes are made to say. Its methods wait until it is done."""
+    """The server, and its scripted nodes. Its methods wait until the action is done."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, facade: Any = None, grafana: str | None = None
     ) -> None:
         self.url = ""
         self.logs: dict[str, bytes] = {}
-        """By node: what its workers have written."""
+        """By node: its workers' output."""
         self.lines: dict[int, int] = {}
         """By RANK: the line of train.py at which a worker is, if not 41."""
         self._looked_at = asyncio.Event()
@@ -75,17 +75,17 @@ class Served:
     # ---------------------------------------------------------------- from any thread
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do something in the server's thread, and wait for it."""
+        """Run a function in the server's thread, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
 
     def join(
         self, rdzv_id: str, *node_ids: str, nodes: tuple[int, int] | None = None, **more: Any
     ) -> None:
-        """Have nodes join a job; they connect if they have not yet."""
+        """Let nodes join a job; they connect if they have not yet."""
         self.do(self._join(rdzv_id, node_ids, nodes or (len(node_ids), len(node_ids)), more))
 
     def join_each(self, jobs: dict[str, str]) -> None:
-        """Have one node join each of these jobs, alone."""
+        """Let one node join each of these jobs, alone."""
 
         async def all_join() -> None:
             for rdzv_id, node_id in jobs.items():
@@ -94,7 +94,7 @@ class Served:
         self.do(all_join())
 
     def fail(self, rdzv_id: str, node_id: str, message: str, traceback: str = "") -> None:
-        """Have the first worker of a node fail; then everyone stops, and joins again."""
+        """Let the first worker of a node fail; then all stop, and join again."""
         self.do(self._fail(rdzv_id, node_id, message, traceback))
 
     def lose(self, node_id: str) -> None:
@@ -106,31 +106,31 @@ class Served:
         self.do(self._succeed(rdzv_id))
 
     def progress(self, rdzv_id: str, node_id: str, *steps: tuple[int, int, float]) -> None:
-        """Let workers say how far they are: RANK, step, rate."""
+        """Let workers report their progress: RANK, step, rate."""
         self.do(self._progress(rdzv_id, node_id, steps))
 
     def gpu(self, rdzv_id: str, node_id: str, rank: int, gpu: GpuState) -> None:
-        """Let a node say what NVML shows of the GPU of a worker."""
+        """Let a node report the state of a worker's GPU, as from NVML."""
         self.do(self._gpu(rdzv_id, node_id, rank, gpu))
 
     def started(self, rdzv_id: str, node_id: str, *how: str, why: str = "") -> None:
-        """Have a node say how its workers came into the round: `kept`, `warm` or `cold`."""
+        """Let a node report how its workers were started: `kept`, `warm` or `cold`."""
         self.do(self._started(rdzv_id, node_id, how, why))
 
     def hang(self, rdzv_id: str, node_id: str, *ranks: int) -> None:
-        """Have workers of a node hang; what all workers do is not told before `let_look`."""
+        """Let workers of a node hang; stacks are not sent before `let_look`."""
         self.do(self._hang(rdzv_id, node_id, ranks))
 
     def let_look(self) -> None:
-        """Have nodes that are asked for stacks answer, now and later."""
+        """Let nodes answer requests for stacks, now and later."""
         self._loop.call_soon_threadsafe(self._looked_at.set)
 
     def stop_http(self) -> None:
-        """End what is served, as if the server had died; `start_http` brings it back."""
+        """Stop the HTTP server, as if it had died; `start_http` brings it back."""
         self.do(self._turn_http(on=False))
 
     def expose(self, why: str) -> None:
-        """Have the server say that everyone may do everything."""
+        """Let the server report that everyone may do everything."""
 
         async def expose() -> None:
             self._replica.serve_as("10.0.0.5:29400", lambda leads: None, why)
@@ -190,7 +190,7 @@ class Served:
         return stream
 
     async def _read(self, stream: Stream) -> None:
-        """Take in what a node is told, and answer when it is asked for logs."""
+        """Receive a node's message, and answer if it asks for logs."""
         while several := await stream.outbox.take():
             for told in several:
                 await self._take_in(stream, told)
@@ -266,7 +266,7 @@ class Served:
         await self.driver.commands.hear(stream, rdzv_id, fail)
 
     def rejoin(self, rdzv_id: str, kept_on: Collection[str] = ()) -> None:
-        """Have everyone who was to stop have stopped, or parked on these nodes, and join again."""
+        """Let every stopping node stop, or park on these nodes, and join again."""
         self.do(self._rejoin(rdzv_id, kept_on))
 
     async def _rejoin(self, rdzv_id: str, kept_on: Collection[str]) -> None:
@@ -316,7 +316,7 @@ class Served:
 
 @contextmanager
 def served(facade: Any = None, grafana: str | None = None, **timings: int) -> Iterator[Served]:
-    """Serve until the body ends."""
+    """Run until the body ends."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -1,4 +1,4 @@
-"""The sources as tests of their structure read them: each file is parsed once in a process."""
+"""The source files for tests of their structure: each is parsed once in a process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parsed(path: Path) -> ast.Module:
 
 @functools.cache
 def parsed_text(text: str) -> ast.Module:
-    """Parse a text while the collector, which would visit all nodes again and again, rests."""
+    """Parse a text with the collector paused, which would visit all nodes again and again."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -41,7 +41,7 @@ def parsed_text(text: str) -> ast.Module:
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all that is below a node, except for expressions: most of a tree is those."""
+    """Yield all nodes below a node, except for expressions: these are most of a tree."""
     left = [node]
     while left:
         for child in ast.iter_child_nodes(left.pop()):

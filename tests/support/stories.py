@@ -1,4 +1,4 @@
-"""Jobs with a past, as a client sees them: the decisions of a real server, in simulated time."""
+"""Jobs with a history, as a client sees them: the decisions of a real server, in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that meets the others by the init_method that it is given, and no variable of it."""
+"""A worker that meets the others by the given init_method, without using any variable."""
 
 import os
 import sys

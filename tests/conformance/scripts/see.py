@@ -1,11 +1,11 @@
-"""A worker that writes down what it sees, then does what its arguments say, in their order.
+"""A worker that writes down what it sees, then executes its arguments in order.
 
 `say=TEXT` writes TEXT to stdout and, with a `!`, to stderr; `read` reads stdin; `error=TEXT` writes
 the error file; `exit=N`; `kill=N` sends itself a signal; `fail-before=N` exits with 3 in attempts
 before N, `fail-as=R:N` rank R with N; `wait` waits to be ended; `await=R` waits until rank R of
-this attempt has been seen, and `await-end=R` until it has ended. After `rank=R` only rank R goes
-on. `handle` and `deaf`, anywhere, note the signals that come and end with 0, or ignore them. All
-else is left alone.
+this attempt has been seen, and `await-end=R` until it has ended. After `rank=R` only rank R
+continues. `handle` and `deaf`, anywhere, note the signals that come and end with 0, or ignore them.
+Other arguments are ignored.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 
 SEEN = Path(os.environ["CONFORMANCE_SEEN"])
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-DEADLINE_S = 240  # Longer than launchers.py waits, which says what hangs.
+DEADLINE_S = 240  # Longer than launchers.py waits, which reports hangs.
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def look() -> dict:
 
 
 def write(kind: str, what: object) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically."""
     path = SEEN / f"{attempt()}-{os.environ.get('RANK')}-{os.getpid()}.{kind}"
     path.with_suffix(".tmp").write_text(json.dumps(what))
     path.with_suffix(".tmp").rename(path)

@@ -1,4 +1,4 @@
-"""A worker of torch's own: it forms a process group by env://, then rank 1 fails under @record."""
+"""A worker with plain torch: it forms a group by env://, then rank 1 fails under @record."""
 
 import os
 import signal
@@ -25,6 +25,6 @@ def main() -> None:
 
 
 if os.environ["RANK"] == "0":
-    # What rank 1's failure does to a connection is not what is looked at.
+    # The effect of rank 1's failure on a connection is not under test.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 main()

@@ -1,9 +1,8 @@
 """A worker's diary: its start, its progress ten times a second, and its end.
 
-One that stays begins each round with such a start, and parks between two: then it writes nothing.
-
-Each worker has a file of its own below `RDZV_FAULTS_HISTORY`; times are CLOCK_MONOTONIC, which all
-processes of a machine share, in whichever network namespace they are.
+A worker that stays begins each round with such a start, and parks between two: then it writes
+nothing. Each worker has its own file below `RDZV_FAULTS_HISTORY`; times are CLOCK_MONOTONIC, which
+all processes of a machine share, whatever their network namespace.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Diary:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def begin_round(self) -> None:
-        """Tell that the worker takes part in the round of its environment, unless it has."""
+        """Record that the worker takes part in its environment's round, unless recorded."""
         if not self._parked:
             return
         self.step = -1
@@ -52,7 +51,7 @@ class Diary:
         )
 
     def park(self) -> None:
-        """Tell that the worker takes part in its round no more, and waits for the next."""
+        """Record that the worker no longer takes part in its round, and waits for the next."""
         with self._lock:
             self._put("Parked")
             self._parked = True

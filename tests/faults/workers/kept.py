@@ -1,7 +1,7 @@
-"""A worker that stays: small steps over gloo under `@elastic`, in one process round after round.
+"""A worker that stays: small steps over gloo under `@elastic`, in one process for all rounds.
 
-Each step all ranks average a gradient, and make sure that they have the same parameters: a rank
-that went on with a mixture of two states would be seen at once.
+In each step all ranks average a gradient, and check that they have the same parameters: a rank that
+continued with a mixture of two states would be detected at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train(state: State, round: Round, diary: Diary) -> None:
 
 
 def one_step(state: State, round: Round) -> None:
-    """Step by the average of all ranks' gradients, from parameters that all have alike."""
+    """Step by the average of all ranks' gradients; the parameters are the same on all."""
     (weight,) = state.model.parameters()
     mine = weight.detach().sum()
     both = torch.stack([mine, -mine])

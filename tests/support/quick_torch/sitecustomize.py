@@ -1,8 +1,9 @@
 """Found by each Python that a test starts: it makes an import of torch a third cheaper.
 
-Nothing that torch makes while it is imported is garbage; without this, the collector looks through
-all of it again and again, and twice more when the process ends. There are hundreds of such imports.
-Where RDZV_TEST_NO_COMPILER names a file, that is run first: it takes the compiler from torch.
+Nothing that torch creates during its import is garbage; without this, the collector searches all of
+it repeatedly, and twice more when the process ends. There are hundreds of such imports.
+
+If RDZV_TEST_NO_COMPILER names a file, that is run first: it takes the compiler from torch.
 """
 
 from __future__ import annotations

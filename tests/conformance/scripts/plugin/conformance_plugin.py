@@ -1,4 +1,4 @@
-"""What a user may add to torchrun by entry points: logs specs, and a handler of events."""
+"""A user's additions to torchrun by entry points: logs specs, and a handler of events."""
 
 import logging
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 
 class Handler(logging.StreamHandler):
-    """Shows events as the console does, under a name of its own."""
+    """Shows events as the console does, under its own name."""
 
     def emit(self, record: logging.LogRecord) -> None:
         record.msg = f"mine {record.msg}"
@@ -43,5 +43,5 @@ class FlatLogs(LogsSpecs):
 
 
 def handler_of_rendezvous() -> object:
-    """Stand for a back-end; naming it is what has this module imported by every torchrun."""
+    """Stand for a back-end; because it is named, every torchrun imports this module."""
     return lambda params: None
