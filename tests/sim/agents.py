@@ -506,6 +506,8 @@ class Part:
                 self.agent.say(encoding.snapshots_held(command, self.rdzv_id))
             case commands.AnnounceWatermark():
                 self.runner.slots.watermark = command.mark
+            case commands.FetchCopies():
+                self.runner.slots.fetch(command.mark, command.sources)
             case commands.Exit():
                 self.outcome = command.outcome
                 self.agent.ended(self)

@@ -560,8 +560,7 @@ class Judge:
         """Yield the real content of a node's slots; if its name is used twice, those of both."""
         for agent in self.world.agents:
             if agent.name == node_id and rdzv_id in agent.parts:
-                for slots in agent.parts[rdzv_id].runner.slots.held.values():
-                    yield from (one for one in slots if one is not None)
+                yield from agent.parts[rdzv_id].runner.slots.all()
 
     def _check_parts(
         self, workers: Workers, last: Round, round_: Round, known: Mapping[int, Parked]

@@ -27,6 +27,8 @@ KEEPING_TESTS = (
 SNAPSHOT_TESTS = (
     "tests/unit/core/test_snapshots.py "
     "tests/scenarios "
+    "tests/unit/core/test_snapshot_copies.py "
+    "tests/unit/server/test_snapshot_copying.py "
     "tests/unit/server/test_snapshots_of_jobs.py "
     "tests/unit/agent/test_agent_snapshots.py"
 )
@@ -634,9 +636,23 @@ MUTANTS = (
     ),
     Mutant(
         "snapshots: the watermark goes back",
-        "_raise_watermark",
-        "known is None or mark > known",
-        "mark != known",
+        "_hear_of_snapshots",
+        "state.watermark is None or event.mark > state.watermark",
+        "event.mark != state.watermark",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
+        "copies: kept in the same topology",
+        "snapshot_copies.keepers",
+        "order[(n + len(largest)) % len(order)]",
+        "order[(n + 1) % len(order)]",
+        by=SNAPSHOT_TESTS,
+    ),
+    Mutant(
+        "copies: what is not what its saver has said counts as kept",
+        "snapshot_copies.are_kept",
+        "all((one.mark, one.shard, one.digest) in there for one in wanted)",
+        "all(any((one.mark, one.shard) == there[:2] for there in there) for one in wanted)",
         by=SNAPSHOT_TESTS,
     ),
     Mutant(

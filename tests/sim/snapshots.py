@@ -6,12 +6,14 @@ parts fit together.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Assignment
 from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import replace, struct
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ class Saved:
     shard: int
     workers: Workers
     """The round that has really sealed the step."""
+    copy: Snapshot | None = None
+    """What was asked for, if it is a copy of another node's."""
 
 
 class Slots:
@@ -38,6 +42,9 @@ class Slots:
         self.held: dict[int, list[Saved | None]] = {}
         """By LOCAL_RANK."""
         self.watermark: SnapshotMark | None = None
+        self.copies: tuple[Saved, ...] = ()
+        """What is kept of other nodes' snapshots."""
+        self.missing: MissingCopies | None = None
         self._round: Assignment | None = None
         self._lineage = 0
 
@@ -63,6 +70,45 @@ class Slots:
                 in_ms = number * every_ms + world.random.choice((0, 1, every_ms // 2))
                 save = partial(self._save, workers, local_rank, base + number)
                 world.agenda.after(in_ms, save)
+
+    def fetch(self, mark: SnapshotMark, sources: tuple[CopySource, ...]) -> None:
+        """Begin to fetch copies; that takes a while, and may fail."""
+        world = self._runner.world
+        in_ms = world.random.choice((0, 5, 300, 3_000))
+        world.agenda.after(in_ms, partial(self._fetched, mark, sources))
+
+    def _fetched(self, mark: SnapshotMark, sources: tuple[CopySource, ...]) -> None:
+        world = self._runner.world
+        found = [
+            replace(there, copy=one)
+            for source in sources
+            for one in source.snapshots
+            for there in self._held_by(source.node_id)
+            if (there.mark, there.shard) == (one.mark, one.shard)
+        ]
+        wanted = sum(len(source.snapshots) for source in sources)
+        if len(found) < wanted or world.happens("copies fail"):
+            world.count("copies failed")
+            self.missing = MissingCopies(mark, "it is not there any more")
+        else:
+            world.count("copies kept")
+            self.copies, self.missing = tuple(found), None
+        self._tell()
+
+    def _held_by(self, node_id: str) -> Iterator[Saved]:
+        for agent in self._runner.world.agents:
+            if agent.name == node_id and self._runner.part.rdzv_id in agent.parts:
+                yield from agent.parts[self._runner.part.rdzv_id].runner.slots.own()
+
+    def own(self) -> Iterator[Saved]:
+        """Yield what workers of this node have saved."""
+        for slots in self.held.values():
+            yield from (one for one in slots if one is not None)
+
+    def all(self) -> Iterator[Saved]:
+        """Yield all that is held, copies as well."""
+        yield from self.own()
+        yield from self.copies
 
     def _shards(self) -> int:
         line, replicas = self._round, self._runner.world.swarm.replicas
@@ -122,8 +168,10 @@ class Slots:
             for one in slots
             if one is not None
         )
+        held += tuple(one.copy for one in self.copies if one.copy is not None)
         if held and world.happens("wrong snapshots"):
             world.judge.honest_of_snapshots = False
             one, step = held[-1], world.random.choice((0, 1, 7, 1 << 53))
             held = (*held[:-1], replace(one, mark=replace(one.mark, step=step)))
-        self._runner.tell(events.SnapshotsHeld(held))
+        carrier = CopyCarrier(40_000, "secret") if world.swarm.snapshot_copies else None
+        self._runner.tell(events.SnapshotsHeld(held, carrier, self.missing))

@@ -107,7 +107,10 @@ SHARDED_SHARE = 0.5
 SNAPSHOT_SHARE = 0.4
 """The share of histories in which workers save snapshots in memory."""
 
-SNAPSHOT_CHANCES = ("slot is damaged", "wrong snapshots")
+COPIES_SHARE = 0.5
+"""In how many of these nodes keep copies of each other's."""
+
+SNAPSHOT_CHANCES = ("slot is damaged", "wrong snapshots", "copies fail")
 """Events that happen there whenever possible."""
 
 
@@ -156,6 +159,8 @@ class Swarm:
     """How many workers have each part of a sharded state; 0: each has all of a state."""
     snapshot_every_ms: int = 0
     """How long workers take from one snapshot to the next; 0: they save none."""
+    snapshot_copies: bool = False
+    """Whether nodes keep copies of what others hold."""
     holds_last: bool = True
     """Whether workers also hold the last but one step, if their state is sharded."""
 
@@ -325,10 +330,15 @@ def _with_snapshots(swarm: Swarm, random: Random) -> Swarm:
         "slot is damaged": random.choice((0.0, 0.0, 0.1)),
         "wrong snapshots": random.choice((0.0, 0.0, 0.0, 0.1)),
     }
-    return replace(
+    swarm = replace(
         swarm,
         snapshot_every_ms=random.choice((100, 2_000, 20_000)),
         replicas=swarm.replicas if swarm.keep_timeout_ms else random.choice((0, 1, 2)),
+    )
+    chances["copies fail"] = random.choice((0.0, 0.1))
+    return replace(
+        swarm,
+        snapshot_copies=random.random() < COPIES_SHARE,
         chances={**swarm.chances, **chances},
     )
 

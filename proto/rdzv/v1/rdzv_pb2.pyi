@@ -1009,12 +1009,15 @@ class Snapshot(google.protobuf.message.Message):
     SHARD_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    COPY_OF_FIELD_NUMBER: builtins.int
     local_rank: builtins.int
     shard: builtins.int
     """Which part of the state it is, from 0."""
     bytes: builtins.int
     digest: builtins.str
     """Digest of its content."""
+    copy_of: builtins.int
+    """It is a copy of a snapshot of another node: the RANK whose it is. Unset: its own worker saved it."""
     @property
     def mark(self) -> global___SnapshotMark: ...
     def __init__(
@@ -1025,9 +1028,11 @@ class Snapshot(google.protobuf.message.Message):
         shard: builtins.int = ...,
         bytes: builtins.int = ...,
         digest: builtins.str = ...,
+        copy_of: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["mark", b"mark"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "digest", b"digest", "local_rank", b"local_rank", "mark", b"mark", "shard", b"shard"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_copy_of", b"_copy_of", "copy_of", b"copy_of", "mark", b"mark"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_copy_of", b"_copy_of", "bytes", b"bytes", "copy_of", b"copy_of", "digest", b"digest", "local_rank", b"local_rank", "mark", b"mark", "shard", b"shard"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_copy_of", b"_copy_of"]) -> typing.Literal["copy_of"] | None: ...
 
 global___Snapshot = Snapshot
 
@@ -1076,20 +1081,76 @@ class SnapshotsHeld(google.protobuf.message.Message):
     RDZV_ID_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     SNAPSHOTS_FIELD_NUMBER: builtins.int
+    CARRIER_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     @property
     def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Snapshot]: ...
+    @property
+    def carrier(self) -> global___CopyCarrier:
+        """Where other nodes of the job fetch copies of them; unset: nowhere."""
+
+    @property
+    def missing(self) -> global___MissingCopies:
+        """Copies that the node was to keep and does not get; unset: it has all that it was last asked for,
+        or still fetches it.
+        """
+
     def __init__(
         self,
         *,
         rdzv_id: builtins.str = ...,
         run: builtins.str = ...,
         snapshots: collections.abc.Iterable[global___Snapshot] | None = ...,
+        carrier: global___CopyCarrier | None = ...,
+        missing: global___MissingCopies | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["rdzv_id", b"rdzv_id", "run", b"run", "snapshots", b"snapshots"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["carrier", b"carrier", "missing", b"missing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["carrier", b"carrier", "missing", b"missing", "rdzv_id", b"rdzv_id", "run", b"run", "snapshots", b"snapshots"]) -> None: ...
 
 global___SnapshotsHeld = SnapshotsHeld
+
+@typing.final
+class CopyCarrier(google.protobuf.message.Message):
+    """The process of a node that sends copies of its snapshots to the job's other nodes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PORT_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    port: builtins.int
+    token: builtins.str
+    """Proves to it, and to whoever fetches, that the other belongs to the job's present round."""
+    def __init__(
+        self,
+        *,
+        port: builtins.int = ...,
+        token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["port", b"port", "token", b"token"]) -> None: ...
+
+global___CopyCarrier = CopyCarrier
+
+@typing.final
+class MissingCopies(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MARK_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    @property
+    def mark(self) -> global___SnapshotMark: ...
+    def __init__(
+        self,
+        *,
+        mark: global___SnapshotMark | None = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["mark", b"mark"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["mark", b"mark", "reason", b"reason"]) -> None: ...
+
+global___MissingCopies = MissingCopies
 
 @typing.final
 class Settings(google.protobuf.message.Message):
@@ -2083,6 +2144,7 @@ class ServerMessage(google.protobuf.message.Message):
     TAKE_STACKS_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     SNAPSHOT_WATERMARK_FIELD_NUMBER: builtins.int
+    KEEP_COPIES_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
     UNDRAIN_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
@@ -2121,6 +2183,8 @@ class ServerMessage(google.protobuf.message.Message):
     @property
     def snapshot_watermark(self) -> global___SnapshotWatermark: ...
     @property
+    def keep_copies(self) -> global___KeepCopies: ...
+    @property
     def drain(self) -> global___Drain: ...
     @property
     def undrain(self) -> global___Undrain: ...
@@ -2150,13 +2214,14 @@ class ServerMessage(google.protobuf.message.Message):
         take_stacks: global___TakeStacks | None = ...,
         lease: global___Lease | None = ...,
         snapshot_watermark: global___SnapshotWatermark | None = ...,
+        keep_copies: global___KeepCopies | None = ...,
         drain: global___Drain | None = ...,
         undrain: global___Undrain | None = ...,
         more: collections.abc.Iterable[global___ServerMessage] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "leadership", b"leadership", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "more", b"more", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "log_credit", "placed", "withdrawn", "look_again", "take_stacks", "lease", "snapshot_watermark", "drain", "undrain"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "leadership", b"leadership", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "more", b"more", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "log_credit", "placed", "withdrawn", "look_again", "take_stacks", "lease", "snapshot_watermark", "keep_copies", "drain", "undrain"] | None: ...
 
 global___ServerMessage = ServerMessage
 
@@ -2258,6 +2323,69 @@ class SnapshotWatermark(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["mark", b"mark", "rdzv_id", b"rdzv_id", "run", b"run", "whole_ms", b"whole_ms"]) -> None: ...
 
 global___SnapshotWatermark = SnapshotWatermark
+
+@typing.final
+class KeepCopies(google.protobuf.message.Message):
+    """Asks the node to keep copies of what other nodes hold; it answers with `SnapshotsHeld`. Older copies
+    that are whole stay until it has all of these.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RDZV_ID_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    rdzv_id: builtins.str
+    run: builtins.str
+    @property
+    def mark(self) -> global___SnapshotMark: ...
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CopySource]: ...
+    def __init__(
+        self,
+        *,
+        rdzv_id: builtins.str = ...,
+        run: builtins.str = ...,
+        mark: global___SnapshotMark | None = ...,
+        sources: collections.abc.Iterable[global___CopySource] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["mark", b"mark"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["mark", b"mark", "rdzv_id", b"rdzv_id", "run", b"run", "sources", b"sources"]) -> None: ...
+
+global___KeepCopies = KeepCopies
+
+@typing.final
+class CopySource(google.protobuf.message.Message):
+    """A node and what is to be fetched from it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    PORT_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    SNAPSHOTS_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    address: builtins.str
+    port: builtins.int
+    token: builtins.str
+    @property
+    def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Snapshot]:
+        """As that node has reported them, but with the `local_rank` here that reads the copy, and `copy_of`."""
+
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        address: builtins.str = ...,
+        port: builtins.int = ...,
+        token: builtins.str = ...,
+        snapshots: collections.abc.Iterable[global___Snapshot] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "node_id", b"node_id", "port", b"port", "snapshots", b"snapshots", "token", b"token"]) -> None: ...
+
+global___CopySource = CopySource
 
 @typing.final
 class ReadLog(google.protobuf.message.Message):

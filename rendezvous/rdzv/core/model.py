@@ -216,6 +216,8 @@ class Snapshot:
     shard: int = 0
     bytes: int = 0
     digest: str = ""
+    copy_of: int | None = None
+    """The RANK on another node whose snapshot it is a copy of; `local_rank` is to read it."""
 
 
 @struct(frozen=True)

@@ -176,6 +176,8 @@ class HeldByNodes:
     def __init__(self, round_: Round, last: HeldByNodes | None = None) -> None:
         """Begin with the mark of the round's record, and what its nodes reported in the `last`."""
         self.whole = round_.snapshot
+        self.whole_in_round: SnapshotMark | None = None
+        """The same, if it became whole in the round."""
         self._lineages = sealed_in(round_)
         self._world_size = round_.world_size
         self._held: dict[str, tuple[Snapshot, ...]] = {}
@@ -202,7 +204,7 @@ class HeldByNodes:
         known = self.whole
         for mark, _ in _parts(snapshots):
             if self._is_whole(mark) and (self.whole is None or mark > self.whole):
-                self.whole = mark
+                self.whole = self.whole_in_round = mark
         return self.whole != known
 
     def held_by(self, node_id: str) -> tuple[Snapshot, ...]:

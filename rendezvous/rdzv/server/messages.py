@@ -20,6 +20,7 @@ from rdzv.core.model import (
     Snapshot,
     SnapshotMark,
 )
+from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.core.spent import Tally
 from rdzv.structs import struct
 
@@ -143,6 +144,9 @@ class SnapshotsHeld:
     rdzv_id: str
     run: str
     snapshots: tuple[Snapshot, ...]
+    carrier: CopyCarrier | None = None
+    """None: no other node can fetch copies of them."""
+    missing: MissingCopies | None = None
 
 
 @struct(frozen=True)
@@ -295,6 +299,16 @@ class SnapshotWatermark:
 
 
 @struct(frozen=True)
+class KeepCopies:
+    """Copies that a node is to keep of what other nodes hold of a state."""
+
+    rdzv_id: str
+    run: str
+    mark: SnapshotMark
+    sources: tuple[CopySource, ...]
+
+
+@struct(frozen=True)
 class RoundOver:
     """The round is over: the node stops its workers, or has them park."""
 
@@ -424,6 +438,7 @@ Announcement = (
     | Joined
     | Assignment
     | SnapshotWatermark
+    | KeepCopies
     | RoundOver
     | Closed
     | Refused

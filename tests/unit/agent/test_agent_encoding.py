@@ -29,6 +29,7 @@ from rdzv.core.model import (
     SnapshotMark,
 )
 from rdzv.core.root_cause import MAX_FAILURES
+from rdzv.core.snapshot_copies import CopySource
 from rdzv.core.spent import Spent, Tally
 from rdzv.server.settings.config import Limits
 from rdzv.server.wire import inbound_nodes
@@ -377,6 +378,21 @@ TOLD = {
             )
         ),
         events.SnapshotWatermark("r1", SnapshotMark(3, 40, "3.a", 2, 4), 7_000),
+    ),
+    "keep_copies": (
+        pb.ServerMessage(
+            keep_copies=pb.KeepCopies(
+                rdzv_id="job-7",
+                run="r1",
+                mark=pb.SnapshotMark(lineage=3, step=40, series="3.a", shards=2, world_size=4),
+                sources=[pb.CopySource(node_id="n2", address="h2", port=7_000, token="secret")],
+            )
+        ),
+        events.CopiesWanted(
+            "r1",
+            SnapshotMark(3, 40, "3.a", 2, 4),
+            (CopySource("n2", "h2", 7_000, "secret", ()),),
+        ),
     ),
     "round_ended": (
         pb.ServerMessage(

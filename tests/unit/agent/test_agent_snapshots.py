@@ -8,10 +8,17 @@ from __future__ import annotations
 import pytest
 
 from rdzv.agent.core import events
-from rdzv.agent.core.commands import AnnounceWatermark, SayJoin, SaySnapshots, StartWorkers
+from rdzv.agent.core.commands import (
+    AnnounceWatermark,
+    FetchCopies,
+    SayJoin,
+    SaySnapshots,
+    StartWorkers,
+)
 from rdzv.agent.server_link import encoding
 from rdzv.core import commands as asked
 from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.unit.agent import test_agent_encoding
 from tests.unit.agent.test_agent_encoding import NOW_MS, OFFER, heard
@@ -52,6 +59,32 @@ def test_each_change_is_reported_and_all_of_it_after_a_reconnect() -> None:
     assert node.hear(events.SnapshotsHeld(held(40))) == []
     assert node.hear(events.SnapshotsHeld(held(40, 50))) == [SaySnapshots("r1", held(40, 50))]
     assert SaySnapshots("r1", held(40, 50)) in node.hear(LOST, CONNECTED)
+
+
+def test_where_copies_are_fetched_and_which_are_missing_is_reported_with_it() -> None:
+    node, carrier = running(), CopyCarrier(40_000, "secret")
+    assert node.hear(events.SnapshotsHeld((), carrier)) == [SaySnapshots("r1", (), carrier)]
+    assert SaySnapshots("r1", (), carrier) in node.hear(LOST, CONNECTED)
+    missing = MissingCopies(mark(40), "n2: it does not know the token")
+    assert node.hear(events.SnapshotsHeld(held(40), carrier, missing)) == [
+        SaySnapshots("r1", held(40), carrier, missing)
+    ]
+    # A node that waits joins again for what it holds alone.
+    node.hear(over(), events.WorkersGone(0))
+    assert node.hear(events.SnapshotsHeld(held(40), None, missing)) == []
+    node.hear(events.RoundCompleted(line(round=1)), RUNNER_LOST)
+    assert node.state.carrier is None and node.state.missing_copies is None
+
+
+def test_copies_are_fetched_while_workers_run() -> None:
+    sources = (CopySource("n2", "10.0.0.2", 40_000, "secret", held(40)),)
+    node = running()
+    assert node.hear(events.CopiesWanted("r1", mark(40), sources)) == [
+        FetchCopies(mark(40), sources)
+    ]
+    assert node.hear(events.CopiesWanted("r0", mark(40), sources)) == []
+    node.hear(over())
+    assert node.hear(events.CopiesWanted("r1", mark(40), sources)) == []
 
 
 def test_a_node_that_waits_says_it_with_its_join() -> None:

@@ -473,7 +473,7 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_held(snapshot(local_rank=4096)), "snapshot: local_rank 4096 is out of bounds"),
         (read_held(snapshot(bytes=2**63)), "snapshot: bytes 9223372036854775808 is out of"),
         (read_held(snapshot(digest="a\n")), "snapshot: digest 'a\\n' has characters"),
-        (read_held(*[snapshot()] * (4 * 4096 + 1)), "snapshots 16385 are too many; hold at most"),
+        (read_held(*[snapshot()] * (8 * 4096 + 1)), "snapshots 32769 are too many; hold at most"),
         (read_join(kept=[parked(8)]), "kept: local_rank 8 is out of bounds; give 0 to 7"),
         (read_join(kept=[parked(2**32 - 1)]), "kept: local_rank 4294967295 is out of bounds"),
         (read_join(kept=[parked(0), parked(3), parked(0)]), "kept 3 workers have 2 local_ranks"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rdzv.agent.core.model import Assignment, KeptWorker, Leaving, Outcome, WorkerFailure
 from rdzv.core.model import UNMOVED, Moved, Snapshot, SnapshotMark
+from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import struct
 
 
@@ -71,6 +72,16 @@ class SaySnapshots:
 
     run: str
     snapshots: tuple[Snapshot, ...]
+    carrier: CopyCarrier | None = None
+    missing: MissingCopies | None = None
+
+
+@struct(frozen=True)
+class FetchCopies:
+    """Fetch copies of what other nodes hold, and keep them."""
+
+    mark: SnapshotMark
+    sources: tuple[CopySource, ...]
 
 
 @struct(frozen=True)
@@ -161,6 +172,7 @@ Command = (
     | SayStuck
     | SayStoreHostFailed
     | SaySnapshots
+    | FetchCopies
     | AnnounceWatermark
     | StartWorkers
     | StopWorkers

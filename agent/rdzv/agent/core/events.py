@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rdzv.agent.core.model import Assignment, KeptWorker, NodeFailure
 from rdzv.core.model import UNMOVED, Cause, Moved, Result, Snapshot, SnapshotMark
+from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.structs import struct
 
 
@@ -151,6 +152,17 @@ class SnapshotsHeld:
     """What the runner holds of the run's state has changed: now it is all of this."""
 
     snapshots: tuple[Snapshot, ...]
+    carrier: CopyCarrier | None = None
+    missing: MissingCopies | None = None
+
+
+@struct(frozen=True)
+class CopiesWanted:
+    """This node is to keep copies of what other nodes hold of the run's state."""
+
+    run: str
+    mark: SnapshotMark
+    sources: tuple[CopySource, ...]
 
 
 @struct(frozen=True)
@@ -258,6 +270,7 @@ Event = (
     | KeptGone
     | SnapshotsHeld
     | SnapshotWatermark
+    | CopiesWanted
     | WorkersStuck
     | Fenced
     | Unhealthy

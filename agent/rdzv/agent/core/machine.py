@@ -13,6 +13,7 @@ from rdzv.agent.core.commands import (
     Command,
     EndKept,
     Exit,
+    FetchCopies,
     NotifyWorkers,
     SayFailed,
     SayJoin,
@@ -27,6 +28,7 @@ from rdzv.agent.core.commands import (
     TakeBackNotice,
 )
 from rdzv.agent.core.events import (
+    CopiesWanted,
     Event,
     Fenced,
     Joined,
@@ -179,8 +181,8 @@ def _apply(work: _Step, event: Event) -> None:
             _note_kept_gone(work)
         case SnapshotsHeld():
             _note_snapshots(work, event)
-        case SnapshotWatermark():
-            _raise_watermark(work, event)
+        case SnapshotWatermark() | CopiesWanted():
+            _hear_of_snapshots(work, event)
         case StoreHostReady():
             if _is_current(work.state, event.round):
                 work.state = replace(work.state, store_host_due_ms=None)
@@ -210,9 +212,9 @@ def _note_server_found(work: _Step) -> None:
     work.state = replace(state, disconnected_since_ms=None)
     if state.assignment is None:
         return
-    if state.snapshots and state.phase is not Phase.JOINING:
+    if (state.snapshots or state.carrier) and state.phase is not Phase.JOINING:
         # The join of a node that waits has them already.
-        work.do(SaySnapshots(state.run, state.snapshots))
+        work.do(_snapshots_held(state))
     if state.stuck_pids and not _is_empty(state):
         work.do(SayStuck(state.run, state.assignment.round, state.stuck_pids))
     if state.store_host_failed and state.phase in (*_NEEDS_STORE, Phase.STOPPING):
@@ -518,6 +520,8 @@ def _lose_runner(work: _Step, event: RunnerLost) -> None:
         alive=frozenset(),
         kept=(),
         snapshots=(),
+        carrier=None,
+        missing_copies=None,
         ending_kept=False,
     )
     if work.state.leaving is None:
@@ -600,24 +604,36 @@ def _suspect_waiting(work: _Step) -> None:
 
 def _note_snapshots(work: _Step, event: SnapshotsHeld) -> None:
     """Report what is held, with the join where this node waits for a round."""
-    state = work.state
-    if event.snapshots == state.snapshots:
-        return
-    work.state = replace(state, snapshots=event.snapshots)
-    if _ends(state):
+    before = work.state
+    work.state = state = replace(
+        before, snapshots=event.snapshots, carrier=event.carrier, missing_copies=event.missing
+    )
+    if state == before or _ends(state):
         return
     if state.phase is not Phase.JOINING:
-        work.do(SaySnapshots(state.run, event.snapshots))
-    elif not state.ending_kept:
-        work.do(rejoin(work.state))
+        work.do(_snapshots_held(state))
+    elif state.snapshots != before.snapshots and not state.ending_kept:
+        work.do(rejoin(state))
 
 
-def _raise_watermark(work: _Step, event: SnapshotWatermark) -> None:
-    """Tell the workers of a newer mark; in a round it never goes back, whichever server says so."""
-    known, mark = work.state.watermark, event.mark
-    if event.run == work.state.run and (known is None or mark > known):
-        work.state = replace(work.state, watermark=mark)
-        work.do(AnnounceWatermark(mark, event.whole_ms))
+def _snapshots_held(state: AgentState) -> SaySnapshots:
+    return SaySnapshots(state.run, state.snapshots, state.carrier, state.missing_copies)
+
+
+def _hear_of_snapshots(work: _Step, event: SnapshotWatermark | CopiesWanted) -> None:
+    """Tell the workers of a newer mark, or fetch copies.
+
+    In a round the mark never goes back, whichever server says so.
+    """
+    state = work.state
+    if event.run != state.run:
+        return
+    if isinstance(event, CopiesWanted):
+        if state.phase is Phase.RUNNING:
+            work.do(FetchCopies(event.mark, event.sources))
+    elif state.watermark is None or event.mark > state.watermark:
+        work.state = replace(state, watermark=event.mark)
+        work.do(AnnounceWatermark(event.mark, event.whole_ms))
 
 
 # ------------------------------------------------------------------ the end

@@ -14,6 +14,7 @@ from rdzv.core.model import (
     Snapshot,
     SnapshotMark,
 )
+from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
 from rdzv.core.spent import Tally
 from rdzv.structs import struct
 
@@ -227,6 +228,10 @@ class AgentState:
     """When they must have continued."""
     snapshots: tuple[Snapshot, ...] = ()
     """What the runner holds of the run's state."""
+    carrier: CopyCarrier | None = None
+    """Where other nodes fetch copies of it."""
+    missing_copies: MissingCopies | None = None
+    """Those that this node was last asked to keep, and does not get."""
     watermark: SnapshotMark | None = None
     """The newest snapshots that the server has announced to be whole, with the round or since."""
     ending_kept: bool = False

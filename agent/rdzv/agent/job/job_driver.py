@@ -438,6 +438,8 @@ class JobDriver:
                 runner, line = self._context.runner, self._decisions.state.assignment
                 runner.announce_watermark(command.mark)
                 self._disk.announced(runner, command.mark, command.whole_ms, line)
+            case commands.FetchCopies():
+                self._context.runner.fetch_copies(command.mark, command.sources)
             case commands.EndKept():
                 self._context.runner.end_kept(command.grace_ms, command.charged)
             case commands.NotifyWorkers():

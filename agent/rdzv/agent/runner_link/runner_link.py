@@ -40,7 +40,8 @@ from rdzv.agent.runner_link.runner_events import (
 )
 from rdzv.agent.runner_link.runner_log import RunnerLog
 from rdzv.core.model import SnapshotMark
-from rdzv.structs import struct
+from rdzv.core.snapshot_copies import CopySource
+from rdzv.structs import as_dict, struct
 
 log = logging.getLogger("rdzv.agent.runner")
 
@@ -348,6 +349,14 @@ class RunnerLink:
         how = _portable({"argv": list(argv), "env": env, "cwd": where, "identity": whose})
         fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
         self._send({"type": "write_snapshots", **how, **fields})
+
+    def fetch_copies(self, mark: SnapshotMark, sources: Sequence[CopySource]) -> None:
+        """Fetch copies of what other nodes hold of a state, and keep them.
+
+        To be called only while the runner has a carrier. Those of the mark before stay meanwhile.
+        """
+        fields = {"mark": as_dict(mark), "sources": [as_dict(source) for source in sources]}
+        self._send({"type": "fetch_copies", **fields})
 
     def stop_store_host(self, round: int) -> None:
         """Kill the round's store host, if there is one."""

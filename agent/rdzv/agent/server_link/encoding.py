@@ -331,6 +331,8 @@ def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
             return _closed(message.closed)
         case "snapshot_watermark":
             return from_message(events.SnapshotWatermark, message.snapshot_watermark)
+        case "keep_copies":
+            return from_message(events.CopiesWanted, message.keep_copies)
         case "refused":
             return events.Refused(message.refused.code, message.refused.message)
         case _:

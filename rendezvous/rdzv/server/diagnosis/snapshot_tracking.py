@@ -2,7 +2,8 @@
 
 In memory: nodes repeat what they hold after a reconnect, and with each join, by which the next
 round decides. Nodes are sent each newer mark that has become whole: they keep their snapshots of
-it, and may overwrite older ones.
+it, and may overwrite older ones. Where nodes carry copies, that waits until the copies are kept:
+until then neither the newer nor the older snapshots are overwritten (snapshot_copying.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from rdzv.core.model import SnapshotMark, State
 from rdzv.core.snapshots import HeldByNodes, NodeHolding, SnapshotsKnown
+from rdzv.server.diagnosis.snapshot_copying import Copying
 from rdzv.server.messages import Announcement, SnapshotsHeld, SnapshotWatermark
 
 
@@ -22,6 +24,7 @@ class _Job:
     run: str
     round: int
     held: HeldByNodes
+    copying: Copying
     whole_ms: int | None = None
     """When the newest mark became whole; None if that was before the round."""
 
@@ -41,7 +44,7 @@ class SnapshotTracking:
     ) -> bool:
         """Note what a participant of the live round holds; return whether it is the present one.
 
-        If a newer mark has become whole, all participants are sent it.
+        If a newer mark has become whole, and copies of it are kept, all participants are sent it.
         """
         membership, seat = state.membership, state.seats.get(node_id)
         if membership.live_round is None or said.run != membership.run:
@@ -51,15 +54,20 @@ class SnapshotTracking:
         job = self._job(state)
         if job.held.note(node_id, said.snapshots):
             job.whole_ms = now_ms
-            for participant in state.seats:
-                self._tell(participant, said.rdzv_id, job)
-        else:
-            self._tell(node_id, said.rdzv_id, job)
+        settled = job.copying.settled
+        job.copying.note(node_id, said, job.held)
+        for keeper, order in job.copying.unsent():
+            if self._send(keeper, order):
+                job.copying.note_sent(keeper)
+        for participant in state.seats if job.copying.settled != settled else (node_id,):
+            self._tell(participant, said.rdzv_id, job)
         return True
 
     def note_gone(self, node_id: str) -> None:
         """Forget what was sent on a node's stream, which has ended."""
         self._told.pop(node_id, None)
+        for job in self._jobs.values():
+            job.copying.note_gone(node_id)
 
     def tidy(self, state: State) -> None:
         """Forget a run that is over."""
@@ -94,15 +102,16 @@ class SnapshotTracking:
             before = job.held if job is not None and job.run == membership.run else None
             held = HeldByNodes(round_, before)
             whole_ms = None if held.whole == round_.snapshot else round_.at_ms
-            job = _Job(membership.run, round_.number, held, whole_ms)
+            copying = Copying(membership.rdzv_id, membership.run, round_)
+            job = _Job(membership.run, round_.number, held, copying, whole_ms)
             self._jobs[membership.rdzv_id] = job
         return job
 
     def _tell(self, node_id: str, rdzv_id: str, job: _Job) -> None:
-        """Send a node the newest mark that became whole in this round, unless it has it."""
-        mark = job.held.whole
+        """Send a node the newest mark that was settled in this round, unless it has it."""
+        mark = job.copying.settled
         told = self._told.setdefault(node_id, {})
-        if mark is None or job.whole_ms is None or told.get(rdzv_id) == mark:
+        if mark is None or told.get(rdzv_id) == mark:
             return
-        if self._send(node_id, SnapshotWatermark(rdzv_id, job.run, mark, job.whole_ms)):
+        if self._send(node_id, SnapshotWatermark(rdzv_id, job.run, mark, job.whole_ms or 0)):
             told[rdzv_id] = mark

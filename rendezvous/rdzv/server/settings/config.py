@@ -123,8 +123,9 @@ class Limits:
     """Steps that a parked worker has sealed: larger integers are not exact in JSON readers."""
     shards: int = 1 << 20
     """Parts of a sharded state."""
-    snapshots_per_worker: int = 4
-    """Snapshots that a node holds for each of its workers: two of its own, and two copies."""
+    snapshots_per_worker: int = 8
+    """Snapshots that a node holds for each of its workers: two of its own, and copies of three
+    others'."""
 
     # Bounds on what is kept for callers.
     commands_at_once: int = 2_048

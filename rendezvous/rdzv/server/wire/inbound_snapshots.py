@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
 from rdzv.errors import InvalidRequestError
 from rdzv.server.messages import SnapshotsHeld
 from rdzv.server.settings import bounds
@@ -18,6 +19,8 @@ def snapshots_held_of(message: pb.SnapshotsHeld, limits: Limits) -> SnapshotsHel
         rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
         run=bounds.uid("run", message.run, limits),
         snapshots=_snapshots(message.snapshots, limits.local_world_size, limits),
+        carrier=_carrier(message.carrier, limits) if message.HasField("carrier") else None,
+        missing=_missing(message.missing, limits) if message.HasField("missing") else None,
     )
 
 
@@ -62,7 +65,21 @@ def _snapshot(message: pb.Snapshot, limits: Limits) -> Snapshot:
         shard=bounds.within("snapshot: shard", message.shard, 0, mark.shards - 1),
         bytes=bounds.within("snapshot: bytes", message.bytes, 0, limits.steps),
         digest=_printable("snapshot: digest", message.digest, limits),
+        copy_of=bounds.within("snapshot: copy_of", message.copy_of, 0, limits.shards - 1)
+        if message.HasField("copy_of")
+        else None,
     )
+
+
+def _carrier(message: pb.CopyCarrier, limits: Limits) -> CopyCarrier:
+    return CopyCarrier(
+        port=bounds.within("carrier: port", message.port, 1, 65535),
+        token=_printable("carrier: token", message.token, limits),
+    )
+
+
+def _missing(message: pb.MissingCopies, limits: Limits) -> MissingCopies:
+    return MissingCopies(mark_of(message.mark, limits), bounds.sentence(message.reason, limits))
 
 
 def _printable(what: str, text: str, limits: Limits) -> str:

@@ -12,6 +12,7 @@ from rdzv.server.messages import (
     DrainNode,
     Heard,
     Joined,
+    KeepCopies,
     Lease,
     LogCredit,
     LogLines,
@@ -54,6 +55,7 @@ _BODIES: Mapping[type, str] = {
     LookAgain: "look_again",
     TakeStacks: "take_stacks",
     SnapshotWatermark: "snapshot_watermark",
+    KeepCopies: "keep_copies",
     UndrainNode: "undrain",
 }
 """The field of a `ServerMessage` for each announcement that has the same fields as its message."""

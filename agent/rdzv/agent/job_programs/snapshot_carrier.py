@@ -1,0 +1,520 @@
+"""The carrier: sends a job's snapshots on this node to other nodes, and fetches theirs from there.
+
+    python snapshot_carrier.py --fd N [--rate BYTES] [--tls-cert F --tls-key F --tls-ca F]
+
+Run by path with the job's interpreter and account, so it needs the standard library alone, and
+supports older Pythons than rdzv itself. N is a socket to the runner, with frames as in channel.py
+of the runner. From the runner:
+
+    token   {token}                       who proves to know it may fetch; replaces the one before
+    slots   {local_rank, bytes}           and two memfds: what this node's worker saves
+    fetch   {id, sources: [{node_id, address, port, token, snapshots: [...]}]}
+                                          and a memfd for each snapshot, in order; ends the fetch
+                                          before, if that goes on
+
+To the runner:
+
+    listening {port}
+    fetched   {id, number}                the memfd of this number has its copy
+    done      {id, reason}                nothing more of it follows; empty: all are there
+
+Between carriers, over TCP or TLS: both prove that they know the token of the node that sends, then
+the fetching side asks for one snapshot after the other. The bytes that the seal covers come first
+(snapshot_slot.py of the worker has the layout), with a digest that is keyed with what both have
+proven; the seal is sent only if the slot still has it after that, and written last. So a copy with
+a seal is what the other node held, and is what the server was told of: step, layout and digest are
+compared with what was asked for. Its content is verified once more by the worker that loads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import hmac
+import json
+import mmap
+import os
+import signal
+import socket
+import ssl
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any, Callable, Sequence  # noqa: UP035
+
+PR_SET_PDEATHSIG = 1
+
+HEADER_AT = 48
+CONTENT_AT = 64 << 10
+SEAL = struct.Struct(">8sII32s")
+MAGIC, FORMAT = b"rdzvsnap", 1
+
+GREETING = struct.Struct(">8s32s")
+PROTOCOL = b"rdzvcpy1"
+LENGTH = struct.Struct(">Q")
+PIECE_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 64 << 10
+MAX_CONNECTIONS = 32
+STALL_TIMEOUT_S = 15.0
+"""A peer that neither sends nor takes a byte for this time is given up."""
+LEAST_RATE = 10_000_000
+"""Bytes a second, below which a transfer is given up if no rate is set."""
+
+
+class CopyError(Exception):
+    """A snapshot cannot be copied; the message says why."""
+
+
+# ---------------------------------------------------------------- slots
+
+
+class Memory:
+    """A slot in memory, as bytes; closed when nothing refers to it any more."""
+
+    def __init__(self, fd: int, size: int, *, writable: bool = False) -> None:
+        """Map it, and close the descriptor."""
+        try:
+            if writable:
+                # Without pages, a write would be answered by SIGBUS once there is no memory.
+                os.posix_fallocate(fd, 0, size)
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            self.bytes = memoryview(mmap.mmap(fd, size, access=access))
+        finally:
+            os.close(fd)
+
+    def header(self) -> dict[str, Any] | None:
+        """Return the header of what is in it; None if it has no seal."""
+        return read_header(self.bytes)
+
+
+def read_header(memory: memoryview) -> dict[str, Any] | None:
+    """Read and verify a header, with `size`: how many bytes belong to the snapshot."""
+    seal = bytes(memory[:HEADER_AT])
+    length = SEAL.unpack(seal)[2]
+    if length > CONTENT_AT - HEADER_AT:
+        return None
+    return _header_of(seal, bytes(memory[HEADER_AT : HEADER_AT + length]), len(memory))
+
+
+def _header_of(seal: bytes, said: bytes, most: int) -> dict[str, Any] | None:
+    magic, version, length, digest = SEAL.unpack(seal)
+    if (magic, version, length) != (MAGIC, FORMAT, len(said)):
+        return None
+    if hashlib.blake2b(said, digest_size=32).digest() != digest:
+        return None
+    try:
+        header = dict(json.loads(said))
+        size = CONTENT_AT + int(header["tensors_bytes"]) + int(header["head_bytes"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return {**header, "size": size} if CONTENT_AT <= size <= most else None
+
+
+def is_asked_for(header: dict[str, Any], asked: dict[str, Any]) -> bool:
+    """Whether a snapshot is the one that a fetch names, by what its own node has reported."""
+    names = ("lineage", "step", "shard", "shards", "world_size", "digest")
+    if any(header.get(name) != asked.get(name) for name in names):
+        return False
+    return bool(header["size"] == asked.get("bytes"))
+
+
+# ---------------------------------------------------------------- rate
+
+
+class TokenBucket:
+    """Bounds how many bytes are sent in a second, by all threads together."""
+
+    def __init__(
+        self,
+        rate: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """Allow `rate` bytes a second, and a twentieth of that at once; 0: any."""
+        self._rate = rate
+        self._most = max(rate / 20, PIECE_BYTES)
+        self._clock, self._sleep = clock, sleep
+        self._left, self._at = float(self._most), clock()
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        """Return once so many bytes may be sent."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = self._clock()
+            self._left = min(self._left + (now - self._at) * self._rate, self._most) - count
+            self._at = now
+            wait_s = -self._left / self._rate
+        if wait_s > 0:
+            self._sleep(wait_s)
+
+
+# ---------------------------------------------------------------- both sides
+
+
+def proof(token: str, role: str, *nonces: bytes) -> bytes:
+    """Prove that one knows a token, to the peer that has made one of the nonces."""
+    text = b"".join((role.encode(), *nonces))
+    return hmac.new(token.encode(), text, hashlib.sha256).digest()
+
+
+def receive(sock: socket.socket, into: memoryview, until: float) -> None:
+    """Fill a buffer; `CopyError` if the peer ends before, or takes longer than `until`."""
+    while into:
+        if time.monotonic() > until:
+            raise CopyError("it takes too long")
+        count = sock.recv_into(into)
+        if not count:
+            raise CopyError("the other side has ended the connection")
+        into = into[count:]
+
+
+def received(sock: socket.socket, count: int, until: float) -> bytes:
+    """Return so many bytes of the peer's."""
+    buffer = bytearray(count)
+    receive(sock, memoryview(buffer), until)
+    return bytes(buffer)
+
+
+def keyed(key: bytes) -> Any:
+    """Return what makes the digest of a transfer."""
+    return hashlib.blake2b(key=key, digest_size=32)
+
+
+# ---------------------------------------------------------------- the sending side
+
+
+class Sender:
+    """Serves the snapshots of this node's workers."""
+
+    def __init__(self, rate: TokenBucket, context: ssl.SSLContext | None) -> None:
+        self._rate = rate
+        self._context = context
+        self.token = ""
+        self.slots: dict[int, Sequence[Memory]] = {}
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+    def accept(self, listening: socket.socket) -> None:
+        """Serve whoever connects, for ever."""
+        while True:
+            sock, _ = listening.accept()
+            if not self._places.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(STALL_TIMEOUT_S)
+            if self._context is not None:
+                sock = self._context.wrap_socket(sock, server_side=True)
+            self.serve(sock)
+        except (OSError, ValueError, CopyError):
+            pass  # The other side says what is missing.
+        finally:
+            sock.close()
+            self._places.release()
+
+    def serve(self, sock: socket.socket) -> None:
+        """Serve one peer until it ends; `CopyError` if it does not know the token."""
+        token, nonce = self.token, os.urandom(32)
+        sock.sendall(GREETING.pack(PROTOCOL, nonce))
+        until = time.monotonic() + STALL_TIMEOUT_S
+        theirs, said = received(sock, 32, until), received(sock, 32, until)
+        if not token or not hmac.compare_digest(said, proof(token, "fetch", nonce, theirs)):
+            raise CopyError("it does not know the token")
+        sock.sendall(proof(token, "send", theirs, nonce))
+        key = proof(token, "key", nonce, theirs)
+        while True:
+            until = time.monotonic() + STALL_TIMEOUT_S
+            (length,) = LENGTH.unpack(received(sock, LENGTH.size, until))
+            if length > MAX_REQUEST_BYTES:
+                raise CopyError("a request is too long")
+            self._send(sock, json.loads(received(sock, length, until)), key)
+
+    def _send(self, sock: socket.socket, asked: dict[str, Any], key: bytes) -> None:
+        memory = self._find(asked)
+        if memory is None:
+            sock.sendall(LENGTH.pack(0))
+            return
+        seal, size = bytes(memory.bytes[:HEADER_AT]), asked["bytes"]
+        sock.sendall(LENGTH.pack(size))
+        digest = keyed(key)
+        for begin in range(HEADER_AT, size, PIECE_BYTES):
+            piece = memory.bytes[begin : min(begin + PIECE_BYTES, size)]
+            self._rate.take(len(piece))
+            sock.sendall(piece)
+            digest.update(piece)
+        if bytes(memory.bytes[:HEADER_AT]) != seal:
+            seal = bytes(HEADER_AT)  # Its worker has begun to overwrite it.
+        digest.update(seal)
+        sock.sendall(seal + digest.digest())
+
+    def _find(self, asked: dict[str, Any]) -> Memory | None:
+        for slots in tuple(self.slots.values()):
+            for memory in slots:
+                header = memory.header()
+                if header is not None and is_asked_for(header, asked):
+                    return memory
+        return None
+
+
+# ---------------------------------------------------------------- the fetching side
+
+
+class Fetch:
+    """What is fetched at a time: from several nodes at once, from each one after the other."""
+
+    def __init__(
+        self,
+        sources: Sequence[dict[str, Any]],
+        fds: list[int],
+        report: Callable[[int], object],
+        rate: int,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        """Fetch into `fds`, and call `report` with the number of each that has its copy."""
+        self._report = report
+        self._rate = rate
+        self._context = context
+        self._sockets: list[socket.socket] = []
+        self._ended = False
+        self.reasons: list[str] = []
+        self._threads = []
+        count = 0
+        for source in sources:
+            numbers = range(count, count + len(source["snapshots"]))
+            count = numbers.stop
+            todo = [(number, fds[number]) for number in numbers]
+            thread = threading.Thread(target=self._run, args=(source, todo), daemon=True)
+            self._threads.append(thread)
+
+    def run(self) -> str:
+        """Return once all are fetched, or given up; then why, else nothing."""
+        for thread in self._threads:
+            thread.start()
+        for thread in self._threads:
+            thread.join()
+        return "; ".join(self.reasons)[:500]
+
+    def end(self) -> None:
+        """Have it end soon."""
+        self._ended = True
+        for sock in tuple(self._sockets):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _run(self, source: dict[str, Any], todo: list[tuple[int, int]]) -> None:
+        try:
+            self._fetch(source, todo)
+        except (OSError, ValueError, CopyError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self.reasons.append(f"{source['node_id']}: {reason}")
+        finally:
+            for _, fd in todo:
+                os.close(fd)
+
+    def _fetch(self, source: dict[str, Any], todo: list[tuple[int, int]]) -> None:
+        address = (source["address"], source["port"])
+        sock = socket.create_connection(address, timeout=STALL_TIMEOUT_S)
+        try:
+            if self._context is not None:
+                sock = self._context.wrap_socket(sock)
+            self._sockets.append(sock)
+            key = greet_sender(sock, source["token"])
+            for asked in source["snapshots"]:
+                if self._ended:
+                    raise CopyError("others are wanted by now")
+                number, fd = todo[0]
+                memory = Memory(os.dup(fd), os.fstat(fd).st_size, writable=True)
+                seconds = 60 + asked["bytes"] / LEAST_RATE
+                if self._rate:
+                    # The other side sends to several, and may be as slow as this one may be.
+                    seconds += 8 * asked["bytes"] / self._rate
+                fetch(sock, asked, memory.bytes, key, time.monotonic() + seconds)
+                os.close(fd)
+                del todo[0]
+                self._report(number)
+        finally:
+            sock.close()
+
+
+def greet_sender(sock: socket.socket, token: str) -> bytes:
+    """Prove to know the token, and have the peer prove it; return the key of the connection."""
+    until = time.monotonic() + STALL_TIMEOUT_S
+    protocol, theirs = GREETING.unpack(received(sock, GREETING.size, until))
+    if protocol != PROTOCOL:
+        raise CopyError("what answers there sends no snapshots")
+    nonce = os.urandom(32)
+    sock.sendall(nonce + proof(token, "fetch", theirs, nonce))
+    if not hmac.compare_digest(received(sock, 32, until), proof(token, "send", nonce, theirs)):
+        raise CopyError("it does not know the token")
+    return proof(token, "key", theirs, nonce)
+
+
+def fetch(
+    sock: socket.socket, asked: dict[str, Any], memory: memoryview, key: bytes, until: float
+) -> None:
+    """Fetch one snapshot; until all of it is there and verified, the memory has no seal."""
+    what = f"part {asked['shard']} of step {asked['step']}"
+    memory[:HEADER_AT] = bytes(HEADER_AT)
+    request = json.dumps(asked).encode()
+    sock.sendall(LENGTH.pack(len(request)) + request)
+    (size,) = LENGTH.unpack(received(sock, LENGTH.size, until))
+    if size == 0:
+        raise CopyError(f"it does not hold {what} any more")
+    if size != asked["bytes"] or size > len(memory) or size < CONTENT_AT:
+        raise CopyError(f"{what} has {size} bytes there, not {asked['bytes']} as reported")
+    digest = keyed(key)
+    for begin in range(HEADER_AT, size, PIECE_BYTES):
+        piece = memory[begin : min(begin + PIECE_BYTES, size)]
+        receive(sock, piece, until)
+        digest.update(piece)
+    seal, said = received(sock, HEADER_AT, until), received(sock, 32, until)
+    digest.update(seal)
+    if not hmac.compare_digest(digest.digest(), said):
+        raise CopyError(f"{what} has changed on the way")
+    if seal == bytes(HEADER_AT):
+        raise CopyError(f"{what} was overwritten there while it was sent")
+    length = min(SEAL.unpack(seal)[2], CONTENT_AT - HEADER_AT)
+    header = _header_of(seal, bytes(memory[HEADER_AT : HEADER_AT + length]), len(memory))
+    if header is None or not is_asked_for(header, asked):
+        raise CopyError(f"{what} is not what that node has reported to the server")
+    memory[:HEADER_AT] = seal
+
+
+# ---------------------------------------------------------------- the program
+
+
+class Carrier:
+    """Obeys the runner."""
+
+    def __init__(self, control: socket.socket, rate: int, tls: tuple[str, str, str]) -> None:
+        self._control = control
+        self._rate = rate
+        self._fetching: Fetch | None = None
+        self._fetcher: threading.Thread | None = None
+        self._context = client_context(*tls) if all(tls) else None
+        self._sender = Sender(TokenBucket(rate), server_context(*tls) if all(tls) else None)
+        self._sending = threading.Lock()
+
+    def run(self) -> None:
+        """Listen, and obey until the runner is gone."""
+        listening = listen()
+        threading.Thread(target=self._sender.accept, args=(listening,), daemon=True).start()
+        self._say({"type": "listening", "port": listening.getsockname()[1]})
+        data, fds = bytearray(), []
+        while True:
+            more, more_fds, _, _ = socket.recv_fds(self._control, PIECE_BYTES, 253)
+            if not more:
+                return
+            data += more
+            fds += more_fds
+            while len(data) >= 4 and len(data) >= 4 + struct.unpack_from(">I", data)[0]:
+                end = 4 + struct.unpack_from(">I", data)[0]
+                message = json.loads(data[4:end])
+                del data[:end]
+                count = int(message.get("fds", 0))
+                taken, fds = fds[:count], fds[count:]
+                self._obey(message, taken)
+
+    def _obey(self, message: dict[str, Any], fds: list[int]) -> None:
+        kind = message["type"]
+        if kind == "token":
+            self._sender.token = message["token"]
+        elif kind == "slots":
+            memories = [Memory(fd, message["bytes"]) for fd in fds]
+            self._sender.slots[message["local_rank"]] = memories
+        elif kind == "fetch":
+            self._end_last()
+            self._begin(message, fds)
+
+    def _end_last(self) -> None:
+        if self._fetching is not None and self._fetcher is not None:
+            self._fetching.end()
+            # Nobody else may write to the same memory.
+            self._fetcher.join()
+
+    def _begin(self, message: dict[str, Any], fds: list[int]) -> None:
+        number = message["id"]
+
+        def report(place: int) -> None:
+            self._say({"type": "fetched", "id": number, "number": place})
+
+        self._fetching = fetching = Fetch(
+            message["sources"], fds, report, self._rate, self._context
+        )
+
+        def run() -> None:
+            self._say({"type": "done", "id": number, "reason": fetching.run()})
+
+        self._fetcher = threading.Thread(target=run, daemon=True)
+        self._fetcher.start()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        payload = json.dumps(message).encode()
+        with self._sending:
+            self._control.sendall(struct.pack(">I", len(payload)) + payload)
+
+
+def listen() -> socket.socket:
+    """Listen on all addresses of this machine, at a free port."""
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def server_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
+    """Return the sending side of TLS: peers need a certificate of the same authority."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    context.load_verify_locations(ca)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
+    """Return the fetching side. Certificates of nodes name no addresses; the token is the job's."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_cert_chain(cert, key)
+    context.load_verify_locations(ca)
+    return context
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent dies, however it was started."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("rdzv snapshot carrier: its parent is gone")
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Copy snapshots from node to node.")
+    parser.add_argument("--fd", type=int, required=True, help="the socket to the runner")
+    parser.add_argument("--rate", type=int, default=0, help="the most bytes to send in a second")
+    for name in ("--tls-cert", "--tls-key", "--tls-ca"):
+        parser.add_argument(name, default="", help="PEM file; with all three, TLS is used")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Carry until the runner is gone."""
+    die_with_parent()
+    options = parse_options()
+    tls = (options.tls_cert, options.tls_key, options.tls_ca)
+    try:
+        Carrier(socket.socket(fileno=options.fd), options.rate, tls).run()
+    except OSError as error:
+        sys.exit(f"rdzv snapshot carrier: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Copies of snapshots on other nodes: which node keeps those of which, and of what.
+
+A part of a state that only nodes of one topology hold is lost with them; so a node of another
+topology keeps a copy. Where all nodes have the same topology, another machine is enough.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
+
+from rdzv.core.model import Participant, Snapshot, SnapshotMark
+from rdzv.structs import replace, struct
+
+MAX_COPIES = 3
+"""For how many workers of other nodes a node keeps copies, for each of its own."""
+
+
+@struct(frozen=True)
+class CopyCarrier:
+    """Where other nodes of a job fetch copies of a node's snapshots."""
+
+    port: int
+    token: str
+    """Each side proves to the other that it knows it."""
+
+
+@struct(frozen=True)
+class MissingCopies:
+    """Copies that a node does not get, although it was asked to keep them."""
+
+    mark: SnapshotMark
+    reason: str
+
+
+@struct(frozen=True)
+class CopySource:
+    """A node, and what another is to fetch from it."""
+
+    node_id: str
+    address: str
+    port: int
+    token: str
+    snapshots: tuple[Snapshot, ...]
+
+
+@struct(frozen=True)
+class CopyOrder:
+    """What one node is to keep copies of, for another."""
+
+    keeper: str
+    source: str
+    snapshots: tuple[Snapshot, ...]
+
+
+def keepers(participants: Sequence[Participant]) -> dict[str, str]:
+    """Name the node that keeps copies for each; a node for which there is none is left out.
+
+    The choice depends on nothing but the nodes and their order. Each keeps those of one other, as
+    far as possible.
+    """
+    groups = sorted(_apart(participants).values(), key=len, reverse=True)
+    if len(groups) < 2:
+        return {}
+    largest, others = groups[0], list(chain(*groups[1:]))
+    if len(largest) > len(others):
+        largest = largest[: MAX_COPIES * len(others)]
+        shared = {one: others[n % len(others)] for n, one in enumerate(largest)}
+        return shared | dict(zip(others, largest, strict=False))
+    order = [*largest, *others]
+    return {one: order[(n + len(largest)) % len(order)] for n, one in enumerate(order)}
+
+
+def orders(
+    mark: SnapshotMark,
+    participants: Sequence[Participant],
+    held: Mapping[str, Collection[Snapshot]],
+) -> tuple[CopyOrder, ...]:
+    """Say which copies are missing of a state; `held` by the node_ids that take part in it."""
+    able = [one for one in participants if one.node_id in held]
+    place = {name: where for where, names in _apart(able).items() for name in names}
+    where_held: dict[int, set[str]] = {}
+    for name, snapshots in held.items():
+        for one in snapshots:
+            if one.mark == mark and name in place:
+                where_held.setdefault(one.shard, set()).add(place[name])
+    chosen, by_name, ordered = keepers(able), {one.node_id: one for one in able}, set[int]()
+    found, counts = [], Counter[str]()
+    for source in able:
+        keeper = by_name.get(chosen.get(source.node_id, ""))
+        own = (one for one in held[source.node_id] if one.mark == mark and one.copy_of is None)
+        alone = [one for one in own if len(where_held[one.shard]) < 2 and one.shard not in ordered]
+        if keeper is None or not alone:
+            continue
+        counts[keeper.node_id] += len(alone)
+        if counts[keeper.node_id] > MAX_COPIES * keeper.offer.local_world_size:
+            continue
+        ordered.update(one.shard for one in alone)
+        found.append(
+            CopyOrder(
+                keeper.node_id,
+                source.node_id,
+                tuple(
+                    replace(
+                        one,
+                        local_rank=one.local_rank % keeper.offer.local_world_size,
+                        copy_of=source.rank_first + one.local_rank,
+                    )
+                    for one in alone
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def are_kept(wanted: Iterable[Snapshot], held: Collection[Snapshot]) -> bool:
+    """Whether a node holds all of these copies, with the digests that their savers have said."""
+    there = {(one.mark, one.shard, one.digest) for one in held}
+    return all((one.mark, one.shard, one.digest) in there for one in wanted)
+
+
+def _apart(participants: Sequence[Participant]) -> dict[str, list[str]]:
+    """Return the node_ids by what may fail with them: topology, or else machine."""
+    by_topology = len({one.offer.topology for one in participants}) > 1
+    groups: dict[str, list[str]] = {}
+    for one in participants:
+        name = one.offer.topology if by_topology else one.offer.machine or one.node_id
+        groups.setdefault(name, []).append(one.node_id)
+    return groups

@@ -1,0 +1,98 @@
+"""Has nodes keep copies of snapshots that would be lost with a topology or a machine.
+
+One mark after the other: a newer one waits until the copies of the last are kept, or are given up
+by the nodes that were to keep them. Nodes that carry no copies are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rdzv.core.model import Round, Snapshot, SnapshotMark
+from rdzv.core.snapshot_copies import CopyCarrier, CopySource, are_kept, orders
+from rdzv.core.snapshots import HeldByNodes
+from rdzv.server.messages import KeepCopies, SnapshotsHeld
+
+
+class Copying:
+    """The copies of one live round."""
+
+    def __init__(self, rdzv_id: str, run: str, round_: Round) -> None:
+        self._rdzv_id = rdzv_id
+        self._run = run
+        self._participants = {one.node_id: one for one in round_.participants}
+        self._carriers: dict[str, CopyCarrier] = {}
+        self._orders: dict[str, tuple[CopySource, ...]] = {}
+        """What nodes are to keep of the mark in question, and do not keep yet."""
+        self._sent: set[str] = set()
+        """Nodes that have been sent their order on their present stream."""
+        self._mark: SnapshotMark | None = None
+        """The mark whose copies are being made, or were made last."""
+        self._wanted = False
+        """Whether any copies of it were wanted."""
+        self.settled: SnapshotMark | None = None
+        """The newest mark of this round that is whole, and of which copies are kept, or given up;
+        None until there is one."""
+        self.copied: SnapshotMark | None = None
+        """The newest of which all copies are kept; None if none were wanted."""
+        self.missing: dict[str, str] = {}
+        """Why nodes do not keep copies that they were last asked to keep."""
+
+    def note(self, node_id: str, said: SnapshotsHeld, held: HeldByNodes) -> None:
+        """Note what a node says; begin with a newer mark if the last is settled."""
+        if said.carrier is None:
+            self._carriers.pop(node_id, None)
+        else:
+            self._carriers[node_id] = said.carrier
+        if sources := self._orders.get(node_id):
+            wanted = [one for source in sources for one in source.snapshots]
+            if are_kept(wanted, said.snapshots):
+                del self._orders[node_id]
+            elif reason := self._why_given_up(said):
+                self.missing[node_id] = reason
+                del self._orders[node_id]
+        if not self._orders:
+            self._settle()
+            if held.whole_in_round is not None and held.whole_in_round != self._mark:
+                self._begin(held.whole_in_round, held)
+
+    def unsent(self) -> Iterator[tuple[str, KeepCopies]]:
+        """Yield the orders that nodes have still to be sent."""
+        mark = self._mark
+        for keeper, sources in self._orders.items() if mark is not None else ():
+            if keeper not in self._sent and mark is not None:
+                yield keeper, KeepCopies(self._rdzv_id, self._run, mark, sources)
+
+    def note_sent(self, keeper: str) -> None:
+        """Note that a node was sent its order."""
+        self._sent.add(keeper)
+
+    def note_gone(self, node_id: str) -> None:
+        """Note that the stream of a node has ended."""
+        self._sent.discard(node_id)
+
+    def _begin(self, mark: SnapshotMark, held: HeldByNodes) -> None:
+        self._mark, self._orders, self._sent = mark, {}, set()
+        self._wanted, self.missing = False, {}
+        able = {name: held.held_by(name) for name in self._participants if name in self._carriers}
+        for order in orders(mark, list(self._participants.values()), able):
+            self._wanted = True
+            source = self._source(order.source, order.snapshots)
+            self._orders[order.keeper] = (*self._orders.get(order.keeper, ()), source)
+        if not self._orders:
+            self._settle()
+
+    def _why_given_up(self, said: SnapshotsHeld) -> str:
+        if said.carrier is None:
+            return "no process is there to fetch them"
+        missing = said.missing
+        return missing.reason if missing is not None and missing.mark == self._mark else ""
+
+    def _settle(self) -> None:
+        self.settled = self._mark
+        if self._wanted and not self.missing:
+            self.copied = self._mark
+
+    def _source(self, node_id: str, snapshots: tuple[Snapshot, ...]) -> CopySource:
+        carrier, address = self._carriers[node_id], self._participants[node_id].offer.address
+        return CopySource(node_id, address, carrier.port, carrier.token, snapshots)
