@@ -1,13 +1,13 @@
-"""The peer of the store benchmark: what torchrun's own rendezvous commits to, torch's TCPStore.
+"""The peer of the store benchmark: the store of torchrun's own rendezvous, torch's TCPStore.
 
 Run by path as a child process, since it imports torch. It hosts one store, in memory and so gone
-with its process, and takes one case a line on stdin, each answered by a JSON line of samples:
+with its process, and reads one case per line on stdin, each answered by a JSON line of samples:
 
-* `{"case": "state", "nodes": N, "writers": W, "seconds": S}`: W threads, each with a connection of
-  its own, as so many torchruns of different jobs, replace the pickled state of an N-node rendezvous
-  by `compare_set`, through torch's own back-end;
+* `{"case": "state", "nodes": N, "writers": W, "seconds": S}`: W threads, each with its own
+connection, like W torchruns of different jobs, replace the pickled state of an N-node rendezvous by
+  `compare_set`, through torch's own back-end;
 * `{"case": "raw", "seconds": S}`: one connection replaces 100 bytes by `compare_set`;
-* `{"case": "formation", "nodes": N}`: N nodes join one after the other, none contending.
+* `{"case": "formation", "nodes": N}`: N nodes join one after the other, without contention.
 """
 
 from __future__ import annotations

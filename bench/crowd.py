@@ -46,14 +46,14 @@ from rdzv.v1 import rdzv_pb2_grpc
 
 JOB = "crowd"
 AT_ONCE = 64
-"""So many nodes of a process connect at once: it cannot do for 10,000 machines what each does."""
+"""How many nodes of a process connect at once; all of them would overload it."""
 TIMEOUT_S = 120.0
 FOREVER_MS = 3_600_000
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What was said and heard."""
+    """The messages sent and received."""
 
     up: int = 0
     down: int = 0
@@ -74,7 +74,7 @@ class Traffic:
         return pb.ServerMessage.FromString(data)
 
     def take(self) -> dict[str, int]:
-        """Return what has come since it was last taken."""
+        """Return the messages received since the last call."""
         taken = {
             "up": self.up,
             "down": self.down,
@@ -89,7 +89,7 @@ TRAFFIC = Traffic()
 
 
 class CountingStub:
-    """The stub of the nodes' service; counts."""
+    """The stub of the nodes' service, which counts messages."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.Attach = channel.stream_stream(
@@ -100,7 +100,7 @@ class CountingStub:
 
 
 class Crowd:
-    """The nodes of this process, and what is asked of them."""
+    """The nodes of this process, and the commands for them."""
 
     def __init__(self) -> None:
         self._nodes: list[SimulatedNode] = []
@@ -108,10 +108,10 @@ class Crowd:
         self._last: SimulatedNode | None = None
         """The node that joins last of all, if it is here."""
         self._round = -1
-        """The last round that all nodes were told."""
+        """The last round that all nodes have received."""
 
     async def act(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Do one thing, and return what came of it."""
+        """Carry out one command, and return its result."""
         began_s = time.monotonic()
         match asked["act"]:
             case "gather":
@@ -197,7 +197,7 @@ def _name(number: int) -> str:
 
 
 def credentials_in(folder: str) -> Credentials:
-    """Return what nodes show the server: what `rdzvctl certs` made in a folder, if one is given."""
+    """Return the nodes' credentials, made by `rdzvctl certs` in a folder, if one is given."""
     if not folder:
         return PLAIN
     own = Path(folder)
@@ -205,8 +205,8 @@ def credentials_in(folder: str) -> Credentials:
 
 
 async def main() -> None:
-    """Act until stdin ends."""
-    # That a server is lost is what is measured; ten thousand nodes need not say so.
+    """Carry out commands until stdin ends."""
+    # The loss of a server is what is measured; ten thousand nodes need not log it.
     logging.getLogger("rdzv.agent").setLevel(logging.CRITICAL)
     rdzv_pb2_grpc.RendezvousStub = CountingStub  # type: ignore[misc,assignment]
     crowd = Crowd()
@@ -224,5 +224,5 @@ if __name__ == "__main__":
     try:
         asyncio.run(main())
     finally:
-        # Its streams end with it; ten thousand goodbyes would take longer than what was measured.
+        # Its streams end with it; ten thousand goodbyes would take longer than the measured act.
         os._exit(0)

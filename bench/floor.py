@@ -1,13 +1,13 @@
-"""What gRPC alone costs a server: the least that a server of nodes' streams in Python could.
+"""What gRPC alone costs a server: the minimum for a Python server of nodes' streams.
 
 A server of grpc.aio and nothing else: it reads, writes, and decides nothing. As many clients as a
 job has nodes, in several processes, do what nodes do, with messages of about the same number and
 size:
 
-* gather: each opens a connection and a stream and says two things; it is told three;
-* round: each says one thing, and is told three.
+* gather: each opens a connection and a stream and sends two messages; it receives three;
+* round: each sends one message, and receives three.
 
-`python bench/floor.py --nodes 100,1000 [--tls]` prints the CPU time of the server a client.
+`python bench/floor.py --nodes 100,1000 [--tls]` prints the CPU time of the server per client.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Clients:
         self._channels: list[grpc.aio.Channel] = []
 
     async def act(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Do what a line of stdin asks for."""
+        """Carry out a command from stdin."""
         at_once = asyncio.Semaphore(AT_ONCE)
         async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
             if asked["act"] == "gather":
@@ -125,7 +125,7 @@ async def _tell(call: Any, at_once: asyncio.Semaphore) -> None:
 
 
 async def connect() -> None:
-    """Act until stdin ends."""
+    """Carry out commands until stdin ends."""
     clients = Clients()
     while line := await asyncio.to_thread(sys.stdin.readline):
         try:
@@ -139,7 +139,7 @@ async def connect() -> None:
 
 
 def measure(clients: int, folder: str) -> dict[str, float]:
-    """Return the CPU time of the server, in ms a client, by act."""
+    """Return the CPU time of the server, in ms per client, by act."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Asked.running(HERE / "floor.py", "serve", folder))
         port = server.ask(TIMEOUT_S, act="port")["port"]

@@ -1,4 +1,4 @@
-"""The share of its time that a training gets done while something fails again and again.
+"""The share of its time that a training spends productively while something fails repeatedly.
 
 A small DDP model trains over gloo, one worker on each of two nodes of this machine, and saves
 itself every 40 steps, about two seconds. Every 15 seconds the worker of the second node gets
@@ -33,7 +33,7 @@ from rdzv.view.reports import clipped
 WORKER = Path(__file__).with_name("goodput_worker.py")
 NODES = ("n0", "n1")
 LAUNCHERS = ("torchrun-unshared", "torchrun-best", "rdzvrun-cold", "rdzvrun")
-"""If none are asked for. torchrun as it comes does not come back after half of its failures."""
+"""The default launchers. Plain torchrun does not recover from half of its failures."""
 LOOK_S = 0.05
 
 
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Ledgered:
-    """What the server's ledger says of the time that was measured."""
+    """The server's ledger of the measured time."""
 
     goodput: float
     off: float
@@ -104,7 +104,7 @@ def trained(steps: Iterable[Step]) -> tuple[float, int, int]:
 
 
 class FailingJob(Job):
-    """A job whose second node loses its worker again and again."""
+    """A job whose second node loses its worker repeatedly."""
 
     worker = WORKER
     max_restarts = 100_000
@@ -138,7 +138,7 @@ class FailingJob(Job):
         return Result(self._contender.name, for_s, *counted, spent_s / for_s, ledger, failed)
 
     def _ledger(self, began_s: float, end_s: float) -> Ledgered:
-        """Return what the server has booked for this time."""
+        """Return the server's ledger of this time."""
         from_ms, until_ms = (round((s + self._unix_offset_s) * 1000) for s in (began_s, end_s))
         with ControlClient(parse_endpoints(self._endpoint)) as client:
             past = client.events("bench", 10_000)

@@ -94,7 +94,7 @@ def plant(
 
 
 def table(found: list[tuple[str, bool, str, float]]) -> None:
-    """Print what was found, kind by kind."""
+    """Print the findings, kind by kind."""
     print("| way to hang | planted | right | wrong | late by, median | most |")
     print("|---|---|---|---|---|---|")
     for kind in (*KINDS, "all"):

@@ -1,24 +1,24 @@
-"""What workers that stay promise, with real servers, nodes and processes, again and again.
+"""The guarantees of workers that stay, checked repeatedly with real servers, nodes and processes.
 
 Three nodes of two workers train a small model with dropout and batch norm over gloo, on this
-machine. Each case has a job of its own:
+machine. Each case has its own job:
 
 * worker: a worker gets SIGKILL. The five others stay, with as many descriptors and threads as
-  before, and no more memory; at last all losses are compared with those of a run that nothing
-  disturbed: bit for bit, where the new ranks' random numbers are seeded as they were;
+before, and no more memory; in the end all losses are compared with those of an undisturbed run: bit
+  for bit, with the new ranks' random numbers seeded as they were;
 * blocked: a rank holds the GIL, is in a call of C, or waits for its loader, by turns, and another
   gets SIGKILL: these two are replaced, once --keep-timeout is over, and the others stay;
 * stopped: a rank gets SIGSTOP; it alone is replaced, once --hang-timeout is over;
 * stuck: a rank waits in the kernel, in D state, for a file server that does not answer, and
   survives SIGKILL: its node is given up, and the others stay;
-* lost: a node and all on it is killed, and comes back; spare: another one takes its place. The
-  workers of the other nodes stay, and no restart is spent;
-* scale: an operator has a third node take part, and then not any more: all others stay;
-* source: a worker is replaced, and the rank that heals it dies while it does: no round begins with
+* lost: a node and everything on it is killed, and comes back; spare: another one takes its place.
+  The workers of the other nodes stay, and no restart is spent;
+* scale: an operator adds a third node, and removes it again: all others stay;
+* source: a worker is replaced, and the rank that heals it dies meanwhile: no round begins with
   ranks of several states.
 
-Seconds are from the fault to the first step of the last rank, and those before it: all who stay
-have parked, and the next round is decided.
+Times are from the fault to the first step of the last rank, and to the moments before it at which
+all staying workers have parked, and the next round is decided.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""What a launcher costs: how long until the script runs, and what it takes while workers train.
+"""The cost of a launcher: the time until the script runs, and the resources beside training.
 
 One job of one node with two workers, which import nothing, under each launcher in turn:
 
 * torchrun: `torchrun --standalone`;
-* rdzvrun: `rdzvrun --standalone`, which has a server of its own in its process;
-* rdzvrun-rdzvd: the same job with a server that runs already;
+* rdzvrun: `rdzvrun --standalone`, which runs its own server in its process;
+* rdzvrun-rdzvd: the same job with a server that already runs;
 * rdzvrun-warm: `rdzvrun --standalone --warm`; its first workers start cold, beside the zygote.
 
 start: seconds from the start of the command until the last of the two workers runs the first line
-of the script. The files were read before: one run of each launcher goes ahead and is not counted.
+of the script. The files have been read before: the first run of each launcher is not counted.
 
-idle: what each process has while the workers wait, from when nothing is imported any more. agent
-and runner are there for the whole of a job, the store host and the zygote where they are needed,
-the workers are the user's. torchrun is an agent alone. Memory is told twice: as PSS, in which a
-page that several processes share counts for each in part (so it may be summed up, but is less
-where other programs of the machine have the same libraries open), and as RSS, in which it counts
-for each. CPU is in percent of one core, from what the kernel's scheduler has counted; wake-ups are
-how often a second a thread has waited for something and went on.
+idle: the resources of each process while the workers wait, once imports are over. Agent and runner
+exist as long as the job, the store host and the zygote while they are needed; the workers are the
+user's. torchrun is an agent alone. Memory is given twice: as PSS, in which each process counts its
+share of a page (so it may be summed up, but is less if other programs of the machine have the same
+libraries open), and as RSS, in which each process counts the whole page. CPU is in percent of one
+core, as counted by the kernel's scheduler; wake-ups are how often per second a thread has waited
+for something and continued.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ START_S = 60.0
 SETTLE_S = 60.0
 """How long imports beside the workers may take."""
 QUIET_S, QUIET_CPU = 1.0, 0.02
-"""Nothing is imported any more once all processes together took less than that for so long."""
+"""Imports are over once all processes together used less CPU than that for this long."""
 END_S = 15.0
 POLL_S = 0.01
 
 ROLES = ("agent", "runner", "store host", "zygote", "worker", "other")
 LAUNCHING = ("agent", "runner")
-"""What is there for as long as the job is, and is the launcher's own."""
+"""The roles that exist as long as the job and belong to the launcher."""
 _SCRIPTS = {"__main__.py": "runner", "store_host.py": "store host"}
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A launcher, as it is started."""
+    """A launcher and its command line."""
 
     name: str
     program: str
     options: tuple[str, ...]
     server: bool = False
-    """Whether it meets a server that runs already."""
+    """Whether it uses a server that already runs."""
 
 
 CONTENDERS = (
@@ -87,14 +87,14 @@ CONTENDERS = (
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What one process has used so far."""
+    """The resources that one process has used so far."""
 
     cpu_s: float
     wakeups: int
 
     @classmethod
     def by(cls, pid: int) -> Used:
-        """Read it, of all the threads that are there."""
+        """Read them, for all present threads."""
         cpu_ns = wakeups = 0
         for task in Path(f"/proc/{pid}/task").iterdir():
             cpu_ns += int((task / "schedstat").read_text().split()[0])
@@ -104,7 +104,7 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """What the processes of one role have while nothing happens."""
+    """The resources of all processes of one role while nothing happens."""
 
     processes: int
     pss_bytes: int
@@ -152,9 +152,9 @@ def _field(path: Path, name: str) -> int:
 
 
 def role_of(command: Sequence[str], *, leader: bool) -> str:
-    """Return what a process is, by its command line; `leader` is what the bench has started.
+    """Return the role of a process by its command line; `leader` is started by the bench itself.
 
-    A zygote's is its title.
+    A zygote is identified by its title.
 
     >>> role_of(["python", "-I", "-S", "/x/runner/__main__.py", "7"], leader=False)
     'runner'
@@ -167,13 +167,13 @@ def role_of(command: Sequence[str], *, leader: bool) -> str:
         return "agent"
     if command[0].startswith("rdzv zygote"):
         return "zygote"
-    # The interpreter, its options, and then what it runs.
+    # The interpreter, its options, and then the program.
     script = next((Path(word).name for word in command if word.endswith(".py")), "")
     return "worker" if script == WORKER.name else _SCRIPTS.get(script, "other")
 
 
 class Job:
-    """One job of one launcher. Made by `running`."""
+    """One job of one launcher. Created by `running`."""
 
     def __init__(self, launcher: subprocess.Popen[bytes], started_s: float, log: Path) -> None:
         self._launcher = launcher
@@ -186,7 +186,7 @@ class Job:
     def running(
         cls, contender: Contender, endpoint: str, directory: Path, lifeline: Path
     ) -> Iterator[Job]:
-        """Hold a job until the body ends; no process is left then."""
+        """Run a job until the body ends; no process is left then."""
         log = directory / f"{contender.name}.log"
         starts = log.with_suffix(".starts")
         starts.write_text("")
@@ -202,7 +202,7 @@ class Job:
             **os.environ,
             "RDZV_BENCH_STARTS": str(starts),
             "RDZV_BENCH_LIFELINE": str(lifeline),
-            # Both launchers would set it for more than one worker, and torchrun warns of it.
+            # Both launchers would set it for more than one worker, and torchrun warns about it.
             "OMP_NUM_THREADS": "1",
         }
         with log.open("wb") as output:
@@ -237,11 +237,10 @@ class Job:
         return max(starts) - self._started_s
 
     def idle(self, for_s: float) -> dict[str, Idle]:
-        """Return what the processes of each role have, after everything is imported.
+        """Return the resources of each role's processes, after everything is imported.
 
         Raises:
             RuntimeError: processes started or ended meanwhile, or never became idle.
-
         """
         self._settle()
         pids = self._pids()
@@ -267,7 +266,7 @@ class Job:
         return {role: Idle.of(found[role]) for role in ROLES if role in found}
 
     def _settle(self) -> None:
-        """Wait until nothing is imported any more: that takes CPU all the time."""
+        """Wait until imports are over: they use CPU all the time."""
         end_s = time.monotonic() + SETTLE_S
         while True:
             before = {pid: Used.by(pid).cpu_s for pid in self._pids()}
@@ -312,7 +311,7 @@ class Job:
 def measure_starts(
     chosen: Sequence[Contender], times: int, endpoint: str, directory: Path, lifeline: Path
 ) -> dict[str, list[float]]:
-    """Start each launcher so often, one after the other; the first of each is not counted."""
+    """Start each launcher this often, in turn; the first start of each is not counted."""
     found: dict[str, list[float]] = {contender.name: [] for contender in chosen}
     for number in range(times + 1):
         for contender in chosen:
@@ -326,7 +325,7 @@ def measure_starts(
 
 
 def say_starts(found: Mapping[str, Sequence[float]]) -> None:
-    """Print how long each takes, and the ratio to torchrun: above 1, it is faster than that."""
+    """Print each launcher's time, and its ratio to torchrun: above 1, it is faster."""
     spreads = {name: Spread.of(samples) for name, samples in found.items()}
     peer = spreads.get("torchrun")
     for name, spread in spreads.items():
@@ -345,7 +344,7 @@ def say_starts(found: Mapping[str, Sequence[float]]) -> None:
 
 
 def say_idle(name: str, roles: Mapping[str, Idle], idle_s: float) -> None:
-    """Print what each role has, and what agent and runner have together."""
+    """Print the resources of each role, and the sum of agent and runner."""
     together = Idle.of([idle for role, idle in roles.items() if role in LAUNCHING])
     shown = {"agent + runner": together, **roles}
     for role, idle in shown.items():
@@ -384,7 +383,7 @@ def arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _server(contenders: Sequence[Contender], directory: Path) -> Iterator[str]:
-    """Run the server that some of them need; yield where it is."""
+    """Run the server that some of them need; yield its address."""
     if not any(contender.server for contender in contenders):
         yield ""
         return
@@ -404,7 +403,7 @@ def main() -> None:
     """Measure, and leave nothing behind."""
     chosen = arguments()
     end_on_sigterm()
-    # An installation has its byte code; one from sources writes it at the first start, if it may.
+    # An installed package has its byte code; a source tree writes it at the first start, if it may.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with (
         tempfile.TemporaryDirectory(prefix="rdzv-bench-", dir=chosen.directory) as temporary,

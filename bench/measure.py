@@ -1,8 +1,8 @@
-"""What the benchmarks have in common: conditions, spreads of samples, how a case is printed.
+"""Shared by the benchmarks: conditions, spreads of samples, how a case is printed.
 
-Each case is one line for people, which can be laid beside the same line of another run, and one
-JSON line for programs. Seconds are those of a machine that others use too; ratios to a peer that
-was measured in the same run hold.
+Each case is one line for people, which can be compared with the same line of another run, and one
+JSON line for programs. Seconds are those of a machine that others use too; ratios to a peer
+measured in the same run are reliable.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def load() -> float:
 
 
 def say_conditions(bench: str, directory: Path) -> None:
-    """Print where and under what this runs: what a comparison of seconds would need."""
+    """Print where and under which conditions this runs, for a comparison of seconds."""
     cpus = os.cpu_count() or 1
     filesystem = filesystem_of(directory.resolve()) or "unknown"
     python = platform.python_version()

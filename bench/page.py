@@ -45,7 +45,7 @@ def train(s: Served, nodes: list[str], first: int, last: int, for_s: float) -> N
 
 
 def live(s: Served) -> None:
-    """Let a job lose a worker, and go on."""
+    """Let a job lose a worker, and continue."""
     s.join("night", *NODES, nodes=(6, 8))
     time.sleep(1)
     train(s, NODES, 1, 520, 6)

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Peer:
-    """torch's TCPStore in a child process. Made by `running`."""
+    """torch's TCPStore in a child process. Created by `running`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

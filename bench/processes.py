@@ -19,7 +19,7 @@ from rdzv.client import parse_endpoint
 
 BIN = Path(sys.executable).parent
 CALLER = "crowd"
-"""Who the certificate of simulated nodes is for."""
+"""The name in the certificate of simulated nodes."""
 READY_S = 60.0
 
 
@@ -64,7 +64,7 @@ def certified(folder: Path) -> list[str]:
 
 
 class Rdzvd:
-    """One server; it can be killed and started again where it was."""
+    """One server; it can be killed and restarted in the same place."""
 
     def __init__(self, address: str, options: Sequence[str], log: Path) -> None:
         self.endpoint = parse_endpoint(address)
@@ -74,7 +74,7 @@ class Rdzvd:
 
     @property
     def pid(self) -> int:
-        """Who it is, while it runs."""
+        """Its pid, while it runs."""
         assert self._process is not None
         return self._process.pid
 
@@ -105,7 +105,7 @@ class Rdzvd:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it, if it is there."""
+        """End it, if it runs."""
         if self._process is not None:
             self.signal(signal.SIGKILL)
             self.gone()
@@ -120,7 +120,7 @@ class Rdzvd:
 
 
 class Asked:
-    """A child process that answers each JSON line with one of its own. Made by `running`."""
+    """A child process that answers each JSON line with one of its own. Created by `running`."""
 
     def __init__(self, process: subprocess.Popen[str], name: str) -> None:
         self._process = process
@@ -145,7 +145,7 @@ class Asked:
 
     @property
     def pid(self) -> int:
-        """Who it is."""
+        """Its pid."""
         return self._process.pid
 
     def ask(self, timeout_s: float, **what: object) -> dict[str, Any]:

@@ -31,7 +31,7 @@ READY_S = 1.0
 WRITTEN_S = 60.0
 LEAST = 0.005
 MOST = 40
-"""Shares below the least are not shown, and no more than this many."""
+"""The smallest share shown, and the most rows."""
 
 PARTS = (
     ("cygrpc", "gRPC's core"),
@@ -44,14 +44,14 @@ PARTS = (
     ("libc", "libc"),
     ("ld-linux", "libc"),
 )
-"""By part of a library's file name: what it is called here; others are named as they are."""
+"""By part of a library's file name: its name here; others keep their own."""
 
 _FRAME = re.compile(r"(?P<function>.+?) \((?P<file>.+?):\d+\)$")
 _PACKAGES = ("rdzv", "google", "grpc", "asyncio", "sqlite3", "logging")
 
 
 class Profile:
-    """What two samplers have seen of one act."""
+    """The results of two samplers for one act."""
 
     def __init__(self, parts: Mapping[str, int], functions: Mapping[str, int]) -> None:
         self._parts = _shares(parts)

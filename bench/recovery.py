@@ -65,19 +65,19 @@ DEADLINE_S = 30.0
 PATIENT_DEADLINE_S = 75.0
 """torchrun needs 45 s: three heartbeats of 5 s, and a last call of 30 s; and then a start."""
 BESIDE = 3
-"""So many jobs that wait for timeouts run side by side."""
+"""The number of jobs waiting for timeouts that run side by side."""
 PLAN = {2: ("worker",), 3: CASES}
 """The cases of each number of nodes, if none are asked for."""
 QUICK = (
     *("torchrun", "torchrun-best"),
     *("rdzvrun-cold", "rdzvrun", "rdzvrun-warm", "rdzvrun-kept"),
 )
-"""The launchers of a single run, if none are asked for."""
+"""The default launchers of a single run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is measured again and again."""
+    """One repeated measurement."""
 
     case: str
     nodes: int
@@ -86,7 +86,7 @@ class Point:
 
     @property
     def patient(self) -> bool:
-        """Whether most of the time is waiting for torchrun's timeouts."""
+        """Whether torchrun's timeouts take most of the time."""
         return self.contender.patient and self.case != "worker"
 
     @property
@@ -104,7 +104,7 @@ Outcomes = dict[Point, list[Outcome]]
 def points(
     nodes: Sequence[int], cases: Sequence[str], contenders: Sequence[Contender], nproc: int = 1
 ) -> Iterator[Point]:
-    """Yield what is to be measured; contenders of one case follow each other."""
+    """Yield the measurements; contenders of one case follow each other."""
     for count in nodes:
         for case in cases or PLAN.get(count, CASES):
             for contender in contenders:
@@ -115,7 +115,7 @@ def points(
 async def measure(
     chosen: Sequence[Point], runs: int, end_s: float, directory: Path, lifeline: Path
 ) -> Outcomes:
-    """Run everything so often, in passes, so that a pass that is cut short lacks no contender."""
+    """Run everything this often, in passes, so that an interrupted pass lacks no contender."""
     from ports import free_port
 
     outcomes: Outcomes = defaultdict(list)
@@ -144,7 +144,7 @@ async def measure(
         async with beside:
             await run(point)
 
-    # Patient ones a third less often, but once at least.
+    # Slow ones a third less often, but at least once.
     for number_of_pass in range(runs):
         for point in chosen:
             if not point.patient:
@@ -257,7 +257,7 @@ def table(found: Sequence[dict[str, Json]]) -> str:
 
 
 def has_warm() -> bool:
-    """Whether this rdzvrun knows --warm."""
+    """Whether this rdzvrun supports --warm."""
     told = subprocess.run(
         [BIN / "rdzvrun", "--help"], capture_output=True, text=True, timeout=30, check=True
     )
@@ -302,7 +302,7 @@ def arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def lifeline_in(directory: Path) -> Iterator[Path]:
-    """Hold the lock in a directory whose end ends every worker."""
+    """Hold the lock in a directory; when it is released, every worker ends."""
     path = directory / "lifeline"
     with path.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -311,10 +311,10 @@ def lifeline_in(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def prepared(bench: str, chosen: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
-    """Make a folder and a lifeline for a measurement, without contenders that are not there."""
+    """Make a folder and a lifeline for a measurement, without unavailable contenders."""
     end_on_sigterm()
     if not has_warm():
-        # Told, so that nobody takes its absence for a result.
+        # Printed, so that nobody takes their absence for a result.
         print("# this rdzvrun has no --warm: rdzvrun-warm is left out")
         chosen.contenders = [c for c in chosen.contenders if "--warm" not in c.options]
     if not are_installed():

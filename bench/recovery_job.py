@@ -64,12 +64,12 @@ Where a launcher needs several attempts, the last five are those of the world th
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contender:
-    """A launcher, as it is started."""
+    """A launcher and its command line."""
 
     name: str
     program: str
     conf: Mapping[str, str] = field(default_factory=dict)
-    """What goes into --rdzv-conf."""
+    """The value of --rdzv-conf."""
     options: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     script: Path = WORKER
@@ -128,22 +128,22 @@ class Stage:
     """Its node and LOCAL_RANK: `n0/1`."""
     world_size: int
     round: int = 0
-    """Of a script whose processes stay: the round. Else a new world has new processes."""
+    """Of a script whose processes stay: the round. Otherwise a new world has new processes."""
 
     @property
     def worker(self) -> tuple[int, int]:
-        """What is another one in each world."""
+        """The value that differs in each world."""
         return self.pid, self.round
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one run."""
+    """The result of one run."""
 
     phases: Mapping[str, float]
     """Empty if the job did not recover."""
     failed: str = ""
-    """Why it did not; empty if it did."""
+    """The reason if it did not recover; otherwise empty."""
 
 
 # ------------------------------------------------------------------ what was said, to phases
@@ -200,7 +200,7 @@ _RDZV_ROUND = "RoundCompleted"
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A line of a launcher or server that tells of a phase."""
+    """A line of a launcher or server that shows a phase."""
 
     phase: str
     unix_s: float
@@ -294,7 +294,7 @@ def phases(
 
 
 class Job:
-    """One job on some nodes. Made by `running`."""
+    """One job on some nodes. Created by `running`."""
 
     worker: Path | None = None
     """The script; None: the contender's."""
@@ -321,7 +321,7 @@ class Job:
     async def running(
         cls, contender: Contender, directory: Path, endpoint: str, lifeline: Path
     ) -> AsyncIterator[Job]:
-        """Hold a job, and whatever server it needs, until the body ends; nothing is left then."""
+        """Run a job, and any server it needs, until the body ends; nothing is left then."""
         job = cls(contender, directory, endpoint, lifeline)
         try:
             if contender.program == "rdzvrun":
@@ -333,7 +333,7 @@ class Job:
             job._end()
 
     async def measure(self, case: str, nodes: int, nproc: int, deadline_s: float) -> Outcome:
-        """Let the job train, let it befall what the case says, and wait until it trains again."""
+        """Let the job train, cause the case's fault, and wait until it trains again."""
         alone = self._contender.alone
         self.nproc = 1 if alone else nproc
         names = [f"n{number}" for number in range(nodes * nproc if alone else nodes)]
@@ -454,7 +454,7 @@ class Job:
         conf = dict(contender.conf)
         backend = ["--rdzv-backend=rdzv", f"--node-id={name}"]
         if contender.torchrun:
-            # The host of its store is spared, for its loss ends the job.
+            # The host of its store is spared, since its loss ends the job.
             conf["is_host"] = "1" if name == "n0" else "0"
             backend = ["--rdzv-backend=c10d"]
         command = [
@@ -496,7 +496,7 @@ class Job:
         }
 
     def _marked(self, node: str = "") -> list[int]:
-        """Return the processes of this job, or of one node of it, whoever their parents are."""
+        """Return the processes of this job, or of one node of it, whatever their parents are."""
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
         found = []
         for pid in pids:
@@ -506,7 +506,7 @@ class Job:
         return found
 
     def _end(self) -> None:
-        """End all of it, those too that have outlived their launcher."""
+        """End all of it, including processes that have outlived their launcher."""
         end_s = time.monotonic() + END_S
         while marked := self._marked():
             if time.monotonic() > end_s:
@@ -533,7 +533,7 @@ def _kill(pid: int) -> None:
 
 @contextlib.contextmanager
 def _watched(pids: Iterable[int]) -> Iterator[dict[int, float | None]]:
-    """Note in the mapping when each process ends, which need not be a child; None until it does."""
+    """Record in the mapping when each process ends, which need not be a child; None until then."""
     loop = asyncio.get_running_loop()
     exits_s: dict[int, float | None] = dict.fromkeys(pids)
 

@@ -1,6 +1,7 @@
-"""The training of `recovery_worker.py`, in processes that stay: they go on where others fail.
+"""The training of `recovery_worker.py`, in processes that stay while others fail.
 
-What a kept worker need not do again (its first line, the import of torch) is not among its stages.
+Steps that a kept worker need not repeat (its first line, the import of torch) are not among its
+stages.
 """
 
 import time
@@ -56,7 +57,7 @@ held = State(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.01))
 
 @held.on_park
 def parked(over: Round) -> None:
-    """Say that this worker has left the round."""
+    """Report that this worker has left the round."""
     reach("parked", time.monotonic(), over.number)
 
 

@@ -1,8 +1,8 @@
 """The two peers whose processes stay as well: how each of their workers is launched.
 
-torchft and NVIDIA's in-process wrapper are in an environment of their own, `build/peers`, which
-`make build/peers/.ready` makes. Each worker is launched by itself: torchft by a torchrun of its own
-(a replica group of one rank) beside one lighthouse, the wrapper as a plain process.
+torchft and NVIDIA's in-process wrapper are in a separate environment, `build/peers`, which `make
+build/peers/.ready` creates. Each worker is launched by itself: torchft by a separate torchrun (a
+replica group of one rank) beside one lighthouse, the wrapper as a plain process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SCRIPTS = {name: Path(__file__).with_name(f"recovery_{name}_worker.py") for name
 
 
 def are_installed() -> bool:
-    """Whether their environment is there."""
+    """Whether their environment exists."""
     return (PEERS / "torchft_lighthouse").exists()
 
 
 def lighthouse(endpoint: str) -> list[str]:
-    """Return the command of torchft's server: as it comes, but that it never waits for more."""
+    """Return the command of torchft's server: its defaults, but it never waits for more."""
     return [
         str(PEERS / "torchft_lighthouse"),
         f"--bind={endpoint}",
@@ -44,7 +44,7 @@ def command(program: str) -> list[str]:
 
 
 def environ(program: str, name: str, endpoint: str, workers: int) -> dict[str, str]:
-    """Return what the environment of one worker has beside the bench's own."""
+    """Return the variables of one worker besides the bench's own."""
     if program == "torchft":
         return {"TORCHFT_LIGHTHOUSE": f"http://{endpoint}", "REPLICA_GROUP_ID": name}
     host, _, port = endpoint.partition(":")
@@ -56,5 +56,5 @@ def environ(program: str, name: str, endpoint: str, workers: int) -> dict[str, s
 
 
 def spares(program: str, workers: int) -> Sequence[str]:
-    """Return the workers beside those that train: the wrapper starts no process anew."""
+    """Return the number of workers besides the training ones: the wrapper starts no new process."""
     return [f"n{workers}"] if program == "nvidia" else []

@@ -1,4 +1,4 @@
-"""What the trainings whose recovery is timed say of themselves, and when they end."""
+"""The output of the trainings whose recovery is timed, and when they end."""
 
 import fcntl
 import json
@@ -31,7 +31,7 @@ def reach(stage: str, at_s: float, round_: int = 0, world_size: int = 0) -> None
 
 
 def end_with_the_bench() -> None:
-    """End this process once nobody holds the lock any more."""
+    """End this process once the lock is free."""
     lifeline = os.open(os.environ["RDZV_BENCH_LIFELINE"], os.O_RDONLY)
     fcntl.flock(lifeline, fcntl.LOCK_SH)
     os._exit(0)

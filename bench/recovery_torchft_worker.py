@@ -30,13 +30,13 @@ net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
 
 
 def load(state: dict) -> None:  # type: ignore[type-arg]
-    """Take the state of a peer."""
+    """Load the state of a peer."""
     net.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
 
 
 def held() -> dict:  # type: ignore[type-arg]
-    """Give it to a peer."""
+    """Return it for a peer."""
     return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
 
 
@@ -56,7 +56,7 @@ while True:
     optimizer.zero_grad()
     model(torch.randn(16, 64)).square().mean().backward()
     optimizer.step()
-    # A quorum that this step alone has seen has no number in the public interface.
+    # A quorum that only this step has seen has no number in the public interface.
     here = (manager._quorum_id, manager.num_participants())
     if here != world:
         if world is None:

@@ -72,7 +72,7 @@ CROWDS = 4
 """Processes that the nodes are in."""
 STEADY_S = 10.0
 CALM_S = 6.0
-"""Longer than a lease: who would be given up is."""
+"""Longer than a lease: any node to be given up is."""
 TIMEOUT_S = 140.0
 PEER_TIMEOUT_S = 90.0
 PEER_PROCESSES = 2
@@ -85,16 +85,16 @@ HERE = Path(__file__).parent
 
 @dataclass
 class Samples:
-    """What was measured with one number of nodes."""
+    """The results for one number of nodes."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By act: until all were told."""
+    """By act: until all had received it."""
     server_cpu_s: dict[str, list[float]] = field(default_factory=dict)
     crowd_cpu_s: dict[str, list[float]] = field(default_factory=dict)
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By act: messages and bytes, per node; of the last repetition, for they hardly vary."""
+    """By act: messages and bytes, per node; of the last repetition, since they hardly vary."""
     steady_cpu: list[float] = field(default_factory=list)
-    """In parts of one core."""
+    """As a fraction of one core."""
     bytes_per_node: list[float] = field(default_factory=list)
     disturbed: int = 0
     failed: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Samples:
 
 
 During = Callable[[str, int], AbstractContextManager[None]]
-"""What is done during an act, given its name and the pid of the server."""
+"""Called during an act, with its name and the pid of the server."""
 
 
 def plainly(act: str, pid: int) -> AbstractContextManager[None]:
@@ -116,7 +116,7 @@ def plainly(act: str, pid: int) -> AbstractContextManager[None]:
 
 
 class Crowd:
-    """All nodes, in several processes with descriptors of their own. Made by `running`."""
+    """All nodes, in several processes with separate descriptors. Created by `running`."""
 
     def __init__(self, parts: Sequence[Asked]) -> None:
         self._parts = parts
@@ -138,7 +138,7 @@ class Crowd:
         return self._answer()
 
     def ask(self, act: str, **how: object) -> dict[str, Any]:
-        """Have all parts do something at once; return their answers as one."""
+        """Let all parts do something at once; return their answers as one."""
         for part in self._parts:
             part.tell(act=act, **how)
         return self._answer()
@@ -198,7 +198,7 @@ class Trial:
         )
 
     def _hold(self) -> None:
-        """Wait until whatever was begun is over, and then look at heartbeats alone."""
+        """Wait until everything is over, and then measure heartbeats alone."""
         self._crowd.ask("hold", seconds=1.0)
         before_s, began_s = cpu_s(self._server.pid), time.monotonic()
         self._crowd.ask("hold", seconds=STEADY_S)
@@ -287,7 +287,7 @@ def _medians(samples: dict[str, list[float]]) -> dict[str, Json]:
 
 
 def joins(count: int) -> list[Join]:
-    """Return the joins of a job that needs so many nodes."""
+    """Return the joins of a job that needs this many nodes."""
     settings = Settings(count, count)
     return [
         Join(
@@ -406,7 +406,7 @@ def say_peer(nodes: int, repetitions: int) -> None:
 
 
 def most_nodes() -> int:
-    """Let each process open as many files as it may; return how many nodes that is good for."""
+    """Let each process open as many files as allowed; return how many nodes that suffices for."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard - FILES_OF_A_PROCESS
@@ -455,7 +455,7 @@ def main() -> None:
     """Measure, and leave nothing behind."""
     chosen = arguments()
     end_on_sigterm()
-    # Else each of the peer's connections says that it knows no name of this machine.
+    # Otherwise each of the peer's connections logs that it knows no name of this machine.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with (
         tempfile.TemporaryDirectory(prefix="rdzv-bench-", dir=chosen.directory) as temporary,

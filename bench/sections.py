@@ -1,7 +1,7 @@
-"""Tables of RESULTS.md and plots beside it, from what recovery.py, scale.py and launch.py wrote.
+"""Tables of RESULTS.md and their plots, from the output of recovery.py, scale.py and launch.py.
 
-`sections.py FILE...` reads JSON lines, and renews the section of each benchmark that is among them:
-what is between its two marks, and its plot if it has one. All else in RESULTS.md is left alone.
+`sections.py FILE...` reads JSON lines, and rewrites the section of each benchmark found in them:
+the text between its two marks, and its plot if it has one. The rest of RESULTS.md is left alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ACTS = {"gather": "gather", "form": "form", "lose": "lose one", "return": "serve
 
 
 def conditions(row: Row) -> str:
-    """Return the sentence that says under what something was measured."""
+    """Return the sentence about the conditions of a measurement."""
     busy = row["load"] > row["cpus"] / 2
     return (
         f"**{row['date']}**, `{row['command']}`: {row['cpus']} CPUs, load {row['load']:g} at the "
@@ -103,7 +103,7 @@ def recovery_plot(rows: Sequence[Row]) -> str:
         note = f"{figure(spreads['stepped']['median'])} s" if spreads["stepped"] else ""
         if lost:
             note = f"{note}; {missed}" if note else missed
-        # A phase that nobody has told of has no length.
+        # A phase without a time has no length.
         ends, before = [], 0.0
         for phase in PHASES:
             before = max(before, spreads[phase]["median"]) if spreads[phase] else before
@@ -274,7 +274,7 @@ SECTIONS: dict[
 
 
 def main() -> None:
-    """Renew what was measured anew."""
+    """Rewrite the measured sections."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

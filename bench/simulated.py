@@ -27,11 +27,11 @@ from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 
 _store_ports = itertools.cycle(range(20_000, 30_000))
-"""Ports that nobody listens on: no worker looks for a store there."""
+"""Ports on which nothing listens: no worker looks for a store there."""
 
 
 class SimulatedNode:
-    """One node of one job. Made by `simulated`."""
+    """One node of one job. Created by `simulated`."""
 
     fence_after_ms = 0
 
@@ -91,7 +91,7 @@ class SimulatedNode:
     # ---------------------------------------------------------------- what the link asks of a job
 
     def belief(self) -> pb.Belief | None:
-        """Say all that is believed; None once the job has ended for this node."""
+        """Return the node's belief; None once the job has ended for this node."""
         if self._state.phase is Phase.ENDED:
             return None
         return encoding.belief(self._state, self._current_offer(), _now_ms(), refuse_reuse=False)
@@ -100,10 +100,10 @@ class SimulatedNode:
         """Workers are not fenced."""
 
     def note(self, reason: str) -> None:
-        """Why there are no workers interests nobody here."""
+        """Nothing here needs the reason why there are no workers."""
 
     def post(self, event: events.Event) -> None:
-        """Take note of an event, after those that came before it."""
+        """Handle an event, after those that came before it."""
         self._inbox.append(event)
         if self._busy:
             return
@@ -158,7 +158,7 @@ class SimulatedNode:
 async def simulated(
     count: int, endpoints: Sequence[Endpoint], rdzv_id: str
 ) -> AsyncIterator[list[SimulatedNode]]:
-    """Run so many nodes of one job, which needs all of them, until the body ends."""
+    """Run this many nodes of one job, which needs all of them, until the body ends."""
     settings = Settings(count, count, max_restarts=1_000_000)
     names = [f"node-{number:03d}" for number in range(count)]
     nodes = [SimulatedNode(n, endpoints, Job(rdzv_id, n, settings, 1)) for n in names]
@@ -177,11 +177,10 @@ async def simulated(
 
 
 async def until(what: str, holds: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until something holds.
+    """Wait until a condition holds.
 
     Raises:
         TimeoutError: it does not within the time.
-
     """
     end_s = time.monotonic() + timeout_s
     while not holds():

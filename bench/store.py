@@ -97,7 +97,7 @@ def membership(nodes: int) -> Membership:
 
 @dataclass
 class Samples:
-    """What one case has shown."""
+    """The results of one case."""
 
     latencies: list[float] = field(default_factory=list)
     elapsed_s: float = 0.0
@@ -112,7 +112,7 @@ class Samples:
 
     @property
     def cpu_us(self) -> float:
-        """Microseconds of CPU for one commit, in the process that asks for it."""
+        """Microseconds of CPU for one commit, in the process that requests it."""
         return 1e6 * self.cpu_s / len(self.latencies)
 
 
@@ -152,7 +152,7 @@ class Writers:
                 revision = stored.revision
             if time.perf_counter() >= end:
                 return
-            # A store that never waits would let no other writer in.
+            # A store that never waits would let no other writer run.
             await asyncio.sleep(0)
 
 
@@ -193,7 +193,7 @@ async def opened(name: str, endpoints: Sequence[str], directory: Path) -> AsyncI
 
 
 def sync_floor(directory: Path, seconds: float) -> Spread:
-    """Measure the least that durable means here: 4 KiB appended to a file, and fdatasync."""
+    """Measure the minimum for a durable write here: 4 KiB appended to a file, and fdatasync."""
     file = directory / "floor"
     samples: list[float] = []
     end = time.perf_counter() + seconds
@@ -208,7 +208,7 @@ def sync_floor(directory: Path, seconds: float) -> Spread:
 
 
 def ms(seconds: float) -> str:
-    """Show a time in milliseconds, three digits of it."""
+    """Format a time in milliseconds, with three digits."""
     return f"{1000 * seconds:.3g} ms"
 
 
@@ -243,7 +243,7 @@ async def measure_store(
 def say_case(
     name: str, kind: Membership, writers: int, ours: Samples, theirs: Samples, floor: Spread
 ) -> None:
-    """Print one case beside its peer, and beside what the disk took just before."""
+    """Print one case, its peer, and the disk's time just before."""
     nodes = len(kind.round.participants) if kind.round else 0
     mine, other = Spread.of(ours.latencies), Spread.of(theirs.latencies)
     ratio, cpu_ratio = mine.median / other.median, ours.cpu_us / theirs.cpu_us
@@ -278,7 +278,7 @@ def say_case(
 
 
 def say_floors(peer: Peer, directory: Path, seconds: float) -> None:
-    """Print what nothing can be faster than: a bare round trip, and one write that is synced."""
+    """Print the lower bounds: a bare round trip, and one synced write."""
     answer = peer.ask("raw", seconds=seconds)
     for name, spread in (
         ("compare_set of 100 bytes", Spread.of(answer["latencies"])),

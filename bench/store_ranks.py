@@ -49,7 +49,7 @@ GLOO_RANKS = (100, 300, 1_000)
 """Each rank asks for each: 1,000 are three million requests."""
 CROWDS = 4
 REPEATED_UP_TO = 1_000
-"""But gloo once: its seconds are many, and hardly vary."""
+"""Except gloo, once: it takes many seconds, which hardly vary."""
 READY_S = 60.0
 TIMEOUT_S = 300.0
 ID_BYTES, ADDRESS_BYTES = 128, 178
@@ -66,7 +66,7 @@ VALUE = -1
 """The answer begins with its length."""
 
 Rank = Generator[tuple[bytes, int], bytes, None]
-"""What a rank says, and how many bytes it waits for; it is sent the answer."""
+"""A rank's message, and how many bytes it waits for; it is sent the answer."""
 
 
 def _text(value: bytes) -> bytes:
@@ -136,7 +136,7 @@ def gloo(rank: int, ranks: int) -> Rank:
 
 
 def lazy(rank: int, ranks: int) -> Rank:
-    """Only tell the own address."""
+    """Only publish the rank's own address."""
     yield from _check_in()
     yield _set(b"/default_pg/0//cpu//0/%d" % rank, b"a" * ADDRESS_BYTES), 0
     yield from _barrier(ranks)
@@ -160,11 +160,10 @@ class Peer:
         self.socket.connect_ex(("127.0.0.1", port))
 
     def begin(self) -> None:
-        """Say the first thing; the connection is made, or has failed.
+        """Send the first message; the connection is made, or has failed.
 
         Raises:
             OSError: it has failed.
-
         """
         failed = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failed:
@@ -174,7 +173,7 @@ class Peer:
         self._say(next(self._rank))
 
     def hear(self) -> None:
-        """Read what has come, and say the next thing if that was all."""
+        """Read the data that has come, and send the next message if it was complete."""
         data = self.socket.recv(1 << 16)
         if not data:
             raise ConnectionResetError("the store has ended a connection")
@@ -246,7 +245,7 @@ def play(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def play_all() -> None:
-    """Obey lines of stdin."""
+    """Carry out lines of stdin."""
     for line in iter(sys.stdin.readline, ""):
         print(json.dumps(play(json.loads(line))), flush=True)
 
@@ -255,7 +254,7 @@ def play_all() -> None:
 
 
 class Store(NamedTuple):
-    """A store that is served."""
+    """A running store."""
 
     pid: int
     port: int
@@ -263,7 +262,7 @@ class Store(NamedTuple):
 
 @contextlib.contextmanager
 def served_by(server: str) -> Iterator[Store]:
-    """Serve a store until the body ends."""
+    """Run a store until the body ends."""
     fds: tuple[int, ...] = ()
     with contextlib.ExitStack() as stack:
         if server == "rdzv":
@@ -310,7 +309,7 @@ def serve_as_torch(server: str) -> None:
 
 
 class Measured(NamedTuple):
-    """One start."""
+    """The times of one start."""
 
     ready_s: float
     store_s: float
@@ -321,11 +320,10 @@ class Measured(NamedTuple):
 
 
 def start(kind: str, server: str, ranks: int, crowds: list[Asked]) -> Measured:
-    """Have all ranks start on a store of their own; each crowd must be new, or have ended a start.
+    """Let all ranks start on a new store; each crowd must be new, or have ended a start.
 
     Raises:
-        TimeoutError: not all were through; the message says how many.
-
+        TimeoutError: not all were done; the message says how many.
     """
     with served_by(server) as store:
         cpu_before_s, before = cpu_s(store.pid), resident_bytes(store.pid)
@@ -355,7 +353,7 @@ def _connections(pid: int) -> int:
 
 
 def measure(kind: str, ranks: int, crowds: list[Asked]) -> None:
-    """Measure a size with each server, by turns; of a failure only its line is printed."""
+    """Measure a size with each server, by turns; a failure is printed as one line."""
     found: dict[str, list[Measured]] = {}
     for _ in range(3 if ranks <= REPEATED_UP_TO and kind != "gloo" else 1):
         for server, most in MOST_RANKS.items():

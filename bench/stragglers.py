@@ -60,13 +60,13 @@ class Training:
         ]
 
     def slow_down(self, rank: int | None) -> None:
-        """Have one rank be slow, and no other."""
+        """Let one rank be slow, and no other."""
         new = self._slow.with_suffix(".new")
         new.write_text("" if rank is None else str(rank))
         new.rename(self._slow)
 
     def stragglers(self) -> tuple[Straggler, ...]:
-        """Return who straggles, as status shows it."""
+        """Return the stragglers, as status shows them."""
         with ControlClient(parse_endpoints(self._address)) as client:
             return client.status(JOB).stragglers
 
@@ -80,7 +80,7 @@ class Training:
 
 
 def await_s(condition: Callable[[], bool]) -> float:
-    """Return how long it took until something was so."""
+    """Return how long it took until a condition held."""
     begun_s = time.monotonic()
     while not condition():
         if time.monotonic() - begun_s > GIVEN_UP_S:

@@ -65,13 +65,13 @@ class Servers:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """Where nodes and operators look for them."""
+        """The addresses that nodes and operators use."""
         return [each.endpoint for each in self.rdzvds]
 
     def leader(self, above: int = 0) -> Server | None:
         """Return the server that leads, if its leadership is above another's."""
         for endpoint in self.endpoints:
-            # Afresh each time: a channel that was refused once waits before it tries again.
+            # A new channel each time: one that was refused waits before it tries again.
             with contextlib.suppress(RendezvousError), ControlClient(endpoint) as client:
                 for server in client.servers():
                     if (server.leadership or 0) > above:
@@ -104,7 +104,7 @@ class Times:
 
 
 class Outages:
-    """Ends the leader of one case again and again."""
+    """Ends the leader of one case repeatedly."""
 
     def __init__(self, servers: Servers, nodes: Sequence[SimulatedNode]) -> None:
         self._servers = servers
@@ -281,7 +281,7 @@ def torchrun_without_its_store(directory: Path) -> tuple[list[int | None], float
                     "--max-restarts=3",
                     str(WORKERS / "all_reduce_c10d.py"),
                 ],
-                # Else the workers of all attempts share one store, which is flaky by itself.
+                # Otherwise the workers of all attempts share one store, which is flaky by itself.
                 environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
             )
             for index in range(2)
@@ -305,7 +305,7 @@ def torchrun_without_its_store(directory: Path) -> tuple[list[int | None], float
 
 
 def say_peer(repetitions: int, directory: Path) -> None:
-    """Print what becomes of torchrun's job."""
+    """Print the fate of torchrun's job."""
     ends: list[tuple[list[int | None], float]] = []
     for number in range(repetitions):
         below = directory / f"torchrun-{number}"

@@ -27,7 +27,7 @@ CLASSIFIER = "License :: OSI Approved :: "
 
 
 def licence(component: dict[str, Any]) -> str:
-    """Return what a component has declared: an SPDX expression, or else what it calls itself.
+    """Return a component's declared licence: an SPDX expression, or else the name it gives.
 
     >>> licence({"licenses": [{"license": {"name": "License :: OSI Approved :: BSD License"}}]})
     'BSD License'

@@ -74,7 +74,7 @@ def git(*args: str) -> str:
 
 
 def copy_sources(to: Path) -> None:
-    """Copy what git tracks; without git, as in an unpacked sdist, everything."""
+    """Copy the files that git tracks; without git, as in an unpacked sdist, everything."""
     if not (ROOT / ".git").exists():
         shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns("dist", "build", ".venv*"))
         return
@@ -85,13 +85,13 @@ def copy_sources(to: Path) -> None:
 
 
 def build_documents(sources: Path) -> None:
-    """Build the site of the documents to where the wheel takes it along, for `rdzvctl docs`."""
+    """Build the site of the documents in the folder that the wheel includes, for `rdzvctl docs`."""
     if importlib.util.find_spec("mkdocs") is None:
         sys.exit("mkdocs, which builds the documents, is not installed here; run: make docs")
     site = sources / "rendezvous/rdzv/documents"
     os.environ["NO_MKDOCS_2_WARNING"] = "1"
     run([sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(site)], sources)
-    # What only browsers' debuggers and search engines read.
+    # Only browsers' debuggers and search engines read these.
     for pattern in ("**/*.map", "sitemap.xml*"):
         for path in site.glob(pattern):
             path.unlink()
@@ -120,7 +120,7 @@ def build_debian(sources: Path, out: Path) -> None:
 
 
 def run(command: list[str], folder: Path) -> None:
-    """Run a command in a folder; what it writes is shown if it fails."""
+    """Run a command in a folder; its output is shown if it fails."""
     done = subprocess.run(
         command,
         cwd=folder,

@@ -1,20 +1,21 @@
-"""Snapshots that a restart can trust: whole, on disk, and never replaced by something older.
+"""Snapshots that a restart can trust: complete, on disk, and never replaced by something older.
 
-A job whose workers come and go has, for moments, two processes that believe they are rank 0: the
-one of the round that goes on, and a straggler of a former round that was cut off, paused, or slow
-to stop. A snapshot therefore says who wrote it (run, round, step), and whoever wants to replace it
-compares that with itself first, while it holds a lock. The snapshot that is there was written by
+A job whose workers come and go has, for moments, two processes that believe they are rank 0: one in
+the current round, and a straggler of an earlier round that was cut off, paused, or slow to stop. A
+snapshot therefore records its writer (run, round, step), and a process that wants to replace it
+first compares that with itself, while it holds a lock. The existing snapshot was written by
 
-* an older round of this run:   replaced, whatever its step: the newer round is the one that goes on
+* an older round of this run:   replaced, whatever its step: the newer round is the current one
 * this round:                   replaced if it is behind
 * a newer round of this run:    kept: the process that wants to replace it is the straggler
 * another run:                  replaced if this process resumed from a snapshot of that run, as
-                                when a job is launched anew; kept otherwise: somebody uses the file
+                                when a job is launched again; otherwise kept, since another job
+                                uses the file
 
 The file is written beside its final name, flushed to the disk and then renamed, so that a reader
-sees the former snapshot or the new one, and never a part. It has to lie where every node that may
-come to have rank 0 sees it, on a file system whose `flock` works between nodes (NFSv4; Lustre with
-its flock option).
+sees the previous snapshot or the new one, never a part. It must be visible from every node that may
+get rank 0, on a file system whose `flock` works between nodes (NFSv4; Lustre with its flock
+option).
 """
 
 import contextlib
@@ -43,7 +44,7 @@ class CorruptSnapshotError(SnapshotError):
 
 
 class StaleWriterError(SnapshotError):
-    """The snapshot has gone on without this process, which must stop."""
+    """A newer writer has replaced the snapshot, so this process must stop."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Header:
 class SnapshotFile:
     """The snapshot of one job, for the one process (rank 0) that reads and writes it.
 
-    `trust_round` says that `round` grows with every round of the run, wherever rank 0 is. Where it
-    is false, as under torchrun, a process counts as no older than the snapshot it resumed from.
+    `trust_round` says that `round` grows with every round of the run, wherever rank 0 is. If it is
+    false, as under torchrun, a process counts as no older than the snapshot it resumed from.
     """
 
     def __init__(self, path: Path, run_id: str, round: int, *, trust_round: bool = True) -> None:
@@ -73,8 +74,8 @@ class SnapshotFile:
     def from_environ(cls, path: Path, environ: Mapping[str, str] = os.environ) -> Self:
         """Learn run and round from the launcher.
 
-        rdzvrun says the round. torchrun does not: its restart count grows with failures only and
-        differs between nodes, so it shows some stragglers and not all.
+        rdzvrun provides the round. torchrun does not: its restart count grows with failures only
+        and differs between nodes, so it reveals some stragglers but not all.
         """
         run_id = environ.get("TORCHELASTIC_RUN_ID", "none")
         if "RDZV_ROUND" in environ:
@@ -102,21 +103,22 @@ class SnapshotFile:
         return found
 
     def save(self, state: Mapping[str, Any], step: int) -> bool:
-        """Replace the snapshot, unless the one that is there is as far or newer.
+        """Replace the snapshot, unless the existing one is as far or newer.
 
-        Returns False where this round has already saved this step or a later one. Raises
-        StaleWriterError where another writer has taken over. Once it returns, the snapshot
-        survives a crash of the machine.
+        Returns False if this round has already saved this step or a later one. Raises
+        StaleWriterError if another writer has taken over. Once it returns, the snapshot survives a
+        crash of the machine.
         """
         header = Header(self.run_id, self.round, step)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
         try:
             with temporary.open("xb") as file:
-                # Held until the file has its final name: tells it from a dead writer's leftover.
+                # Held until the file has its final name: distinguishes it from a dead writer's
+                # leftover.
                 fcntl.flock(file, fcntl.LOCK_EX)
-                # The slow part comes before the lock, so that a process that is paused while it
-                # writes keeps nobody waiting.
+                # The slow part comes before the lock, so a process paused during the write blocks
+                # no other.
                 torch.save({"header": asdict(header), "state": dict(state)}, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -174,10 +176,10 @@ class SnapshotFile:
                             "former round still there?"
                         ) from None
                     time.sleep(0.05)
-            yield  # closing the file gives the lock back, and so does the end of the process
+            yield  # closing the file releases the lock, and so does the end of the process
 
     def _remove_leftovers(self) -> None:
-        """Remove what killed writers left; a file whose lock is free has no writer any more."""
+        """Remove files of killed writers: a file whose lock is free has no writer any more."""
         for leftover in self.path.parent.glob(f".{glob.escape(self.path.name)}.*.tmp"):
             with (
                 contextlib.suppress(FileNotFoundError, BlockingIOError),
@@ -191,10 +193,10 @@ def _read(path: Path, *, header_only: bool = False) -> tuple[Header, dict[str, A
     try:
         if not header_only:
             with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()  # torch.load does not look at the checksums
+                damaged = archive.testzip()  # torch.load does not verify the checksums
             if damaged:
                 raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-        # Mapped, the tensors that nobody looks at are not read.
+        # Mapped, so that unused tensors are not read.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=header_only)
         return Header(**content["header"]), content["state"]
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The model and the data that every form of the training script shares.
 
-Small enough for a CPU, real enough that the loss falls: a regression on data
-that is the same in every process that asks for the same seed.
+Small enough for a CPU, real enough that the loss falls: a regression on data that is the same in
+every process that uses the same seed.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ FEATURES = 8
 
 
 class ToyData(Dataset[tuple[Tensor, Tensor]]):
-    """What a small random network, the teacher, makes of random points, with a little noise."""
+    """The output of a small random network, the teacher, for random points, with a little noise."""
 
     def __init__(self, samples: int = 1024, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ def evaluate(model: nn.Module, data: ToyData, device: torch.device) -> float:
 
 
 def report_step(step: int) -> None:
-    """Let `rdzvctl status` show how far this worker is; without rdzvrun, do nothing."""
+    """Let `rdzvctl status` show this worker's step; without rdzvrun, do nothing."""
     if file := os.environ.get("RDZV_PROGRESS_FILE"):
         with contextlib.suppress(OSError), Path(file).open("r+b", buffering=0) as out:
             out.write(b"%20d\n" % step)

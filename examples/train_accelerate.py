@@ -25,7 +25,7 @@ notice = Notice()
 
 @elastic
 def train(state: State, round: Round, data: ToyData, args: argparse.Namespace) -> None:
-    """Train from where the state is to the last step; called once in each round."""
+    """Train from the present state to the last step; called once in each round."""
     accelerator = round_accelerator(cpu=not torch.cuda.is_available())
     checkpoint = args.folder / "checkpoint.pt"
     if not state.committed and checkpoint.exists():
@@ -56,7 +56,7 @@ def train(state: State, round: Round, data: ToyData, args: argparse.Namespace) -
 
 
 def save(state: State, args: argparse.Namespace, is_main_process: bool) -> None:
-    """Write the checkpoint beside its name and rename it, so that it is always whole."""
+    """Write the checkpoint beside its name and rename it, so that it is always complete."""
     if is_main_process:
         entries = ("model", "optimizer", "sampler")
         content = {name: getattr(state, name).state_dict() for name in entries}

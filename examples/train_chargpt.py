@@ -28,7 +28,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What of a text is learned from."""
+    """The text to learn from."""
 
     path: Path | None = None
     """None: this very script."""
@@ -37,7 +37,7 @@ class DataConfig:
 
 
 class CharDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text, each with itself one character further as what is to be foretold."""
+    """Pieces of a text, each with the same piece shifted by one character as its target."""
 
     def __init__(self, config: DataConfig) -> None:
         text = (config.path or Path(__file__)).read_text()
@@ -74,7 +74,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small network for each place."""
+    """Attention to earlier positions, then a small network for each position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Foretells, for each place of a text, its next character."""
+    """Predicts, for each position of a text, the next character."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class TrainerConfig:
 
 
 class Trainer:
-    """Trains one model with all workers; a restart goes on where the snapshot ends."""
+    """Trains one model with all workers; a restart continues from the snapshot."""
 
     def __init__(
         self, config: TrainerConfig, model: GPT, data: CharDataset, device: torch.device
@@ -235,7 +235,7 @@ def main() -> None:
     config = TrainerConfig(epochs=args.epochs, snapshot=args.snapshot)
     trainer = Trainer(config, model, data, device)
     trainer.train()
-    dist.barrier()  # nobody tears down what another still uses
+    dist.barrier()  # no process closes what another still uses
     dist.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ from toy import ToyData, evaluate, loss_function, make_model, make_optimizer, re
 
 
 def ddp_setup() -> torch.device:
-    """Join the process group; the environment that the launcher made says how."""
+    """Join the process group described by the launcher's environment."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -44,10 +44,10 @@ def ddp_setup() -> torch.device:
 class ResumableSampler(DistributedSampler[int]):
     """A DistributedSampler that can begin in the middle of an epoch.
 
-    The order of an epoch depends on seed and epoch alone, and the ranks take turns in it, so what
-    the group has seen is a prefix of it, and its length is all there is to remember. That holds for
-    another number of workers too; at most `num_replicas - 1` samples are then seen twice, beside
-    those with which DistributedSampler fills up the last turn.
+    The order of an epoch depends on seed and epoch alone, and the ranks take turns in it, so the
+    samples used so far are a prefix of it, and its length is all there is to remember. That holds
+    for another number of workers too; at most `num_replicas - 1` samples are then used twice,
+    besides those with which DistributedSampler fills up the last turn.
     """
 
     samples_done = 0
@@ -74,7 +74,8 @@ class Trainer:
 
         self.model = model.to(device)
         self.optimizer = make_optimizer(self.model)
-        self.epoch = 0  # epochs done
+        # epochs completed, samples used of the next, and optimizer steps since the very beginning
+        self.epoch = 0
         self.samples_done = 0  # of the epoch after those
         self.step = 0  # optimizer steps since the very beginning
         self.stop_requested = False
@@ -85,11 +86,11 @@ class Trainer:
         )
 
     def _load_snapshot(self) -> None:
-        """Bring back the state of the last snapshot, the same one on every rank.
+        """Load the last snapshot, the same one on every rank.
 
-        Rank 0 reads and the others are told. Were each to read the file for itself, two could read
-        two different snapshots, and wait for each other for ever. (A large model would rather be
-        read by all, from a name that is agreed upon first.)
+        Rank 0 reads it and sends it to the others. If each read the file itself, two could read
+        different snapshots, and wait for each other forever. (With a large model, all ranks should
+        rather read it, after agreeing on a name.)
         """
         found = self.snapshot.load() if self.snapshot and self.rank == 0 else None
         message: list[Any] = [found]
@@ -138,7 +139,7 @@ class Trainer:
             try:
                 self._run_batch(inputs.to(self.device), targets.to(self.device))
             except RuntimeError:
-                # Another worker has stopped a little earlier and the gradients could not be
+                # Another worker has stopped a little earlier, so the gradients could not be
                 # averaged. The optimizer has not run, so the state is still that of a whole step.
                 self._stop_if_requested()
                 raise
@@ -167,21 +168,21 @@ class Trainer:
         )
 
     def _request_stop(self, signum: int, frame: FrameType | None) -> None:
-        """Note SIGTERM: the launcher wants this worker gone, and gives it a while to save.
+        """Record SIGTERM: the launcher wants this worker to end, and gives it a while to save.
 
-        Only noted, because the signal may come in the middle of a step, when half of the weights
-        are new. And set up only once training begins, because a worker that still waits for others
-        in init_process_group has nothing to save and shall die at once.
+        Only recorded, because the signal may come in the middle of a step, when half of the weights
+        are new. The handler is installed when training begins, because a worker that still waits
+        for others in init_process_group has nothing to save and should die at once.
         """
         self.stop_requested = True
 
     def _stop_if_requested(self) -> None:
-        """Between two steps: save and go, if SIGTERM has come.
+        """Between two steps: save and exit, if SIGTERM has come.
 
-        No rank asks the others: from the signal on they may be gone, and whoever waits for them
-        waits until SIGKILL. All ranks get the signal at about the same time, so most often all of
-        them finish the same step. Where one goes a step earlier, gloo tells the others by an error;
-        NCCL may keep rank 0 waiting instead, and then the last regular snapshot has to do.
+        No rank asks the others: after the signal they may be gone, and a rank that waits for them
+        waits until SIGKILL. All ranks get the signal at about the same time, so usually all finish
+        the same step. If one exits a step earlier, gloo reports an error to the others; NCCL may
+        keep rank 0 waiting instead, and then the last regular snapshot has to do.
         """
         if self.stop_requested:
             self._save_snapshot()

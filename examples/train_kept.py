@@ -22,7 +22,7 @@ from rdzv.worker import ElasticBatchSampler, Round, State, elastic
 
 
 def make_state(data: ToyData, args: argparse.Namespace, device: torch.device) -> State:
-    """Name everything that training changes, so that it can be gone on from."""
+    """List everything that training changes, so that it can be resumed."""
     model = make_model(args.seed).to(device)
     return State(
         model=model,
@@ -37,7 +37,7 @@ def make_state(data: ToyData, args: argparse.Namespace, device: torch.device) ->
 def train(
     state: State, round: Round, data: ToyData, args: argparse.Namespace, device: torch.device
 ) -> None:
-    """Train from where the state is to the last epoch; called once in each round."""
+    """Train from the present state to the last epoch; called once in each round."""
     if round.rank == 0:
         how = "going on" if round.kept else "starting"
         print(f"{how} at step {state.step} | world_size {round.world_size}", flush=True)

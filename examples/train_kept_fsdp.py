@@ -25,7 +25,7 @@ from rdzv.worker import ElasticBatchSampler, Round, State, elastic
 
 @elastic
 def train(state: State, round: Round, data: ToyData, args: argparse.Namespace) -> None:
-    """Train from where the state is to the last epoch; called once in each round."""
+    """Train from the present state to the last epoch; called once in each round."""
     model = make_model(args.seed).to(round.device)
     mesh = make_mesh(round, args.replicas)
     for layer in model:
@@ -74,7 +74,7 @@ def save(state: State, folder: Path) -> None:
 
 
 def load_newest(state: State, folder: Path) -> None:
-    """Load the newest checkpoint that is whole, if there is one."""
+    """Load the newest complete checkpoint, if there is one."""
     whole = sorted(path.parent for path in folder.glob("*/.metadata"))  # It is written last.
     if not whole:
         return

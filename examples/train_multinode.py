@@ -1,11 +1,11 @@
-"""Train on several machines that share no disk: every node keeps a snapshot of its own.
+"""Train on several machines that share no disk: every node keeps its own snapshot.
 
     rdzvrun --nnodes=2 --nproc-per-node=2 --rdzv-endpoint=HOST:29400 --rdzv-id=job \\
         examples/train_multinode.py 10 2 --snapshot /local/snapshot.pt
 
-Two ranks matter here. LOCAL_RANK counts the workers of one machine: it picks the GPU, and who of
-them writes the machine's snapshot. RANK counts all workers: it picks who says what is to be said.
-A machine that comes new, or comes back with an old snapshot, is given the newest one of all.
+Two ranks matter here. LOCAL_RANK counts the workers of one machine: it selects the GPU, and the
+worker that writes the machine's snapshot. RANK counts all workers: it selects the one that prints.
+A machine that is new, or comes back with an old snapshot, is given the newest one of all.
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Trainer:
             print(f"resuming at epoch {self.epochs_run}, as known to rank {source}", flush=True)
 
     def _save_snapshot(self) -> None:
-        """Save on every node; a crash at any moment leaves the former snapshot or this one."""
+        """Save on every node; a crash at any moment leaves the previous snapshot or this one."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -125,7 +125,7 @@ def main() -> None:
     device = ddp_setup()
     trainer = Trainer(ToyData(), args.batch_size, args.save_every, args.snapshot, device)
     trainer.train(args.total_epochs)
-    dist.barrier()  # nobody tears down what another still uses
+    dist.barrier()  # no process closes what another still uses
     dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
-"""Train in one process: what the distributed forms start from.
+"""Train in one process: the starting point of the distributed forms.
 
     python examples/train_single.py --epochs 10
 
-It knows of no other process, and whatever ends it ends the training.
+It knows no other process, and any failure ends the training.
 """
 
 import argparse

@@ -21,7 +21,7 @@ from toy import ToyData, evaluate, loss_function, make_model, make_optimizer
 
 
 def ddp_setup(rank: int, world_size: int, port: int) -> torch.device:
-    # BY HAND: where the processes meet. The port must be free, and nobody looks for one.
+    # BY HAND: where the processes meet. The port must be free, and nothing searches for one.
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = str(port)
     if torch.cuda.is_available():
@@ -82,7 +82,7 @@ def run_worker(rank: int, world_size: int, args: argparse.Namespace) -> None:
     trainer.train(args.epochs)
     if args.final_weights and rank == 0:
         torch.save(trainer.model.state_dict(), args.final_weights)
-    dist.barrier()  # nobody tears down what another still uses
+    dist.barrier()  # no process closes what another still uses
     dist.destroy_process_group()
 
 
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--final-weights", type=Path)
     args = parser.parse_args()
-    # BY HAND: how many processes there are and who is who; mp.spawn hands each its rank.
+    # BY HAND: how many processes there are, and their ranks; mp.spawn passes each its rank.
     mp.spawn(run_worker, args=(args.nproc, args), nprocs=args.nproc)
 
 

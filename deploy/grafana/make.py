@@ -48,7 +48,7 @@ WIDE, HALF, THIRD, QUARTER = 24, 12, 8, 6
 
 
 Levels = tuple[tuple[float, str], ...]
-"""From which value on which colour is shown; below the first, green."""
+"""The value from which each colour is shown; below the first, green."""
 Words = tuple[tuple[str, str, str], ...]
 """Values, the words that they are shown as, and their colours."""
 
@@ -71,7 +71,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: what it shows, and what it is for."""
+    """One panel: its content, and its purpose."""
 
     title: str
     text: str
@@ -102,9 +102,9 @@ class Board:
     variables: Mapping[str, str]
     rows: tuple[Row, ...]
     page: Link
-    """To rdzvd's own page of the same."""
+    """A link to rdzvd's own page about the same."""
     marks: tuple[Query, ...]
-    """What is marked on all panels, where it has happened."""
+    """Events marked on all panels."""
 
 
 def panel(
@@ -124,7 +124,7 @@ def panel(
 
 
 def mean(metric: str, by: str, where: str) -> str:
-    """Ask for the mean of what a summary or a histogram has seen in the time that is shown."""
+    """Query the mean of the observations of a summary or histogram in the time shown."""
     total, number = (
         f"sum by ({by}) (increase({metric}_{part}{{{where}}}[$__range])) > 0"
         for part in ("sum", "count")
@@ -133,12 +133,12 @@ def mean(metric: str, by: str, where: str) -> str:
 
 
 def rate(metric: str, where: str, by: str = "") -> str:
-    """Ask for a counter's rate, over all servers that have counted it."""
+    """Query a counter's rate, over all servers that have counted it."""
     return f"sum by ({by}) (rate({metric}{{{where}}}[$__rate_interval]))"
 
 
 def increase(metric: str, where: str, by: str = "") -> str:
-    """Ask by how much a counter grew between two points of the graph."""
+    """Query by how much a counter grew between two points of the graph."""
     return f"sum by ({by}) (increase({metric}{{{where}}}[$__rate_interval]))"
 
 
@@ -172,7 +172,7 @@ TO_JOB = (
 
 
 def ended(where: str) -> str:
-    """Ask for the ends of rounds within the last minute."""
+    """Query the ends of rounds within the last minute."""
     return f"sum by (cause) (increase(rdzv_job_rounds_ended_total{{{where}}}[1m])) > 0"
 
 
@@ -1053,7 +1053,7 @@ def build(board: Board) -> str:
 
 
 def _mark(mark: Query) -> dict[str, object]:
-    """Mark where a query has an answer; the SDK does not know Prometheus' own keys."""
+    """Mark when a query has an answer; the SDK does not know Prometheus' own keys."""
     return {
         "datasource": {"type": SOURCE.type_val, "uid": SOURCE.uid},
         "enable": True,
@@ -1066,7 +1066,7 @@ def _mark(mark: Query) -> dict[str, object]:
 
 
 def _numbered(document: dict[str, object]) -> dict[str, object]:
-    """Give every panel the number by which links name it."""
+    """Give every panel the number that links use."""
     panels = document["panels"]
     assert isinstance(panels, list)
     for number, one in enumerate(panels, 1):
@@ -1097,7 +1097,7 @@ def _panel(one: Panel) -> timeseries.Panel | stat.Panel | statetimeline.Panel:
 
 
 def _levels(levels: Levels) -> dashboard.ThresholdsConfig:
-    """Return thresholds; without any a number has one colour, for Grafana's own is red from 80."""
+    """Return thresholds; without any, a number has one colour: Grafana's default is red from 80."""
     steps = [Threshold(value=None, color="green" if levels else "blue")]
     steps += [Threshold(value=value, color=colour) for value, colour in levels]
     return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)

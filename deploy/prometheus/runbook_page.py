@@ -2,8 +2,8 @@
 
     python deploy/prometheus/runbook_page.py >rendezvous/rdzv/web/runbook.html
 
-It reads as much of Markdown as the runbook has: headings, paragraphs, numbered lists, code, stress,
-and links. A link to another document is its name: rdzvd serves this one alone.
+It supports the parts of Markdown that the runbook uses: headings, paragraphs, numbered lists, code,
+emphasis, and links. A link to another document becomes its name, since rdzvd serves only this one.
 """
 
 from __future__ import annotations

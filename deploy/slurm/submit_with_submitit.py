@@ -20,7 +20,7 @@ IGNORE = ("env", "--ignore-signal=USR2")
 
 
 class Rdzvrun(submitit.helpers.Checkpointable):
-    """What runs on each node of the allocation."""
+    """Runs on each node of the allocation."""
 
     def __init__(self, options: list[str]) -> None:
         self.options = options
@@ -39,7 +39,7 @@ class Rdzvrun(submitit.helpers.Checkpointable):
         """Let the workers save; submitit calls it when the time limit is near."""
         if self.process is not None:
             os.kill(self.process.pid, signal.SIGTERM)
-            # Popen.wait is what the signal has interrupted, and it cannot be entered again.
+            # The signal has interrupted Popen.wait, which cannot be entered again.
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         return submitit.helpers.DelayedSubmission(Rdzvrun(self.options))
 
@@ -64,7 +64,7 @@ def main() -> None:
         srun_args=["--no-kill", "--kill-on-bad-exit=0", "--wait=0"],
     )
     options = [f"--rdzv-endpoint={args.endpoint}", f"--nnodes={args.nnodes}", "--max-restarts=3"]
-    # rdzvrun gives its workers all signals back.
+    # rdzvrun restores the default signal handling for its workers.
     worker = ["--no-python", *IGNORE, "python", "-u", *args.script]
     job = executor.submit(Rdzvrun([*options, *worker]))
     print(job.job_id)

@@ -1,8 +1,8 @@
-"""Write what the Prometheus operator reads, from deploy/prometheus: scraping, rules and alerts.
+"""Write the Prometheus operator's objects, from deploy/prometheus: scraping, rules and alerts.
 
     python deploy/kubernetes/monitoring/generate.py
 
-A test says when that has to be done again.
+A test fails when that has to be done again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 PROMETHEUS = HERE.parents[1] / "prometheus"
 
 RUNBOOK = "https://rdzvd.rdzv.svc:29480/web/runbook.html"
-"""Where alerts lead to: the operator sets no `external_labels` for it."""
+"""The link target of alerts: the operator sets no `external_labels` for it."""
 
 HEAD = "# Made by generate.py from deploy/prometheus; change it there.\n"
 
@@ -47,7 +47,7 @@ def prometheus_rule() -> Json:
 
 
 def service_monitor() -> Json:
-    """Return what has the servers scraped, with a token from the secret rdzvd-metrics."""
+    """Return the servers' scrape configuration, with a token from the secret rdzvd-metrics."""
     (scraped,) = _read("prometheus.yml")["scrape_configs"]
     labels = {rule["target_label"] for rule in scraped["relabel_configs"]}
     assert labels == {"rdzv_kind", "node_id"}, "the servers need these, and no others"
@@ -58,10 +58,10 @@ def service_monitor() -> Json:
         "authorization": {"credentials": {"name": "rdzvd-metrics", "key": "token"}},
         "tlsConfig": {
             "ca": {"configMap": {"name": "rdzvd-ca", "key": "ca.crt"}},
-            # Pods are asked by their addresses, which no certificate has.
+            # Pods are scraped by their addresses, which are in no certificate.
             "serverName": "rdzvd.rdzv.svc",
         },
-        # Alerts and dashboards ask which program answers.
+        # Alerts and dashboards distinguish the programs by this label.
         "relabelings": [{"targetLabel": "rdzv_kind", "replacement": "server"}],
     }
     selector = {"matchLabels": {"app": "rdzvd"}}
@@ -74,7 +74,7 @@ def written(document: Json) -> str:
 
 
 FILES = {"prometheusrule.yaml": prometheus_rule, "servicemonitor.yaml": service_monitor}
-"""What is written, by the name of the file."""
+"""The contents, by the name of the file."""
 
 
 def main() -> None:
