@@ -24,7 +24,7 @@ from .contents import described
 from .link import Watermark
 from .mapped_memory import mapped
 from .snapshot_slot import Content, Header, Slot, bytes_needed
-from .staging import copy_all, events, set_aside
+from .staging import copiers, copy_all, events, set_aside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -316,7 +316,7 @@ class Snapshots:
             return
         slot = held.slots[number]
         held.clear(number)
-        copy_all(copying.tensors, slot.begin(copying.tensors), copying.ready)
+        copy_all(copying.tensors, slot.begin(copying.tensors), copying.ready, copiers())
         copying.progress.copied.set()
         written = slot.seal(copying.header, copying.tensors, head)
         if written.shards:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CHUNK_BYTES = 32 << 20
+_MOST_COPIERS = 4
 _TINY_BYTES = 4 << 10
 _ROOM = 1.25
 """How much more than a copy needs has to be free on a GPU before one is made there."""
@@ -31,20 +35,69 @@ def set_aside(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
     return [one.clone() if take else one for one, take in zip(tensors, taken)], all(taken)
 
 
-def copy_all(tensors: Sequence[Tensor], places: Sequence[Tensor], ready: Sequence[Any]) -> None:
+def copy_all(
+    tensors: Sequence[Tensor], places: Sequence[Tensor], ready: Sequence[Any], threads: int = 1
+) -> None:
     """Copy tensors to places on the CPU, and return when all are there.
 
     Those on GPUs go through pinned memory, on streams of their own, once the events in `ready` have
-    come.
+    come. The others are copied by so many threads, as one alone does not use all of the memory's
+    bandwidth.
     """
     import torch
 
+    pieces: deque[tuple[Tensor, Tensor]] = deque()
     with torch.no_grad():
         for one, place in zip(tensors, places):
             if one.is_cuda:
                 _fetch(one, place, ready)
             else:
+                pieces.extend(_pieces(one.detach(), place))
+    errors: list[Exception] = []
+    others = [threading.Thread(target=_copy, args=(pieces, errors)) for _ in range(threads - 1)]
+    for thread in others:
+        thread.start()
+    _copy(pieces, errors)
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def copiers() -> int:
+    """Return how many threads copy on the CPU: this worker's share of its CPUs, but few.
+
+    One, if torch copies large tensors with several threads itself.
+    """
+    import torch
+
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return 1 if torch.get_num_threads() > 1 else min(max(share, 1), _MOST_COPIERS)
+
+
+def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Divide a tensor, if it is large and lies in one piece."""
+    if not one.is_contiguous() or _bytes_of(one) <= _CHUNK_BYTES:
+        return iter([(one, place)])
+    import torch
+
+    count = _CHUNK_BYTES // one.element_size()
+    return zip(torch.split(one.view(-1), count), torch.split(place.view(-1), count))
+
+
+def _copy(pieces: deque[tuple[Tensor, Tensor]], errors: list[Exception]) -> None:
+    """Copy pieces until none is left; torch does so without the GIL."""
+    import torch
+
+    try:
+        with torch.no_grad():
+            while not errors:
+                one, place = pieces.popleft()
                 place.copy_(one)
+    except IndexError:
+        pass
+    except Exception as error:
+        errors.append(error)
 
 
 def events(tensors: Sequence[Tensor]) -> list[Any]:
