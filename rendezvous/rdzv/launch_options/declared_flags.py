@@ -56,7 +56,7 @@ OWN = frozenset(
         *("--no-progress-restarts", "--no-collective-trace", "--no-warm", "--node-id"),
         *("--notice-signal", "--park-timeout", "--preemption-file", "--restart-backoff"),
         *("--restart-window", "--snapshot", "--snapshot-dir", "--snapshot-dir-every"),
-        *("--snapshot-dir-keep", "--tls-ca", "--tls-cert", "--tls-key"),
+        *("--snapshot-dir-keep", "--snapshot-memory", "--tls-ca", "--tls-cert", "--tls-key"),
         *("--token-file", "--topology", "--version", "--warm"),
     }
 )
@@ -320,6 +320,13 @@ def _keeping() -> list[Option]:
             "above 600, also how long they may wait in a round for others to start (default 600)",
             type=float,
             default=600.0,
+        ),
+        value(
+            "--snapshot-memory",
+            "GB",
+            "the most memory of this node for what state.save() saves; 0: none (default: half of "
+            "what is free at the first save)",
+            type=float,
         ),
         value(
             "--snapshot-dir",

@@ -28,6 +28,7 @@ MAX_FENCE_S = 3_600
 """Above every lease; the server refuses values above its own."""
 
 MIN_SNAPSHOT_S = 1
+MAX_SNAPSHOT_GB = 1_000_000
 MIN_HANG_S = 1
 MAX_HANG_S = 86_400
 
@@ -82,6 +83,7 @@ def check_words(args: argparse.Namespace) -> None:
     if args.snapshot_dir is not None:
         check_printable("--snapshot-dir", str(args.snapshot_dir))
     check_snapshot_dir(args.snapshot_dir_every, args.snapshot_dir_keep)
+    snapshot_memory(args.snapshot_memory)
     if args.module and args.no_python:
         raise InvalidRequestError("-m and --no-python exclude each other; leave one of them out")
     if args.module and args.run_path:
@@ -328,6 +330,21 @@ def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
                 f"{flag}={seconds:g}: give a number of seconds from 0 to {MAX_SHUTDOWN_S}"
             )
     return round(keep_s * 1000), round(park_s * 1000)
+
+
+def snapshot_memory(gb: float | None) -> int | None:
+    """Read how much memory snapshots may use, in bytes; None if it is not said.
+
+    >>> snapshot_memory(1.5), snapshot_memory(None)
+    (1500000000, None)
+    """
+    if gb is None:
+        return None
+    if not 0 <= gb <= MAX_SNAPSHOT_GB:
+        raise InvalidRequestError(
+            f"--snapshot-memory={gb:g}: give a number of gigabytes from 0 to {MAX_SNAPSHOT_GB}"
+        )
+    return round(gb * 1e9)
 
 
 def check_snapshot_dir(every_s: float, keep: int) -> None:

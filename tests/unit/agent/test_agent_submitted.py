@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.launch.launch import NO_FILES
+from rdzv.agent.launch.launch import NO_FILES, SnapshotFiles
 from rdzv.agent.node import submitted_launch
 from rdzv.agent.node.submitted_launch import (
     SERVER_TIMEOUT_MS,
@@ -94,6 +94,51 @@ async def test_the_nodes_own_address_and_place_are_offered(share: Share) -> None
     around = replace(AROUND, address="10.0.0.7", topology="rack-1")
     launch = await make_launch(PLACED, around, share)
     assert (launch.local_addr, launch.topology) == ("10.0.0.7", "rack-1")
+
+
+@pytest.mark.parametrize(
+    ("node", "job", "limit"),
+    [
+        (None, (), None),
+        (None, ("2",), 2e9),
+        (10**9, (), 1e9),
+        (10**9, ("2",), 1e9),
+        (8**9, ("0",), 0),
+    ],
+)
+async def test_snapshots_get_what_both_job_and_node_allow(
+    share: Share, node: int | None, job: tuple[str, ...], limit: float | None
+) -> None:
+    args = [f"--snapshot-memory={gb}" for gb in job]
+    launch = await make_launch(
+        placed(*args, "train.py"), replace(AROUND, snapshot_memory=node), share
+    )
+    assert launch.snapshot_memory == limit
+
+
+async def test_a_folder_for_snapshots_is_below_the_jobs_own(share: Share) -> None:
+    env = (("RDZV_SNAPSHOT_DIR", "/of/another/job"),)
+    launch = await make_launch(placed("--snapshot-dir=kept", "train.py", env=env), AROUND, share)
+    assert launch.snapshot_files == SnapshotFiles(Path("/srv/kept"), 600, 2)
+    assert launch.environ["RDZV_SNAPSHOT_DIR"] == "/srv/kept"
+    launch = await make_launch(placed("train.py", env=env), AROUND, share)
+    assert "RDZV_SNAPSHOT_DIR" not in launch.environ
+
+
+@pytest.mark.parametrize(
+    ("arg", "said"),
+    [
+        ("--snapshot-memory=-1", "a number of gigabytes from 0 to 1000000"),
+        ("--snapshot-memory=nan", "a number of gigabytes from 0 to 1000000"),
+        ("--snapshot-dir-keep=0", "a number of steps from 1 to 1000000"),
+        ("--snapshot-dir-every=0.5", "a number of seconds from 1 to 2592000, or 0"),
+    ],
+)
+async def test_what_makes_no_sense_for_snapshots_is_refused(
+    share: Share, arg: str, said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{arg}: give {said}"):
+        await make_launch(placed(arg, "train.py"), AROUND, share)
 
 
 # ------------------------------------------------------------------ output

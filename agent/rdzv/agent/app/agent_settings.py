@@ -413,6 +413,11 @@ class AgentSettings(Table, frozen=True, kw_only=True):
     capacity: Annotated[int, setting(ge=1, le=256, unit="jobs", reload=True, reason="""
         How many submitted jobs may run here at once. GPUs are divided among them; CPUs and memory
         are not.""")] = 1
+    snapshot_memory: Annotated[Size | None, setting(
+        ge=0, default_words="half of what is free when a job first saves", reason="""
+        The most memory for snapshots of submitted jobs on this node. Each job may use an equal
+        share, by the `capacity` that the agent has started with, or less, by its own
+        --snapshot-memory. 0: none.""")] = None
     gpus: Annotated[str, setting(check=_gpus, reason="""
         The GPUs that jobs may use: "nvml" for all that NVML lists, "none", or UUIDs as shown by
         `nvidia-smi -L`, separated by commas.""")] = NVML

@@ -144,6 +144,7 @@ class Daemon:
             address=settings.address or "",
             topology=topology,
             progress_dir=settings.runtime_dir,
+            snapshot_memory=_share(settings.snapshot_memory, settings.capacity),
         )
         runner_link.become_subreaper()
         runners, folders = Runners(settings.state_dir), RunFolders(settings.state_dir)
@@ -410,6 +411,11 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
             if strictly:
                 raise InvalidRequestError(f"{why}; chmod o-w {place}, or give another")
             log.warning("%s; chmod o-w %s, unless this agent is alone there", why, place)
+
+
+def _share(memory: int | None, jobs: int) -> int | None:
+    """Divide a node's memory for snapshots among as many jobs as it may have."""
+    return None if memory is None else memory // jobs
 
 
 def _remove_leftovers(runtime_dir: Path, adopted: Iterable[AdoptedRunner]) -> None:

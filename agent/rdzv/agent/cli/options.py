@@ -42,6 +42,7 @@ from rdzv.launch_options.job_options import (
     parse_streams,
     read_settings,
     shutdown_timeout_ms,
+    snapshot_memory,
     unknown_keys,
 )
 from rdzv.transport.job_secret import without_secrets
@@ -86,7 +87,6 @@ def parse_launch(
     if size is None:
         size = _count(args.nproc_per_node, python, environ)
     job = _job(args, conf, meeting, size, environ)
-    warm = parse_modules(args.warm)
     no_python = args.no_python and not args.run_path
     return Launch(
         job=job,
@@ -100,6 +100,7 @@ def parse_launch(
         chdir=chdir,
         snapshot=_path("--snapshot", args.snapshot, chdir),
         snapshot_files=_snapshot_files(args, chdir),
+        snapshot_memory=snapshot_memory(args.snapshot_memory),
         preemption_file=_path("--preemption-file", args.preemption_file, chdir),
         role=args.role,
         topology=args.topology,
@@ -107,7 +108,7 @@ def parse_launch(
         refuse_reuse=not conf_bool(conf, "reuse", default=True),
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=NumaBinding(args.numa_binding) if args.numa_binding else None,
-        warm=warm,
+        warm=parse_modules(args.warm),
         warm_restarts=args.warm is None and not no_python and _may_restart(job.settings),
         collective_trace=not args.no_collective_trace,
         hang_timeout=hang_timeout(args.hang_timeout),

@@ -203,7 +203,7 @@ class JobDriver:
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
         """Take over a runner, and let it outlive this process if requested."""
         self._context.linked = runner
-        runner.hold_snapshots(None)
+        runner.hold_snapshots(self._context.launch.snapshot_memory)
         if self._keeping is not None:
             grace_ms = self._context.launch.job.shutdown_timeout_ms
             self._keeper = StateKeeper(self._keeping, runner, grace_ms)

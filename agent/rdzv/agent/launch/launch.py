@@ -106,6 +106,8 @@ class Launch:
     """A file or folder whose change shows that a round has made progress."""
     snapshot_files: SnapshotFiles | None = None
     """None: snapshots are not written to disk."""
+    snapshot_memory: int | None = None
+    """The most bytes of memory for snapshots here; None: half of what is free at first."""
     preemption_file: Path | None = None
     """The file that announces a preemption of this machine; None if this job has none."""
     role: str = "default"

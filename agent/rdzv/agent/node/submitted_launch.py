@@ -44,6 +44,8 @@ class Surroundings:
     """The address at which other nodes reach this one; empty for its address towards the server."""
     topology: str = ""
     progress_dir: Path | None = None
+    snapshot_memory: int | None = None
+    """The most bytes of memory for the snapshots of each job; None if there is no limit."""
 
 
 @struct(frozen=True)
@@ -132,8 +134,13 @@ async def make_launch(
         job=replace(job, server_timeout_ms=SERVER_TIMEOUT_MS),
         output=_to_files(launch.output, job.local_world_size, share.run_dir),
         progress_dir=around.progress_dir,
+        snapshot_memory=_lesser(launch.snapshot_memory, around.snapshot_memory),
         account=share.account,
     )
+
+
+def _lesser(one: int | None, other: int | None) -> int | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
 def bare_launch(placed: Placed, around: Surroundings, share: Share, job: Job) -> Launch:
