@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import resource
 import tempfile
@@ -53,7 +54,7 @@ from measure import (
     say_conditions,
     say_progress,
 )
-from processes import Asked, Rdzvd, certified, cpu_s, resident_bytes
+from processes import Asked, Rdzvd, certified, cpu_s, resident_bytes, upstream
 from profiling import profiled
 
 from rdzv.core.commands import Join
@@ -91,6 +92,8 @@ class Samples:
     """By act: until all had received it."""
     server_cpu_s: dict[str, list[float]] = field(default_factory=dict)
     crowd_cpu_s: dict[str, list[float]] = field(default_factory=dict)
+    relay_cpu_s: dict[str, list[float]] = field(default_factory=dict)
+    """Of all relays together."""
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
     """By act: messages and bytes, per node; of the last repetition, since they hardly vary."""
     steady_cpu: list[float] = field(default_factory=list)
@@ -99,11 +102,14 @@ class Samples:
     disturbed: int = 0
     failed: list[str] = field(default_factory=list)
 
-    def note(self, act: str, seconds: float, server_s: float, crowd_s: float) -> None:
+    def note(
+        self, act: str, seconds: float, server_s: float, crowd_s: float, relay_s: float
+    ) -> None:
         """Add one sample."""
         self.seconds.setdefault(act, []).append(seconds)
         self.server_cpu_s.setdefault(act, []).append(server_s)
         self.crowd_cpu_s.setdefault(act, []).append(crowd_s)
+        self.relay_cpu_s.setdefault(act, []).append(relay_s)
 
 
 During = Callable[[str, int], AbstractContextManager[None]]
@@ -129,12 +135,12 @@ class Crowd:
             program = HERE / "crowd.py"
             yield cls([stack.enter_context(Asked.running(program)) for _ in range(CROWDS)])
 
-    def gather(self, nodes: int, endpoint: str, tls: str) -> dict[str, Any]:
-        """Let all nodes but the last one join."""
+    def gather(self, nodes: int, endpoints: Sequence[str], tls: str) -> dict[str, Any]:
+        """Let all nodes but the last one join, each process at one of the endpoints."""
         ends = [nodes * (part + 1) // CROWDS for part in range(CROWDS)]
         shares = zip([0, *ends], ends, strict=False)
-        for part, numbers in zip(self._parts, shares, strict=True):
-            part.tell(act="gather", nodes=nodes, numbers=numbers, endpoint=endpoint, tls=tls)
+        for part, numbers, at in zip(self._parts, shares, itertools.cycle(endpoints), strict=False):
+            part.tell(act="gather", nodes=nodes, numbers=numbers, endpoint=at, tls=tls)
         return self._answer()
 
     def ask(self, act: str, **how: object) -> dict[str, Any]:
@@ -157,11 +163,14 @@ class Crowd:
 
 
 class Trial:
-    """One server and one crowd."""
+    """One server and one crowd, with relays between if there are any."""
 
-    def __init__(self, nodes: int, server: Rdzvd, crowd: Crowd, samples: Samples) -> None:
+    def __init__(
+        self, nodes: int, server: Rdzvd, relays: Sequence[Rdzvd], crowd: Crowd, samples: Samples
+    ) -> None:
         self._nodes = nodes
         self._server = server
+        self._relays = relays
         self._crowd = crowd
         self._samples = samples
 
@@ -173,7 +182,8 @@ class Trial:
 
         """
         empty_bytes = resident_bytes(self._server.pid)
-        at, crowd = str(self._server.endpoint), self._crowd
+        at = [str(one.endpoint) for one in self._relays or [self._server]]
+        crowd = self._crowd
         self._during = during
         self._act("gather", lambda: crowd.gather(self._nodes, at, tls))
         self._act("form", lambda: crowd.ask("form"))
@@ -186,16 +196,20 @@ class Trial:
         self._return()
 
     def _act(self, act: str, do: Callable[[], dict[str, Any]]) -> None:
-        before_s = cpu_s(self._server.pid)
+        before_s, relays_before_s = cpu_s(self._server.pid), self._relays_cpu_s()
         with self._during(act, self._server.pid):
             answer = do()
         used_s = cpu_s(self._server.pid) - before_s
-        self._samples.note(act, answer["took_s"], used_s, answer["cpu_s"])
+        relays_s = self._relays_cpu_s() - relays_before_s
+        self._samples.note(act, answer["took_s"], used_s, answer["cpu_s"], relays_s)
         self._samples.traffic[act] = {k: answer["traffic"][k] / self._nodes for k in TRAFFIC}
         say_progress(
             f"{self._nodes} nodes: {act} {answer['took_s']:.2f} s, server "
             f"{1e3 * used_s / self._nodes:.3f} ms of CPU a node"
         )
+
+    def _relays_cpu_s(self) -> float:
+        return sum(cpu_s(relay.pid) for relay in self._relays)
 
     def _hold(self) -> None:
         """Wait until everything is over, and then measure heartbeats alone."""
@@ -210,7 +224,7 @@ class Trial:
         self._server.kill()
         self._server.start()
         ready_s = cpu_s(self._server.pid)
-        self._samples.note("start", time.monotonic() - died_s, ready_s, 0)
+        self._samples.note("start", time.monotonic() - died_s, ready_s, 0, 0)
         self._act("return", lambda: self._crowd.ask("await", since_s=died_s))
         self._crowd.ask("hold", seconds=CALM_S)
         answer = self._crowd.ask("await", since_s=died_s)
@@ -218,14 +232,20 @@ class Trial:
 
 
 def measure(
-    nodes: int, repetitions: int, directory: Path, *, tls: bool, during: During = plainly
+    nodes: int,
+    repetitions: int,
+    directory: Path,
+    *,
+    tls: bool,
+    relays: int = 0,
+    during: During = plainly,
 ) -> Samples:
-    """Measure one number of nodes."""
+    """Measure one number of nodes, at the server itself or at this number of relays."""
     from ports import free_port
 
     samples = Samples()
     for number in range(repetitions):
-        below = directory / f"{nodes}-{'tls' if tls else 'plain'}-{number}"
+        below = directory / f"{nodes}-{relays}-{'tls' if tls else 'plain'}-{number}"
         below.mkdir()
         port = free_port()
         options = [f"--data-dir={below / 'data'}"]
@@ -233,24 +253,39 @@ def measure(
             options += certified(below)
         host = "localhost" if tls else "127.0.0.1"
         server = Rdzvd(f"{host}:{port}", options, below / "rdzvd.log")
+        between = [
+            Rdzvd(
+                f"{host}:{free_port()}",
+                [*options[1:], f"--relay={host}:{port}", *(upstream(below) if tls else [])],
+                below / f"relay-{one}.log",
+            )
+            for one in range(relays)
+        ]
         try:
-            server.start()
+            for one in (server, *between):
+                one.start()
             with Crowd.running() as crowd:
-                Trial(nodes, server, crowd, samples).run(str(below) if tls else "", during)
+                trial = Trial(nodes, server, between, crowd, samples)
+                trial.run(str(below) if tls else "", during)
         except (TimeoutError, RuntimeError) as error:
             samples.failed.append(str(error))
         finally:
-            server.kill()
+            for one in (*between, server):
+                one.kill()
     return samples
 
 
-def say(nodes: int, samples: Samples, *, tls: bool) -> None:
+def say(nodes: int, samples: Samples, *, tls: bool, relays: int = 0) -> None:
     """Print one number of nodes."""
     spreads = {act: Spread.of(s) for act, s in samples.seconds.items()}
     told = "  ".join(f"{act} {figure(spread.median)} s" for act, spread in spreads.items())
     cpu = Spread.of(samples.steady_cpu).median if samples.steady_cpu else None
     memory = Spread.of(samples.bytes_per_node).median if samples.bytes_per_node else None
     name = "rdzvd-tls" if tls else "rdzvd"
+    name += f"-relays-{relays}" if relays else ""
+    by_relays = (
+        f"\n             CPU of all relays, ms a node: {_per_node(samples.relay_cpu_s, nodes)}"
+    )
     emit(
         f"scale {name:<6}  nodes={nodes:<6} {told}  steady "
         f"{figure(None if cpu is None else 100 * cpu)} % of a core, "
@@ -258,13 +293,15 @@ def say(nodes: int, samples: Samples, *, tls: bool) -> None:
         f"disturbed {samples.disturbed}  load {load():.0f}"
         + "".join(f"  FAILED: {why}" for why in samples.failed)
         + f"\n             CPU of the server, ms a node: {_per_node(samples.server_cpu_s, nodes)}"
-        + f"\n             CPU of the crowd, ms a node:  {_per_node(samples.crowd_cpu_s, nodes)}",
+        + f"\n             CPU of the crowd, ms a node:  {_per_node(samples.crowd_cpu_s, nodes)}"
+        + (by_relays if relays else ""),
         bench="scale",
         case=name,
         nodes=nodes,
         seconds={act: spread.as_json() for act, spread in spreads.items()},
         server_cpu_s=_medians(samples.server_cpu_s),
         crowd_cpu_s=_medians(samples.crowd_cpu_s),
+        relay_cpu_s=_medians(samples.relay_cpu_s),
         traffic={a: {k: round(v, 2) for k, v in t.items()} for a, t in samples.traffic.items()},
         steady_cpu=None if cpu is None else round(cpu, 4),
         bytes_per_node=None if memory is None else round(memory),
@@ -422,6 +459,7 @@ def arguments() -> argparse.Namespace:
     add("--nodes", default="", help=f"sizes, with commas (default: {NODES})")
     add("--peer-nodes", default="", help=f"sizes for c10d, with commas (default: {PEER_NODES})")
     add("--tls", action="store_true", help="with mutual TLS")
+    add("--relays", type=int, default=0, help="once more with this number of relays between")
     add("--profile", action="store_true", help="show where the server's time goes; needs perf")
     add("--no-peer", action="store_true", help="without c10d")
     add("--repetitions", type=int, default=0, help="up to 1,000 nodes (default 3; --quick 1)")
@@ -430,6 +468,8 @@ def arguments() -> argparse.Namespace:
     chosen = parser.parse_args()
     chosen.nodes = _sizes(parser, chosen.nodes) or (QUICK_NODES if chosen.quick else NODES)
     chosen.peer_nodes = _sizes(parser, chosen.peer_nodes) or PEER_NODES
+    if not 0 <= chosen.relays <= CROWDS:
+        parser.error(f"--relays {chosen.relays}: give 1 to {CROWDS}, the processes of the crowd")
     if chosen.repetitions < 0:
         parser.error(f"--repetitions {chosen.repetitions}: give at least 1")
     chosen.repetitions = chosen.repetitions or (1 if chosen.quick or chosen.profile else 3)
@@ -474,8 +514,14 @@ def main() -> None:
         for nodes in chosen.nodes:
             repetitions = chosen.repetitions if nodes <= REPEATED_UP_TO else 1
             during = sampled if chosen.profile else plainly
-            samples = measure(nodes, repetitions, directory, tls=chosen.tls, during=during)
-            say(nodes, samples, tls=chosen.tls)
+            for relays in (0, chosen.relays) if chosen.relays else (0,):
+                samples = measure(
+                    *(nodes, repetitions, directory),
+                    tls=chosen.tls,
+                    relays=relays,
+                    during=during,
+                )
+                say(nodes, samples, tls=chosen.tls, relays=relays)
         if not chosen.no_peer:
             for nodes in chosen.peer_nodes:
                 say_peer(nodes, chosen.repetitions)
