@@ -236,6 +236,8 @@ class _Door:
         self.inbox: asyncio.Queue[Any] = asyncio.Queue(CONFIG.limits.inbox)
         self.tasks: list[asyncio.Task[None]] = []
         self.early_hung: list[Hung] = []
+        self.cut = False
+        """Whether its relay is gone, or its relay's way here."""
 
 
 class Server:
@@ -346,6 +348,20 @@ class Server:
         return None
 
     # -------------------------------------------------------------- connections
+
+    def cut(self, connection: Connection) -> None:
+        """End a stream with the call of its relay; see `RelayedStreams`."""
+        self._do(connection.process, lambda: self._cut(connection))
+
+    def _cut(self, connection: Connection) -> None:
+        connection.server_open = False
+        door = self._doors.get(connection)
+        if door is not None and door.stream is not None:
+            self.world.count("relay: a stream is cut")
+            door.cut = True
+            for task in door.tasks:
+                task.cancel()
+            door.stream.close()
 
     def take(self, connection: Connection, message: Any) -> None:
         """Receive a message as soon as the process runs."""
@@ -475,5 +491,5 @@ class Server:
         for task in door.tasks:
             task.cancel()
         self._doors.pop(door.connection, None)
-        self.driver.connections.detach(stream)
+        self.driver.connections.detach(stream, cut=door.cut)
         door.connection.end_by_server(error)

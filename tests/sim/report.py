@@ -23,7 +23,13 @@ from tests.scenarios.interpreter import Stage
 from tests.scenarios.language import write_command, write_settings, write_state
 from tests.sim.checkers import LivenessError, SafetyError
 from tests.sim.ledgers import check_ledgers
-from tests.sim.swarm import BUDGET_TROUBLES, NODE_TROUBLES, OPERATOR_TROUBLES, SERVER_TROUBLES
+from tests.sim.swarm import (
+    BUDGET_TROUBLES,
+    NODE_TROUBLES,
+    OPERATOR_TROUBLES,
+    RELAY_TROUBLES,
+    SERVER_TROUBLES,
+)
 from tests.sim.world import World
 from tests.support.builders import SETTINGS
 
@@ -296,7 +302,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--without",
         action="append",
         default=[],
-        choices=(*NODE_TROUBLES, *SERVER_TROUBLES, *OPERATOR_TROUBLES, *BUDGET_TROUBLES),
+        choices=(
+            *(*NODE_TROUBLES, *SERVER_TROUBLES, *OPERATOR_TROUBLES),
+            *(*BUDGET_TROUBLES, *RELAY_TROUBLES),
+        ),
         help="a kind of trouble that never happens",
     )
     return parser.parse_args(arguments)
