@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 CONFIG = Config(listen=Listen("127.0.0.1", 0), data_dir=Path("/dev/null"), store="memory")
 HISTORY_ROWS = 1_000
+QUIET_MS = CONFIG.nodes_tuning.quiet_for(CONFIG.nodes_tuning.lease_ms)
+"""After this silence of a relay, that of its nodes proves nothing."""
 
 T = TypeVar("T")
 
@@ -352,6 +354,16 @@ class Server:
     def cut(self, connection: Connection) -> None:
         """End a stream with the call of its relay; see `RelayedStreams`."""
         self._do(connection.process, lambda: self._cut(connection))
+
+    def excuse(self, connection: Connection) -> None:
+        """Excuse the silence of a node whose relay is silent; see `RelayedStreams`."""
+        self._do(connection.process, lambda: self._excuse(connection))
+
+    def _excuse(self, connection: Connection) -> None:
+        door = self._doors.get(connection)
+        if door is not None and door.stream is not None:
+            self.world.count("relay: a node is excused")
+            self.driver.leases.excuse(frozenset({door.stream.node_id}), 2 * QUIET_MS)
 
     def _cut(self, connection: Connection) -> None:
         connection.server_open = False

@@ -71,11 +71,11 @@ MUTANTS = (
         by=RELAY_TESTS,
     ),
     Mutant(
-        "a relay that is silent is never cut off",
-        "RelayedStreams._look",
-        "        elif (quiet_at_ms := self._heard_ms + self._quiet_ms) > self._clock.now_ms():",
-        "        elif quiet_at_ms := self._clock.now_ms() + self._quiet_ms:",
-        by=RELAY_TESTS,
+        "the silence of a relay is that of its nodes",
+        "_excuse",
+        "        node_id: replace(record, excused_until_ms=max(record.excused_until_ms, until_ms))",
+        "        node_id: record",
+        by="tests/unit/core/fleet/test_nodes.py",
     ),
     Mutant(
         "the break of a node's own stream is taken for the relay's",

@@ -1,9 +1,9 @@
 """Relays between nodes and servers: they die, stand still, and are cut off from their server.
 
 A node's stream may lead through one (`Connection.relay`). What the server does then is its own code
-(`Connections.detach`, told that the way was cut); when it does so, is the model of
-`rdzv.server.rpc.relayed_streams` here: at once when a relay's call ends, and after `QUIET_MS` when
-the relay is silent.
+(`Connections.detach`, told that the way was cut, and `Leases.excuse`). When it does so is the model
+of `rdzv.server.rpc.relayed_streams` here: at once when a relay's call ends; a silent relay is
+excused from `QUIET_MS` on, and then cut off.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from rdzv.core.fleet.nodes import NodesTuning
+from rdzv.server.rpc.relayed_streams import SILENT_MOST_MS
+from tests.sim.cluster import QUIET_MS
 from tests.sim.network import Connection
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-QUIET_MS = NodesTuning().quiet_for(NodesTuning().lease_ms)
+CUT_MS = SILENT_MOST_MS // QUIET_MS * QUIET_MS
 GIVES_UP_MS = 10_000
 """When a relay notices that its server is not reached any more."""
 
@@ -45,7 +46,7 @@ class Relays:
         for connection in self._carried(chance.randrange(self._count)):
             connection.lost = True
             if silent:
-                self._after(QUIET_MS, partial(connection.server.cut, connection))
+                self._excuse_and_cut(connection)
                 self._world.notice_silence_later(connection)
             else:
                 self._after(self._latency_ms(), partial(connection.server.cut, connection))
@@ -71,16 +72,21 @@ class Relays:
             return
         network.still.add(relay)
         for connection in carried:
-            self._after(QUIET_MS, partial(self._cut_if_still, connection))
+            self._excuse_and_cut(connection)
             if gives_up_ms is None:
                 self._world.notice_silence_later(connection)
             else:
                 self._after(gives_up_ms, partial(self._give_up_if_still, connection))
         self._after(chance.choice((300, 2_000, 4_000, 8_000, 40_000)), partial(self._go_on, relay))
 
-    def _cut_if_still(self, connection: Connection) -> None:
-        if connection.relay in self._world.network.still:
-            connection.server.cut(connection)
+    def _excuse_and_cut(self, connection: Connection) -> None:
+        for at_ms in range(QUIET_MS, CUT_MS, QUIET_MS):
+            self._after(at_ms, partial(self._if_silent, connection, connection.server.excuse))
+        self._after(CUT_MS, partial(self._if_silent, connection, connection.server.cut))
+
+    def _if_silent(self, connection: Connection, do: Callable[[Connection], None]) -> None:
+        if connection.lost or connection.relay in self._world.network.still:
+            do(connection)
 
     def _give_up_if_still(self, connection: Connection) -> None:
         if connection.relay in self._world.network.still:

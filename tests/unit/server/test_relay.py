@@ -109,7 +109,9 @@ async def test_nodes_come_back_by_the_same_relay_when_the_server_has_changed() -
         async with server(listen=before) as s, node(at, 1) as first:
             await first.hears("welcome")
             s.replica.stand_by(RendezvousConnectionError("another leads"))
-            assert await first.error() == "RendezvousConnectionError: another leads"
+            # Which of the two ends comes first, is open.
+            error = await first.error()
+            assert "another leads" in error or "the relay has lost its server" in error
         async with node(at, 1) as again, server(listen=after) as s:
             await again.hears("welcome")
             assert s.state("n1") == "connected"

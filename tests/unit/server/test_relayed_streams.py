@@ -21,9 +21,11 @@ from rdzv.errors import ERROR_CODE_METADATA_KEY, RendezvousConnectionError
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
+from rdzv.server.rpc import relayed_streams
 from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.settings.config import PROTOCOL_VERSION, Config, Limits
 from rdzv.stores.memory import MemoryStore
+from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
 from rdzv.transport.node_stream import settings_message
 from rdzv.v1 import rdzv_pb2 as pb
@@ -220,7 +222,7 @@ async def test_the_end_of_a_relay_is_the_end_of_no_node() -> None:
 
 @pytest.mark.parametrize("kind", [pb.AGENT_KIND_DAEMON, pb.AGENT_KIND_FOREGROUND])
 async def test_a_node_whose_own_stream_breaks_is_away_as_without_a_relay(kind: Any) -> None:
-    tuning = NodesTuning(lease_ms=60_000, lease_max_ms=60_000, reconnect_grace_ms=40_000)
+    tuning = replace(PATIENT, reconnect_grace_ms=40_000)
     async with server(tuning) as s, relay(s.at) as by:
         await by.say(opened(1), hello(1, kind=kind), opened(2), hello(2))
         await by.hears(1, "welcome")
@@ -231,18 +233,38 @@ async def test_a_node_whose_own_stream_breaks_is_away_as_without_a_relay(kind: A
         assert s.state("n2") == "connected"
 
 
-async def test_a_silent_relay_is_cut_off_before_its_nodes_are_given_up() -> None:
+async def test_a_silent_relay_is_cut_off_and_none_of_its_nodes_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relayed_streams, "SILENT_MOST_MS", 4_000)
     tuning = NodesTuning(lease_ms=2_000, lease_max_ms=2_000, takeover_grace_ms=120_000)
     async with server(tuning) as s, relay(s.at, beats=False) as by, relay(s.at) as other:
         await by.say(opened(1), hello(1, kind=pb.AGENT_KIND_FOREGROUND))
+        await by.hears(1, "welcome")
         await other.say(opened(2), hello(2))
-        # It is the silence of one relay alone: the others are heard.
-        while not by.call.done():
-            await other.say(said(2, heartbeat=pb.Heartbeat()))
-            await asyncio.sleep(0.1)
+        # It is the silence of one relay alone, twice as long as a lease: the others are heard.
+        async with asyncio.timeout(LONG_S):
+            while not by.call.done():
+                await other.say(said(2, heartbeat=pb.Heartbeat()))
+                assert s.state("n1") != "lost"
+                await asyncio.sleep(0.1)
         assert "nothing was heard of the relay" in await by.call.details()
         assert (s.state("n1"), s.state("n2")) == ("away", "connected")
         assert s.away_for_ms("n1") == 120_000
+
+
+async def test_a_silent_node_behind_a_relay_that_is_heard_is_given_up() -> None:
+    tuning = NodesTuning(lease_ms=2_000, lease_max_ms=2_000)
+    async with server(tuning) as s, relay(s.at) as by:
+        await by.say(opened(1), hello(1), opened(2), hello(2))
+        await by.hears(1, "welcome")
+        await by.hears(2, "welcome")
+        async with asyncio.timeout(LONG_S):
+            while s.state("n1") != "lost":
+                await by.say(said(2, heartbeat=pb.Heartbeat()))
+                await asyncio.sleep(0.1)
+        assert "lease ran out" in (await by.is_ended(1)).message
+        assert s.state("n2") == "connected"
 
 
 async def test_a_beating_relay_is_not_cut_off() -> None:

@@ -126,7 +126,7 @@ class NodeRecord:
     heard_ms: int
     lease_ms: int
     excused_until_ms: int = 0
-    """Its lease does not end before this while no node sends anything."""
+    """Its lease does not end before this: no node sends anything, or its relay does not."""
     fence_after_ms: int = 0
     """Time after its last message at which it has killed its own workers; 0 if it does not."""
     until_ms: int = 0
@@ -184,6 +184,14 @@ class Hear:
 
 
 @struct(frozen=True)
+class Excuse:
+    """The way to these nodes is blocked, so their silence proves nothing for the next `for_ms`."""
+
+    node_ids: frozenset[str]
+    for_ms: int
+
+
+@struct(frozen=True)
 class Disconnect:
     """A stream has ended. This changes nothing if a newer stream is open."""
 
@@ -227,7 +235,7 @@ class Tick:
     """Let time pass."""
 
 
-NodesCommand = Connect | Hear | Disconnect | PlanAway | Expect | Pause | Tick
+NodesCommand = Connect | Hear | Excuse | Disconnect | PlanAway | Expect | Pause | Tick
 
 
 # ------------------------------------------------------------------ events
@@ -307,6 +315,8 @@ def step(nodes: Nodes, command: NodesCommand, now_ms: int) -> NodesTransition:
             return _connect(nodes, command, now_ms)
         case Hear():
             return _hear(nodes, command, now_ms)
+        case Excuse():
+            return _excuse(nodes, command, now_ms)
         case Disconnect():
             return _disconnect(nodes, command, now_ms)
         case PlanAway():
@@ -437,6 +447,16 @@ def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
         heard[node_id] = replace(record, heard_ms=now_ms, lease_ms=lease_ms)
     heard_of = replace(nodes, records=put_all(nodes.records, heard))
     return NodesTransition(_end_excuses(heard_of, now_ms) if heard else nodes, tuple(grown))
+
+
+def _excuse(nodes: Nodes, command: Excuse, now_ms: int) -> NodesTransition:
+    until_ms = now_ms + command.for_ms
+    excused = {
+        node_id: replace(record, excused_until_ms=max(record.excused_until_ms, until_ms))
+        for node_id in command.node_ids
+        if (record := nodes.records.get(node_id)) is not None and record.stream is not None
+    }
+    return NodesTransition(replace(nodes, records=put_all(nodes.records, excused)))
 
 
 def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -157,7 +158,7 @@ class Upstream:
         try:
             while True:
                 endpoint = self._attempts.present
-                error = await self._hold(endpoint)
+                error = await self._hold_unless_cancelled(endpoint)
                 wait_s = self._attempts.failed(error, loop.time())
                 if wait_s is None:
                     continue  # The leader was named.
@@ -176,6 +177,16 @@ class Upstream:
             self._linked.set()
         else:
             self._linked.clear()
+
+    async def _hold_unless_cancelled(self, endpoint: Endpoint) -> RendezvousError:
+        """Hold one call. gRPC may take a cancelled task for a call that failed, and the reverse."""
+        error: RendezvousError = RendezvousConnectionError("the call was cancelled")
+        with suppress(asyncio.CancelledError):
+            error = await self._hold(endpoint)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        return error
 
     async def _hold(self, endpoint: Endpoint) -> RendezvousError:
         """Hold one call to its end; return why it ended."""

@@ -69,6 +69,8 @@ class RelayedCall:
         """At most `limit` messages of the node may wait."""
         self.cut = False
         """Whether the relay's call has ended."""
+        self.node_id = ""
+        """The node, as its Hello says; empty before that."""
         self._number = number
         self._outgoing = outgoing
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(limit + 1)
@@ -98,9 +100,12 @@ class RelayedCall:
         if data is None:
             return None
         try:
-            return pb.NodeMessage.FromString(data)
+            message = pb.NodeMessage.FromString(data)
         except DecodeError as error:
             raise _unreadable(error) from error
+        if message.HasField("hello"):
+            self.node_id = message.hello.node_id
+        return message
 
     async def send(self, message: pb.ServerMessage) -> bool:
         """Write a message to the node; return False once the relay's call has ended."""

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 BEATS = 5
 """Signs of life of a relay in the time after which it counts as silent."""
 
+SILENT_MOST_MS = 10_000
+"""How long a relay may be silent. One that is only busy is not cut off, for that would make it
+busier: all its nodes would come at once. A node notices by then that its machine is gone."""
+
 ATTACH = "/rdzv.v1.Rendezvous/Attach"
 
 log = logging.getLogger("rdzv.service")
@@ -66,7 +70,7 @@ class RelayedStreams:
         self._relay = callers.present.get()
         lease_ms = config.nodes_tuning.lease_ms
         self._quiet_ms = config.nodes_tuning.quiet_for(lease_ms)
-        """A relay that was silent for this long is cut off, before the lease of a node ends."""
+        """After this silence of the relay, that of its nodes proves nothing; no lease has ended."""
         self._calls: dict[int, RelayedCall] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._outgoing = Batches[pb.ToNode]()
@@ -228,18 +232,25 @@ class RelayedStreams:
             self._silence.arm(self._heard_ms + self._quiet_ms)
 
     def _look(self, due_ms: int) -> None:
-        """End the call of a silent relay; after a pause, only once all messages are read."""
-        watch = self._driver.loop_watch
+        """Excuse the nodes of a silent relay, or cut it off; after a pause, read all first."""
+        watch, now_ms = self._driver.loop_watch, self._clock.now_ms()
         if watch.late(due_ms):
             self._silence.arm(watch.settled_ms)
-        elif (quiet_at_ms := self._heard_ms + self._quiet_ms) > self._clock.now_ms():
-            self._silence.arm(quiet_at_ms)
-        else:
+            return
+        silent_ms = now_ms - self._heard_ms
+        if silent_ms >= max(SILENT_MOST_MS, self._quiet_ms):
             self._end(
                 RendezvousConnectionError(
-                    f"nothing was heard of the relay for {self._quiet_ms / 1000:g} s; connect again"
+                    f"nothing was heard of the relay for {silent_ms / 1000:.1f} s; connect again"
                 )
             )
+            return
+        if silent_ms < self._quiet_ms:
+            self._silence.arm(self._heard_ms + self._quiet_ms)
+        else:
+            node_ids = frozenset(call.node_id for call in self._calls.values())
+            self._driver.leases.excuse(node_ids, 2 * self._quiet_ms)
+            self._silence.arm(now_ms + self._quiet_ms)
 
     # ---------------------------------------------------------------- to the relay
 

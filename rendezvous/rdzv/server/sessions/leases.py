@@ -72,6 +72,10 @@ class Leases:
         self._heard.add(node_id)
         self._hear_timer.arm_by(self._clock.now_ms() + self._hear_every_ms)
 
+    def excuse(self, node_ids: frozenset[str], for_ms: int) -> None:
+        """Give up none of these connected nodes for a while: the way to them is blocked."""
+        self.step(nodes.Excuse(node_ids, for_ms))
+
     def step(self, command: nodes.NodesCommand) -> None:
         """Step the nodes core, and pass on its events."""
         transition = nodes.step(self._nodes, command, self._clock.now_ms())
