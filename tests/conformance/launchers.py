@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster import QUICK_TORCH
 from ports import free_port
 from ready_torchrun import Forked, Start
 from waiting import pause_s
@@ -138,6 +139,7 @@ class Launched:
             "TMPDIR": str(home / "tmp"),
             "CONFORMANCE_SEEN": str(self._seen),
             "CONFORMANCE_MARK": self._mark,
+            **QUICK_TORCH,
             **given,
         }
         if self._fork is not None:

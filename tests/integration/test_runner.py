@@ -825,7 +825,7 @@ def run_store_host(
     return subprocess.Popen(
         [*command, "--ready-fd", str(ready_fd), *options],
         pass_fds=[fd, ready_fd],
-        env={**os.environ, **env},
+        env={**os.environ, "RDZV_TEST_PROMPT_STORES": "1", **env},
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -1,9 +1,12 @@
-"""Found by each Python that a test starts: it makes an import of torch a third cheaper.
+"""Found by each Python that a test starts: it makes torch cheaper for most of them.
 
 Nothing that torch creates during its import is garbage; without this, the collector searches all of
 it repeatedly, and twice more when the process ends. There are hundreds of such imports.
 
 If RDZV_TEST_NO_COMPILER names a file, that is run first: it takes the compiler from torch.
+
+A store host loads torch only for a client, and most of hundreds of rounds have none: their workers
+do not import torch. With RDZV_TEST_PROMPT_STORES, it loads torch at once, as it does for users.
 """
 
 from __future__ import annotations
@@ -44,4 +47,28 @@ class _Torch:
         return spec
 
 
+def _wait_for_a_client(listen_fd: int, ready_fd: int) -> None:
+    """Have a store host say that it is ready, and look for torch once a client has connected."""
+    import select
+    from importlib.machinery import PathFinder
+
+    find = PathFinder.find_spec
+
+    def find_for_a_client(name: str, path: Any = None, target: Any = None) -> Any:
+        if name == "torch":
+            PathFinder.find_spec = find
+            os.write(ready_fd, b"ready\n")
+            # It says so once more, and nobody reads that.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), ready_fd)
+            select.select([listen_fd], [], [])
+        return find(name, path, target)
+
+    PathFinder.find_spec = find_for_a_client  # type: ignore[method-assign]
+
+
 sys.meta_path.insert(0, _Torch)
+_words = getattr(sys, "orig_argv", [])
+if "RDZV_TEST_PROMPT_STORES" not in os.environ and any(
+    word.endswith("job_programs/store_host.py") for word in _words[1:2]
+):
+    _wait_for_a_client(*(int(_words[_words.index(name) + 1]) for name in ("--fd", "--ready-fd")))
