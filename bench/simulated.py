@@ -159,7 +159,7 @@ async def simulated(
     count: int, endpoints: Sequence[Endpoint], rdzv_id: str
 ) -> AsyncIterator[list[SimulatedNode]]:
     """Run this many nodes of one job, which needs all of them, until the body ends."""
-    settings = Settings(count, count, max_restarts=1_000_000)
+    settings = Settings(count, count, max_restarts=1_000_000, restart_backoff_ms=0)
     names = [f"node-{number:03d}" for number in range(count)]
     nodes = [SimulatedNode(n, endpoints, Job(rdzv_id, n, settings, 1)) for n in names]
     tasks = [asyncio.create_task(node.link.run()) for node in nodes]

@@ -23,11 +23,12 @@ from rdzv.errors import (
     RendezvousStateError,
 )
 from rdzv.stores.base import DeposedError, Record, RevisionConflictError, StoreRefusedError
-from rdzv.stores.election import Election, Leader
+from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.etcd_values import CompactedError, Created, Delete, Get, Modified, Put
+from rdzv.stores.leader_key import Leader
 from rdzv.structs import replace
 
 DEADLINE_S = 100.0
@@ -512,6 +513,69 @@ async def test_leadership_ends_before_anyone_else_can_have_it_if_etcd_is_cut_off
         await other.resign()
         await election.campaign()
         assert election.proven
+
+
+async def test_a_leader_that_lives_is_deposed_and_says_nothing_once_another_leads(
+    etcd: EtcdCluster, config: EtcdConfig
+) -> None:
+    """It was found dead, and hears nothing of that: its lease would hold for long."""
+    config = replace(config, ttl_s=10)
+    async with (
+        Proxy.running(etcd.members[0].endpoint) as proxy,
+        leading(replace(config, endpoints=(proxy.endpoint,)), "cut:1") as (store, cut, _),
+        EtcdClient.connected(config) as client,
+        Election.running(client, "other:1") as other,
+    ):
+        leader = await other.changed(None)
+        assert leader is not None
+        assert await cut.regain_word()
+        proxy.replies_pass = False
+        assert await other.depose(leader)
+        assert other.leader is None
+        assert not await other.depose(leader)
+        await other.campaign()
+        # By the clock alone: it has heard nothing, and its lease has not ended.
+        assert not cut.may_speak
+        assert other.may_speak
+        proxy.replies_pass = True
+        proxy.cut()
+        with pytest.raises(DeposedError, match="other:1 leads now"):
+            await store.take_over()
+        assert await cut.lost() in {"another server has deposed it", "its leader key is gone"}
+        assert not await cut.regain_word()
+
+
+async def test_a_deposed_leader_writes_nothing_while_its_key_is_still_there(
+    config: EtcdConfig,
+) -> None:
+    async with (
+        leading(replace(config, ttl_s=60), "deposed:1") as (store, deposed, _),
+        EtcdClient.connected(config) as client,
+        Election.running(client, "other:1") as other,
+    ):
+        leader = await other.changed(None)
+        assert leader is not None
+        assert await other.depose(leader)
+        with pytest.raises(DeposedError, match="nobody leads now; nothing was written"):
+            await store.compare_and_swap("job", MEMBERSHIP, 0)
+        assert await deposed.lost() == "another server has deposed it"
+        assert await store.load("job") is None
+
+
+async def test_only_a_leader_whose_word_is_known_to_end_is_deposed(
+    etcd: EtcdCluster, config: EtcdConfig
+) -> None:
+    value = '{"address":"older:1","since_unix_ms":1,"leadership":1}'
+    etcd.etcdctl("put", f"{config.prefix}/leader", value)
+    async with EtcdClient.connected(config) as client, Election.running(client, "a:1") as election:
+        leader = await election.changed(None)
+        assert leader is not None
+        assert not await election.depose(leader)
+        etcd.etcdctl("del", f"{config.prefix}/leader")
+        await election.campaign()
+        own = election.leader
+        assert own is not None
+        assert not await election.depose(own)
 
 
 async def test_a_leader_value_of_somebody_else_breaks_nothing(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14rdzv/etcd/etcd.proto\x12\trdzv.etcd\"I\n\x0eResponseHeader\x12\x12\n\ncluster_id\x18\x01 \x01(\x04\x12\x11\n\tmember_id\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x03\"u\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x17\n\x0f\x63reate_revision\x18\x02 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x03 \x01(\x03\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\r\n\x05value\x18\x05 \x01(\x0c\x12\r\n\x05lease\x18\x06 \x01(\x03\"\xb7\x01\n\x0cRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\r\n\x05limit\x18\x03 \x01(\x03\x12\x35\n\nsort_order\x18\x05 \x01(\x0e\x32!.rdzv.etcd.RangeRequest.SortOrder\x12\x11\n\tkeys_only\x18\x08 \x01(\x08\".\n\tSortOrder\x12\x08\n\x04NONE\x10\x00\x12\n\n\x06\x41SCEND\x10\x01\x12\x0b\n\x07\x44\x45SCEND\x10\x02\"j\n\rRangeResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12 \n\x03kvs\x18\x02 \x03(\x0b\x32\x13.rdzv.etcd.KeyValue\x12\x0c\n\x04more\x18\x03 \x01(\x08\"M\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05lease\x18\x03 \x01(\x03\x12\x14\n\x0cignore_lease\x18\x06 \x01(\x08\"8\n\x0bPutResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\"4\n\x12\x44\x65leteRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\"Q\n\x13\x44\x65leteRangeResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\x0f\n\x07\x64\x65leted\x18\x02 \x01(\x03\"\xb5\x01\n\tRequestOp\x12\x30\n\rrequest_range\x18\x01 \x01(\x0b\x32\x17.rdzv.etcd.RangeRequestH\x00\x12,\n\x0brequest_put\x18\x02 \x01(\x0b\x32\x15.rdzv.etcd.PutRequestH\x00\x12=\n\x14request_delete_range\x18\x03 \x01(\x0b\x32\x1d.rdzv.etcd.DeleteRangeRequestH\x00\x42\t\n\x07request\"\xbd\x01\n\nResponseOp\x12\x32\n\x0eresponse_range\x18\x01 \x01(\x0b\x32\x18.rdzv.etcd.RangeResponseH\x00\x12.\n\x0cresponse_put\x18\x02 \x01(\x0b\x32\x16.rdzv.etcd.PutResponseH\x00\x12?\n\x15response_delete_range\x18\x03 \x01(\x0b\x32\x1e.rdzv.etcd.DeleteRangeResponseH\x00\x42\n\n\x08response\"\x9f\x02\n\x07\x43ompare\x12\x30\n\x06result\x18\x01 \x01(\x0e\x32 .rdzv.etcd.Compare.CompareResult\x12\x30\n\x06target\x18\x02 \x01(\x0e\x32 .rdzv.etcd.Compare.CompareTarget\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x11\n\x07version\x18\x04 \x01(\x03H\x00\x12\x19\n\x0f\x63reate_revision\x18\x05 \x01(\x03H\x00\x12\x16\n\x0cmod_revision\x18\x06 \x01(\x03H\x00\"\x1a\n\rCompareResult\x12\t\n\x05\x45QUAL\x10\x00\"1\n\rCompareTarget\x12\x0b\n\x07VERSION\x10\x00\x12\n\n\x06\x43REATE\x10\x01\x12\x07\n\x03MOD\x10\x02\x42\x0e\n\x0ctarget_union\"\x7f\n\nTxnRequest\x12#\n\x07\x63ompare\x18\x01 \x03(\x0b\x32\x12.rdzv.etcd.Compare\x12%\n\x07success\x18\x02 \x03(\x0b\x32\x14.rdzv.etcd.RequestOp\x12%\n\x07\x66\x61ilure\x18\x03 \x03(\x0b\x32\x14.rdzv.etcd.RequestOp\"u\n\x0bTxnResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\x11\n\tsucceeded\x18\x02 \x01(\x08\x12(\n\tresponses\x18\x03 \x03(\x0b\x32\x15.rdzv.etcd.ResponseOp\",\n\x11LeaseGrantRequest\x12\x0b\n\x03TTL\x18\x01 \x01(\x03\x12\n\n\x02ID\x18\x02 \x01(\x03\"X\n\x12LeaseGrantResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\n\n\x02ID\x18\x02 \x01(\x03\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\" \n\x12LeaseRevokeRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"@\n\x13LeaseRevokeResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"\\\n\x16LeaseKeepAliveResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\n\n\x02ID\x18\x02 \x01(\x03\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\"\x95\x01\n\x0cWatchRequest\x12\x37\n\x0e\x63reate_request\x18\x01 \x01(\x0b\x32\x1d.rdzv.etcd.WatchCreateRequestH\x00\x12;\n\x10progress_request\x18\x03 \x01(\x0b\x32\x1f.rdzv.etcd.WatchProgressRequestH\x00\x42\x0f\n\rrequest_union\"L\n\x12WatchCreateRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\x16\n\x0estart_revision\x18\x03 \x01(\x03\"\x16\n\x14WatchProgressRequest\"\xc2\x01\n\rWatchResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\x10\n\x08watch_id\x18\x02 \x01(\x03\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x10\n\x08\x63\x61nceled\x18\x04 \x01(\x08\x12\x18\n\x10\x63ompact_revision\x18\x05 \x01(\x03\x12\x15\n\rcancel_reason\x18\x06 \x01(\t\x12 \n\x06\x65vents\x18\x0b \x03(\x0b\x32\x10.rdzv.etcd.Event\"t\n\x05\x45vent\x12(\n\x04type\x18\x01 \x01(\x0e\x32\x1a.rdzv.etcd.Event.EventType\x12\x1f\n\x02kv\x18\x02 \x01(\x0b\x32\x13.rdzv.etcd.KeyValue\" \n\tEventType\x12\x07\n\x03PUT\x10\x00\x12\n\n\x06\x44\x45LETE\x10\x01\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"P\n\x14\x41uthenticateResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\r\n\x05token\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14rdzv/etcd/etcd.proto\x12\trdzv.etcd\"I\n\x0eResponseHeader\x12\x12\n\ncluster_id\x18\x01 \x01(\x04\x12\x11\n\tmember_id\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x03\"u\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x17\n\x0f\x63reate_revision\x18\x02 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x03 \x01(\x03\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\r\n\x05value\x18\x05 \x01(\x0c\x12\r\n\x05lease\x18\x06 \x01(\x03\"\xb7\x01\n\x0cRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\r\n\x05limit\x18\x03 \x01(\x03\x12\x35\n\nsort_order\x18\x05 \x01(\x0e\x32!.rdzv.etcd.RangeRequest.SortOrder\x12\x11\n\tkeys_only\x18\x08 \x01(\x08\".\n\tSortOrder\x12\x08\n\x04NONE\x10\x00\x12\n\n\x06\x41SCEND\x10\x01\x12\x0b\n\x07\x44\x45SCEND\x10\x02\"j\n\rRangeResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12 \n\x03kvs\x18\x02 \x03(\x0b\x32\x13.rdzv.etcd.KeyValue\x12\x0c\n\x04more\x18\x03 \x01(\x08\"M\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05lease\x18\x03 \x01(\x03\x12\x14\n\x0cignore_lease\x18\x06 \x01(\x08\"8\n\x0bPutResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\"4\n\x12\x44\x65leteRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\"Q\n\x13\x44\x65leteRangeResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\x0f\n\x07\x64\x65leted\x18\x02 \x01(\x03\"\xb5\x01\n\tRequestOp\x12\x30\n\rrequest_range\x18\x01 \x01(\x0b\x32\x17.rdzv.etcd.RangeRequestH\x00\x12,\n\x0brequest_put\x18\x02 \x01(\x0b\x32\x15.rdzv.etcd.PutRequestH\x00\x12=\n\x14request_delete_range\x18\x03 \x01(\x0b\x32\x1d.rdzv.etcd.DeleteRangeRequestH\x00\x42\t\n\x07request\"\xbd\x01\n\nResponseOp\x12\x32\n\x0eresponse_range\x18\x01 \x01(\x0b\x32\x18.rdzv.etcd.RangeResponseH\x00\x12.\n\x0cresponse_put\x18\x02 \x01(\x0b\x32\x16.rdzv.etcd.PutResponseH\x00\x12?\n\x15response_delete_range\x18\x03 \x01(\x0b\x32\x1e.rdzv.etcd.DeleteRangeResponseH\x00\x42\n\n\x08response\"\xbb\x02\n\x07\x43ompare\x12\x30\n\x06result\x18\x01 \x01(\x0e\x32 .rdzv.etcd.Compare.CompareResult\x12\x30\n\x06target\x18\x02 \x01(\x0e\x32 .rdzv.etcd.Compare.CompareTarget\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x11\n\x07version\x18\x04 \x01(\x03H\x00\x12\x19\n\x0f\x63reate_revision\x18\x05 \x01(\x03H\x00\x12\x16\n\x0cmod_revision\x18\x06 \x01(\x03H\x00\x12\x0f\n\x05lease\x18\x08 \x01(\x03H\x00\"\x1a\n\rCompareResult\x12\t\n\x05\x45QUAL\x10\x00\"<\n\rCompareTarget\x12\x0b\n\x07VERSION\x10\x00\x12\n\n\x06\x43REATE\x10\x01\x12\x07\n\x03MOD\x10\x02\x12\t\n\x05LEASE\x10\x04\x42\x0e\n\x0ctarget_union\"\x7f\n\nTxnRequest\x12#\n\x07\x63ompare\x18\x01 \x03(\x0b\x32\x12.rdzv.etcd.Compare\x12%\n\x07success\x18\x02 \x03(\x0b\x32\x14.rdzv.etcd.RequestOp\x12%\n\x07\x66\x61ilure\x18\x03 \x03(\x0b\x32\x14.rdzv.etcd.RequestOp\"u\n\x0bTxnResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\x11\n\tsucceeded\x18\x02 \x01(\x08\x12(\n\tresponses\x18\x03 \x03(\x0b\x32\x15.rdzv.etcd.ResponseOp\",\n\x11LeaseGrantRequest\x12\x0b\n\x03TTL\x18\x01 \x01(\x03\x12\n\n\x02ID\x18\x02 \x01(\x03\"X\n\x12LeaseGrantResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\n\n\x02ID\x18\x02 \x01(\x03\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\" \n\x12LeaseRevokeRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"@\n\x13LeaseRevokeResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"\\\n\x16LeaseKeepAliveResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\n\n\x02ID\x18\x02 \x01(\x03\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\"\x95\x01\n\x0cWatchRequest\x12\x37\n\x0e\x63reate_request\x18\x01 \x01(\x0b\x32\x1d.rdzv.etcd.WatchCreateRequestH\x00\x12;\n\x10progress_request\x18\x03 \x01(\x0b\x32\x1f.rdzv.etcd.WatchProgressRequestH\x00\x42\x0f\n\rrequest_union\"L\n\x12WatchCreateRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\trange_end\x18\x02 \x01(\x0c\x12\x16\n\x0estart_revision\x18\x03 \x01(\x03\"\x16\n\x14WatchProgressRequest\"\xc2\x01\n\rWatchResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\x10\n\x08watch_id\x18\x02 \x01(\x03\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x10\n\x08\x63\x61nceled\x18\x04 \x01(\x08\x12\x18\n\x10\x63ompact_revision\x18\x05 \x01(\x03\x12\x15\n\rcancel_reason\x18\x06 \x01(\t\x12 \n\x06\x65vents\x18\x0b \x03(\x0b\x32\x10.rdzv.etcd.Event\"t\n\x05\x45vent\x12(\n\x04type\x18\x01 \x01(\x0e\x32\x1a.rdzv.etcd.Event.EventType\x12\x1f\n\x02kv\x18\x02 \x01(\x0b\x32\x13.rdzv.etcd.KeyValue\" \n\tEventType\x12\x07\n\x03PUT\x10\x00\x12\n\n\x06\x44\x45LETE\x10\x01\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"P\n\x14\x41uthenticateResponse\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.rdzv.etcd.ResponseHeader\x12\r\n\x05token\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,41 +54,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESPONSEOP']._serialized_start=982
   _globals['_RESPONSEOP']._serialized_end=1171
   _globals['_COMPARE']._serialized_start=1174
-  _globals['_COMPARE']._serialized_end=1461
-  _globals['_COMPARE_COMPARERESULT']._serialized_start=1368
-  _globals['_COMPARE_COMPARERESULT']._serialized_end=1394
-  _globals['_COMPARE_COMPARETARGET']._serialized_start=1396
-  _globals['_COMPARE_COMPARETARGET']._serialized_end=1445
-  _globals['_TXNREQUEST']._serialized_start=1463
-  _globals['_TXNREQUEST']._serialized_end=1590
-  _globals['_TXNRESPONSE']._serialized_start=1592
-  _globals['_TXNRESPONSE']._serialized_end=1709
-  _globals['_LEASEGRANTREQUEST']._serialized_start=1711
-  _globals['_LEASEGRANTREQUEST']._serialized_end=1755
-  _globals['_LEASEGRANTRESPONSE']._serialized_start=1757
-  _globals['_LEASEGRANTRESPONSE']._serialized_end=1845
-  _globals['_LEASEREVOKEREQUEST']._serialized_start=1847
-  _globals['_LEASEREVOKEREQUEST']._serialized_end=1879
-  _globals['_LEASEREVOKERESPONSE']._serialized_start=1881
-  _globals['_LEASEREVOKERESPONSE']._serialized_end=1945
-  _globals['_LEASEKEEPALIVEREQUEST']._serialized_start=1947
-  _globals['_LEASEKEEPALIVEREQUEST']._serialized_end=1982
-  _globals['_LEASEKEEPALIVERESPONSE']._serialized_start=1984
-  _globals['_LEASEKEEPALIVERESPONSE']._serialized_end=2076
-  _globals['_WATCHREQUEST']._serialized_start=2079
-  _globals['_WATCHREQUEST']._serialized_end=2228
-  _globals['_WATCHCREATEREQUEST']._serialized_start=2230
-  _globals['_WATCHCREATEREQUEST']._serialized_end=2306
-  _globals['_WATCHPROGRESSREQUEST']._serialized_start=2308
-  _globals['_WATCHPROGRESSREQUEST']._serialized_end=2330
-  _globals['_WATCHRESPONSE']._serialized_start=2333
-  _globals['_WATCHRESPONSE']._serialized_end=2527
-  _globals['_EVENT']._serialized_start=2529
-  _globals['_EVENT']._serialized_end=2645
-  _globals['_EVENT_EVENTTYPE']._serialized_start=2613
-  _globals['_EVENT_EVENTTYPE']._serialized_end=2645
-  _globals['_AUTHENTICATEREQUEST']._serialized_start=2647
-  _globals['_AUTHENTICATEREQUEST']._serialized_end=2700
-  _globals['_AUTHENTICATERESPONSE']._serialized_start=2702
-  _globals['_AUTHENTICATERESPONSE']._serialized_end=2782
+  _globals['_COMPARE']._serialized_end=1489
+  _globals['_COMPARE_COMPARERESULT']._serialized_start=1385
+  _globals['_COMPARE_COMPARERESULT']._serialized_end=1411
+  _globals['_COMPARE_COMPARETARGET']._serialized_start=1413
+  _globals['_COMPARE_COMPARETARGET']._serialized_end=1473
+  _globals['_TXNREQUEST']._serialized_start=1491
+  _globals['_TXNREQUEST']._serialized_end=1618
+  _globals['_TXNRESPONSE']._serialized_start=1620
+  _globals['_TXNRESPONSE']._serialized_end=1737
+  _globals['_LEASEGRANTREQUEST']._serialized_start=1739
+  _globals['_LEASEGRANTREQUEST']._serialized_end=1783
+  _globals['_LEASEGRANTRESPONSE']._serialized_start=1785
+  _globals['_LEASEGRANTRESPONSE']._serialized_end=1873
+  _globals['_LEASEREVOKEREQUEST']._serialized_start=1875
+  _globals['_LEASEREVOKEREQUEST']._serialized_end=1907
+  _globals['_LEASEREVOKERESPONSE']._serialized_start=1909
+  _globals['_LEASEREVOKERESPONSE']._serialized_end=1973
+  _globals['_LEASEKEEPALIVEREQUEST']._serialized_start=1975
+  _globals['_LEASEKEEPALIVEREQUEST']._serialized_end=2010
+  _globals['_LEASEKEEPALIVERESPONSE']._serialized_start=2012
+  _globals['_LEASEKEEPALIVERESPONSE']._serialized_end=2104
+  _globals['_WATCHREQUEST']._serialized_start=2107
+  _globals['_WATCHREQUEST']._serialized_end=2256
+  _globals['_WATCHCREATEREQUEST']._serialized_start=2258
+  _globals['_WATCHCREATEREQUEST']._serialized_end=2334
+  _globals['_WATCHPROGRESSREQUEST']._serialized_start=2336
+  _globals['_WATCHPROGRESSREQUEST']._serialized_end=2358
+  _globals['_WATCHRESPONSE']._serialized_start=2361
+  _globals['_WATCHRESPONSE']._serialized_end=2555
+  _globals['_EVENT']._serialized_start=2557
+  _globals['_EVENT']._serialized_end=2673
+  _globals['_EVENT_EVENTTYPE']._serialized_start=2641
+  _globals['_EVENT_EVENTTYPE']._serialized_end=2673
+  _globals['_AUTHENTICATEREQUEST']._serialized_start=2675
+  _globals['_AUTHENTICATEREQUEST']._serialized_end=2728
+  _globals['_AUTHENTICATERESPONSE']._serialized_start=2730
+  _globals['_AUTHENTICATERESPONSE']._serialized_end=2810
 # @@protoc_insertion_point(module_scope)

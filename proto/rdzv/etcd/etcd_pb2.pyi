@@ -300,11 +300,13 @@ class Compare(google.protobuf.message.Message):
         VERSION: Compare._CompareTarget.ValueType  # 0
         CREATE: Compare._CompareTarget.ValueType  # 1
         MOD: Compare._CompareTarget.ValueType  # 2
+        LEASE: Compare._CompareTarget.ValueType  # 4
 
     class CompareTarget(_CompareTarget, metaclass=_CompareTargetEnumTypeWrapper): ...
     VERSION: Compare.CompareTarget.ValueType  # 0
     CREATE: Compare.CompareTarget.ValueType  # 1
     MOD: Compare.CompareTarget.ValueType  # 2
+    LEASE: Compare.CompareTarget.ValueType  # 4
 
     RESULT_FIELD_NUMBER: builtins.int
     TARGET_FIELD_NUMBER: builtins.int
@@ -312,12 +314,14 @@ class Compare(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     CREATE_REVISION_FIELD_NUMBER: builtins.int
     MOD_REVISION_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     result: global___Compare.CompareResult.ValueType
     target: global___Compare.CompareTarget.ValueType
     key: builtins.bytes
     version: builtins.int
     create_revision: builtins.int
     mod_revision: builtins.int
+    lease: builtins.int
     def __init__(
         self,
         *,
@@ -327,10 +331,11 @@ class Compare(google.protobuf.message.Message):
         version: builtins.int = ...,
         create_revision: builtins.int = ...,
         mod_revision: builtins.int = ...,
+        lease: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["create_revision", b"create_revision", "mod_revision", b"mod_revision", "target_union", b"target_union", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_revision", b"create_revision", "key", b"key", "mod_revision", b"mod_revision", "result", b"result", "target", b"target", "target_union", b"target_union", "version", b"version"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["target_union", b"target_union"]) -> typing.Literal["version", "create_revision", "mod_revision"] | None: ...
+    def HasField(self, field_name: typing.Literal["create_revision", b"create_revision", "lease", b"lease", "mod_revision", b"mod_revision", "target_union", b"target_union", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_revision", b"create_revision", "key", b"key", "lease", b"lease", "mod_revision", b"mod_revision", "result", b"result", "target", b"target", "target_union", b"target_union", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["target_union", b"target_union"]) -> typing.Literal["version", "create_revision", "mod_revision", "lease"] | None: ...
 
 global___Compare = Compare
 

@@ -24,7 +24,8 @@ import msgspec
 from rdzv.errors import RendezvousConnectionError
 from rdzv.runtime.concurrency import single_error
 from rdzv.stores.etcd_client import EtcdClient
-from rdzv.stores.etcd_values import Created, Get, KeyValue, Put
+from rdzv.stores.etcd_values import Created, Delete, Get, KeyValue, Modified, Put
+from rdzv.stores.leader_key import Fence, Leader, read_leader
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.election")
@@ -38,28 +39,16 @@ ANSWER_S = 0.5
 RETRY_S = 0.1
 """Pause after a failed request to etcd."""
 
+WORDS_PER_TTL = 5
+"""Long enough for a read that etcd answers late, short enough for another server to wait for."""
+
+READS_PER_WORD = 4
+"""How often a leader reads its key while its word holds."""
+
 RESIGN_S = 1.0
 """How long to try to revoke the lease before it is left to expire."""
 
 REPLICAS_PER_PAGE = 100
-
-
-@struct(frozen=True)
-class Fence:
-    """The leader key as created by one term; every write of that term is compared with it."""
-
-    key: bytes
-    create_revision: int
-
-
-@struct(frozen=True)
-class Leader:
-    """The leader. Its times are by its own clock, and only shown to people."""
-
-    address: str
-    since_unix_ms: int
-    leadership: int
-    """Its number; 0 until it has taken over the store."""
 
 
 @struct(frozen=True)
@@ -81,12 +70,29 @@ class _Session:
         self.lost: str | None = None
         """Why it ended; None while it holds."""
         self.over = asyncio.Event()
+        self.word_until_s = 0.0
+        """Until then this leader may tell nodes something: see `rdzv.stores.leader_key`."""
+        self.word_s = ttl_s / WORDS_PER_TTL
         self.renewed(sent_s)
 
     def renewed(self, sent_s: float) -> None:
         """Count from the moment when the renewal was sent; etcd counts from a later one."""
         self.sent_s = sent_s
         self.proven_until_s = sent_s + self.ttl_s * (1 - _MARGIN)
+
+    def lead(self, fence: Fence, sent_s: float) -> None:
+        """Begin the term that a transaction sent at this time has created."""
+        self.fence = fence
+        self.read(sent_s)
+
+    def read(self, sent_s: float) -> None:
+        """Give word for a while: a read sent at this time has shown the key to be its own."""
+        self.word_until_s = sent_s + self.word_s
+
+    @property
+    def leads(self) -> bool:
+        """Whether the term holds, by its lease."""
+        return self.fence is not None and self.lost is None and _now_s() < self.proven_until_s
 
     def lose(self, reason: str) -> None:
         """End it for a reason; the first reason stands."""
@@ -113,10 +119,10 @@ class Election:
         """The leader key as last seen, ..."""
         self._seen_revision = -1
         """... at this revision; -1 if it was never seen."""
-        self._news = asyncio.Event()
-        """Set, and replaced, whenever one of the above changes."""
+        self._news = _News()
+        """Told whenever one of the above changes."""
         self._last_loss = "this server has not led yet"
-        self._away = False
+        self._outage = _Outage()
 
     @classmethod
     @asynccontextmanager
@@ -135,6 +141,8 @@ class Election:
                     tasks = (
                         group.create_task(election._hold_sessions()),
                         group.create_task(election._follow()),
+                        group.create_task(election._keep_word()),
+                        group.create_task(election._lift_deposals()),
                     )
                     try:
                         yield election
@@ -152,7 +160,8 @@ class Election:
     @property
     def leader(self) -> Leader | None:
         """The leader as last seen; None if there is none, or none was seen yet."""
-        return read_leader(self._held) if self._held else None
+        leader = read_leader(self._held) if self._held else None
+        return None if leader is None or leader.deposed else leader
 
     @property
     def proven(self) -> bool:
@@ -162,13 +171,46 @@ class Election:
         old, even if `lost` has not yet returned. Never blocks, so it may be called before every
         message that only a leader may send.
         """
+        return self._session is not None and self._session.leads
+
+    @property
+    def may_speak(self) -> bool:
+        """Whether this process leads, and no other can before this moment, even by deposing it.
+
+        Unlike `proven`, it may be False for a moment, until etcd has answered the next read.
+        """
         session = self._session
-        return (
-            session is not None
-            and session.fence is not None
-            and session.lost is None
-            and _now_s() < session.proven_until_s
+        return session is not None and session.leads and _now_s() < session.word_until_s
+
+    async def regain_word(self) -> bool:
+        """Wait until this process may speak, or no longer leads; return whether it may speak."""
+        if not self.may_speak:
+            await self._until(lambda: self.may_speak or not self.proven)
+        return self.may_speak
+
+    async def depose(self, leader: Leader) -> bool:
+        """End the term of a leader that was found dead; return whether this was done here.
+
+        This is sound even if it lives: its writes are refused from now on, and its key is deleted,
+        so that another may lead, once its word has ended.
+
+        Raises:
+            RendezvousConnectionError: perhaps it was done.
+
+        """
+        held, session = self._held, self._session
+        if held is None or self.leader != leader or not leader.word_ms:
+            return False
+        if session is not None and held.lease == session.lease:
+            return False
+        value = msgspec.json.encode(replace(leader, deposed=True))
+        done = await self._client.txn(
+            (Modified(self._key, held.mod_revision),),
+            (Put(self._key, value), Get(self._key)),
+            (Get(self._key),),
         )
+        self._see(done.found[0], done.revision)
+        return done.succeeded
 
     async def campaign(self) -> Fence:
         """Wait, by watch, until this process leads; return the fence of its term.
@@ -177,6 +219,7 @@ class Election:
         """
         while True:
             await self._until(self._may_lead)
+            sent_s = _now_s()
             session = self._session
             assert session is not None, "a server that may lead has a session"
             if session.fence is not None:
@@ -184,11 +227,12 @@ class Election:
             try:
                 fence = await self._create(session)
             except RendezvousConnectionError as error:
-                self._etcd_is_away(error)
+                self._outage.note(error)
                 await asyncio.sleep(RETRY_S)
                 continue
             if fence is not None and session.lost is None:
-                session.fence = fence
+                session.lead(fence, sent_s)
+                self._news.tell()
                 log.info("%s leads from revision %d on", self._address, fence.create_revision)
                 return fence
 
@@ -201,7 +245,9 @@ class Election:
 
     async def _create(self, session: _Session) -> Fence | None:
         """Create the leader key if it does not exist; return its fence if it is this session's."""
-        value = msgspec.json.encode(Leader(self._address, _unix_ms(), 0))
+        value = msgspec.json.encode(
+            Leader(self._address, _unix_ms(), 0, round(1000 * session.word_s))
+        )
         done = await self._client.txn(
             (Created(self._key, 0),),
             (Put(self._key, value, session.lease), Get(self._key)),
@@ -212,7 +258,7 @@ class Election:
         # An attempt with an unknown outcome, or a cancelled one, may have succeeded.
         if held is None or held.lease != session.lease:
             return None
-        return Fence(self._key, held.create_revision)
+        return Fence(self._key, held.create_revision, session.lease)
 
     async def lost(self) -> str:
         """Wait until leadership can no longer be proven; return the reason.
@@ -243,6 +289,7 @@ class Election:
         if session is None or session.fence is None:
             return
         session.lose("this server has resigned")
+        self._news.tell()
         await self._until(lambda: self._session is not session)
 
     async def replicas(self) -> tuple[Replica, ...]:
@@ -270,11 +317,11 @@ class Election:
             try:
                 session = await self._begin_session()
             except RendezvousConnectionError as error:
-                self._etcd_is_away(error)
+                self._outage.note(error)
                 await asyncio.sleep(RETRY_S)
                 continue
             self._session = session
-            self._tell()
+            self._news.tell()
             session.lose(await self._renew(session))
             await self._end_session("")
 
@@ -284,7 +331,7 @@ class Election:
         key = f"{self._prefix}/replicas/{lease:016x}".encode()
         put = Put(key, msgspec.json.encode(self._replica), lease)
         await self._client.txn((), (put,))
-        self._etcd_is_back()
+        self._outage.end()
         return _Session(lease, ttl_s, sent_s)
 
     async def _renew(self, session: _Session) -> str:
@@ -318,6 +365,7 @@ class Election:
         if (session := self._session) is None:
             return
         session.lose(reason)
+        self._news.tell()
         if session.fence is not None:
             self._last_loss = session.lost or reason
             log.info("%s no longer leads: %s", self._address, self._last_loss)
@@ -327,7 +375,7 @@ class Election:
         except (RendezvousConnectionError, TimeoutError) as error:
             log.info("lease %x cannot be revoked, and will expire: %s", session.lease, error)
         self._session = None
-        self._tell()
+        self._news.tell()
 
     # ---------------------------------------------------------------- the leader key
 
@@ -337,7 +385,7 @@ class Election:
         while True:
             try:
                 self._see(*await self._client.get(self._key))
-                self._etcd_is_back()
+                self._outage.end()
                 changes = self._client.watch(self._key, self._seen_revision + 1, every_s)
                 async with aclosing(changes):
                     async for some in changes:
@@ -345,7 +393,7 @@ class Election:
                             self._see(change.kv, change.revision)
             except RendezvousConnectionError as error:
                 # Compaction is no failure, but the pause that follows a failure does no harm here.
-                self._etcd_is_away(error)
+                self._outage.note(error)
                 await asyncio.sleep(RETRY_S)
 
     def _see(self, held: KeyValue | None, revision: int) -> None:
@@ -355,48 +403,90 @@ class Election:
         self._seen_revision = revision
         if held != self._held:
             self._held = held
-        self._tell()
         session = self._session
-        if session is not None and session.fence is not None:
-            fence = session.fence
-            if held is None or held.create_revision != fence.create_revision:
-                session.lose("its leader key is gone")
+        if session is not None and session.fence is not None and not session.fence.matches(held):
+            deposed = held is not None and read_leader(held).deposed
+            session.lose("another server has deposed it" if deposed else "its leader key is gone")
+        self._news.tell()
 
-    # ---------------------------------------------------------------- waiting
+    async def _keep_word(self) -> None:
+        """While this process leads, read its key so often that it may always speak."""
+        while True:
+            await self._until(lambda: self.proven)
+            session, sent_s = self._session, _now_s()
+            assert session is not None, "a server that leads has a session"
+            assert session.fence is not None, "and a fence"
+            try:
+                held, revision = await self._client.get(self._key, session.word_s)
+            except RendezvousConnectionError as error:
+                log.debug("the leader key was not read: %s", error)
+            else:
+                self._see(held, revision)
+                if session.fence.matches(held):
+                    session.read(sent_s)
+                    self._news.tell()
+            await asyncio.sleep(sent_s + session.word_s / READS_PER_WORD - _now_s())
+
+    async def _lift_deposals(self) -> None:
+        """Delete the key of each deposed leader, once its word has ended by this clock, too."""
+        while True:
+            await self._until(lambda: self._deposed() is not None)
+            held = self._deposed()
+            assert held is not None, "nothing was awaited since"
+            await asyncio.sleep(read_leader(held).word_ms / 1000 * (1 + _MARGIN))
+            if self._deposed() != held:
+                continue
+            try:
+                done = await self._client.txn(
+                    (Modified(self._key, held.mod_revision),),
+                    (Delete(self._key), Get(self._key)),
+                    (Get(self._key),),
+                )
+                self._see(done.found[0], done.revision)
+            except RendezvousConnectionError as error:
+                self._outage.note(error)
+
+    def _deposed(self) -> KeyValue | None:
+        """Return the leader key, if its leader is deposed."""
+        return self._held if self._held and read_leader(self._held).deposed else None
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            await self._news.wait()
+        await self._news.until(holds)
 
-    def _tell(self) -> None:
-        told, self._news = self._news, asyncio.Event()
+
+class _News:
+    """Wakes those who wait for something to hold, whenever something has changed."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def tell(self) -> None:
+        told, self._changed = self._changed, asyncio.Event()
         told.set()
 
-    def _etcd_is_away(self, error: RendezvousConnectionError) -> None:
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._changed.wait()
+
+
+class _Outage:
+    """Logs once that etcd is away, and once that it is back."""
+
+    def __init__(self) -> None:
+        self._away = False
+
+    def note(self, error: RendezvousConnectionError) -> None:
         if not self._away:
             self._away = True
             log.warning("the election waits: %s", error)
 
-    def _etcd_is_back(self) -> None:
+    def end(self) -> None:
         if self._away:
             self._away = False
             log.warning("the election continues: etcd answers again")
 
 
 # ------------------------------------------------------------------------------------ values
-
-
-def read_leader(kv: KeyValue) -> Leader:
-    """Return a leader key's data about its leader; an unreadable one has no name."""
-    try:
-        return msgspec.json.decode(kv.value, type=Leader)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return Leader("unknown", 0, 0)
-
-
-def with_leadership(kv: KeyValue, number: int) -> bytes:
-    """Return the value of a leader key after its leader has taken over as `number`."""
-    return msgspec.json.encode(replace(read_leader(kv), leadership=number))
 
 
 def _read_replica(kv: KeyValue) -> Replica | None:

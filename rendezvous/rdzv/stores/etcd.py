@@ -31,10 +31,8 @@ from rdzv.stores.base import (
     check_document,
     read,
 )
-from rdzv.stores.election import Fence, read_leader, with_leadership
 from rdzv.stores.etcd_client import MAX_OPERATIONS, EtcdClient
 from rdzv.stores.etcd_values import (
-    Created,
     Delete,
     Get,
     KeyValue,
@@ -43,6 +41,7 @@ from rdzv.stores.etcd_values import (
     Put,
     TxnResult,
 )
+from rdzv.stores.leader_key import Fence, read_leader, with_leadership
 
 KEYS_PER_PAGE = 1_000
 """The size of a page of keys without values; names are short."""
@@ -234,11 +233,11 @@ class EtcdStore:
         while True:
             held, _ = await self._client.get(key)
             leader, _ = await self._client.get(fence.key)
-            if leader is None or leader.create_revision != fence.create_revision:
+            if leader is None or not fence.matches(leader):
                 raise self._deposed(leader)
             number = max(self._number(held) + 1, at_least)
             done = await self._client.txn(
-                (_holds(fence), Modified(key, held.mod_revision if held else 0)),
+                (*fence.conditions, Modified(key, held.mod_revision if held else 0)),
                 (
                     Put(key, str(number).encode()),
                     Put(fence.key, with_leadership(leader, number), lease=None),
@@ -269,7 +268,7 @@ class EtcdStore:
     ) -> int:
         """Do operations if this server leads and `key` has this revision; return the new one."""
         done = await self._client.txn(
-            (_holds(fence), Modified(key, revision)), operations, (Get(fence.key), Get(key))
+            (*fence.conditions, Modified(key, revision)), operations, (Get(fence.key), Get(key))
         )
         if not done.succeeded:
             held = self._refused(done, fence)
@@ -286,19 +285,20 @@ class EtcdStore:
         return await asyncio.to_thread(_encode, membership)
 
     async def _write(self, fence: Fence, operations: Sequence[Operation]) -> None:
-        done = await self._client.txn((_holds(fence),), operations, (Get(fence.key),))
+        done = await self._client.txn(fence.conditions, operations, (Get(fence.key),))
         if not done.succeeded:
             raise self._deposed(done.found[0])
 
     def _refused(self, done: TxnResult, fence: Fence) -> KeyValue | None:
         """Return the key after a failed transaction; raise if the cause is the fence."""
         leader, held = done.found
-        if leader is None or leader.create_revision != fence.create_revision:
+        if not fence.matches(leader):
             raise self._deposed(leader)
         return held
 
     def _deposed(self, leader: KeyValue | None) -> DeposedError:
-        now = f"{read_leader(leader).address} leads now" if leader else "nobody leads now"
+        by = read_leader(leader) if leader else None
+        now = "nobody leads now" if by is None or by.deposed else f"{by.address} leads now"
         return DeposedError(
             f"{self.place}: this server no longer leads, {now}; nothing was written"
         )
@@ -403,10 +403,6 @@ class _Plan:
             transactions[-1].append(operation)
             size += weight
         return transactions
-
-
-def _holds(fence: Fence) -> Created:
-    return Created(fence.key, fence.create_revision)
 
 
 def _quoted(rdzv_id: str) -> str:

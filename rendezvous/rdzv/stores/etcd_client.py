@@ -27,10 +27,12 @@ from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.etcd_values import (
     Change,
     CompactedError,
+    Condition,
     Created,
     Delete,
     Get,
     KeyValue,
+    Leased,
     Modified,
     Operation,
     Put,
@@ -127,10 +129,10 @@ class EtcdClient:
 
     # ---------------------------------------------------------------- calls
 
-    async def get(self, key: bytes) -> tuple[KeyValue | None, int]:
+    async def get(self, key: bytes, timeout_s: float | None = None) -> tuple[KeyValue | None, int]:
         """Read one key; return it, and the revision at which it was read."""
         request = pb.RangeRequest(key=key)
-        response = await self._repeated(_RANGE, request)
+        response = await self._repeated(_RANGE, request, timeout_s)
         return _first(response), response.header.revision
 
     async def scan(
@@ -164,7 +166,7 @@ class EtcdClient:
 
     async def txn(
         self,
-        compare: Sequence[Created | Modified],
+        compare: Sequence[Condition],
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> TxnResult:
@@ -641,12 +643,14 @@ def _change(event: pb.Event) -> Change:
     return Change(None if deleted else _key_value(event.kv), event.kv.mod_revision)
 
 
-def _compare(compare: Created | Modified) -> pb.Compare:
+def _compare(compare: Condition) -> pb.Compare:
     match compare:
         case Created(key, revision):
             return pb.Compare(key=key, target=pb.Compare.CREATE, create_revision=revision)
         case Modified(key, revision):
             return pb.Compare(key=key, target=pb.Compare.MOD, mod_revision=revision)
+        case Leased(key, lease):
+            return pb.Compare(key=key, target=pb.Compare.LEASE, lease=lease)
 
 
 def _operation(operation: Operation) -> pb.RequestOp:

@@ -34,6 +34,14 @@ class Modified:
 
 
 @struct(frozen=True)
+class Leased:
+    """Holds if the key has this lease."""
+
+    key: bytes
+    lease: int
+
+
+@struct(frozen=True)
 class Get:
     """Read one key."""
 
@@ -57,6 +65,7 @@ class Delete:
     end: bytes = b""
 
 
+Condition = Created | Modified | Leased
 Operation = Get | Put | Delete
 
 

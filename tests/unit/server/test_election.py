@@ -9,7 +9,8 @@ import pytest
 
 from rdzv.errors import RendezvousConnectionError
 from rdzv.stores import election as election_module
-from rdzv.stores.election import Election, Fence
+from rdzv.stores.election import Election
+from rdzv.stores.leader_key import Fence
 
 TTL_S = 10.0
 
@@ -58,7 +59,7 @@ async def test_a_renewal_that_is_answered_late_proves_nothing_for_longer(
     client: Any = etcd
     first = Election(client, "first:1", "")
     session = election_module._Session(1, TTL_S, etcd.now_s - TTL_S / 2)
-    session.fence = Fence(b"/rdzv/leader", 1)
+    session.lead(Fence(b"/rdzv/leader", 1, 1), etcd.now_s)
     first._session = session
     assert first.proven
     async with asyncio.timeout(10):

@@ -18,10 +18,11 @@ from rdzv.errors import InvalidRequestError, RendezvousStateError
 from rdzv.server.settings.config import Config
 from rdzv.stores import backup
 from rdzv.stores.base import Store, StoreRefusedError
-from rdzv.stores.election import Election, Fence
+from rdzv.stores.election import Election
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
+from rdzv.stores.leader_key import Fence
 from rdzv.stores.sqlite import SqliteStore
 from rdzv.stores.sqlite_file import has_data, try_room
 from rdzv.stores.sqlite_schema import SCHEMA_VERSION

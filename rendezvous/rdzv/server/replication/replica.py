@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rdzv.errors import NotLeaderError, RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.server.driver import Driver
+from rdzv.server.replication.leader_probe import LeaderProbe
 from rdzv.server.settings.config import Config
 from rdzv.server.telemetry.metrics_interface import Figures, Meter
 from rdzv.view.answers import Server
@@ -37,6 +38,7 @@ class Replica:
         self._version = version
         self._driver: Driver | None = None
         self._election: Election | None = None
+        self._probe: LeaderProbe | None = None
         self._address = ""
         self._exposed = ""
         self._since_ms = clock.now_ms()
@@ -79,6 +81,12 @@ class Replica:
         leads = self._driver is not None
         return leads and (self._election is None or self._election.proven)
 
+    async def regain_word(self) -> bool:
+        """Wait until this server may tell nodes something; return False if it no longer leads."""
+        if self._driver is None or self._election is None:
+            return self._driver is not None
+        return await self._election.regain_word()
+
     @property
     def trouble(self) -> str:
         """Why this server decides nothing new now; empty if it does."""
@@ -96,6 +104,8 @@ class Replica:
 
     def _not_leader(self) -> NotLeaderError:
         leader = self._election.leader if self._election else None
+        if self._probe is not None and leader == self._probe.suspect:
+            leader = None
         if leader is None or leader.address == self._address:
             return NotLeaderError("this rdzvd stands by and no other leads yet; try again")
         return NotLeaderError(
@@ -183,9 +193,11 @@ class Replica:
     ) -> None:
         """Lead whenever elected, until cancelled. `meter` counts through all terms."""
         self._election = election
+        self._probe = LeaderProbe(election, self._note_change)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(election))
+                tasks.create_task(self._probe.run())
                 while True:
                     await self._serve_a_term(client, election, config, meter)
         finally:

@@ -343,7 +343,7 @@ class Conversation:
     async def _write_all(
         self, told: Sequence[Announcement], stream: Stream, call: NodeCall
     ) -> None:
-        if not self._replica.proven:
+        if not await self._replica.regain_word():
             # Another server may lead by now and have sent a different state.
             unproven = "this server cannot prove that it leads"
             stream.close(RendezvousConnectionError(unproven))

@@ -1,0 +1,115 @@
+"""Watches the leader's process over a connection, so that a killed one is noticed at once.
+
+The connection carries nothing. Its end alone proves nothing, so the leader is asked for another:
+one that was reached in this term, and now refuses, has no process that listens. Then it is deposed,
+which is sound even if that is wrong. A leader whose machine falls silent refuses nothing: its lease
+decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rdzv.errors import InvalidRequestError, RendezvousConnectionError
+from rdzv.runtime.concurrency import beside
+from rdzv.transport.endpoints import Endpoint, parse_endpoint
+
+if TYPE_CHECKING:
+    from rdzv.stores.election import Election
+    from rdzv.stores.leader_key import Leader
+
+log = logging.getLogger("rdzv.replica")
+
+CONNECT_S = 1.0
+RETRY_S = 0.25
+"""Pause after an attempt that has neither connected nor been refused."""
+READ_BYTES = 4096
+
+
+class LeaderProbe:
+    """Watches whichever other server leads."""
+
+    def __init__(self, election: Election, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when `suspect` changes."""
+        self._election = election
+        self._on_change = on_change
+        self.suspect: Leader | None = None
+        """A leader whose connection has ended, until it has accepted another."""
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        first = await self._election.changed(None)
+        if first is not None and first.address == self._election.address:
+            # This process has its port, so the one that has led there is gone.
+            await self._depose(first)
+        while True:
+            leader = self._election.leader
+            if leader is None or leader.address == self._election.address or not leader.word_ms:
+                await self._election.changed(leader)
+                continue
+            async with beside(self._watch(leader)):
+                now: Leader | None = leader
+                while now is not None and now.since_unix_ms == leader.since_unix_ms:
+                    now = await self._election.changed(now)
+            self._suspect(None)
+
+    async def _watch(self, leader: Leader) -> None:
+        """Hold a connection to a leader; depose it if it was reached and then refuses."""
+        try:
+            endpoint = parse_endpoint(leader.address)
+        except InvalidRequestError:
+            return
+        reached = False
+        while True:
+            try:
+                reader, writer = await _connect(endpoint)
+            except ConnectionRefusedError:
+                if reached:
+                    await self._depose(leader)
+                    return
+            except (OSError, TimeoutError):
+                self._suspect(None)
+            else:
+                reached = True
+                self._suspect(None)
+                await _until_end(reader, writer)
+                self._suspect(leader)
+                continue
+            await asyncio.sleep(RETRY_S)
+
+    async def _depose(self, leader: Leader) -> None:
+        """Depose a leader, unless another server has done so."""
+        while (now := self._election.leader) and now.since_unix_ms == leader.since_unix_ms:
+            try:
+                done = await self._election.depose(now)
+            except RendezvousConnectionError as error:
+                log.info("the server at %s is not deposed yet: %s", now.address, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if done:
+                log.warning("the server at %s has led, and is gone", now.address)
+            if done or self._election.leader == now:
+                return
+
+    def _suspect(self, leader: Leader | None) -> None:
+        if self.suspect != leader:
+            self.suspect = leader
+            self._on_change()
+
+
+async def _connect(endpoint: Endpoint) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async with asyncio.timeout(CONNECT_S):
+        return await asyncio.open_connection(endpoint.host, endpoint.port)
+
+
+async def _until_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while await reader.read(READ_BYTES):
+            pass
+    except OSError:
+        pass
+    finally:
+        writer.transport.abort()

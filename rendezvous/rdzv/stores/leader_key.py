@@ -1,0 +1,61 @@
+"""The leader key in etcd: who leads, since when, and for how long its word counts.
+
+A leader proves itself in two ways. Its *lease* holds while it renews it, and ends by itself. Its
+*word* holds for `word_ms` after each read that has shown the key to be its own; only while it
+holds does the leader tell nodes anything. So a key that another server has overwritten ends the
+word of its leader, dead or alive, after that time: nobody needs to wait for the lease.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rdzv.stores.etcd_values import Created, KeyValue, Leased
+from rdzv.structs import replace, struct
+
+
+@struct(frozen=True)
+class Fence:
+    """The leader key as created by one term; every write of that term is compared with it."""
+
+    key: bytes
+    create_revision: int
+    lease: int
+
+    @property
+    def conditions(self) -> tuple[Created, Leased]:
+        """Hold while the term lasts. A key that is deposed has lost its lease."""
+        return Created(self.key, self.create_revision), Leased(self.key, self.lease)
+
+    def matches(self, held: KeyValue | None) -> bool:
+        """Return whether this is still the key of the term."""
+        if held is None:
+            return False
+        return (held.create_revision, held.lease) == (self.create_revision, self.lease)
+
+
+@struct(frozen=True)
+class Leader:
+    """The leader. Its times are by its own clock, and only shown to people."""
+
+    address: str
+    since_unix_ms: int
+    leadership: int
+    """Its number; 0 until it has taken over the store."""
+    word_ms: int = 0
+    """How long its word may outlive its key; 0: an older server, which only its lease ends."""
+    deposed: bool = False
+    """Another server has ended its term; this key is deleted once its word has ended."""
+
+
+def read_leader(kv: KeyValue) -> Leader:
+    """Return a leader key's data about its leader; an unreadable one has no name."""
+    try:
+        return msgspec.json.decode(kv.value, type=Leader)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Leader("unknown", 0, 0)
+
+
+def with_leadership(kv: KeyValue, number: int) -> bytes:
+    """Return the value of a leader key after its leader has taken over as `number`."""
+    return msgspec.json.encode(replace(read_leader(kv), leadership=number))
