@@ -252,7 +252,7 @@ def run(folder: Path, page: str) -> str:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(shell.pid, signal.SIGTERM)
-            shell.wait(30)
+            shell.wait(60)
     said = output.read_text()
     written = "\n".join(f"== {p.name}\n{p.read_text()[-2000:]}" for p in folder.glob("*.txt"))
     assert exit_code == 0, f"exit code {exit_code}\n{said}\n{written}"

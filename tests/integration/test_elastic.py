@@ -350,7 +350,7 @@ def test_the_job_goes_on_without_a_node_whose_runner_was_killed(c: Cluster) -> N
 @pytest.mark.parametrize(
     ("start", "restarts"),
     [
-        pytest.param("--warm", 4, id="warm"),
+        pytest.param("--warm", 2, id="warm"),
         pytest.param("--warm", 20, id="warm, twenty", marks=pytest.mark.campaign),
         pytest.param("", 20, id="cold, twenty", marks=pytest.mark.campaign),
     ],

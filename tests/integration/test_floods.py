@@ -188,7 +188,7 @@ async def test_garbage_on_both_ports_disturbs_nobody(tmp_path: Path) -> None:
         async with witness(made) as others:
             for port in (port_of(made.address), http_port(made)):
                 for connection in connect(port, 20, stack):
-                    connection.settimeout(30)
+                    connection.settimeout(60)
                     with stack_of_refusals():
                         connection.sendall(os.urandom(100_000) + b"\r\n\r\n")
                 await others.is_served()

@@ -106,7 +106,7 @@ for step in range(10_000):
 """
 
 
-@pytest.mark.parametrize("absent", [0, 3])
+@pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.campaign), 3])
 def test_a_timeout_of_a_collective_names_the_rank_that_has_not_entered_it(
     absent: int, tmp_path: Path
 ) -> None:

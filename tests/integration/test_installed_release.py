@@ -317,7 +317,7 @@ class Upgraded:
     def start_server(self, programs: Path) -> None:
         if "rdzvd" in self.started.started:
             self.started.started["rdzvd"].terminate()
-            assert self.started.started["rdzvd"].wait(30) == 0
+            assert self.started.started["rdzvd"].wait(60) == 0
         self.server = start_server(self.started, programs, self.server)
 
     def start_agents(self, programs: Path) -> None:
@@ -325,7 +325,7 @@ class Upgraded:
         for name in ("n1", "n2"):
             if name in self.started.started:
                 self.started.started[name].send_signal(signal.SIGUSR2)
-                assert self.started.started[name].wait(30) == 0
+                assert self.started.started[name].wait(60) == 0
             config = self.folder / f"{name}.toml"
             own = self.folder / name
             config.write_text(

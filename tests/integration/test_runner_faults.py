@@ -54,7 +54,7 @@ FAILING_S = 0.15
 class Strained(Node):
     """A runner that lacks something, with workers that carry their own mark."""
 
-    patience_s = 12.0
+    patience_s = 60.0
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -628,12 +628,12 @@ def test_a_stream_that_joins_again_after_join_timeout_has_a_server(
 
 
 def test_success_is_told_and_the_other_nodes_are_waited_for(made: Made) -> None:
-    run = made(line(0), close_timeout_s=5)
+    run = made(line(0), close_timeout_s=600)
     run.handler.next_rendezvous()
     threading.Timer(0.1, lambda: run.stream.tell(closed(pb.RESULT_SUCCEEDED))).start()
     began_s = time.monotonic()
     run.handler.shutdown()
-    assert 0.05 < time.monotonic() - began_s < 2
+    assert 0.05 < time.monotonic() - began_s < 300
     assert run.stream.bodies == ["join", "succeeded"]
     assert run.stream.hung_up
 

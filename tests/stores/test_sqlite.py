@@ -114,7 +114,7 @@ async def test_what_waits_is_bounded(store: SqliteStore, monkeypatch: pytest.Mon
     loop = asyncio.get_running_loop()
 
     def hold() -> None:
-        asyncio.run_coroutine_threadsafe(busy.wait(), loop).result(timeout=30)
+        asyncio.run_coroutine_threadsafe(busy.wait(), loop).result(timeout=60)
 
     held = asyncio.create_task(store.connection.call(hold))
     await asyncio.sleep(0)
@@ -210,7 +210,7 @@ async def test_what_is_raised_beside_a_commit_reaches_everyone_who_waits(
     assert await write(store, "job-0") == 1
     real = store.connection.db
     store.connection.db = RollbackFails(real, error)  # type: ignore[assignment]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         lost, *others = await all_of(store, 7, *[0] * WRITERS)
         assert isinstance(lost, RevisionConflictError)
         # Writes after that commit, as happen on a busy machine, are refused for certain.

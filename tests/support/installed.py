@@ -113,7 +113,7 @@ class Programs:
                 process.terminate()
         for process in self.started.values():
             with suppress(subprocess.TimeoutExpired):
-                process.wait(30)
+                process.wait(60)
                 continue
             process.kill()
             process.wait()

@@ -58,7 +58,7 @@ class Node:
 
 
 async def ends_in_time(held: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await held
 
 

@@ -109,7 +109,7 @@ def test_clients_can_connect_before_anyone_accepts(store: StoreSocket) -> None:
     port = store.port
     with contextlib.ExitStack() as stack:
         for number in range(20):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             client.sendall(b"%d\n" % number)
         taken = store.take()
         assert taken is not None
@@ -122,14 +122,14 @@ def test_clients_can_connect_before_anyone_accepts(store: StoreSocket) -> None:
 def test_the_store_can_be_reached_by_both_protocols() -> None:
     store = StoreSocket(loopback_only=False)
     for address in ("127.0.0.1", "::1"):
-        socket.create_connection((address, store.port), timeout=5).close()
+        socket.create_connection((address, store.port), timeout=60).close()
     store.release()
 
 
 def test_without_ipv6_the_store_is_reached_by_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     store = StoreSocket(loopback_only=False)
-    socket.create_connection(("127.0.0.1", store.port), timeout=5).close()
+    socket.create_connection(("127.0.0.1", store.port), timeout=60).close()
     store.release()
 
 

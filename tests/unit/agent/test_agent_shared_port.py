@@ -45,7 +45,7 @@ async def one_port(store: bool = True, rendezvous: bool = True) -> AsyncIterator
 
         listening = listen_at("localhost", 0)
         port = listening.getsockname()[1]
-        async with asyncio.timeout(30), shared(listening, grpc if rendezvous else None, find_store):
+        async with asyncio.timeout(60), shared(listening, grpc if rendezvous else None, find_store):
             yield port
 
 

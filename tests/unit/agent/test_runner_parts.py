@@ -25,6 +25,7 @@ from rdzv.agent.runner.linux.libc import libc
 from rdzv.agent.runner.linux.process_tree import signal_relative
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.next_agent import NextAgent
+from rdzv.agent.runner.parked_workers import ParkedWorkers
 from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.runner.snapshot_slots import SnapshotSlots
 from rdzv.agent.runner.spawn import NOT_STARTED
@@ -186,3 +187,31 @@ def test_a_socket_that_cannot_be_served_is_left_alone_for_a_while(
         call()
         assert (not list(loop.wait(0))) == rests
         assert any(at is not None for at in waiting.wake_times()) == rests
+
+
+# ---------------------------------------------------------------------- parked workers
+
+
+class Parked:
+    """The link of a parked worker, which a fork of the worker still holds open."""
+
+    def __init__(self) -> None:
+        self.local_rank, self.pid, self.is_open = 1, 4711, True
+        self.child: Any = Child(4711, print, spared=False)
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def test_the_link_of_a_parked_worker_is_closed_when_it_exits() -> None:
+    """Its end alone would not close it where a descendant holds the other end."""
+    told: list[dict[str, object]] = []
+    agent: Any = type("Agent", (), {"emit": lambda _, kind, **fields: told.append(fields)})()
+    children: Any = None
+    parked, link = ParkedWorkers(children, agent), Parked()
+    typed: Any = link
+    parked.add(typed)
+    link.child.on_exit(link.child, 3)
+    assert not link.is_open
+    assert parked.waiting() == []
+    assert [(fields["local_rank"], fields["exit_code"]) for fields in told] == [(1, 3)]

@@ -73,7 +73,7 @@ def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
     program = programs.Program.start("n1", command, {}, tmp_path / "n1.log")
     try:
         with program.written:
-            assert program.written.wait_for(lambda: program.lines, timeout=30)
+            assert program.written.wait_for(lambda: program.lines, timeout=60)
         worker = json.loads(program.lines[0].text)
         deadline = time.monotonic() + 30
         while program.workers() != [worker]:  # Until it runs its own program.

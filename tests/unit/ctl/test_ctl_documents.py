@@ -59,7 +59,7 @@ def test_the_site_is_served_until_ctrl_c(
     def reads(server: docs.ThreadingHTTPServer) -> None:
         client = threading.Thread(
             target=lambda: answers.append(
-                urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=20).read()
+                urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=60).read()
             )
         )
         client.start()

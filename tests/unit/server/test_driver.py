@@ -274,7 +274,7 @@ def read(stream: Stream) -> list[Announcement]:
 
 
 async def end_of(stream: Stream) -> RendezvousError | None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         return await stream.ended()
 
 

@@ -552,7 +552,7 @@ async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
         await reached.wait()
         asked.cancel()
         await asyncio.wait([asked])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await written.wait()
         rows = await audited(server)
         id_ = server.tokens["ada"].split("_")[1]

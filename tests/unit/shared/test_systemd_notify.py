@@ -20,7 +20,7 @@ def test_systemd_hears_what_it_is_told(
 ) -> None:
     name = f"rdzv-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.settimeout(10)
+        listener.settimeout(60)
         listener.bind(f"\0{name}" if abstract else name)
         monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}" if abstract else name)
         assert systemd.notify("READY=1", "STATUS=all is well")
@@ -60,7 +60,7 @@ def test_a_systemd_that_does_not_read_is_not_waited_for(
 def _heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """Listen as systemd does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.settimeout(10)
+        listener.settimeout(60)
         listener.bind(str(tmp_path / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         yield listener

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
+from rdzv.worker.cutting import GlooCut
+from rdzv.worker.gloo_addresses import Published
+from rdzv.worker.groups import RoundGroups
+from rdzv.worker.session import Session
+from rdzv.worker.session import drop_in_child as drop_in_child_of
 from rdzv.worker.tcp import Address, drop_in_child, knock, let_go, stop_reading
 
 
@@ -78,6 +84,24 @@ def test_a_child_keeps_the_numbers_and_not_the_connections(connections: list[Con
     assert open_files() == before
     assert os.readlink(f"/proc/self/fd/{number}") == "/dev/null"  # noqa: PTH115
     assert not os.get_inheritable(number)
+    other.ours.sendall(b"x")
+    assert other.theirs.recv(1) == b"x"
+
+
+def test_a_fork_of_a_worker_lets_go_of_its_rounds_connections(
+    connections: list[Connection],
+) -> None:
+    """Otherwise the peers of a dead worker would wait for as long as its fork lives."""
+    one, other = connections
+    number = one.ours.fileno()
+    groups = RoundGroups.__new__(RoundGroups)
+    session = Session.__new__(Session)
+    session._groups = groups
+    groups._gloo = None
+    drop_in_child_of(weakref.ref(session))
+    groups._gloo = GlooCut(Published(), {one.address})
+    drop_in_child_of(weakref.ref(session))
+    assert os.readlink(f"/proc/self/fd/{number}") == "/dev/null"  # noqa: PTH115
     other.ours.sendall(b"x")
     assert other.theirs.recv(1) == b"x"
 
