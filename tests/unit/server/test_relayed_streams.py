@@ -23,6 +23,7 @@ from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import relayed_streams
 from rdzv.server.rpc.grpc_listener import serving
+from rdzv.server.security.callers import Role
 from rdzv.server.settings.config import PROTOCOL_VERSION, Config, Limits
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -125,10 +126,12 @@ class Relay:
 
 
 @asynccontextmanager
-async def relay(at: Listen, channel: Any = None, *, beats: bool = True) -> AsyncIterator[Relay]:
+async def relay(
+    at: Listen, channel: Any = None, *, beats: bool = True, metadata: Any = None
+) -> AsyncIterator[Relay]:
     async with channel or grpc.aio.insecure_channel(str(at)) as opened:
         stub = rdzv_pb2_grpc.RendezvousStub(opened)
-        call: Any = stub.Relay()
+        call: Any = stub.Relay(metadata=metadata)
         hello = pb.RelayHello(protocol_version=PROTOCOL_VERSION, version="1.2.3")
         await call.write(pb.FromRelay(hello=hello))
         first = await call.read()
@@ -346,3 +349,15 @@ async def test_who_may_relay_and_whom(tmp_path: Path) -> None:
             assert "needs the role" in ends[3].message, "nobody is an admin by way of a relay"
             codes = [ends[stream].code for stream in (4, 5, 6)]
             assert codes == ["UnauthenticatedError"] * 3
+
+
+async def test_a_relay_whose_token_is_revoked_is_cut_off() -> None:
+    async with server(auth=True) as s:
+        token, text = await s.driver.tokens.create("r1", [Role.RELAY], 0)
+        shown = (("authorization", f"Bearer {text}"),)
+        async with relay(s.at, metadata=shown) as by:
+            await by.say(opened(1, name="n1", roles=["node"]), hello(1))
+            await by.hears(1, "welcome")
+            await s.driver.tokens.revoke(token.id)
+            assert await by.call.code() == grpc.StatusCode.UNAUTHENTICATED
+            await until(lambda: s.state("n1") == "away")

@@ -145,14 +145,19 @@ class RelayedStreams:
         try:
             while (message := await _receive(context)) is not None:
                 self._hear()
-                if self._driver.streams.closed:
-                    raise RendezvousConnectionError("this server is stopping; connect again")
+                self._check_still_welcome()
                 for frame in message.frames:
                     self._take(frame, tasks)
         except RendezvousError as error:
             self._end(error)
         else:
             self._end()
+
+    def _check_still_welcome(self) -> None:
+        if self._driver.streams.closed:
+            raise RendezvousConnectionError("this server is stopping; connect again")
+        if self._relay.token and not self._driver.tokens.has(self._relay.token):
+            raise UnauthenticatedError("the token of this relay was revoked")
 
     def _take(self, frame: pb.FromNode, tasks: asyncio.TaskGroup) -> None:
         number = frame.stream

@@ -167,6 +167,10 @@ class Tokens:
         """Return the stored tokens, the oldest first."""
         return tuple(sorted(self._tokens.values(), key=lambda token: token.created_ms))
 
+    def has(self, token_id: str) -> bool:
+        """Return whether there is a token with this id; one that was revoked is not there."""
+        return token_id in self._tokens
+
     def caller(self, text: str) -> Caller:
         """Return the caller for a token's text.
 
