@@ -39,7 +39,8 @@ LEAVE_A_TRACE = "trace = open(__file__)\n"
 CLIENT = """
 import sys
 from datetime import timedelta
-from torch.distributed import TCPStore
+from rdzv.agent.job_programs.store_host import import_store_type
+TCPStore = import_store_type(whole_torch=False)
 store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=timedelta(seconds=90))
 store.set("key", "value")
 print(store.get("key"), store.add("count", 1), flush=True)
