@@ -2145,6 +2145,7 @@ class ServerMessage(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     SNAPSHOT_WATERMARK_FIELD_NUMBER: builtins.int
     KEEP_COPIES_FIELD_NUMBER: builtins.int
+    SERVERS_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
     UNDRAIN_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
@@ -2185,6 +2186,8 @@ class ServerMessage(google.protobuf.message.Message):
     @property
     def keep_copies(self) -> global___KeepCopies: ...
     @property
+    def servers(self) -> global___Servers: ...
+    @property
     def drain(self) -> global___Drain: ...
     @property
     def undrain(self) -> global___Undrain: ...
@@ -2215,13 +2218,14 @@ class ServerMessage(google.protobuf.message.Message):
         lease: global___Lease | None = ...,
         snapshot_watermark: global___SnapshotWatermark | None = ...,
         keep_copies: global___KeepCopies | None = ...,
+        servers: global___Servers | None = ...,
         drain: global___Drain | None = ...,
         undrain: global___Undrain | None = ...,
         more: collections.abc.Iterable[global___ServerMessage] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "leadership", b"leadership", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "more", b"more", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "log_credit", "placed", "withdrawn", "look_again", "take_stacks", "lease", "snapshot_watermark", "keep_copies", "drain", "undrain"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "leadership", b"leadership", "lease", b"lease", "log_credit", b"log_credit", "look_again", b"look_again", "more", b"more", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "log_credit", "placed", "withdrawn", "look_again", "take_stacks", "lease", "snapshot_watermark", "keep_copies", "servers", "drain", "undrain"] | None: ...
 
 global___ServerMessage = ServerMessage
 
@@ -2251,6 +2255,26 @@ class Welcome(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "protocol_version", b"protocol_version", "server_version", b"server_version"]) -> None: ...
 
 global___Welcome = Welcome
+
+@typing.final
+class Servers(google.protobuf.message.Message):
+    """The servers that stand by, as HOST:PORT, in the order in which the node tries them once this one is
+    gone. Follows Welcome, and is sent again after each change; never by a server that is alone.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: builtins.int
+    @property
+    def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        addresses: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses"]) -> None: ...
+
+global___Servers = Servers
 
 @typing.final
 class Lease(google.protobuf.message.Message):

@@ -233,6 +233,13 @@ class Welcome:
 
 
 @struct(frozen=True)
+class Servers:
+    """The servers that stand by, in the order in which a node tries them."""
+
+    addresses: tuple[str, ...]
+
+
+@struct(frozen=True)
 class Lease:
     """The lease was extended."""
 
@@ -433,6 +440,7 @@ class UndrainNode:
 
 Announcement = (
     Welcome
+    | Servers
     | Lease
     | Heard
     | Joined

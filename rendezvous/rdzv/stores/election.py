@@ -212,13 +212,18 @@ class Election:
         self._see(done.found[0], done.revision)
         return done.succeeded
 
-    async def campaign(self) -> Fence:
+    async def campaign(self, head_start_s: Callable[[], float] = lambda: 0.0) -> Fence:
         """Wait, by watch, until this process leads; return the fence of its term.
 
+        `head_start_s` is asked, once nobody leads, how long to leave the leadership to others.
         It may be cancelled and called again. A term that is not yet lost is returned unchanged.
         """
         while True:
             await self._until(self._may_lead)
+            if self._held is None and (head_start := head_start_s()) > 0:
+                await asyncio.sleep(head_start)
+                if not self._may_lead():
+                    continue
             sent_s = _now_s()
             session = self._session
             assert session is not None, "a server that may lead has a session"

@@ -181,6 +181,8 @@ class NodeStream:
             self._hello.leadership = message.leadership
             if message.HasField("welcome"):
                 self._greet(endpoint, message.welcome)
+            elif message.HasField("servers"):
+                self._attempts.learn(message.servers.addresses)
             elif message.HasField("lease"):
                 self._take_interval(message.lease.heartbeat_interval_ms)
             elif message.HasField("read_log"):

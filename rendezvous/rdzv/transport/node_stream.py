@@ -98,11 +98,11 @@ class Rota:
     """Chooses which of several servers to ask next: the leader last named, else each in turn.
 
     A server that stands by names the leader, which need not be among the given endpoints. If the
-    leader is unreachable, the others are tried again.
+    leader is unreachable, the others are tried again: first those that it has named.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        self._endpoints = tuple(endpoints)
+        self._given = self._endpoints = tuple(endpoints)
         self._turn = 0
         self._leader: Endpoint | None = None
         self._led = False
@@ -112,6 +112,18 @@ class Rota:
     def present(self) -> Endpoint:
         """The endpoint to ask now."""
         return self._leader or self._endpoints[self._turn % len(self._endpoints)]
+
+    def learn(self, addresses: Iterable[str]) -> None:
+        """Note the servers that the present one has named; they are next once it fails."""
+        named = tuple(filter(None, map(_endpoint, addresses)))
+        self._leader = self.present
+        self._endpoints = named + tuple(one for one in self._given if one not in named)
+        self._turn = -1
+
+    @property
+    def next(self) -> Endpoint:
+        """The endpoint to ask if the present one fails."""
+        return self._endpoints[(self._turn + 1) % len(self._endpoints)]
 
     def failed(self, error: RendezvousError) -> bool:
         """Note why the present server failed; return whether to ask another at once."""
@@ -161,6 +173,15 @@ class Attempts:
         return self._rota.present
 
     @property
+    def next(self) -> Endpoint:
+        """The endpoint to ask if the present one fails."""
+        return self._rota.next
+
+    def learn(self, addresses: Iterable[str]) -> None:
+        """Note the servers that the present one has named; they are next once it fails."""
+        self._rota.learn(addresses)
+
+    @property
     def welcome(self) -> bool:
         """Whether the present server has sent Welcome since the last failure."""
         return self._welcomed_at_s is not None
@@ -199,10 +220,12 @@ class Attempts:
 
 
 def _leader_named(error: RendezvousError) -> Endpoint | None:
-    if not isinstance(error, NotLeaderError) or not error.leader:
-        return None
+    return _endpoint(error.leader) if isinstance(error, NotLeaderError) else None
+
+
+def _endpoint(address: str) -> Endpoint | None:
     try:
-        return parse_endpoint(error.leader)
+        return parse_endpoint(address) if address else None
     except InvalidRequestError:
         return None
 

@@ -446,6 +446,7 @@ TOLD = {
     ),
     "waiting": (pb.ServerMessage(waiting=pb.Waiting(rdzv_id="job-7", reason="why")), None),
     "welcome": (pb.ServerMessage(welcome=pb.Welcome(incarnation=1)), None),
+    "servers": (pb.ServerMessage(servers=pb.Servers(addresses=["b:1"])), None),
     "heard": (pb.ServerMessage(heard=pb.Heard(number=7)), None),
     "read_log": (pb.ServerMessage(read_log=pb.ReadLog(request=5, rdzv_id="job-7")), None),
     "log_credit": (pb.ServerMessage(log_credit=pb.LogCredit(request=5, bytes=7)), None),
@@ -467,7 +468,8 @@ def test_what_the_server_says_becomes_an_event(
 ) -> None:
     message = pb.ServerMessage.FromString(message.SerializeToString())
     assert encoding.event(message, NOW_MS) == expected
-    of_the_node = {"welcome", "heard", "lease", "log_credit", "look_again", "drain", "undrain"}
+    of_the_node = {"welcome", "servers", "heard", "lease", "log_credit"}
+    of_the_node |= {"look_again", "drain", "undrain"}
     about_the_node = message.WhichOneof("body") in of_the_node
     assert encoding.rdzv_id_of(message) == ("" if about_the_node else "job-7")
 

@@ -29,7 +29,8 @@ from rdzv.agent.server_link.placed_jobs import Holding, Placed
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.core.fleet.placement import FailingCheck, Resources
 from rdzv.core.model import JobSpec, Result
-from rdzv.errors import ERROR_CODE_METADATA_KEY, ERRORS
+from rdzv.errors import ERROR_CODE_METADATA_KEY, ERRORS, LEADER_METADATA_KEY
+from rdzv.runtime.concurrency import beside
 from rdzv.transport.node_stream import Backoff
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
@@ -49,7 +50,7 @@ class Talk:
     def __init__(self, context: grpc.aio.ServicerContext) -> None:
         self._context = context
         self._heard: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue()
-        self._end: asyncio.Future[tuple[grpc.StatusCode, str, str] | None] = (
+        self._end: asyncio.Future[tuple[grpc.StatusCode, str, str, str] | None] = (
             asyncio.get_running_loop().create_future()
         )
         self._began = asyncio.Event()
@@ -65,8 +66,9 @@ class Talk:
             self.over.set()
             reader.cancel()
         if end is not None:
-            status, code, text = end
+            status, code, text, leader = end
             trailing = ((ERROR_CODE_METADATA_KEY, code),) if code else ()
+            trailing += ((LEADER_METADATA_KEY, leader),) if leader else ()
             await self._context.abort(status, text, trailing_metadata=trailing)
 
     async def _read(self) -> None:
@@ -119,9 +121,13 @@ class Talk:
         await self.say(leadership, welcome=welcome)
 
     def end(
-        self, status: grpc.StatusCode = grpc.StatusCode.OK, code: str = "", text: str = ""
+        self,
+        status: grpc.StatusCode = grpc.StatusCode.OK,
+        code: str = "",
+        text: str = "",
+        leader: str = "",
     ) -> None:
-        self._end.set_result(None if status is grpc.StatusCode.OK else (status, code, text))
+        self._end.set_result(None if status is grpc.StatusCode.OK else (status, code, text, leader))
 
 
 def said(message: pb.NodeMessage) -> str:
@@ -235,6 +241,58 @@ async def running(link: ServerLink) -> AsyncIterator["asyncio.Task[None]"]:
 
 def success(round_: int) -> pb.NodeMessage:
     return pb.NodeMessage(succeeded=pb.Succeeded(rdzv_id="job-7", run="r1", round=round_))
+
+
+# ------------------------------------------------------------------ servers that stand by
+
+
+async def test_a_node_that_knows_one_server_goes_to_the_one_that_it_was_told_of(
+    server: Server,
+) -> None:
+    standby = Server()
+    await standby.server.start()
+    job = Job()
+    link = link_to(server.endpoint, jobs=(job,))
+    try:
+        async with running(link):
+            talk, _ = await server.greet(lease_ms=1)
+            await talk.say(servers=pb.Servers(addresses=[str(standby.endpoint)]))
+            await job.hear(events.ServerConnected)
+            async with asyncio.timeout(PATIENCE_S):
+                while (channel := link._standby._channel) is None or (  # noqa: ASYNC110
+                    channel.get_state() is not grpc.ChannelConnectivity.READY
+                ):
+                    await asyncio.sleep(0.01)
+            # Only a connection: that server has no call.
+            assert standby._talks.empty()
+            talk.end(grpc.StatusCode.UNAVAILABLE)
+            await standby.greet(leadership=2)
+            assert link._standby._channel is None
+    finally:
+        await standby.server.stop(None)
+
+
+async def test_a_standby_that_points_to_a_dead_leader_or_to_itself_does_no_harm(
+    server: Server,
+) -> None:
+    """It tells late, or wrong: the node asks the others, and comes to the one that leads."""
+    standby = Server()
+    await standby.server.start()
+    gone, itself = "127.0.0.1:1", str(standby.endpoint)
+
+    async def misled() -> None:
+        for named in itertools.cycle((gone, itself, "no address:x", "")):
+            talk = await standby.talk()
+            talk.end(grpc.StatusCode.FAILED_PRECONDITION, "NotLeaderError", leader=named)
+
+    try:
+        async with running(link_to(server.endpoint, jobs=(Job(),))), beside(misled()):
+            talk, _ = await server.greet(lease_ms=1)
+            await talk.say(servers=pb.Servers(addresses=[itself, gone, "no address:x"]))
+            talk.end(grpc.StatusCode.UNAVAILABLE)
+            await server.greet(leadership=2)
+    finally:
+        await standby.server.stop(None)
 
 
 # ------------------------------------------------------------------ what the server asks for

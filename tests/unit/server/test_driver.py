@@ -77,6 +77,7 @@ from rdzv.server.messages import (
     LogPiece,
     Refused,
     RoundOver,
+    Servers,
     Stacks,
     Waiting,
     Welcome,
@@ -309,6 +310,18 @@ async def test_a_node_hears_that_it_is_in_then_why_it_waits_then_its_line() -> N
         n2 = await s.connect("n2")
         await s.join(n2)
         assert [type(message) for message in read(n2)] == [Welcome, Joined, Assignment]
+
+
+async def test_nodes_are_told_which_servers_stand_by_and_of_each_change() -> None:
+    async with server() as s:
+        n1 = await s.connect("n1")
+        assert [type(message) for message in read(n1)] == [Welcome]
+        for addresses in (("b:1", "c:1"), ("b:1", "c:1"), ("c:1",)):
+            s.driver.connections.note_standing_by(addresses)
+        assert read(n1) == [Servers(("b:1", "c:1")), Servers(("c:1",))]
+        assert read(await s.connect("n2"))[1:] == [Servers(("c:1",))]
+        s.driver.connections.note_standing_by(())
+        assert read(n1) == [Servers(())]
 
 
 async def test_who_came_first_is_told_a_longer_lease_when_many_have_come() -> None:

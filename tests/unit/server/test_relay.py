@@ -132,6 +132,20 @@ async def test_the_end_of_a_stream_says_what_the_server_said() -> None:
         await until(lambda: s.state("n1") == "away")
 
 
+async def test_a_node_behind_a_relay_is_not_told_of_servers_that_stand_by() -> None:
+    async with server() as s, relay(s.at) as at, node(at, 1) as first, node(s.at, 2) as second:
+        await first.hears("welcome")
+        await second.hears("welcome")
+        s.driver.connections.note_standing_by(("b:1",))
+        await second.hears("servers")
+        await first.say(join(1, 1))
+        async with asyncio.timeout(LONG_S):
+            heard = [await first.call.read()]
+            while not any(one.HasField("joined") for one in (heard[-1], *heard[-1].more)):
+                heard.append(await first.call.read())
+        assert not any(one.HasField("servers") for m in heard for one in (m, *m.more))
+
+
 async def test_a_caller_of_anything_else_is_sent_to_the_server() -> None:
     async with server() as s, relay(s.at) as at, grpc.aio.insecure_channel(str(at)) as channel:
         stub: Any = rdzv_pb2_grpc.ControlStub(channel)

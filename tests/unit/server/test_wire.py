@@ -41,6 +41,7 @@ from rdzv.server.messages import (
     RankProgress,
     Refused,
     RoundOver,
+    Servers,
     SnapshotWatermark,
     Waiting,
     Welcome,
@@ -579,6 +580,10 @@ def with_fields(message: pb.RoundCompleted, **fields: Any) -> pb.RoundCompleted:
         (
             Lease(10_000, 30_000),
             pb.ServerMessage(lease=pb.Lease(heartbeat_interval_ms=10_000, lease_ms=30_000)),
+        ),
+        (
+            Servers(("b:1", "c:1")),
+            pb.ServerMessage(servers=pb.Servers(addresses=["b:1", "c:1"])),
         ),
         (
             Heard(7, 5),

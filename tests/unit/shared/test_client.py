@@ -395,6 +395,29 @@ def test_a_redirection_that_leads_nowhere_is_a_failure_like_any_other(leader: st
     assert not Rota([A, B]).failed(NotLeaderError("elsewhere", leader))
 
 
+def test_servers_that_the_leader_names_are_next_once_it_fails() -> None:
+    rota = Rota([A])
+    rota.learn(["b:29400", "not an address:x", ""])
+    assert (rota.present, rota.next) == (A, B)
+    assert not rota.failed(GONE)
+    assert (rota.present, rota.next) == (B, A)
+    assert rota.failed(NotLeaderError("ask c", "c:29400"))
+    # The one that leads now names others, and the one that was given is still known.
+    rota.learn(["b:29400"])
+    assert [rota.present, rota.next, rota.failed(GONE), rota.present] == [C, B, False, B]
+    assert [rota.failed(GONE), rota.present, rota.failed(GONE), rota.present] == [
+        *(False, A),
+        *(False, B),
+    ]
+
+
+def test_a_leader_that_names_nobody_leaves_the_given_ones() -> None:
+    rota = Rota([A, B])
+    assert not rota.failed(GONE)
+    rota.learn([])
+    assert (rota.present, rota.next) == (B, A)
+
+
 # ------------------------------------------------------------------------- a node's attempts
 
 STANDBY = NotLeaderError("this rdzvd stands by", "")

@@ -47,6 +47,8 @@ def meaning(message: Message) -> Any:
             return _read_request(agent_wire.read_request(message.read_log))
         if body == "take_stacks":
             return as_dict(agent_wire.stacks_asked(message.take_stacks))
+        if body == "servers":
+            return {"addresses": list(message.servers.addresses)}
         if body == "placed":
             return _plain(as_dict(agent_wire.placed(message.placed)))
         event = agent_wire.event(message, now_ms=0)
@@ -478,6 +480,7 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     )
     yield "welcome", message(welcome=welcome)
     yield "lease", message(lease=pb.Lease(heartbeat_interval_ms=10_000, lease_ms=30_000))
+    yield "servers", message(servers=pb.Servers(addresses=["10.0.0.2:29400", "10.0.0.3:29400"]))
     yield "joined", message(joined=pb.Joined(**job, run_number=2))
     yield "round_completed", message(round_completed=_line())
     for cause in pb.Cause.values():

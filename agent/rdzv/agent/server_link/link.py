@@ -29,6 +29,7 @@ from rdzv.agent.server_link.inbox import Inbox
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.outbox import Call, Outbox
 from rdzv.agent.server_link.ports import JobPort, PlacementPort
+from rdzv.agent.server_link.standby import Standby
 from rdzv.core.fleet.nodes import NodesTuning, check_fence
 from rdzv.errors import (
     InvalidRequestError,
@@ -100,6 +101,7 @@ class ServerLink:
         self._attempts = Attempts(endpoints, backoff)
         self._credentials = credentials
         self._options = options
+        self._standby = Standby(credentials, options)
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
@@ -255,6 +257,12 @@ class ServerLink:
 
     async def run(self) -> None:
         """Keep a stream open until `close`; log once when it is lost, and when it is back."""
+        try:
+            await self._keep_stream()
+        finally:
+            await self._standby.close()
+
+    async def _keep_stream(self) -> None:
         while not self._closing.is_set():
             endpoint = self._attempts.present
             error = await self._converse(endpoint)
@@ -289,7 +297,8 @@ class ServerLink:
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Hold a stream, and those that follow it at once; return why the last one ended."""
         try:
-            opened = self._credentials.aio_channel(endpoint, self._options)
+            opened = await self._standby.take(endpoint)
+            opened = opened or self._credentials.aio_channel(endpoint, self._options)
         except InvalidRequestError as unusable:
             # The stream may be about to be renewed.
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {unusable}")
@@ -359,6 +368,9 @@ class ServerLink:
                 return f"a server was deposed (leadership {message.leadership})"
             self._leadership = message.leadership
             for one in (message, *message.more):
+                if one.HasField("servers"):
+                    await self._learn(one.servers)
+                    continue
                 if one.HasField("refused") and one.refused.code not in FINAL_REFUSALS:
                     return f"the server cannot do it now: {one.refused.message}"
                 self._hear(endpoint, one)
@@ -394,6 +406,13 @@ class ServerLink:
             self._check_fence(job, welcome.lease_ms)
         for (rdzv_id, run), reason in self._declined.items():
             self.say(encoding.declined(rdzv_id, run, reason))
+
+    async def _learn(self, servers: pb.Servers) -> None:
+        """Connect beforehand to the server that takes over if this one ends."""
+        self._attempts.learn(servers.addresses)
+        if servers.addresses:
+            # Thousands of nodes are told at the same time, and their lease grows with their number.
+            await self._standby.keep(self._attempts.next, self.tolerated_ms / 1000)
 
     def _take_lease(self, lease_ms: int, heartbeat_interval_ms: int) -> None:
         self._lease_ms = self._last_lease_ms = lease_ms

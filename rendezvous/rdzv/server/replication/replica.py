@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rdzv.replica")
 
+LOOK_EVERY_S = 2.0
+"""How often the list of servers is read."""
+HEAD_START_S = 0.15
+"""How much longer each server waits than the one before it, which nodes try first."""
+
 
 class Replica:
     """Provides the driver to the services. It stands by until `lead` or `campaign` is called."""
@@ -39,6 +44,9 @@ class Replica:
         self._driver: Driver | None = None
         self._election: Election | None = None
         self._probe: LeaderProbe | None = None
+        self._order: tuple[str, ...] = ()
+        """The addresses of all servers, in the order in which they take over."""
+        self._last_leader = ""
         self._address = ""
         self._exposed = ""
         self._since_ms = clock.now_ms()
@@ -168,6 +176,7 @@ class Replica:
     def lead(self, driver: Driver) -> None:
         """Start leading with this driver."""
         self._driver, self._since_ms = driver, self._clock.now_ms()
+        self._tell_order()
         self._tell(True)
         self._note_change()
 
@@ -198,6 +207,7 @@ class Replica:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(election))
                 tasks.create_task(self._probe.run())
+                tasks.create_task(self._keep_order(election))
                 while True:
                     await self._serve_a_term(client, election, config, meter)
         finally:
@@ -208,8 +218,35 @@ class Replica:
     async def _follow(self, election: Election) -> None:
         leader = election.leader
         while True:
+            if leader is not None:
+                self._last_leader = leader.address
             self._note_change()
             leader = await election.changed(leader)
+
+    async def _keep_order(self, election: Election) -> None:
+        """Learn who takes part; tell nodes, so that they know where to go before they must."""
+        while True:
+            try:
+                found = await election.replicas()
+            except RendezvousConnectionError as error:
+                log.debug("the list of servers was not read: %s", error)
+            else:
+                first = sorted(found, key=lambda one: (one.started_unix_ms, one.address))
+                self._order = tuple(one.address for one in first)
+                self._tell_order()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _tell_order(self) -> None:
+        if self._driver is not None:
+            others = tuple(one for one in self._order if one != self._address)
+            self._driver.connections.note_standing_by(others)
+
+    def _head_start_s(self) -> float:
+        """Return how long to leave the leadership to those before this server."""
+        order = [one for one in self._order if one != self._last_leader]
+        if self._address not in order:
+            return 0.0
+        return HEAD_START_S * order.index(self._address)
 
     def _note_change(self) -> None:
         self._changed.set()
@@ -220,7 +257,7 @@ class Replica:
     ) -> None:
         from rdzv.stores.etcd import EtcdStore
 
-        fence = await election.campaign()
+        fence = await election.campaign(self._head_start_s)
         store = EtcdStore(client, fence, config.limits.history_rows)
         try:
             async with Driver.running(store, self._clock, config, meter=meter) as driver:

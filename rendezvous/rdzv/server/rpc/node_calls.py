@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 class NodeCall(Protocol):
     """Where the messages of a node come from, and where those of the server go."""
 
+    by_relay: bool
+    """Whether a relay carries it."""
+
     @property
     def cut(self) -> bool:
         """Whether the way to the node has ended, which says nothing about the node."""
@@ -39,6 +42,7 @@ class DirectCall:
     """A node's own call."""
 
     cut = False
+    by_relay = False
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -64,6 +68,8 @@ class DirectCall:
 
 class RelayedCall:
     """A node's stream within the call of a relay."""
+
+    by_relay = True
 
     def __init__(self, number: int, outgoing: Batches[pb.ToNode], limit: int) -> None:
         """At most `limit` messages of the node may wait."""

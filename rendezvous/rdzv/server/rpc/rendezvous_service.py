@@ -32,6 +32,7 @@ from rdzv.server.messages import (
     Hung,
     Progress,
     Refused,
+    Servers,
     SnapshotsHeld,
     WorkersStarted,
 )
@@ -347,8 +348,11 @@ class Conversation:
             # Another server may lead by now and have sent a different state.
             unproven = "this server cannot prove that it leads"
             stream.close(RendezvousConnectionError(unproven))
+        if call.by_relay:
+            # Its way to another server is its relay's.
+            told = [one for one in told if not isinstance(one, Servers)]
         for together in [told] if stream.takes_several else [[one] for one in told]:
-            if stream.open:
+            if together and stream.open:
                 message = outbound.server_message(
                     together, self._driver.leadership, self._version, self._clock.now_ms()
                 )

@@ -10,7 +10,7 @@ from rdzv.errors import LimitExceededError, RendezvousConnectionError
 from rdzv.runtime.clock import Clock, LoopWatch
 from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.watchers import Watchers
-from rdzv.server.messages import Hello, Lease, Welcome
+from rdzv.server.messages import Hello, Lease, Servers, Welcome
 from rdzv.server.scheduling.scheduling import Scheduling
 from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller
@@ -54,6 +54,7 @@ class Connections:
         self._callers: dict[str, str] = {}
         """By node_id, of known nodes: the name of the caller that speaks for the node."""
         self._numbers = itertools.count(1)
+        self._standing_by = Servers(())
 
     def attach(self, hello: Hello, caller: Caller = ANYBODY) -> Stream:
         """Open a node's stream; the first message in it is `Welcome`.
@@ -104,10 +105,19 @@ class Connections:
         self._scheduling.note_hello(hello)
         interval_ms = self._leases.heartbeat_interval_ms(record.lease_ms)
         stream.send(Welcome(record.incarnation, interval_ms, record.lease_ms))
+        if self._standing_by.addresses:
+            stream.send(self._standing_by)
         if (owed := self._scheduling.drains.owed(hello)) is not None:
             stream.send(owed)
         self._diagnosis.logs.note_connected(hello.node_id)
         return stream
+
+    def note_standing_by(self, addresses: tuple[str, ...]) -> None:
+        """Tell all nodes which servers stand by, now and whenever one connects."""
+        if addresses != self._standing_by.addresses:
+            self._standing_by = Servers(addresses)
+            for stream in list(self._streams.open.values()):
+                stream.send(self._standing_by)
 
     def _refuse_hello(self, hello: Hello) -> None:
         if self._streams.closed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rdzv.server.messages import Announcement, Joined, Lease, Waiting, Welcome
+from rdzv.server.messages import Announcement, Joined, Lease, Servers, Waiting, Welcome
 
 LINGER_S = 0.05
 """How long a message waits for others at most."""
@@ -16,7 +16,7 @@ LINGER_S = 0.05
 AT_ONCE = 64
 """The most messages that are written at once."""
 
-_PATIENT = (Welcome, Joined, Lease, Waiting)
+_PATIENT = (Welcome, Servers, Joined, Lease, Waiting)
 """Messages that wait for others: what a node does soon after them, others tell it to."""
 
 

@@ -21,6 +21,7 @@ from rdzv.server.messages import (
     ReadLog,
     Refused,
     RoundOver,
+    Servers,
     SnapshotWatermark,
     TakeStacks,
     UndrainNode,
@@ -43,6 +44,7 @@ _RESULTS = {
 
 
 _BODIES: Mapping[type, str] = {
+    Servers: "servers",
     Lease: "lease",
     Heard: "heard",
     Joined: "joined",
