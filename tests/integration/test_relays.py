@@ -32,7 +32,8 @@ def test_a_relay_dies_and_then_the_server(c: Cluster) -> None:
     training = Training(c, lambda node: (f"--rdzv-endpoint={first},{second}",))
     training.wait_for_steps(20)
     relay.kill()
-    c.wait_for_log("its call has ended, with 2 streams")
+    # On a busy machine a node may have gone to the other one at once.
+    c.wait_for_log("its call has ended")
     training.wait_until_seated()
     training.check_undisturbed()
     c.kill_server()
