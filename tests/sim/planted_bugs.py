@@ -2113,7 +2113,7 @@ MUTANTS = (
     ),
     Mutant(
         "one long silence blinds a node to the next",
-        "hang_timeout.timeout_ms",
+        "hang_detection.timeout_ms",
         "        min(AUTO_LONGEST_FACTOR * longest_ms, AUTO_LONGEST_MS),",
         "        AUTO_LONGEST_FACTOR * longest_ms,",
         by="tests/unit/agent/test_agent_hangs.py",

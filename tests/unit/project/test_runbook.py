@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rdzv.server.http.page import page_routes
+from rdzv.server.http.page_files import page_routes
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "rendezvous" / "rdzv" / "web" / "runbook.html"

@@ -31,7 +31,7 @@ from rdzv.server.http import feeds as feeds_module
 from rdzv.server.http.feeds import Reader
 from rdzv.server.http.listener import Serving, serving_http
 from rdzv.server.http.openapi import PREFIX, document, operations
-from rdzv.server.http.page import FOLDER, POLICY
+from rdzv.server.http.page_files import FOLDER, POLICY
 from rdzv.server.http.views import Shown
 from rdzv.server.messages import (
     Hung,
