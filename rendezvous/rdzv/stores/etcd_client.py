@@ -3,6 +3,9 @@
 Only this module uses gRPC and etcd's messages. Each endpoint has its own channel, so the client
 knows where a call was sent: a repeatable call goes to the next endpoint, and a transaction is
 repeated only while it has certainly not been sent.
+
+The package `etcd3` cannot be imported beside a current protobuf, and uses one endpoint; other
+clients have no TLS, or are refused for good once a token has expired.
 """
 
 from __future__ import annotations
