@@ -92,6 +92,7 @@ def main() -> None:
         if ends or leaves:
             save(model)
             note("saved", step)
+            report_step(step)  # On a busy machine saving takes long, and so does the end.
         if ends:
             dist.destroy_process_group()
             return

@@ -271,6 +271,22 @@ async def test_who_has_exited_or_is_being_stopped_is_not_watched(
     assert w.said == []
 
 
+async def test_a_hung_worker_that_exits_hangs_no_more(
+    tmp_path: Path, clock: list[int], pid: int
+) -> None:
+    """Else its round would be ended for it: the end of a job may take longer than the limit."""
+    w = Watch(tmp_path, FIXED, pid)
+    w.file.write_bytes(b"7\n")
+    w.look(13)
+    assert w.reported == [[9]]
+    w.watch.worker_exited(1)
+    assert w.reported == [[9], []]
+    w.watch.worker_exited(1)
+    w.look(30)
+    assert w.reported == [[9], []]
+    w.watch.close_round()
+
+
 async def test_without_a_timeout_nobody_is_watched(tmp_path: Path, pid: int) -> None:
     w = Watch(tmp_path, None, pid)
     assert w.watch._timer is None

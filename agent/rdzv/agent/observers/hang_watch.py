@@ -113,8 +113,11 @@ class HangWatch:
             self._workers[local_rank] = _Worker(pid, file, WorkerActivity())
 
     def worker_exited(self, local_rank: int) -> None:
-        """Stop watching a worker."""
-        self._workers.pop(local_rank, None)
+        """Stop watching a worker; one that was reported to hang hangs no more."""
+        worker = self._workers.pop(local_rank, None)
+        if worker is not None and worker.hung:
+            self._remember(worker)
+            self._report()
 
     def close_round(self) -> None:
         """Stop watching, because the workers are being stopped, or are gone."""
@@ -124,9 +127,8 @@ class HangWatch:
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
-        for worker in self._workers.values():
-            if worker.hung:
-                self._longest_ms = max(self._longest_ms, worker.activity.silent_ms)
+        for worker in self._hung().values():
+            self._remember(worker)
         self._workers, self._assignment = {}, None
 
     def say_again(self) -> None:
@@ -215,6 +217,10 @@ class HangWatch:
             log.error("%s: RANK %d (pid %d) hangs: %s; reported to the server", *who, hung)
         else:
             log.warning("%s: RANK %d (pid %d) no longer hangs", *who)
+
+    def _remember(self, worker: _Worker) -> None:
+        """Remember the silence of a worker that hung until now."""
+        self._longest_ms = max(self._longest_ms, worker.activity.silent_ms)
 
     def _hung(self) -> Mapping[int, _Worker]:
         return {rank: worker for rank, worker in self._workers.items() if worker.hung}
