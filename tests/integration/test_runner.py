@@ -687,6 +687,15 @@ def test_a_malformed_request_is_refused_and_changes_nothing(request_: object, re
         assert read_event(sock) == {"type": "gone", "round": 0}
 
 
+def test_what_crosses_a_shutdown_is_no_error() -> None:
+    """An agent confirms what it has heard, and asks again if the end takes long."""
+    shutdown, heard = frame({"type": "shutdown"}), frame({"type": "heard", "number": 0})
+    with bare_runner() as sock:
+        sock.sendall(shutdown + heard + shutdown + frame({**STOP, "grace_s": 0}))
+        assert read_event(sock)["reason"] == "the runner is shutting down"
+        assert sock.recv(1) == b""
+
+
 def test_a_frame_that_is_too_large_is_skipped() -> None:
     with bare_runner() as sock:
         length = MAX_FRAME_BYTES + 1

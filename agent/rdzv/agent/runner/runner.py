@@ -29,6 +29,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+_CROSS_A_SHUTDOWN = ("heard", "shutdown")
+"""Requests that may come after a shutdown: a refusal is answered by another one."""
+
 
 class Runner:
     """Carries out the agent's requests, and reports events, until shut down or orphaned."""
@@ -144,7 +147,7 @@ class Runner:
             raise RequestError(f"type: there is no request {name!r:.80}")
         if not self.agent.in_charge:
             raise RequestError(f"{name}: this runner was not adopted")
-        if self._loop.shutting_down:
+        if self._loop.shutting_down and name not in _CROSS_A_SHUTDOWN:
             raise RequestError("the runner is shutting down")
         obey(request)
 
