@@ -33,8 +33,9 @@ from rdzv.demo.programs import descendants, environ_of
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
 
-FORMER = "61e4182740f67dc96d633dffe8492d4171f17293"
-"""A commit some hundred commits ago; it stands for the previous release, since none is published.
+FORMER = "e9acb488ee77c881b32a32c562586ed2438cfef6"
+"""A commit that stands for the previous release, since none is published; agents and runners of
+before it are not adopted.
 """
 ENDLESS = ("--epochs=100000", "--step-seconds=0.02")
 

@@ -6,12 +6,10 @@ The worker is `tests/support/linked_worker.py`, which implements its link by han
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
@@ -20,19 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runners import FOR_EVER_MS, PATIENCE_S, Node, marked, state_of, until
+from runners import FOR_EVER_MS, Node, marked, state_of, until
 from test_runner import line_of, playing
 
 from rdzv.agent.core.model import KeptWorker
 from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.runner.linux.identity import Identity
-from rdzv.agent.runner.requests import PROTOCOL_VERSION
 from rdzv.agent.runner_link import (
-    FoundRunner,
     KeepSpec,
     KeptExited,
     KeptGone,
-    StartedRunner,
     WorkerExited,
     WorkerNotKept,
     WorkerResumed,
@@ -444,48 +439,6 @@ async def test_a_parked_worker_that_survives_sigkill_is_reported(node: Parking) 
         node.link.end_kept(0)
         assert (await node.heard(WorkersStuck)).pids == (pids[0],)
     await node.heard(KeptGone)
-
-
-# ------------------------------------------------------------------ agents of other versions
-
-
-async def test_an_older_agent_can_adopt_it_as_long_as_no_worker_can_be_kept(tmp_path: Path) -> None:
-    node, started = Parking(tmp_path), StartedRunner()
-    node.link = started.link(node.hear)
-    path = tmp_path / "runner.sock"
-    node.link.serve(path, 60, 0)
-    await node.begin_with(node.worker(0, 0, "unlinked"))
-    assert await next_agent(node, path) == 1
-    await node.stop(0)
-    node.link.start_workers(1, [node.worker(1, 0)], KeepSpec((), None, None))
-    await node.heard(WorkerStarted, round=1)
-    await node.printed(node.worker(1, 0), "round 1")
-    assert await next_agent(node, path) == PROTOCOL_VERSION == 2
-    await node.link.close(PATIENCE_S)
-    started.process.wait()
-    assert marked(node.mark) == []
-
-
-async def next_agent(node: Parking, path: Path) -> object:
-    """Let another agent adopt the runner; return the version that it reports."""
-    await node.link.let_go(10)
-    version = await version_of(path)
-    found = await FoundRunner.meet(path)
-    assert found is not None
-    assert found.hello.keeps
-    found.adopt()
-    node.link = found.link(node.hear)
-    return version
-
-
-async def version_of(path: Path) -> object:
-    """Return the version that a runner reports to an agent that may adopt it."""
-    reader, writer = await asyncio.open_unix_connection(str(path))
-    (length,) = struct.unpack(">I", await reader.readexactly(4))
-    said = json.loads(await reader.readexactly(length))
-    writer.close()
-    await writer.wait_closed()
-    return said["version"]
 
 
 # ------------------------------------------------------------------ the fence

@@ -9,15 +9,14 @@ import zlib
 
 import msgspec
 
-from rdzv.core.model import Membership, ScaleUp
-from rdzv.core.rounds.budgets import unbudgeted
+from rdzv.core.model import Membership
 from rdzv.errors import RendezvousStateError
 
 FORMAT = 3
 """Raised whenever an older server would misread, or silently drop, data of this one."""
 
-_FORMATS_BEFORE = (1, 2)
-"""Written if an older server would lose nothing, so that a downgrade stays possible."""
+OLDEST_FORMAT = 1
+"""The oldest format that can still be read: fields added since have defaults."""
 
 PACK_ABOVE_BYTES = 16 * 1024
 """Smaller values stay JSON: they fit anywhere, and people can read them."""
@@ -41,17 +40,7 @@ _encoder = msgspec.json.Encoder()
 
 def encode(membership: Membership) -> bytes:
     """Return the bytes from which `decode` gives an equal membership."""
-    new = (
-        membership.submission is not None
-        or membership.stopping
-        or membership.settings.scale_up is ScaleUp.AFTER
-        or not unbudgeted(membership.settings)
-    )
-    version = _FORMATS_BEFORE[1 if new else 0]
-    if membership.owner or membership.secret:
-        # An older server would drop them, and any caller could join the job.
-        version = FORMAT
-    return _encoder.encode(_Envelope(version, msgspec.Raw(_encoder.encode(membership))))
+    return _encoder.encode(_Envelope(FORMAT, msgspec.Raw(_encoder.encode(membership))))
 
 
 def decode(data: bytes, where: str) -> Membership:
@@ -63,7 +52,7 @@ def decode(data: bytes, where: str) -> Membership:
     """
     try:
         envelope = _envelope_decoder.decode(data)
-        if envelope.format not in (*_FORMATS_BEFORE, FORMAT):
+        if not OLDEST_FORMAT <= envelope.format <= FORMAT:
             raise _foreign(envelope.format, where)
         return _membership_decoder.decode(envelope.membership)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from rdzv.agent.core.model import Assignment, Job
-from rdzv.agent.handover.handover_state import KeptPlacement, decode_placement, encode, format_for
+from rdzv.agent.handover.handover_state import KeptPlacement, decode_placement, encode
 from rdzv.agent.job.notice_file import NoticeFile
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable, has_torch
 from rdzv.agent.node.submitted_launch import (
@@ -204,14 +204,9 @@ def test_who_the_job_is_comes_from_its_account_and_not_from_the_agent(tmp_path: 
     assert working_directory(placed, around) == Path("/root")
 
 
-def test_an_agent_that_knows_no_accounts_leaves_such_a_job_alone(tmp_path: Path) -> None:
-    spec = JobSpec(("t",))
-    kept = KeptPlacement("n1", "i1", "job-7", "r1", spec, 0, (), {})
-    assert kept.format == 1, "agents before this one may go on with it"
-    ada = account(tmp_path)
-    mapped = replace(kept, account=ada, format=format_for(ada))
-    assert mapped.format == 2
-    assert decode_placement(encode(mapped)) == mapped
+def test_the_account_of_a_job_is_kept_for_the_next_agent(tmp_path: Path) -> None:
+    kept = KeptPlacement("n1", "i1", "job-7", "r1", JobSpec(("t",)), 0, (), {}, account(tmp_path))
+    assert decode_placement(encode(kept)) == kept
 
 
 # ---------------------------------------------------------------------- acting as somebody

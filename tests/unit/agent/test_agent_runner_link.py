@@ -23,8 +23,6 @@ from rdzv.agent.runner_link import (
     StoreHostExited,
     WorkerExited,
     WorkersGone,
-    WorkerSpec,
-    ZygoteSpec,
     agent_children,
 )
 from rdzv.agent.runner_link import runner_link as link_module
@@ -84,23 +82,6 @@ async def s() -> AsyncIterator[Story]:
             handling.set_result(None)
     await made.until(lambda: RunnerExited(None) in made.heard)
     made.runner.close()
-
-
-@pytest.mark.parametrize("after_import", [False, True])
-async def test_a_runner_that_would_start_a_zygote_at_once_is_asked_for_none_for_restarts(
-    s: Story, after_import: bool
-) -> None:
-    """It was started by an older agent, before an upgrade."""
-    zygote = ZygoteSpec(("python",), {}, None, ("torch",), after_import=after_import)
-    worker = WorkerSpec(0, ("python",), {}, None, None, None, zygote=zygote)
-    s.link.keep_zygote(zygote)
-    s.link.start_workers(1, [worker])
-    s.runner.receive()
-    asked = []
-    while (message := s.runner.next_message()) is not None:
-        asked.append((message["type"], message.get("warm")))
-    expected = [("keep_zygote", None)] * (not after_import)
-    assert asked == [*expected, ("start_workers", [] if after_import else [0])]
 
 
 @pytest.mark.slow

@@ -571,7 +571,9 @@ def record() -> None:
             lines.append(json.dumps(row))
     messages.write_text("".join(f"{line}\n" for line in lines))
     old = json.loads(fields.read_text()) if fields.exists() else {}
-    fields.write_text(json.dumps({**fields_of_all(), **old}, indent=0, sort_keys=True) + "\n")
+    both = sorted({**fields_of_all(), **old}.items())
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(what)}" for name, what in both)
+    fields.write_text(f"{{\n{rows}\n}}\n")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,6 @@ from rdzv.structs import struct
 FORMAT = 2
 """Raised whenever an older agent would misread what this one has kept."""
 
-WITH_ACCOUNT = 2
-"""The first format with accounts; an older agent would start the next round as itself."""
-
 PLACEMENT = "placement"
 STATE = "state"
 
@@ -50,8 +47,7 @@ class KeptPlacement:
     """The node's environment for all jobs, as it was when this one began."""
     account: Account | None = None
     """The account that it runs as; None for the agent's own."""
-    format: int = 1
-    """The oldest format whose agents handle this placement correctly."""
+    format: int = FORMAT
 
 
 @struct(frozen=True)
@@ -86,10 +82,6 @@ class KeptState:
     outputs: tuple[KeptOutput, ...] = ()
     """The outputs of the last round, by LOCAL_RANK."""
     progress_folder: str | None = None
-    progress_by_worker: bool = False
-    """Whether each worker keeps its progress file from round to round; older agents created new
-    files for each round.
-    """
 
 
 @struct(frozen=True)
@@ -99,11 +91,6 @@ class Keeping:
     socket: Path
     """The socket on which the runner listens."""
     placement: KeptPlacement
-
-
-def format_for(account: Account | None) -> int:
-    """Return the format of a placement: the lowest that its content allows."""
-    return 1 if account is None else WITH_ACCOUNT
 
 
 def encode(kept: KeptPlacement | KeptState) -> str:

@@ -152,9 +152,7 @@ class JobDriver:
         context.offer = StoreOffer(kept.offer)
         folder = None if kept.progress_folder is None else Path(kept.progress_folder)
         line = state.assignment
-        context.observers.resume_round(
-            folder, None if state.workers_gone else line, by_round=not kept.progress_by_worker
-        )
+        context.observers.resume_round(folder, None if state.workers_gone else line)
         if state.notice is not None and state.notice.due_ms is not None:
             self._link.drain.remember(state.notice.due_ms, state.notice.reason)
         if line is not None:
@@ -414,7 +412,6 @@ class JobDriver:
                 stop=None if round_ is None else round_.kept_stop,
                 outputs=() if round_ is None else tuple(map(keep_output, round_.outputs)),
                 progress_folder=None if folder is None else str(folder),
-                progress_by_worker=True,
             )
         )
 

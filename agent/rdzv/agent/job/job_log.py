@@ -103,7 +103,7 @@ def _restarts(line: Assignment, window_ms: int) -> str:
     """Describe the restarts that count, the limit, and the total, as the server does."""
     if not window_ms:
         return f"{line.restarts} of {line.max_restarts}"
-    # An older server does not report the ages; a newer one reports at most this number.
+    # The server reports at most this number of ages.
     counted = 0 if line.tally is None else len(line.tally.restart_ages_ms)
     more = " or more" if counted == MAX_RESTART_AGES else ""
     within = f"in the last {duration(window_ms)}"

@@ -54,15 +54,9 @@ class WorkerObservers:
         self.notice.open_round()
         self.notice.take_back()
 
-    def resume_round(
-        self, folder: Path | None, assignment: Assignment | None, *, by_round: bool
-    ) -> None:
-        """Take over the previous agent's files; `assignment` is None if no round is open.
-
-        With `by_round` that agent, of an older version, had a folder for each round.
-        """
-        size = self._local_world_size
-        self.progress.resume(folder, assignment, size, by_round=by_round)
+    def resume_round(self, folder: Path | None, assignment: Assignment | None) -> None:
+        """Take over the previous agent's files; `assignment` is None if no round is open."""
+        self.progress.resume(folder, assignment, self._local_world_size)
         self.notice.open_round()
 
     def watch(self, assignment: Assignment, running: Mapping[int, int] | None = None) -> None:

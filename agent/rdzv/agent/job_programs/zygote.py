@@ -605,7 +605,6 @@ def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
     """Apply this worker's own settings, and renew state that two processes must not share."""
     _leash(spec["parent"])
     for fd, name in ((1, "stdout"), (2, "stderr")):
-        # An older runner opens the files itself.
         if spec.get(name) is not None:
             _append_to(name, _text(_bytes(spec[name])), fd)
     argv = [_bytes(word) for word in spec["argv"]]

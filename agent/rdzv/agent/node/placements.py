@@ -26,7 +26,7 @@ from rdzv.agent.agent_metrics_interface import Meter
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Job
 from rdzv.agent.handover.adoption import AdoptedRunner, RuntimeDirectory
-from rdzv.agent.handover.handover_state import Keeping, KeptPlacement, format_for
+from rdzv.agent.handover.handover_state import Keeping, KeptPlacement
 from rdzv.agent.handover.previous_runners import Runners
 from rdzv.agent.inventory.health import Health, describe
 from rdzv.agent.job.job_driver import JobDriver
@@ -438,7 +438,6 @@ class Placements:
                 granted=gpus,
                 environ=dict(self._around.environ),
                 account=launch.account,
-                format=format_for(launch.account),
             ),
         )
         examine = self._examine(gpus)

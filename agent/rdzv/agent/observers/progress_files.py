@@ -212,7 +212,7 @@ class ProgressFiles:
                 self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._below))
                 if self._identity is not None:
                     os.chown(self._folder, self._identity.uid, self._identity.gid)
-            paths = self._paths(self._folder, assignment, local_world_size)
+            paths = self._paths(self._folder, local_world_size)
             with acting_as(self._identity):
                 for local_rank, path in enumerate(paths):
                     if local_rank not in assignment.kept or not path.exists():
@@ -223,22 +223,11 @@ class ProgressFiles:
             return
         self._follow(assignment, paths)
 
-    def resume(
-        self,
-        folder: Path | None,
-        assignment: Assignment | None,
-        size: int,
-        *,
-        by_round: bool = False,
-    ) -> None:
-        """Take over the previous agent's folder, and its files of a round.
-
-        With `by_round`, that agent, of an older version, has a folder for each round in it.
-        """
+    def resume(self, folder: Path | None, assignment: Assignment | None, size: int) -> None:
+        """Take over the previous agent's folder, and its files of a round."""
         self._folder = folder
         if folder is not None and assignment is not None:
-            paths = self._paths(folder, assignment, size, by_round=by_round)
-            self._follow(assignment, paths)
+            self._follow(assignment, self._paths(folder, size))
             for file in self._files:
                 self._wake(file)
 
@@ -248,11 +237,8 @@ class ProgressFiles:
         return self._folder
 
     @staticmethod
-    def _paths(
-        folder: Path, assignment: Assignment, local_world_size: int, *, by_round: bool = False
-    ) -> list[Path]:
-        below = folder / f"round_{assignment.round}" if by_round else folder
-        return [below / str(local_rank) / "progress" for local_rank in range(local_world_size)]
+    def _paths(folder: Path, local_world_size: int) -> list[Path]:
+        return [folder / str(local_rank) / "progress" for local_rank in range(local_world_size)]
 
     def _follow(self, assignment: Assignment, paths: list[Path]) -> None:
         if self._watches is None:

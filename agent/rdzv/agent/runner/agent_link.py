@@ -49,11 +49,6 @@ if TYPE_CHECKING:
     from .loop import Loop
 
 
-_EVENTS_OF_KEPT = frozenset({"suspect", "resumed", "not_kept", "kept_exited", "kept_gone"})
-_FIELDS_OF_KEPT = frozenset({"how", "kept", "by_itself"})
-"""The events, and fields of other events, that only agents of this version understand."""
-
-
 class AgentLink:
     """The connected agent, if any, and the events that no agent has confirmed."""
 
@@ -155,14 +150,6 @@ class AgentLink:
         except (OSError, BufferError):
             # An agent that does not read is as good as dead.
             self.disconnect()
-
-    @property
-    def speaks_of_kept(self) -> bool:
-        """Whether an unconfirmed event requires an agent of this version."""
-        return any(
-            message["type"] in _EVENTS_OF_KEPT or not _FIELDS_OF_KEPT.isdisjoint(message)
-            for _, message in self._unconfirmed
-        )
 
     def repeat_unconfirmed(self) -> None:
         """Resend every event that no agent has confirmed."""

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
 PROTOCOL_VERSION = 2
 """The version of requests and events. An agent adopts runners of its own version and older ones."""
 
-WITHOUT_PARKING = 1
-"""The version that a runner claims as long as no worker may be kept."""
-
 MAX_GRACE_S = 7 * 24 * 3600.0
 MAX_ORPHAN_TIMEOUT_S = 24 * 3600.0
 MAX_FENCE_AT_MS = 1 << 53

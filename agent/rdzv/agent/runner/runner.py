@@ -17,7 +17,7 @@ from .killing import Killing
 from .linux.process_tree import SWEEP_INTERVAL_S, become_subreaper, sweep_descendants
 from .loop import Loop
 from .next_agent import NextAgent
-from .requests import PROTOCOL_VERSION, WITHOUT_PARKING, RequestError, read_field
+from .requests import PROTOCOL_VERSION, RequestError, read_field
 from .snapshot_slots import SnapshotSlots
 from .snapshot_writers import SnapshotWriters
 from .spawn import SIGNALS_FOR_WORKERS
@@ -172,12 +172,9 @@ class Runner:
 
     def _hello(self) -> Mapping[str, object]:
         held = self._workers.round
-        speaks_of_kept = self._workers.can_keep or self.agent.speaks_of_kept
         return {
             "type": "hello",
-            # An older agent misreads events about workers that can be kept.
-            "version": PROTOCOL_VERSION if speaks_of_kept else WITHOUT_PARKING,
-            "keeps": True,
+            "version": PROTOCOL_VERSION,
             "pid": os.getpid(),
             "round": None if held is None else held.number,
             "last_round": self._workers.last_round,
@@ -185,7 +182,6 @@ class Runner:
             "parked": [link.describe() for link in self._workers.parked.waiting()],
             "store_hosts": self._store_hosts.rounds(),
             "zygote": self.forks.zygote.spec is not None,
-            "warms_restarts": True,
             "snapshots": True,
             "writes_snapshots": True,
         }

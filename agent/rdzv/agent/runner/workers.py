@@ -306,12 +306,6 @@ class Workers:
         if self.round is not None:
             self.round.verify_parked(self._agent)
 
-    @property
-    def can_keep(self) -> bool:
-        """Whether there is a worker that can be kept, or is parked."""
-        links = () if self.round is None else self.round.links.values()
-        return bool(self.parked) or any(link.can_be_kept for link in links)
-
     def stays(self, pid: int) -> bool:
         """Whether a child of the runner outlives the round: a parked worker, or what one started.
 

@@ -142,8 +142,6 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
             workers={int(local_rank): int(pid) for local_rank, pid in said["workers"]},
             store_hosts=frozenset(said["store_hosts"]),
             zygote=bool(said["zygote"]),
-            keeps=bool(said.get("keeps", False)),
-            warms_restarts=bool(said.get("warms_restarts")),
             snapshots=bool(said.get("snapshots")),
             writes_snapshots=bool(said.get("writes_snapshots")),
             kept={str(name): str(value) for name, value in said["kept"].items()},

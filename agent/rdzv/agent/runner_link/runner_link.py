@@ -69,10 +69,6 @@ class Hello:
     """Whether a zygote is kept."""
     kept: Mapping[str, str]
     """The values that it keeps for its next agent."""
-    keeps: bool = False
-    """Whether it can keep workers: an older one cannot."""
-    warms_restarts: bool = False
-    """Whether it supports zygotes that are only for restarts."""
     snapshots: bool = False
     """Whether it holds snapshots."""
     writes_snapshots: bool = False
@@ -150,9 +146,6 @@ class RunnerLink:
         self._handling: asyncio.Future[None] | None = None
         """The event being handled; the others wait."""
         self._keeps_zygote = adopted is not None and adopted.zygote
-        self.keeps_workers = adopted is None or adopted.keeps
-        """Whether it can keep workers: an older one is never asked to."""
-        self._warms_restarts = adopted is None or adopted.warms_restarts
         self._holds_snapshots = adopted is None or adopted.snapshots
         self.writes_snapshots = adopted is None or adopted.writes_snapshots
         """Whether it can have snapshots written to disk: an older one is never asked to."""
@@ -213,22 +206,16 @@ class RunnerLink:
             self._channel.close()
             self._exited.set()
 
-    def keep_zygote(self, zygote: ZygoteSpec) -> bool:
+    def keep_zygote(self, zygote: ZygoteSpec) -> None:
         """Start the zygote from which this job's workers will be forked, ahead of them.
 
         Only the first call counts. Workers start cold while no zygote is ready, unless its `wait_s`
         lets them wait. Its state changes are logged.
-
-        Returns False for an older runner if the zygote is for restarts: it would start the zygote
-        at once, so it is not asked.
         """
-        if zygote.after_import and not self._warms_restarts:
-            return False
         if not self._keeps_zygote:
             self._keeps_zygote = True
             fields = _portable(_fields(zygote))
             self._send({"type": "keep_zygote", **fields})
-        return True
 
     def start_workers(
         self, round: int, workers: Sequence[WorkerSpec], keep: KeepSpec | None = None
@@ -241,11 +228,12 @@ class RunnerLink:
         specs = [_portable(_fields(worker)) for worker in workers]
         warm = []
         for worker in workers:
-            if worker.zygote is not None and self.keep_zygote(worker.zygote):
+            if worker.zygote is not None:
+                self.keep_zygote(worker.zygote)
                 warm.append(worker.local_rank)
         try:
             message: dict[str, object] = {"round": round, "workers": specs, "warm": warm}
-            if keep is not None and self.keeps_workers:
+            if keep is not None:
                 message["keep"] = asdict(keep)
             self._send({"type": "start_workers", **message})
         except ValueError as error:
@@ -289,7 +277,7 @@ class RunnerLink:
         """
         grace_s = min(max(grace_ms / 1000, 0.0), MAX_GRACE_S)
         message: dict[str, object] = {"round": round, "signal": int(signum), "grace_s": grace_s}
-        if keep_ms is not None and self.keeps_workers:
+        if keep_ms is not None:
             message["keep_s"] = min(max(keep_ms / 1000, 0.0), MAX_GRACE_S)
             message["not_kept"] = list(not_kept)
         self._send({"type": "stop_workers", **message})

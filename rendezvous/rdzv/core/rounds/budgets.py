@@ -111,9 +111,3 @@ def backoff_ms(membership: Membership) -> int:
         return 0
     doublings = min(membership.spent.soon - 2, _MAX_DOUBLINGS)
     return min(settings.restart_backoff_ms << doublings, settings.restart_backoff_max_ms)
-
-
-def unbudgeted(settings: Settings) -> bool:
-    """Return whether a job was launched without any of these budgets."""
-    budgets = (settings.max_preemptions, settings.max_store_failures)
-    return budgets == (None, None) and not settings.no_progress_restarts

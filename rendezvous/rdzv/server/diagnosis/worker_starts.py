@@ -1,7 +1,7 @@
 """Keeps how the workers of each job's present round were started, as their nodes report it.
 
 In memory, for the present round only; no decision depends on it. A node repeats its report after a
-reconnect; nodes of an older version send none.
+reconnect.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from rdzv.core.model import (
     Settings,
     Tuning,
 )
-from rdzv.core.rounds.budgets import backoff_ms, exceeded, further, spend, unbudgeted
+from rdzv.core.rounds.budgets import backoff_ms, exceeded, further, spend
 from rdzv.core.spent import Spent
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, offer, report, running
@@ -232,7 +232,6 @@ def test_a_budget_is_of_its_cause_alone(
         assert reason in found.reason
         assert f"{cause}: why" in found.reason
         assert found.no_progress == reason.startswith("no progress")
-    assert unbudgeted(settings) == (not budgets)
 
 
 def test_who_makes_no_progress_is_told_how_far_it_came() -> None:
