@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import shlex
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rdzv.core.model import JobSpec, Settings
 from rdzv.core.words import counted, duration, listed, size_text
+from rdzv.ctl.as_text_submission import submission
 from rdzv.ctl.layout import Cell, Page
 from rdzv.view.answers import (
     OWN_BACKEND,
@@ -21,7 +20,6 @@ from rdzv.view.answers import (
     RankProgress,
     Server,
     Straggler,
-    Submission,
     WorkerFailure,
 )
 from rdzv.view.history import KINDS
@@ -76,7 +74,7 @@ def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
     lines += page.sentence(job.reason or "(the server gives no reason)")
     lines += ["", *facts(job, page)]
     if job.submission:
-        lines += ["", *_submission(job, job.submission, page)]
+        lines += ["", *submission(job, job.submission, page)]
     if job.nodes:
         lines += ["", *node_table(job, page, most=None if everything else _MOST_NODES)]
     if job.last_failure:
@@ -342,107 +340,6 @@ def _present_rate(one: RankProgress) -> float | None:
         return None
     missed = one.rate * one.age_ms / 1000
     return None if one.age_ms > _STEADY_MS and missed > 3 else one.rate
-
-
-# ------------------------------------------------------------------------------ its submission
-
-
-def submitted(job: JobStatus, server: str | None, page: Page, *, followed: bool = False) -> str:
-    """Describe a submitted job: what it waits for and, unless `followed`, how to follow it."""
-    lines = [page.line(Cell(job.rdzv_id, "bold"), Cell("is submitted"))]
-    lines += page.sentence(job.reason or "(the server gives no reason)")
-    if not followed:
-        program = f"rdzvctl --server={server}" if server else "rdzvctl"
-        lines += page.fact("follow it", Cell(f"{program} logs -f {job.rdzv_id}"))
-        lines += page.fact("see it", Cell(f"{program} status -w {job.rdzv_id}"))
-    return "\n".join(lines)
-
-
-def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec, page: Page) -> str:
-    """Show the job that would be submitted."""
-    each = str(spec.local_world_size) if spec.local_world_size else "as many as each node counts"
-    lines = [page.line(Cell(rdzv_id, "bold"), Cell("would be submitted; nothing was sent"))]
-    found = [
-        ("nodes", f"{settings.min_nodes}:{settings.max_nodes}"),
-        ("workers", f"{each} on each node"),
-        ("restarts", str(settings.max_restarts)),
-        *_wanted(
-            spec.args,
-            [name for name, _ in spec.env],
-            spec.chdir,
-            dict(spec.labels),
-            spec.priority,
-            spec.gpus_per_node,
-            spec.account,
-        ),
-    ]
-    return "\n".join(
-        [*lines, *(line for label, text in found for line in page.fact(label, Cell(text)))]
-    )
-
-
-def _submission(job: JobStatus, submission: Submission, page: Page) -> list[str]:
-    """Show how a job was submitted, and its placement so far."""
-    by = submission.submitted_by or _UNKNOWN
-    if submission.submitter:
-        by += f" [{submission.submitter}]"
-    found = [
-        ("submitted", f"by {by}, {duration(submission.age_ms)} ago"),
-        *_wanted(
-            submission.args,
-            submission.env_names,
-            submission.chdir or "",
-            submission.labels,
-            submission.priority,
-            submission.gpus_per_node,
-            submission.account or "",
-        ),
-    ]
-    if submission.jobs_before:
-        found.append(("waits behind", counted(submission.jobs_before, "job")))
-    if coming := awaited(job):
-        found.append(("placed", f"{listed(coming)}; not joined yet"))
-    lines = [line for label, text in found for line in page.fact(label, Cell(text))]
-    for node in submission.declined:
-        lines += page.fact("declined", Cell(f"{node.node_id}: {node.reason}", "yellow"))
-    return lines
-
-
-def awaited(job: JobStatus) -> list[str]:
-    """List the nodes that a submitted job is placed on but that have not joined yet.
-
-    An ended job awaits no node: a placed node may have run and left.
-    """
-    if job.state in _ENDED:
-        return []
-    # A node that has left may be placed again.
-    here = {node.node_id for node in job.nodes if node.state not in ("left", "lost")}
-    placed = job.submission.placed if job.submission else ()
-    return [node_id for node_id in placed if node_id not in here]
-
-
-def _wanted(
-    args: Sequence[str],
-    env_names: Sequence[str],
-    chdir: str,
-    labels: Mapping[str, str],
-    priority: int,
-    gpus_per_node: int | None,
-    account: str,
-) -> list[tuple[str, str]]:
-    """Describe what a submitted job runs and needs; default values are left out."""
-    found = [("runs", shlex.join(args)), ("in", chdir or "the folder that the node chooses")]
-    if env_names:
-        found.append(("environment", f"{', '.join(env_names)} (values are not shown)"))
-    if labels:
-        found.append(("labels", ", ".join(f"{name}={value}" for name, value in labels.items())))
-    if gpus_per_node is not None:
-        found.append(("GPUs", f"{gpus_per_node} on each node"))
-    if priority:
-        found.append(("priority", str(priority)))
-    if account:
-        found.append(("account", account))
-    return found
 
 
 # ------------------------------------------------------------------------------------ its nodes

@@ -13,6 +13,7 @@ from rdzv.core import timed_text
 from rdzv.core.timed_text import LAST_CALL, TimeInText
 from rdzv.core.words import counted, duration, listed
 from rdzv.ctl import as_text
+from rdzv.ctl.as_text_submission import awaited
 from rdzv.ctl.layout import Cell, Page
 from rdzv.structs import replace
 from rdzv.view.answers import Event, JobStatus
@@ -149,7 +150,7 @@ def _facts(job: JobStatus, page: Page) -> list[str]:
     lines = page.fact("now", Cell(", ".join(parts)))
     if job.progress:
         lines += page.fact("progress", Cell(as_text.progress(job)))
-    if coming := as_text.awaited(job):
+    if coming := awaited(job):
         lines += page.fact("placed", Cell(f"{listed(coming)}; not joined yet"))
     if job.submission is not None and job.submission.declined:
         names = listed(node.node_id for node in job.submission.declined)

@@ -1,8 +1,8 @@
 """A client of etcd's public gRPC API, with plain values and our own errors.
 
-Only this module uses gRPC and etcd's messages. Each endpoint has its own channel, so the client
-knows where a call was sent: a repeatable call goes to the next endpoint, and a transaction is
-repeated only while it has certainly not been sent.
+Only this module uses etcd's messages; with `etcd_errors` alone it uses gRPC. Each endpoint has its
+own channel, so the client knows where a call was sent: a repeatable call goes to the next endpoint,
+and a transaction is repeated only while it has certainly not been sent.
 
 The package `etcd3` cannot be imported beside a current protobuf, and uses one endpoint; other
 clients have no TLS, or are refused for good once a token has expired.
@@ -27,6 +27,7 @@ from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores.base import StoreRefusedError
 from rdzv.stores.etcd_config import EtcdConfig
+from rdzv.stores.etcd_errors import RefusedError, is_silence, judged, mistake, reason_of
 from rdzv.stores.etcd_values import (
     Change,
     CompactedError,
@@ -216,7 +217,7 @@ class EtcdClient:
         """End a lease, and delete its keys. An unknown lease is not an error."""
         try:
             await self._repeated(_REVOKE, pb.LeaseRevokeRequest(ID=lease))
-        except _RefusedError as error:
+        except RefusedError as error:
             if error.status is not grpc.StatusCode.NOT_FOUND:
                 raise
 
@@ -254,7 +255,7 @@ class EtcdClient:
                     if response.created or response.events:
                         yield tuple(map(_change, response.events))
             except grpc.RpcError as error:
-                reason = _reason(error)
+                reason = reason_of(error)
             except TimeoutError:
                 reason = f"it has not answered for {2 * every_s:g} s"
             finally:
@@ -290,7 +291,7 @@ class EtcdClient:
             except grpc.RpcError as error:
                 failure = error
             # An earlier error tells more than a timeout.
-            reason = _reason(failure) if not (reason and _is_silence(failure)) else reason
+            reason = reason_of(failure) if not (reason and is_silence(failure)) else reason
             self._leave(index)
             tried += 1
             if loop.time() + RETRY_S >= deadline:
@@ -305,7 +306,7 @@ class EtcdClient:
             return await self._attempt(index, method, request, self._timeout_s)
         except grpc.RpcError as error:
             self._leave(index)
-            raise self._unsure(index, _reason(error)) from error
+            raise self._unsure(index, reason_of(error)) from error
 
     async def _attempt(
         self, index: int, method: _Method[Request, Response], request: Request, timeout_s: float
@@ -324,13 +325,13 @@ class EtcdClient:
             return await self._send(index, method, request, timeout_s, metadata)
         except grpc.aio.AioRpcError as error:
             if not metadata or not _TOKEN_REFUSAL.search(error.details() or ""):
-                raise self._judged(error) from error
+                raise judged(self.config, error) from error
         await self._authenticate(stale=metadata)
         left = max(deadline - loop.time(), 0)
         try:
             return await self._send(index, method, request, left, await self._credentials())
         except grpc.aio.AioRpcError as error:
-            raise self._judged(error) from error
+            raise judged(self.config, error) from error
 
     async def _send(
         self,
@@ -431,12 +432,12 @@ class EtcdClient:
                 try:
                     response = await self._send(index, _AUTHENTICATE, request, left, ())
                 except grpc.aio.AioRpcError as error:
-                    failure = self._judged(error)
+                    failure = judged(self.config, error)
                     if isinstance(failure, StoreRefusedError):
                         raise failure from error
                     self._leave(index)
                     if loop.time() + RETRY_S >= deadline:
-                        raise self._nothing_written(index, _reason(error)) from error
+                        raise self._nothing_written(index, reason_of(error)) from error
                     await asyncio.sleep(RETRY_S)
                 else:
                     self._token = response.token
@@ -448,10 +449,10 @@ class EtcdClient:
         """Read a key, to tell a configuration error from an etcd that is away."""
         try:
             await self.get(f"{self.config.prefix}/leader".encode())
-        except _RefusedError as error:
+        except RefusedError as error:
             if error.status is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
-            raise InvalidRequestError(self._mistake(error)) from error
+            raise InvalidRequestError(mistake(self.config, error)) from error
         except RendezvousConnectionError as error:
             if self.config.secure and _TLS_TROUBLE.search(str(error)):
                 raise InvalidRequestError(
@@ -464,41 +465,6 @@ class EtcdClient:
                     f"{error}. If it speaks TLS, give its endpoints as https://HOST:PORT"
                 ) from error
             raise
-
-    def _mistake(self, error: _RefusedError) -> str:
-        """Describe which part of the configuration etcd refused."""
-        config, said = self.config, error.said
-        if "authentication failed" in said:
-            return (
-                f"{config.place}: user {config.user!r} or its password is refused; give those of "
-                "an etcd user (etcdctl user list)"
-            )
-        if "authentication is not enabled" in said:
-            return (
-                f"{config.place}: user {config.user!r} cannot be checked: authentication is not "
-                "enabled there; leave out user and password, or enable it (etcdctl auth enable)"
-            )
-        # To a client with a certificate, etcd reports that a user without a name has no access.
-        if "user name is empty" in said or ("permission denied" in said and not config.user):
-            return f"{config.place}: a user is asked for and none is given; give user and password"
-        if "permission denied" in said:
-            return (
-                f"{config.place}: user {config.user!r} may not read it; give its role "
-                f"`readwrite --prefix {config.prefix}/` (etcdctl role grant-permission)"
-            )
-        if error.status is grpc.StatusCode.UNIMPLEMENTED:
-            return f"{config.place}: what listens there is no etcd v3; check the endpoints"
-        return f"{config.place}: {said}"
-
-    def _judged(self, error: grpc.aio.AioRpcError) -> Exception:
-        """Return etcd's refusal as a `_RefusedError`; any other error unchanged."""
-        said = error.details() or ""
-        by_etcd = said.startswith("etcdserver: ") or error.code() is grpc.StatusCode.UNIMPLEMENTED
-        if by_etcd and error.code() in _DEFINITE:
-            return _RefusedError(
-                f"{self.config.place}: {said}; nothing was written", error.code(), said
-            )
-        return error
 
     def _canceled(self, response: pb.WatchResponse) -> str:
         if response.compact_revision:
@@ -520,15 +486,6 @@ class EtcdClient:
         others = len(self._channels) - 1
         more = f" (and {others} more)" if others else ""
         return f"etcd at {self.config.endpoints[index]}{more} does not answer"
-
-
-class _RefusedError(StoreRefusedError):
-    """etcd answered, and refused."""
-
-    def __init__(self, text: str, status: grpc.StatusCode, said: str) -> None:
-        super().__init__(text)
-        self.status = status
-        self.said = said
 
 
 # ------------------------------------------------------------------------------------ the wire
@@ -560,20 +517,6 @@ _AUTHENTICATE = _Method(
 _REQUIRE_LEADER = ("hasleader", "true")
 """Makes a member that is cut off from the others end the stream instead of staying silent."""
 
-_DEFINITE = frozenset(
-    {
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.NOT_FOUND,
-        grpc.StatusCode.OUT_OF_RANGE,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.UNIMPLEMENTED,
-    }
-)
-"""Statuses with which etcd has certainly done nothing. With all others the outcome is unknown."""
-
 # For a watch, some versions report denied permission when only the token has expired.
 _TOKEN_REFUSAL = re.compile(
     "invalid auth token|revision of auth store is old|refuses the watch: .*permission denied"
@@ -593,25 +536,6 @@ def _tls(config: EtcdConfig) -> grpc.ChannelCredentials | None:
         return path.read_bytes() if path else None
 
     return grpc.ssl_channel_credentials(read(config.ca), read(config.key), read(config.cert))
-
-
-def _is_silence(error: grpc.RpcError) -> bool:
-    return (
-        isinstance(error, grpc.aio.AioRpcError)
-        and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    )
-
-
-def _reason(error: grpc.RpcError) -> str:
-    """Describe in one line why a call failed."""
-    assert isinstance(error, grpc.aio.AioRpcError), "all calls here are of grpc.aio"
-    if _is_silence(error):
-        return "no answer in time"
-    return " ".join((error.details() or error.code().name).split())
-
-
-def _said(error: OSError) -> str:
-    return error.strerror or str(error)
 
 
 async def _within(seconds: float, work: Awaitable[bool]) -> bool:

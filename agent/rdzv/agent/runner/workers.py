@@ -265,7 +265,7 @@ class Workers:
         parking = set() if keep else stopping.keep_none()
         if signum not in stopping.signals_sent:
             stopping.signals_sent.add(signum)
-            self._signal_groups(stopping, signum, but=stopping.parking() if keep else ())
+            _signal_groups(self._children, stopping, signum, but=stopping.parking() if keep else ())
         else:
             for pid in parking:
                 signal_group(pid, signum)
@@ -282,21 +282,7 @@ class Workers:
         told.signals_sent.add(signum)
         told.notified_by = signum
         warm = {start.child.pid for start in self._wanted_warm() if start.child is not None}
-        self._signal_groups(told, signum, but=warm | self._children.launching())
-
-    def _signal_groups(self, stopping: Round, signum: int, but: Collection[int] = ()) -> None:
-        """Signal the process groups of a round's workers, also of those that have exited."""
-        for pid in stopping.running.difference(but):
-            signal_group(pid, signum)
-        if not stopping.exited:
-            return
-        with suppress(OSError):  # They are killed after the grace anyway.
-            found = self._children.descendants()
-            family = {os.getpid(), *found}
-            for pid in found:
-                with suppress(ProcessLookupError):
-                    if os.getpgid(pid) in stopping.exited:
-                        signal_relative(pid, signum, family)
+        _signal_groups(self._children, told, signum, but=warm | self._children.launching())
 
     # ------------------------------------------------------------------ the end
 
@@ -350,6 +336,23 @@ class Workers:
         if self.round is not None:
             self.round.kill_late(now, self._agent)
         self.parked.do_due(now)
+
+
+def _signal_groups(
+    children: Children, stopping: Round, signum: int, but: Collection[int] = ()
+) -> None:
+    """Signal the process groups of a round's workers, also of those that have exited."""
+    for pid in stopping.running.difference(but):
+        signal_group(pid, signum)
+    if not stopping.exited:
+        return
+    with suppress(OSError):  # They are killed after the grace anyway.
+        found = children.descendants()
+        family = {os.getpid(), *found}
+        for pid in found:
+            with suppress(ProcessLookupError):
+                if os.getpgid(pid) in stopping.exited:
+                    signal_relative(pid, signum, family)
 
 
 class WarmWorker(WarmStart):

@@ -1,0 +1,83 @@
+"""Errors of etcd's calls: which of them are refusals, and what an operator can do about them."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+from rdzv.stores.base import StoreRefusedError
+from rdzv.stores.etcd_config import EtcdConfig
+
+_DEFINITE = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+"""Statuses with which etcd has certainly done nothing. With all others the outcome is unknown."""
+
+
+class RefusedError(StoreRefusedError):
+    """etcd answered, and refused."""
+
+    def __init__(self, text: str, status: grpc.StatusCode, said: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.said = said
+
+
+def judged(config: EtcdConfig, error: grpc.aio.AioRpcError) -> Exception:
+    """Return etcd's refusal as a `RefusedError`; any other error unchanged."""
+    said = error.details() or ""
+    by_etcd = said.startswith("etcdserver: ") or error.code() is grpc.StatusCode.UNIMPLEMENTED
+    if by_etcd and error.code() in _DEFINITE:
+        return RefusedError(f"{config.place}: {said}; nothing was written", error.code(), said)
+    return error
+
+
+def mistake(config: EtcdConfig, error: RefusedError) -> str:
+    """Describe which part of the configuration etcd refused."""
+    said = error.said
+    if "authentication failed" in said:
+        return (
+            f"{config.place}: user {config.user!r} or its password is refused; give those of "
+            "an etcd user (etcdctl user list)"
+        )
+    if "authentication is not enabled" in said:
+        return (
+            f"{config.place}: user {config.user!r} cannot be checked: authentication is not "
+            "enabled there; leave out user and password, or enable it (etcdctl auth enable)"
+        )
+    # To a client with a certificate, etcd reports that a user without a name has no access.
+    if "user name is empty" in said or ("permission denied" in said and not config.user):
+        return f"{config.place}: a user is asked for and none is given; give user and password"
+    if "permission denied" in said:
+        return (
+            f"{config.place}: user {config.user!r} may not read it; give its role "
+            f"`readwrite --prefix {config.prefix}/` (etcdctl role grant-permission)"
+        )
+    if error.status is grpc.StatusCode.UNIMPLEMENTED:
+        return f"{config.place}: what listens there is no etcd v3; check the endpoints"
+    return f"{config.place}: {said}"
+
+
+def is_silence(error: grpc.RpcError) -> bool:
+    """Return whether a call ended without an answer in time."""
+    return (
+        isinstance(error, grpc.aio.AioRpcError)
+        and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    )
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """Describe in one line why a call failed."""
+    assert isinstance(error, grpc.aio.AioRpcError), "all calls here are of grpc.aio"
+    if is_silence(error):
+        return "no answer in time"
+    return " ".join((error.details() or error.code().name).split())
