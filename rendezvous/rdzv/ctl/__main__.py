@@ -19,6 +19,7 @@ from rdzv.ctl.command_line import (
     Connection,
     complain,
     connection_options,
+    list_commands,
 )
 from rdzv.ctl.commands.access import audit_command, tokens
 from rdzv.ctl.commands.certs import certs
@@ -161,19 +162,13 @@ SECTIONS: dict[str, tuple[click.Command, ...]] = {
 """All commands, by task."""
 
 
-_SENTENCE = 200
-"""How many characters of a command's first sentence fit into the list of commands."""
-
-
 class _Rdzvctl(click.Group):
     """The group of all commands, whose help lists them by task."""
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands, grouped by task."""
         for title, commands in SECTIONS.items():
-            with formatter.section(title):
-                rows = [(c.name or "", c.get_short_help_str(_SENTENCE)) for c in commands]
-                formatter.write_dl(rows)
+            list_commands(formatter, title, commands)
 
 
 @click.group(

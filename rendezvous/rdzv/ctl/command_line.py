@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -67,10 +67,23 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+class _ConnectionOption(click.Option):
+    """An option that `rdzvctl --help` explains, and the help of a command has in one line."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the option's lines of --help."""
+        if ctx.parent is None:
+            return super().get_help_record(ctx)
+        if self.name != "server":
+            return None
+        return "--server, --timeout, ...", "As before the command: rdzvctl --help explains them."
+
+
 def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
     """Add the options that are accepted both before and after the name of a command."""
     server = click.option(
         "--server",
+        cls=_ConnectionOption,
         metavar="HOST:PORT",
         help=f"The rdzvd to ask; default: RDZV_SERVER, else {DEFAULT_SERVER}. Of several that "
         "share a store, give some or all, separated by commas.",
@@ -78,6 +91,7 @@ def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
     timeout = click.option(
         "--timeout",
         "timeout_s",
+        cls=_ConnectionOption,
         type=click.FloatRange(min=0, min_open=True, max=86_400),
         metavar="SECONDS",
         help=f"How many seconds to wait for an answer; default: {_DEFAULT_TIMEOUT_S:g}.",
@@ -117,6 +131,7 @@ def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
         option = click.option(
             flag,
             name,
+            cls=_ConnectionOption,
             type=click.Path(path_type=Path),
             metavar="FILE",
             expose_value=False,
@@ -132,6 +147,26 @@ def credentials_of(context: click.Context) -> Credentials:
     from rdzv.transport.channels import Credentials
 
     return Credentials.parse(context.meta.get(CREDENTIALS_KEY, {}), os.environ)
+
+
+_SENTENCE = 200
+"""How many characters of a command's first sentence fit into a list of commands."""
+
+
+def list_commands(
+    formatter: click.HelpFormatter, title: str, commands: Iterable[click.Command]
+) -> None:
+    """List commands in --help, each with its whole first sentence."""
+    with formatter.section(title):
+        formatter.write_dl([(c.name or "", c.get_short_help_str(_SENTENCE)) for c in commands])
+
+
+class Subcommands(click.Group):
+    """A group of commands below one of rdzvctl's."""
+
+    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands."""
+        list_commands(formatter, "Commands", self.commands.values())
 
 
 output_option = click.option(

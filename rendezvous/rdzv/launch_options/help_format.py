@@ -20,6 +20,7 @@ exit codes:
   1      the job failed
   2      the command line is wrong
   75     trying again is sensible: no server, or too few nodes
+  77     this caller may not do that
   93     the job made no progress, and is not to be queued again
   128+n  ended by signal n; 130 is Ctrl-C
 """

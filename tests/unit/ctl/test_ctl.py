@@ -485,6 +485,25 @@ def test_help_documents_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> No
         assert code in text
 
 
+def test_the_help_of_a_command_is_about_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The options that all commands share are explained once, by `rdzvctl --help`."""
+    assert run(["--help"]) == 0
+    assert "--tls-cert FILE" in capsys.readouterr().out
+    assert run(["stop", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--reason TEXT" in text
+    assert text.count("--server") == 1
+    assert "--tls-cert" not in text
+
+
+@pytest.mark.parametrize("group", ["tokens", "certs"])
+def test_help_lists_commands_with_whole_sentences(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([group, "--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+
+
 # ------------------------------------------------------------------------------------ processes
 
 

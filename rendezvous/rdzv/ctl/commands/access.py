@@ -6,7 +6,13 @@ import sys
 
 import click
 
-from rdzv.ctl.command_line import as_asked, connection_options, opened_client, output_option
+from rdzv.ctl.command_line import (
+    Subcommands,
+    as_asked,
+    connection_options,
+    opened_client,
+    output_option,
+)
 
 
 @click.command("audit")
@@ -40,7 +46,7 @@ def audit_command(
 _ROLES = ("read", "submit", "node", "relay", "admin")
 
 
-@click.group("tokens")
+@click.group("tokens", cls=Subcommands)
 def tokens() -> None:
     """Create, list and revoke tokens, which identify callers without a certificate."""
 

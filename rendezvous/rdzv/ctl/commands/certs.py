@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rdzv.ctl.command_line import Subcommands
 from rdzv.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ _server_names = click.option(
 )
 
 
-@click.group("certs", context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("certs", cls=Subcommands, context_settings={"help_option_names": ["-h", "--help"]})
 def certs() -> None:
     """Create a small CA, and certificates for rdzvd, nodes and people."""
 
