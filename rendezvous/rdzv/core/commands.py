@@ -41,13 +41,13 @@ class FailureReport:
 class Join:
     """Ask for a place in the next round.
 
-    `left_round` confirms that the node's workers take no part in that round any more: each has
+    `left_round` confirms that the node's workers no longer take part in that round: each has
     exited, or is parked and listed in `kept`. `run` is empty for a fresh join. `fenced`: the node
     was cut off and killed those workers itself, `fenced_age_ms` ago; none had failed. `moved` is
     the progress of its workers. `recovery` reports that round to a server that may not know it.
     `new_run` is the uid of a run that begins with this join; a job without an owner then belongs to
     `owner`. `secret` is the hash of the node's job secret. `instance` is the instance behind the
-    incarnation. `snapshots` are all that the node holds of the run's state.
+    incarnation. `snapshots` are all the snapshots of the run's state that the node holds.
     """
 
     node_id: str
@@ -72,7 +72,7 @@ class Join:
 
 @struct(frozen=True)
 class Resume:
-    """Report after a reconnect that workers of `round` run, or are being stopped, on the node.
+    """Report after a reconnect that the node runs, or is stopping, workers of `round`.
 
     `recovery` reports that round to a server that may not know it; `owner`, `secret` and `instance`
     are as in `Join`.
@@ -111,7 +111,7 @@ class Succeed:
 
 @struct(frozen=True)
 class Leave:
-    """Leave the job; the node keeps its seat until it repeats this with the round in `left_round`.
+    """Leave the job. The node keeps its seat until it leaves again with the round in `left_round`.
 
     `run` is empty if the node leaves before it has learned which run it is in.
     """
@@ -170,14 +170,14 @@ class MarkBack:
 
 @struct(frozen=True)
 class MarkLost:
-    """The nodes core has given the node up. `heard`: the node reported that it has no workers."""
+    """The nodes core has given up the node. `heard`: the node reported that it has no workers."""
 
     node_id: str
     incarnation: int
     reason: str
     heard: bool = False
     silent_ms: int = 0
-    """How long it has been silent, if its stream was still open."""
+    """How long the node has been silent, if its stream was still open."""
 
 
 @struct(frozen=True)
@@ -206,7 +206,7 @@ class Restart:
 
 @struct(frozen=True)
 class Scale:
-    """An operator gives this run other bounds than it was launched with.
+    """An operator changes the bounds that this run was launched with.
 
     A round with more than `max_nodes` ends at once, and the highest GROUP_RANKs become spares; one
     with fewer than `min_nodes` continues until something else ends it.
@@ -238,7 +238,7 @@ class Place:
 
 @struct(frozen=True)
 class Withdraw:
-    """Withdraw the choice of these nodes. A node that holds a seat keeps it and its placement."""
+    """Withdraw these nodes from the run. A node that holds a seat keeps both seat and placement."""
 
     run: str
     node_ids: tuple[str, ...]
@@ -247,9 +247,9 @@ class Withdraw:
 
 @struct(frozen=True)
 class Bar:
-    """Name all nodes that no submitted job may keep, each with the reason.
+    """Name all nodes that submitted jobs must release, each with the reason.
 
-    A submitted run releases those that it has: at once, or once they hold no seat.
+    A submitted run releases such nodes at once or, if they hold a seat, when they give it up.
     """
 
     barred: tuple[tuple[str, str], ...]
@@ -278,7 +278,7 @@ class GiveUp:
 
 @struct(frozen=True)
 class Tick:
-    """Let time pass; does nothing before the state's own `wake_at_ms`."""
+    """Let time pass. A tick before the state's own `wake_at_ms` does nothing."""
 
 
 Command = (

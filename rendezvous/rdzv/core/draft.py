@@ -1,4 +1,4 @@
-"""The mutable state of one step, which command rules and state rules change."""
+"""The mutable state that command rules and state rules change during one step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rdzv.structs import replace
 
 @dataclass(slots=True)
 class Draft:
-    """The state while a step computes it. Only `step` sees it change."""
+    """The state while a step computes it. Its changes are visible only within `step`."""
 
     state: State
     now_ms: int
@@ -25,7 +25,7 @@ class Draft:
 
     @property
     def open(self) -> bool:
-        """Whether there is a run that has not ended."""
+        """Whether the job has a run that has not ended."""
         return self.state.run_is_open
 
     def put(
@@ -36,7 +36,7 @@ class Draft:
         stuck: Mapping[str, Stuck] | None = None,
         away: Mapping[str, Away] | None = None,
     ) -> None:
-        """Replace the present nodes."""
+        """Replace some of the mappings of present nodes."""
         self.state = replace(
             self.state,
             seats=self.state.seats if seats is None else seats,

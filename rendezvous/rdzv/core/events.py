@@ -40,7 +40,7 @@ class NodeJoined:
 
 @struct(frozen=True)
 class NodeStopped:
-    """No worker takes part in the ended round on the node any more, and it waits for the next."""
+    """The node's workers have all left the ended round, and it waits for the next one."""
 
     node_id: str
     round: int
@@ -95,7 +95,7 @@ class NodeLost:
     node_id: str
     reason: str
     may_run: bool = False
-    """Its workers may still run, until it reports from again."""
+    """Its workers may still run, until the node reports otherwise."""
     silent_ms: int = 0
     """How long it had been silent; 0 if it sent messages until the end."""
 
@@ -133,10 +133,11 @@ class RoundCompleted:
 
     round: Round
     enough_ms: int | None = None
-    """How long there had been enough ready nodes; None in rows of older versions."""
+    """How long enough nodes had been ready; None in rows written by older versions."""
     not_kept: tuple[NotKept, ...] = ()
     not_loaded: WhyNotLoaded | None = None
-    """Why no snapshots are loaded although nodes hold some; None if they are, or need not be."""
+    """Why no snapshots are loaded although nodes hold some; None if some are, or none are needed.
+    """
 
 
 @struct(frozen=True)
@@ -162,7 +163,7 @@ class RoundEnded:
     round: int
     end: RoundEnd
     dead_ms: int = 0
-    """How long its workers had been dead, if a node that was cut off had killed them."""
+    """How long the workers had been dead, if the node was cut off and had killed them."""
 
 
 @struct(frozen=True)
@@ -177,7 +178,8 @@ class RoundSettled:
     root_cause: Failure | None = None
     """The worker failure taken to be the first, if any was reported."""
     cause_node_id: str = ""
-    """The node that the cause refers to; empty if there is none, several, or it is unknown."""
+    """The node that the cause refers to; empty if it is unknown, or the cause names none or
+    several."""
     step: int | None = None
     """The furthest step of the round; None if no worker has reported any."""
 
@@ -197,7 +199,7 @@ class NodesPlaced:
 
     node_ids: tuple[str, ...]
     was_queued: bool | None = None
-    """It had no node before, so it was queued until now; None in rows of older versions."""
+    """The run had no nodes before, so it was queued until now; None in rows from older versions."""
 
 
 @struct(frozen=True)
@@ -227,7 +229,7 @@ class NodeQuarantined:
 
 @struct(frozen=True)
 class NodeNotQuarantined:
-    """A node was at fault too often, but it stays in use."""
+    """A node was at fault too often, but stays in use."""
 
     node_id: str
     fault: str
@@ -237,7 +239,7 @@ class NodeNotQuarantined:
 
 @struct(frozen=True)
 class NodeDrained:
-    """A node leaves all its jobs, on request or by itself; its workers have `within_ms`."""
+    """A node leaves all its jobs, on request or by itself; its workers have `within_ms` left."""
 
     node_id: str
     reason: str
@@ -278,7 +280,7 @@ class StacksTaken:
     cause: str = ""
     """The kind of cause that the records of collectives show; empty if they show none."""
     ranks: tuple[int, ...] = ()
-    """The workers that the others wait for, as far as those records show it."""
+    """The workers that the others wait for, as far as those records show them."""
 
 
 @struct(frozen=True)
@@ -290,22 +292,22 @@ class HangOver:
 
 @struct(frozen=True)
 class RankStraggles:
-    """A worker is slow for a while: by its rate, or by when it enters collectives."""
+    """A worker has been slow for a while, judged by its rate or by when it enters collectives."""
 
     round: int
     rank: int
     node_id: str
     step_s: float | None = None
     median_s: float | None = None
-    """The same for the median worker of its role."""
+    """The time that the median worker of its role takes."""
     late_ms: float | None = None
     """The median delay with which it enters collectives after the others."""
     late_p95_ms: float | None = None
     clock_error_ms: float | None = None
     wait_share: float | None = None
-    """A lower bound of the share of time that the others wait for it."""
+    """A lower bound on the share of time that the others spend waiting for it."""
     gpu: GpuState | None = None
-    """Its GPU, if its node's NVML shows it."""
+    """The worker's GPU, if NVML on its node shows it."""
 
 
 @struct(frozen=True)
@@ -318,7 +320,7 @@ class RankCaughtUp:
 
 
 class WorkerStart(StrEnum):
-    """How a worker was started for its round."""
+    """How a worker was started for a round."""
 
     KEPT = "kept"
     """It is the same process as in the previous round."""
@@ -338,7 +340,7 @@ class NewWorker:
 
 @struct(frozen=True)
 class WorkersStarted:
-    """All workers of a round have started, or were kept; the number of each kind."""
+    """All workers of a round have started or were kept, with the number of each kind."""
 
     round: int
     kept: int
@@ -384,7 +386,7 @@ class LostStepsRedone:
 
 @struct(frozen=True)
 class LastStepMade:
-    """A round has ended; this was the last step that its workers reported."""
+    """The last step that a round's workers reported before it ended."""
 
     round: int
     step: int

@@ -56,7 +56,7 @@ _JOB_STATE_OF_RESULT = {
 _NO_DRAINS: Mapping[str, Drain] = MappingProxyType({})
 
 _MOST_LEAVERS = 4
-"""How many of the nodes about to leave are named with their job."""
+"""The most leaving nodes that a job's reason names."""
 
 
 @struct(frozen=True)
@@ -104,7 +104,8 @@ class JobView:
     max_nodes: int
     world_size: int
     restarts: int | None
-    """None, like `max_restarts`, if the nodes' own agents count restarts and do not report them."""
+    """None, as is `max_restarts`, if the nodes' own agents count restarts and do not report them.
+    """
     max_restarts: int | None
     nodes: tuple[NodeView, ...]
     state_age_ms: int
@@ -116,11 +117,11 @@ class JobView:
     last_end: str | None
     submission: Submission | None = None
     jobs_before: int | None = None
-    """How many jobs are served before it, if it was submitted and waits for nodes."""
+    """The number of jobs served before this one, if it was submitted and waits for nodes."""
     budgets: BudgetsView | None = None
     """None if unknown."""
     no_progress: bool = False
-    """It failed because it made no progress; the same launch would fail again."""
+    """The job failed because it made no progress; the same launch would fail again."""
     backend: str = "rdzv"
     """The rendezvous backend; this server only observes the groups that other backends form."""
     owner: str = ""
@@ -222,7 +223,7 @@ def _explain_joining(state: State, now_ms: int) -> str:
 
 
 def _had_succeeded(state: State) -> str:
-    """Mention that the last round may have succeeded, if one of its nodes was given up."""
+    """Say that the last round may have succeeded, if one of its nodes was given up."""
     round_ = state.membership.round
     if round_ is None or not round_.succeeded:
         return ""
@@ -319,7 +320,7 @@ def waiting_reason(state: State, node_id: str, now_ms: int, job: str | None = No
 
 
 def _why_not_let_in(state: State) -> str:
-    """Explain why a newcomer does not end the running round, or not yet."""
+    """Explain why a newcomer does not end the running round, or does not end it yet."""
     if some_succeeded(state):
         return "participants have begun to succeed, so that no newcomer ends the round"
     settings, round_ = state.membership.settings, state.membership.round
@@ -345,8 +346,7 @@ def view(
 ) -> JobView:
     """Return the view of the whole job.
 
-    `wait` tells why a submitted job lacks nodes; `drains` has the nodes
-    that are about to leave.
+    `wait` says why a submitted job lacks nodes; `drains` has the nodes that are about to leave.
     """
     membership, round_ = state.membership, state.membership.round
     failures = membership.last_failures
@@ -480,7 +480,7 @@ def _participant_view(
 
 
 def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeState, int, str]:
-    """Return the state of a node with a seat, now or at the end, its start, and the reason."""
+    """Return the state of a node with a seat (now or at the end), when it began, and the reason."""
     round_, ended = _round(state), state.membership.ended
     if ended is not None:
         return _final_state(state, node_id, ended)

@@ -1,4 +1,4 @@
-"""What NVML shows of a worker's GPU: what may make the worker slow."""
+"""What NVML shows about a worker's GPU that may explain a slow worker."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class GpuState:
-    """What NVML shows of a GPU at one moment; None is what it does not show."""
+    """What NVML shows about a GPU at one moment; None where it shows nothing."""
 
     uuid: str
     """As `nvidia-smi -L` shows it."""
     clock_mhz: int | None = None
-    """The clock of its processors."""
+    """The clock of its streaming multiprocessors."""
     max_clock_mhz: int | None = None
-    """The highest clock that they can have."""
+    """The highest clock that they can run at."""
     clock_reasons: tuple[str, ...] = ()
     """Why the clock is not higher, such as `hardware thermal slowdown`, or `idle`."""
     uncorrected_errors: int | None = None
-    """Uncorrected errors of its memory since its driver was loaded, or it was reset."""
+    """Uncorrected memory errors since the driver was loaded or the GPU was reset."""
     temperature_c: int | None = None
     """Its temperature in degrees Celsius."""
 
@@ -32,7 +32,7 @@ class GpuState:
 
 
 def described(gpu: GpuState) -> str:
-    """Describe what may make a GPU's worker slow; empty if NVML shows nothing of it.
+    """Describe what may slow down a GPU's worker; empty if NVML shows no such thing.
 
     >>> described(GpuState("GPU-1", 600, 1980, ("hardware slowdown",), 3, 91))
     'runs at 600 of 1980 MHz (hardware slowdown), 91 °C, has 3 uncorrected errors of its memory'

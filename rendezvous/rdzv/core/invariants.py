@@ -1,7 +1,7 @@
 """Executable invariants: the guarantees that hold for every state and every step.
 
-The driver checks them before it persists, and every simulation after each step. A violation is our
-bug, never a caller's.
+The driver checks them before it persists, and every simulation checks them after each step. A
+violation is our bug, never a caller's.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _presence(before: State, after: State) -> list[str]:
 
 
 def _counted_seats(old: Round, after: State) -> list[str]:
-    """Check by their number the seats of a round that were in order before this step."""
+    """Check the seats of a round by number only; they were in order before this step."""
     found = []
     round_ = after.membership.round
     assert round_ is not None
@@ -162,7 +162,7 @@ def _all_seats(state: State) -> list[str]:
 
 
 def _placements(before: State, after: State) -> list[str]:
-    """Check that a node is chosen once, and never again after it could not run the job."""
+    """Check that a node is chosen only once, and never again after it has declined the job."""
     submission = after.membership.submission
     if submission is None or submission is before.membership.submission:
         return []
@@ -201,7 +201,7 @@ def _durability(before: Membership, after: Membership) -> list[str]:
 
 
 def _continues(before: Round, after: Round | None) -> bool:
-    """Return whether `after` is the same announced round, or was formed after all had stopped."""
+    """Return whether `after` is the same announced round, or formed after all nodes had stopped."""
     if after is None or after.number < before.number:
         return False
     if after.number > before.number:
@@ -216,7 +216,7 @@ def _continues(before: Round, after: Round | None) -> bool:
 
 
 def _new_round(before: State, after: State) -> list[str]:
-    """Check that a round completes within bounds, with exact ranks, and never beside another."""
+    """Check that a round completes within bounds, with exact ranks and no other round live."""
     round_ = after.membership.round
     old = before.membership.round
     if round_ is None or (old is not None and old.number == round_.number):
@@ -274,7 +274,7 @@ def _kept_workers(round_: Round) -> list[str]:
 
 
 def _snapshot(round_: Round) -> list[str]:
-    """Check that a round loads snapshots only of its own course, and of as many workers."""
+    """Check that a round loads only snapshots of its own history and from as many workers."""
     mark, found = round_.snapshot, []
     if mark is None:
         return ["snapshots: loaded, and there are none"] if round_.snapshot_loads else []
@@ -288,7 +288,7 @@ def _snapshot(round_: Round) -> list[str]:
 
 
 def _lineage(old: Round | None, round_: Round) -> list[str]:
-    """Check that kept workers took part in the round before, which their failures did not end."""
+    """Check that kept workers took part in the round before, and that none of them ended it."""
     keepers = {p.node_id: p for p in round_.participants if p.kept}
     if not keepers:
         return []
@@ -310,7 +310,7 @@ def _lineage(old: Round | None, round_: Round) -> list[str]:
 
 
 def _unstopped(before: State, after: State) -> set[str]:
-    """Name nodes that held a seat and were not given up in this step; one may have just stopped."""
+    """Name nodes that held a seat and were not given up in this step; one may just have stopped."""
     known = before.membership.departures
     departed = [d for d in after.membership.departures if d not in known]
     if len(departed) == MAX_DEPARTURES:

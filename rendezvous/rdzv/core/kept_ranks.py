@@ -185,7 +185,7 @@ def _shards(able: Mapping[int, KeptWorker]) -> int:
 
 
 def _oldest(offer: KeptWorker) -> int:
-    """Return the step that a worker can go back to; at most one is ever undone."""
+    """Return the oldest step that a worker can go back to; at most one step is ever undone."""
     oldest = _sealed(offer) if offer.oldest_step is None else offer.oldest_step
     return max(oldest, _sealed(offer) - 1)
 
@@ -241,7 +241,7 @@ def _written(
 
 
 def _grouped(new: Mapping[int, WhyNew]) -> tuple[NotKept, ...]:
-    """Group the workers by reason, in the order of the reasons."""
+    """Group the workers by reason, in the order in which `WhyNew` lists the reasons."""
     ranks: dict[WhyNew, list[int]] = {}
     for rank in sorted(new):
         ranks.setdefault(new[rank], []).append(rank)

@@ -28,7 +28,7 @@ class ScaleUp(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a round ended; the cause that its end is charged to."""
+    """Why a round ended: the cause that its end is charged to."""
 
     WORKER_FAILURE = "worker failure"
     NODE_LOST = "node lost"
@@ -45,7 +45,7 @@ class LeaveCause(StrEnum):
     SIGNAL = "signal"
     START_FAILED = "start failed"
     TIMEOUT = "timeout"
-    """It gave up after waiting too long or losing its runner; a retry may succeed."""
+    """The node gave up after waiting too long or losing its runner; a retry may succeed."""
     FAILED = "failed"
 
 
@@ -61,7 +61,7 @@ class JobState(StrEnum):
     """The state of a job as shown; derived from `State`, never stored beside it."""
 
     QUEUED = "queued"
-    """It was submitted, and has no nodes yet."""
+    """The job was submitted and has no nodes yet."""
     JOINING = "joining"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -90,8 +90,8 @@ class Settings:
     min_nodes: int
     max_nodes: int
     max_restarts: int | None = 0
-    """None if each node's own agent restarts its workers and keeps the count, as torch's does. It
-    reports only the last failure."""
+    """None if each node's own agent restarts its workers and keeps the count, as torch's agent
+    does. Such an agent reports only the last failure."""
     join_timeout_ms: int = 600_000
     last_call_timeout_ms: int = 30_000
     scale_up: ScaleUp = ScaleUp.EAGER
@@ -123,7 +123,7 @@ class Tuning:
     reconnect_grace_ms: int = 250
     """How long a seat is kept for a node whose stream ended, once the round has ended."""
     takeover_grace_ms: int = 30_000
-    """How long after its start the server gives up no node for being silent."""
+    """How long after its start the server gives up no silent node."""
     claims_quiet_ms: int = 5_000
     """Places of an adopted round are given up this long after its last recovery report."""
     stop_margin_ms: int = 20_000
@@ -138,7 +138,7 @@ class Tuning:
     soon_ms: int = 60_000
     """A round that fails sooner than this after its completion belongs to a crash loop."""
     root_cause_window_ms: int = 500
-    """Failures within this time of the earliest are shown together."""
+    """Failures within this time of the earliest one are shown together."""
 
 
 @struct(frozen=True)
@@ -165,8 +165,8 @@ class Instance:
     id: str = ""
     """Empty in records of older servers."""
     fence_after_ms: int = 0
-    """The time after its last message to the server at which the node has killed its own workers; 0
-    if it does not kill them."""
+    """How long after its last message to the server the node has killed its own workers; 0 if it
+    does not kill them."""
 
 
 UNKNOWN_INSTANCE = Instance()
@@ -186,7 +186,7 @@ class KeptWorker:
     shards: int = 1
     """The number of parts; with one part, it holds the whole state."""
     oldest_step: int | None = None
-    """The oldest sealed step that it can go back to; None: only `step`."""
+    """The oldest sealed step that it can go back to; None if it can only resume at `step`."""
 
 
 @struct(frozen=True, order=True)
@@ -197,8 +197,8 @@ class SnapshotMark:
     """
 
     lineage: int
-    """The round in which this training began, or went on with new workers alone: after another such
-    round, the same step is another state."""
+    """The round in which this training began, or continued with only new workers; after another
+    such round, the same step number means another state."""
     step: int
     series: str
     """Digest of what the state consists of and how it is divided."""
@@ -217,7 +217,7 @@ class Snapshot:
     bytes: int = 0
     digest: str = ""
     copy_of: int | None = None
-    """The RANK on another node whose snapshot it is a copy of; `local_rank` is to read it."""
+    """The RANK, on another node, of which this is a copy; the worker `local_rank` is to read it."""
 
 
 @struct(frozen=True)
@@ -242,7 +242,7 @@ class RecoveryReport:
     settings: Settings
     offer: Offer
     tally: Tally | None = None
-    """None if nothing was spent, or if its server did not report it."""
+    """None if nothing was spent, or if the server did not report it."""
     kept: tuple[int, ...] = ()
     source: int | None = None
     resume_step: int | None = None
@@ -307,7 +307,7 @@ class RoundEnd:
 
 @struct(frozen=True)
 class Round:
-    """A complete round: its participants, their ranks, and where they met."""
+    """A complete round: its participants, their ranks, and the address of their store."""
 
     number: int
     participants: tuple[Participant, ...]
@@ -324,7 +324,7 @@ class Round:
     adopted: bool = False
     """Rebuilt from its nodes' recovery reports. A node that has not reported has a placeholder."""
     excuse: str = ""
-    """A node that left as done but perhaps was not, and why: its leave may cause failures."""
+    """A node that left as done but perhaps was not, and why: its departure may cause failures."""
     source: int | None = None
     """RANK of the kept worker that has the newest state."""
     resume_step: int | None = None
@@ -334,12 +334,12 @@ class Round:
     snapshot: SnapshotMark | None = None
     """The newest snapshots that were whole when it was formed."""
     snapshot_loads: int = 0
-    """How many rounds in a row have loaded them, with this one; 0: this one does not."""
+    """How many rounds in a row, including this one, have loaded them; 0 if this one does not."""
     origin: int = 0
     """The last round that began from the script's own checkpoint, or from nothing. Snapshots of
     earlier lineages are never loaded."""
     lineage: int = 0
-    """The last round of new workers alone; kept workers carry it on."""
+    """The last round with only new workers; kept workers carry its lineage on."""
 
     @property
     def world_size(self) -> int:
@@ -364,7 +364,8 @@ class Departure:
     local_world_size: int
     role: str
     may_run: bool = False
-    """Its workers may still run: nothing proves them gone, and the node has been silent since."""
+    """Its workers may still run: nothing proves that they are gone, and the node is silent since.
+    """
     ends_after_ms: int = 0
     """The time after which the runner has ended such workers if their agent is dead."""
 
@@ -479,7 +480,8 @@ class Membership:
     earlier: tuple[EndedRun, ...] = ()
     """The latest runs before this one, oldest first; bounded."""
     resumed_at_ms: int | None = None
-    """When a node reported this run to a server that did not know it; others may still run it."""
+    """When a node reported this run to a server that did not know it; other nodes may still run it.
+    """
     scaled: tuple[int, int] | None = None
     """The bounds that an operator set for this run, overriding those it was launched with."""
     stopping: str = ""
@@ -491,7 +493,7 @@ class Membership:
     """The caller that began the first run of this job; empty if the server required no proof,
     or if nodes began it by themselves."""
     secret: str = ""
-    """Hash of the secret that a node must know to join this run; empty if none is needed."""
+    """Hash of the secret that nodes must know to join this run; empty if none is needed."""
 
     @property
     def live_round(self) -> Round | None:
@@ -554,7 +556,7 @@ class Away:
     until_ms: int
     """When the nodes core will give it up; shown to people."""
     firm: bool
-    """Its return is announced, or the server did not see it fail: nothing shortens the wait."""
+    """Its return is announced, or the server did not see it fail, so nothing shortens the wait."""
     may_run: bool = True
     """Whether its workers may outlive its agent."""
 
@@ -576,7 +578,7 @@ class Superseded:
     incarnation: int
     round: int
     until_ms: int
-    """When they have stopped or are given up, at the latest."""
+    """The latest time by which these workers have stopped or are given up."""
 
 
 _PLACEHOLDER = "(GROUP_RANK "
@@ -618,7 +620,7 @@ class State:
     back_ms: int | None = None
     """When a participant last returned from being away."""
     loopback_machine: str | None = None
-    """The machine that all nodes are on, if one of them may be reachable only from there."""
+    """The machine that all nodes must be on, if one of them may be reachable only from there."""
     reported_ms: int = 0
     """When the last recovery report of an adopted round arrived."""
     superseded: Mapping[str, Superseded] = field(default_factory=dict)
@@ -665,5 +667,5 @@ class State:
 
     @property
     def ready(self) -> int:
-        """The number of waiting nodes that can be notified of a round now."""
+        """The number of waiting nodes that can be told of a round now."""
         return len(self.waiting) - sum(1 for node_id in self.away if node_id in self.waiting)

@@ -90,7 +90,7 @@ from rdzv.structs import replace, struct
 
 @struct(frozen=True)
 class Transition:
-    """The next state, the events, and when the next tick is due at the latest."""
+    """The next state, the events, and the latest time for the next tick."""
 
     state: State
     events: tuple[Event, ...] = ()
@@ -132,7 +132,7 @@ def _apply(work: Draft, command: Command) -> Ignored | None:
 
 @struct(frozen=True)
 class CommandRule:
-    """How one command is handled: ignored unless all conditions hold, else its effect is applied.
+    """How one command is handled: it takes effect if all conditions hold, and is ignored otherwise.
 
     An effect may refuse the command, by an error, or return why it ignores it.
     """

@@ -35,7 +35,7 @@ _CONNECTION_ERRORS = (
 
 
 def is_connection_error(failure: Failure) -> bool:
-    """Return whether a worker failed because another one was gone."""
+    """Return whether a worker seems to have failed only because another one was gone."""
     if failure.suspect:
         return True
     text = f"{failure.message}\n{failure.traceback}".lower()

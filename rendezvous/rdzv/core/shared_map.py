@@ -1,7 +1,7 @@
-"""Mappings that never change, whose changed copies share what has not changed.
+"""Immutable mappings whose changed copies share everything that has not changed.
 
-A job of ten thousand nodes takes as many steps to form, and each changes one node's place. Copying
-a dict for each of them would be a cost that grows with the square of the nodes.
+A job of ten thousand nodes takes ten thousand steps to form, and each changes one node's place.
+Copying a dict for each of them would cost time that grows with the square of the nodes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any, TypeVar, cast
 
 LARGE = 512
-"""From this size on, copying a dict costs more than to share it."""
+"""From this size on, copying a dict costs more than sharing it."""
 CHANGES = 128
-"""The most changes that a shared map has, beside what it shares."""
+"""The most changes that a shared map holds on top of what it shares."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -22,14 +22,14 @@ _NONE: Any = object()
 
 
 def put(mapping: Mapping[_K, _V], key: _K, value: _V) -> Mapping[_K, _V]:
-    """Return a mapping in which a key has this value. Iterates like a dict so changed."""
+    """Return a mapping in which a key has this value. It iterates as a dict would."""
     if len(mapping) < LARGE:
         return {**mapping, key: value}
     return _shared(mapping).put(key, value)
 
 
 def without(mapping: Mapping[_K, _V], key: _K) -> Mapping[_K, _V]:
-    """Return a mapping without a key; the same one, if it has no such key."""
+    """Return a mapping without a key; the same mapping if it has no such key."""
     if key not in mapping:
         return mapping
     if len(mapping) < LARGE:
@@ -52,7 +52,7 @@ def _shared(mapping: Mapping[_K, _V]) -> SharedMap[_K, _V]:
 
 
 class SharedMap(Mapping[_K, _V]):
-    """A dict that is shared with others, and a few changes to it. Made by `put` and `without`."""
+    """A dict shared with other maps, plus a few changes to it. Made by `put` and `without`."""
 
     __slots__ = ("_added", "_base", "_over", "_size")
 
@@ -118,7 +118,7 @@ class SharedMap(Mapping[_K, _V]):
         return default if found is _GONE else found
 
     def __contains__(self, key: object) -> bool:
-        """Return whether it has a key."""
+        """Return whether the map has a key."""
         return self.get(cast("_K", key), _NONE) is not _NONE
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class SharedMap(Mapping[_K, _V]):
         return self._size
 
     def __iter__(self) -> Iterator[_K]:
-        """Iterate over the keys, in the order in which they came."""
+        """Iterate over the keys in insertion order."""
         return (key for key, _ in self._pairs())
 
     def items(self) -> ItemsView[_K, _V]:

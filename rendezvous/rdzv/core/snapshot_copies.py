@@ -1,4 +1,4 @@
-"""Copies of snapshots on other nodes: which node keeps those of which, and of what.
+"""Copies of snapshots on other nodes: which node keeps copies for which, and of what.
 
 A part of a state that only nodes of one topology hold is lost with them; so a node of another
 topology keeps a copy. Where all nodes have the same topology, another machine is enough.
@@ -14,7 +14,7 @@ from rdzv.core.model import Participant, Snapshot, SnapshotMark
 from rdzv.structs import replace, struct
 
 MAX_COPIES = 3
-"""For how many workers of other nodes a node keeps copies, for each of its own."""
+"""The most workers of other nodes that a node keeps copies for, per worker of its own."""
 
 
 @struct(frozen=True)
@@ -23,12 +23,12 @@ class CopyCarrier:
 
     port: int
     token: str
-    """Each side proves to the other that it knows it."""
+    """Each side proves to the other that it knows this token."""
 
 
 @struct(frozen=True)
 class MissingCopies:
-    """Copies that a node does not get, although it was asked to keep them."""
+    """Copies that a node was asked to keep but cannot get."""
 
     mark: SnapshotMark
     reason: str
@@ -36,7 +36,7 @@ class MissingCopies:
 
 @struct(frozen=True)
 class CopySource:
-    """A node, and what another is to fetch from it."""
+    """A node, and the snapshots that another node is to fetch from it."""
 
     node_id: str
     address: str
@@ -47,7 +47,7 @@ class CopySource:
 
 @struct(frozen=True)
 class CopyOrder:
-    """What one node is to keep copies of, for another."""
+    """The snapshots that one node is to keep copies of for another."""
 
     keeper: str
     source: str
@@ -55,10 +55,10 @@ class CopyOrder:
 
 
 def keepers(participants: Sequence[Participant]) -> dict[str, str]:
-    """Name the node that keeps copies for each; a node for which there is none is left out.
+    """Map each node to the one that keeps its copies; nodes without one are left out.
 
-    The choice depends on nothing but the nodes and their order. Each keeps those of one other, as
-    far as possible.
+    The choice depends only on the nodes and their order. As far as possible, each node keeps the
+    copies of one other.
     """
     groups = sorted(_apart(participants).values(), key=len, reverse=True)
     if len(groups) < 2:
@@ -77,7 +77,7 @@ def orders(
     participants: Sequence[Participant],
     held: Mapping[str, Collection[Snapshot]],
 ) -> tuple[CopyOrder, ...]:
-    """Say which copies are missing of a state; `held` by the node_ids that take part in it."""
+    """Return orders for a state's missing copies; `held` maps participants to their snapshots."""
     able = [one for one in participants if one.node_id in held]
     place = {name: where for where, names in _apart(able).items() for name in names}
     where_held: dict[int, set[str]] = {}
@@ -115,13 +115,13 @@ def orders(
 
 
 def are_kept(wanted: Iterable[Snapshot], held: Collection[Snapshot]) -> bool:
-    """Whether a node holds all of these copies, with the digests that their savers have said."""
+    """Return whether a node holds all these copies, with the digests that their savers reported."""
     there = {(one.mark, one.shard, one.digest) for one in held}
     return all((one.mark, one.shard, one.digest) in there for one in wanted)
 
 
 def _apart(participants: Sequence[Participant]) -> dict[str, list[str]]:
-    """Return the node_ids by what may fail with them: topology, or else machine."""
+    """Group node_ids by what may fail together: their topology or, if that is equal, machine."""
     by_topology = len({one.offer.topology for one in participants}) > 1
     groups: dict[str, list[str]] = {}
     for one in participants:

@@ -57,9 +57,9 @@ class Base:
 def newest_whole(
     held: Iterable[Collection[Snapshot]], lineages: range, world_size: int
 ) -> SnapshotMark | None:
-    """Return the newest mark of these lineages that is whole among what nodes hold.
+    """Return the newest mark of these lineages that is whole among the snapshots that nodes hold.
 
-    Parts of a divided state are of use only to as many workers as there were.
+    Parts of a divided state are usable only by the same number of workers.
     """
     parts: dict[SnapshotMark, set[int]] = {}
     for snapshots in held:
@@ -72,7 +72,7 @@ def newest_whole(
 
 
 def has_whole(round_: Round, waiting: Iterable[Waiting]) -> bool:
-    """Return whether nodes that wait hold a whole mark that is newer than this round."""
+    """Return whether waiting nodes hold a whole mark that is newer than this round."""
     mark = newest_whole((one.snapshots for one in waiting), sealed_in(round_), round_.world_size)
     return mark is not None and (round_.snapshot is None or mark > round_.snapshot)
 
@@ -84,7 +84,7 @@ def sealed_in(round_: Round) -> range:
 
 
 def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> Base:
-    """Decide with which snapshots the next round begins. `joins` are of its participants."""
+    """Decide which snapshots the next round begins with. `joins` are those of its participants."""
     prior, number = membership.round, membership.next_round
     origin = prior.origin if prior is not None else number
     world_size = _workers(keeping.participants)
@@ -104,7 +104,7 @@ def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> 
 
 
 def before(snapshots: Collection[Snapshot], lineage: int, step: int | None) -> tuple[Snapshot, ...]:
-    """Leave out steps of a lineage that kept workers do again: they will not be the same."""
+    """Leave out steps of a lineage that kept workers redo, since their results will differ."""
     marks = (one.mark for one in snapshots)
     undone = {mark for mark in marks if mark.lineage == lineage and mark.step > (step or 0)}
     return tuple(one for one in snapshots if one.mark not in undone)
@@ -128,7 +128,7 @@ def _fits(mark: SnapshotMark, world_size: int) -> bool:
 
 
 def _in_vain(membership: Membership, loads: int) -> bool:
-    """Whether rounds that loaded the same snapshots have failed soon, again and again."""
+    """Return whether rounds that loaded the same snapshots have repeatedly failed soon."""
     end = membership.round.end if membership.round is not None else None
     failed = end is not None and end.cause is Cause.WORKER_FAILURE
     return failed and min(loads, membership.spent.soon) >= MAX_LOADS
@@ -148,7 +148,7 @@ class NodeHolding:
 
 @struct(frozen=True)
 class SnapshotsKnown:
-    """What is known of a job's snapshots: the newest whole ones, and all by node_id."""
+    """What is known about a job's snapshots: the newest whole ones, and all of them by node_id."""
 
     whole: SnapshotMark | None = None
     whole_ms: int = 0
@@ -156,9 +156,9 @@ class SnapshotsKnown:
     held: Mapping[str, NodeHolding] = field(default_factory=dict)
 
     def lost_steps(self, steps: Iterable[int]) -> int | None:
-        """Return how many steps would be redone if all workers, at `steps`, failed now.
+        """Return how many steps would be redone if all workers, now at `steps`, failed.
 
-        None: it is not known.
+        None if that is not known.
         """
         furthest = max(steps, default=None)
         if self.whole is None or furthest is None:
@@ -167,17 +167,17 @@ class SnapshotsKnown:
 
 
 class HeldByNodes:
-    """What the nodes of one live round hold, and the newest mark that is whole among them.
+    """The snapshots that nodes of a live round hold, and the newest mark that is whole among them.
 
     A mark of the round's own lineage becomes whole when its last part is held. It stays so when a
     part is lost, and never goes back.
     """
 
     def __init__(self, round_: Round, last: HeldByNodes | None = None) -> None:
-        """Begin with the mark of the round's record, and what its nodes reported in the `last`."""
+        """Begin with the mark in the round's record, and its nodes' reports in the `last` round."""
         self.whole = round_.snapshot
         self.whole_in_round: SnapshotMark | None = None
-        """The same, if it became whole in the round."""
+        """The newest whole mark, if it became whole in this round."""
         self._lineages = sealed_in(round_)
         self._world_size = round_.world_size
         self._held: dict[str, tuple[Snapshot, ...]] = {}
@@ -208,7 +208,7 @@ class HeldByNodes:
         return self.whole != known
 
     def held_by(self, node_id: str) -> tuple[Snapshot, ...]:
-        """Return what a node has reported to hold."""
+        """Return the snapshots that a node has reported."""
         return self._held.get(node_id, ())
 
     def _is_whole(self, mark: SnapshotMark) -> bool:

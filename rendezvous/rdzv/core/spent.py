@@ -7,7 +7,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Spent:
-    """Counts of the ends of a run's rounds; restarts are kept separately, with their times."""
+    """How a run's rounds have ended, in numbers; restarts are kept separately, with their times."""
 
     preemptions: int = 0
     """Rounds that ended because a node was lost or left."""
@@ -22,14 +22,15 @@ class Spent:
 
 
 MAX_RESTART_AGES = 64
-"""Number of restart ages sent to each node; all older restarts are given the oldest of them."""
+"""The most restart ages sent to each node; older restarts are all given the oldest of these ages.
+"""
 
 
 @struct(frozen=True)
 class Tally:
     """The budgets that a run had spent when a round was announced, apart from restarts.
 
-    Its nodes keep it, so that a server without memory learns it from their recovery reports.
+    The run's nodes keep it, so that a server without memory learns it from their recovery reports.
     """
 
     spent: Spent = Spent()

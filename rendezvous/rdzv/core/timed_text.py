@@ -1,4 +1,4 @@
-"""Texts whose durations advance: time left shrinks, time past grows.
+"""Texts whose durations advance: time left shrinks, elapsed time grows.
 
 A reason says `n7 was lost 12 s ago; gives up in 9 min 48 s`. It carries its times separately, so
 that code that shows it later need not parse them from the text, which may quote anything.
@@ -25,11 +25,11 @@ class TimeInText:
     grows: bool
     """Whether it is the time since something happened; otherwise it is time left."""
     waits_for: str | None = None
-    """Short name of the wait; None if nothing is decided by its end."""
+    """Short name of the wait; None if nothing happens when it ends."""
 
 
 class TimedText(str):
-    """A text with its times. Added to other texts it keeps them; formatted, it is a plain text."""
+    """A text with its times. Adding it to texts keeps them; formatting it yields plain text."""
 
     __slots__ = ("times",)
     times: tuple[TimeInText, ...]
@@ -84,7 +84,7 @@ def later(text: str, times: Iterable[TimeInText], more_ms: int) -> TimedText:
 
 
 def without_times(text: str, times: Iterable[TimeInText]) -> str:
-    """Return a text without its advancing durations: it stays equal while nothing else changes.
+    """Return a text without its advancing durations: it changes only if something else does.
 
     >>> text = "gives up in " + left(588_000) + ", 2 s after n7"
     >>> without_times(text, text.times)
@@ -97,7 +97,7 @@ def without_times(text: str, times: Iterable[TimeInText]) -> str:
 
 
 def _fitting(text: str, times: Iterable[TimeInText]) -> Iterator[TimeInText]:
-    """Yield the times that fit a text, in order; another server may send ones that do not."""
+    """Yield the times that fit a text, in order; another server may send times that do not."""
     end = 0
     for time in times:
         if end <= time.at <= time.at + time.length <= len(text):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 
 LISTED = 8
-"""Number of names that one sentence lists."""
+"""The most names that one sentence lists."""
 
 
 def listed(names: Iterable[object]) -> str:
@@ -64,7 +64,7 @@ def size_text(size: int) -> str:
 
 
 def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
-    """Write RANKs as ranges; of very many ranges, only the first.
+    """Write RANKs as ranges, but only the first of very many ranges.
 
     >>> ranks_text([3, 0, 2, 4, 8]), ranks_text(range(0, 80, 2), most=3)
     ('0,2-4,8', '0,2,4 and 37 more')

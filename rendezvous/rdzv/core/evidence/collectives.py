@@ -3,7 +3,7 @@
 Pure. Torch numbers the collectives of each process group in the same way on every rank. In a round
 that hangs, some ranks wait in a collective that cannot end because other ranks have not entered it,
 have entered it with another operation or other sizes, or wait in another group. Only records of one
-round are compared: in the next, groups have the same names and new numbers.
+round are compared: the next round reuses the groups' names with new numbers.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _WORDS = {
 }
 """The verb phrases for one rank, and for several."""
 _OWN_SIZES = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "coalesced")
-"""Parts of the names of operations in which ranks may pass different sizes."""
+"""Parts of operation names that mark operations in which ranks may pass different sizes."""
 _SAME_SIZES = ("all_gather", "allgather", "reduce_scatter")
-"""Exceptions: operations whose names contain such a part, but whose sizes must be equal."""
+"""The exceptions: operations whose names contain such a part but whose sizes must be equal."""
 
 
 @struct(frozen=True)
@@ -99,7 +99,7 @@ class Evidence:
     busy: str = ""
     """`loader` or `gil_held`, if its stack shows that."""
     where: str = ""
-    """Its position, according to its stack."""
+    """The rank's position in the code, according to its stack."""
     in_collective: bool | None = None
     """Whether its stack shows it inside torch.distributed; None if unknown."""
 
@@ -136,7 +136,7 @@ class _Wait:
     absent: frozenset[int]
     """Ranks that have not entered the collective that others of the group wait in."""
     entered: Mapping[int, Collective]
-    """By rank: its record of the first collective in which a rank waits."""
+    """By rank: its record of the first collective that any rank waits in."""
     whole: bool
     """Whether the group has all ranks of the round."""
 
@@ -165,7 +165,7 @@ def compare(evidence: Iterable[Evidence]) -> Cause | None:
 
 
 def _waits(known: Mapping[int, Evidence]) -> list[_Wait]:
-    """Return the groups in which ranks wait, those of the most ranks first."""
+    """Return the groups in which ranks wait, the largest group first."""
     groups: dict[str, dict[int, GroupRecord]] = {}
     recorded = [rank for rank, one in known.items() if one.records is not None]
     for rank in recorded:
@@ -294,7 +294,7 @@ def _of_missing(
     if wait.absent & set(ranks):
         parts.append(f"{_has(ranks)} not entered {wait.place}")
     elif kind == "absent":
-        parts.append(f"{_has(ranks)} no record, and everybody else has entered {wait.place}")
+        parts.append(f"{_has(ranks)} no record, and all others have entered {wait.place}")
     sentence = f"RANK {ranks_text(ranks)} {' and '.join(parts)}"
     waiting = [rank for rank in wait.pending if rank not in ranks]
     since = _since(wait, waiting)
@@ -329,8 +329,8 @@ def _unfinished(wait: _Wait) -> Cause:
         sentence = f"{_ranks(behind, 'is')} still in {wait.place}, which others have left"
         return _cause(wait, "unfinished", behind, sentence, ahead)
     sentence = (
-        f"{_ranks(wait.pending, 'has')} entered {wait.place}, nobody is missing, and it does not "
-        f"end since {wait.waiting_ms // 1000} s"
+        f"{_ranks(wait.pending, 'has')} entered {wait.place}, no rank is missing, and it has not "
+        f"ended for {wait.waiting_ms // 1000} s"
     )
     return _cause(wait, "unfinished", (), sentence, list(wait.pending))
 

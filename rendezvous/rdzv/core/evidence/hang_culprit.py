@@ -1,4 +1,4 @@
-"""Workers that hang: their nodes' reports, and the failure that ends their round.
+"""Workers that hang, as their nodes report them, and the failure that ends their round.
 
 All workers stall when one does, so the stacks show which of them hung, not the order of the
 reports.
@@ -32,7 +32,7 @@ class HungWorker:
     silent_ms: int
     reason: str
     timed_out: bool = False
-    """Whether it has ended already, because its collective timed out."""
+    """Whether the worker has already ended because its collective timed out."""
 
 
 @struct(frozen=True)
@@ -48,7 +48,7 @@ class Verdict:
 
 
 def describe_hung(workers: Iterable[HungWorker]) -> str:
-    """Describe the hung workers in one line, with the reason of the one silent longest.
+    """Describe the hung workers in one line, with the reason for the one silent longest.
 
     >>> describe_hung([HungWorker(2, 0, 9, 61_000, "no progress for 61 s")])
     'RANK 2: no progress for 61 s'
@@ -58,11 +58,11 @@ def describe_hung(workers: Iterable[HungWorker]) -> str:
 
 
 def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Verdict:
-    """Decide which of the hung workers, by node_id, has failed, and describe their positions.
+    """Decide which of the hung workers (keyed by node_id) has failed, and describe where they are.
 
-    It is the one that the others wait for, as the records of collectives or else the stacks show;
-    without these, the one silent longest, the lowest RANK among several. `why` explains a missing
-    `report`.
+    The failed worker is the one that the others wait for, according to the records of collectives
+    or, failing those, the stacks. Without either, it is the one silent longest, and the lowest RANK
+    among several. `why` explains a missing `report`.
     """
     known = [(node_id, worker) for node_id, workers in hung.items() for worker in workers]
     told = describe_hung(worker for _, worker in known)

@@ -1,4 +1,4 @@
-"""Finds workers that the others of their process groups wait for, by when each enters collectives.
+"""Finds workers that hold up their process groups, by when each enters collectives.
 
 Pure. In a lock-step training all workers make the same number of steps a second, and the slow one
 is the one that enters last. Torch numbers the collectives of a group in the same way on every rank;
@@ -20,14 +20,16 @@ from rdzv.structs import struct
 LOOKS = 6
 """The number of comparisons by which a worker is judged."""
 LEAST_PAIRS = 8
-"""The least number of collectives in one comparison."""
+"""The smallest number of collectives that makes a comparison."""
 LATE, LATE_EACH = 0.06, 0.04
-"""A worker straggles if the others wait for it for this share of the time: on average without the
-best and the worst look, and in each look but one. A pause or a slow moment is no pace."""
+"""A worker straggles if the others spend this share of the time waiting for it: on average without
+the best and the worst look, and in each look but one. A single pause or slow moment does not count.
+"""
 CERTAINTY = 5.0
 """Its mean delay must also exceed the others' by this number of standard errors."""
 IN_TIME = 0.03
-"""It straggles until the share is below this in the middle look, so that it does not flap."""
+"""A worker straggles until the median share of its looks is below this, so that it does not flap.
+"""
 SCATTER = 2_654_435_761
 """Knuth's multiplier: products with it, modulo 2^32, are spread evenly."""
 
@@ -39,9 +41,9 @@ class GroupLook:
     entered_us: Mapping[int, Mapping[int, int]]
     """By sequence number, then by RANK."""
     per_second: float
-    """How many collectives the group completes, whether they are in this look or not."""
+    """How many collectives the group completes per second, including those not in this look."""
     error_us: int | None = 0
-    """The error between clocks of different nodes; None if it is unknown."""
+    """The error between the clocks of different nodes; None if unknown."""
 
 
 @struct(frozen=True)
@@ -49,7 +51,7 @@ class Arrival:
     """How one rank entered the collectives of one look."""
 
     share: float
-    """The share of the time that the others waited for it, less that in which it waited itself."""
+    """The share of time that the others waited for it, less the share that it waited itself."""
     late_us: tuple[int, ...]
     """How long after the median rank of its group it entered each."""
     error_us: int = 0
@@ -65,11 +67,11 @@ class Arrivals:
 
 
 def chosen(first: int, last: int, most: int) -> list[int]:
-    """Return about `most` numbers of a range, or fewer, all of it if it is no longer than that.
+    """Return about `most` numbers of a range, or all of them if the range has no more than that.
 
-    What is chosen of a range twice as long has every second of them, so nodes that look at
-    different moments still choose the same ones. They are spread: whatever repeats within a step
-    of the training is met at each of its places.
+    A range twice as long keeps every second one of them, so nodes that look at different moments
+    still choose the same numbers. They are spread out, so every position within a repeating
+    training step is covered.
 
     >>> chosen(1, 4, 8), chosen(1, 32, 8)
     ([1, 2, 3, 4], [2, 5, 10, 13, 18, 23, 26, 31])
@@ -79,10 +81,10 @@ def chosen(first: int, last: int, most: int) -> list[int]:
 
 
 def pairs(entered_us: Mapping[int, Mapping[int, int]]) -> list[int]:
-    """Return the collectives that can be compared: all ranks are known of them and of the next one.
+    """Return the comparable collectives: all ranks are known for each of them and for the next one.
 
-    Nodes look at different moments, so at the borders of a look, and where one had to choose fewer
-    than another, collectives are known of some ranks alone.
+    Nodes look at different moments, so at the edges of a look, and where one node had to choose
+    fewer than another, a collective is known for only some of the ranks.
 
     >>> pairs({1: {0: 5}, 2: {0: 6, 1: 6}, 3: {0: 7, 1: 7}, 4: {0: 8, 1: 8}, 6: {0: 9, 1: 9}})
     [2, 3]
@@ -93,11 +95,11 @@ def pairs(entered_us: Mapping[int, Mapping[int, int]]) -> list[int]:
 
 
 def arrivals(groups: Iterable[GroupLook], node_of: Mapping[int, str]) -> dict[int, Arrival]:
-    """Compare how the ranks entered the same collectives; `node_of` has the node of each RANK.
+    """Compare when the ranks entered the same collectives; `node_of` maps each RANK to its node.
 
-    Only `pairs` of collectives are looked at. A rank that falls behind over several collectives,
-    none of which it waits in, counts as late once: in the last of them. Of a rank in several groups
-    the one counts in which it is latest.
+    Only the collectives that `pairs` returns are compared. A rank that falls behind over several
+    collectives, without waiting in any of them, counts as late once: in the last of them. For a
+    rank in several groups, the group in which it is latest counts.
     """
     late: dict[int, list[tuple[float, tuple[int, ...], int]]] = {}
     waits: dict[int, float] = {}
@@ -130,7 +132,7 @@ def arrivals(groups: Iterable[GroupLook], node_of: Mapping[int, str]) -> dict[in
 def _behind(
     entered_us: Mapping[int, int], group: GroupLook, node_of: Mapping[int, str]
 ) -> dict[int, tuple[int, int]]:
-    """Return of each rank by how much it is later than the others, and how long it waits."""
+    """Return for each rank how much later than the others it is, and how long it waits."""
     everywhere = sorted(entered_us.values())
     by_node: dict[str, list[int]] = {}
     for rank, at_us in entered_us.items():
@@ -151,7 +153,7 @@ def _behind(
 
 
 def _median_of_others(times: Sequence[int], own: int) -> int:
-    """Return the median of times in order without one of them, of two the lower.
+    """Return the median of sorted times without one of them; of two middle ones, the lower.
 
     >>> _median_of_others([1, 4], 4), _median_of_others([1, 4, 9], 1)
     (1, 4)
@@ -168,7 +170,7 @@ def _beyond(difference_us: int, error_us: int) -> int:
 
 
 def follow(before: Arrivals, seen: Mapping[int, Arrival], now_ms: int) -> Arrivals:
-    """Return the stragglers after another look, by `LOOKS` looks."""
+    """Return the stragglers after another look, judged by the latest `LOOKS` looks."""
     looks = (*before.looks, seen)[-LOOKS:]
     found: dict[int, Straggler] = {}
     for rank in {*seen, *before.stragglers}:

@@ -1,9 +1,9 @@
-"""Computes how far workers lag behind the foremost one, compared at the same moment.
+"""Computes how far workers lag behind the foremost one at the same moment.
 
 Pure. Workers last reported at different moments: a worker that reported step 87 a second ago is at
 100 by now if it makes 13 steps a second. So the foremost worker's position is moved back, by its
 rate, to the time of the earlier report; how far the other worker has come since is unknown. The
-result is a lower bound of a worker's lag.
+result is a lower bound on a worker's lag.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Word:
 
 
 def lags(words: Sequence[Word]) -> tuple[int, ...]:
-    """Return how many steps each worker is at least behind the foremost; 0 if it may be level.
+    """Return the fewest steps that each worker can be behind the foremost; 0 if it may be level.
 
     >>> lags([Word(100, 0, 13.0), Word(87, 1_000, 13.0), Word(60, 500, 13.0)])
     (0, 0, 34)

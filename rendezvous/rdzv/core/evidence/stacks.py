@@ -17,7 +17,7 @@ from rdzv.core.words import listed, ranks_text
 from rdzv.structs import struct
 
 STOPPED, TRACED, UNINTERRUPTIBLE, ZOMBIE = "T", "t", "D", "Z"
-"""States of a process, as in /proc, in which it does nothing by itself."""
+"""Process states, as in /proc, in which a process does nothing by itself."""
 EXITED = "X"
 """The state of a worker that has failed, and has left a record of its collectives."""
 
@@ -80,7 +80,7 @@ class WorkerStack:
     threads: tuple[Thread, ...] = ()
     """Empty if Python's frames could not be read."""
     note: str = ""
-    """Why something is missing, and the remedy."""
+    """Why part of the stack is missing, and the remedy."""
     kernel: tuple[str, ...] = ()
     """The kernel frames in which it sleeps, as far as permissions show them; innermost first."""
     node_id: str = ""
@@ -117,7 +117,7 @@ class Group:
     where: str
     """`in all_reduce at train.py:41`"""
     state: str = ""
-    """The process state that keeps them from running, if any."""
+    """The process state that keeps these workers from running, if any."""
     waits_for_others: bool = False
 
 
@@ -146,7 +146,7 @@ class Report:
     stacks: tuple[WorkerStack, ...] = ()
     """By RANK: at least one of each group."""
     left_out: int = 0
-    """Workers that are in a group but not in `stacks`."""
+    """The number of workers that are in a group but not in `stacks`."""
     silent: tuple[SilentNode, ...] = ()
     cause: Cause | None = None
     """The workers that the others wait for, if the records of their collectives show it."""
@@ -189,7 +189,7 @@ def where(stack: WorkerStack) -> str:
 
 
 def evidence(stack: WorkerStack) -> Evidence:
-    """Return what a worker's stack and record show about its part in a hang."""
+    """Return what a worker's stack and records show about its part in a hang."""
     frames, known = stack.frames, bool(stack.frames)
     busy = ""
     if any(_LOADER.search(frame.file) for frame in frames):
@@ -209,7 +209,7 @@ def evidence(stack: WorkerStack) -> Evidence:
 def groups(ranks: Mapping[Key, Sequence[int]], one_of: Mapping[Key, WorkerStack]) -> list[Group]:
     """Return the groups, the largest first; equal ones are ordered by their lowest RANK.
 
-    `one_of` has one worker of each group.
+    `one_of` holds one worker's stack for each group.
     """
     found = [
         Group(

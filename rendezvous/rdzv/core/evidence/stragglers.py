@@ -1,4 +1,4 @@
-"""Finds stragglers: which workers are much slower than the others of their role for a while.
+"""Finds stragglers: workers that have been much slower than others of their role for a while.
 
 Pure. Where workers do not wait for each other, their step rates show it; where they do, all rates
 are the same, and `lateness` shows it.
@@ -14,10 +14,10 @@ from rdzv.core.gpu_state import GpuState
 from rdzv.structs import struct
 
 SLOW = 2.0
-"""A worker is slow if a step takes it more than this many times the median of its group, ..."""
+"""A worker is slow if its steps take more than this many times the median of its group, ..."""
 CAUGHT_UP = 1.5
-"""... and a straggler has caught up once it takes less than this, so that a steady pace does not
-make it flap."""
+"""... and a straggler has caught up once they take less than this many times the median, so that a
+steady pace does not make it flap."""
 
 
 @struct(frozen=True)
@@ -28,12 +28,12 @@ class Sample:
     role: str
     """Workers of one role are compared with each other."""
     step_s: float
-    """How long a step takes it, in seconds."""
+    """How long the worker takes for a step, in seconds."""
 
 
 @struct(frozen=True)
 class Straggler:
-    """A worker that has been slow for a while: by its rate, or by when it enters collectives."""
+    """A worker that has been slow for a while, by its rate or by when it enters collectives."""
 
     rank: int
     since_ms: int
@@ -42,15 +42,15 @@ class Straggler:
     median_s: float | None = None
     """Step time of the median worker of its role; of two in the middle, that of the faster one."""
     late_ms: float | None = None
-    """How much later than the others it enters collectives, in the middle, ..."""
+    """How much later than the others it enters collectives: the median, ..."""
     late_p95_ms: float | None = None
-    """... and in one of twenty."""
+    """... and the 95th percentile."""
     clock_error_ms: float | None = None
-    """How wrong these may be, because the clocks of nodes differ."""
+    """How far off these may be, because the clocks of nodes differ."""
     wait_share: float | None = None
-    """The share of the time that the others wait for it, at least."""
+    """A lower bound on the share of time that the others spend waiting for it."""
     gpu: GpuState | None = None
-    """Its GPU, if its node's NVML shows it."""
+    """The worker's GPU, if NVML on its node shows it."""
 
 
 @struct(frozen=True)

@@ -1,4 +1,4 @@
-"""Nodes that are about to leave all their jobs, and how this is reported."""
+"""Drains: nodes that are about to leave all their jobs, and how this is reported."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Drain:
     reason: str
     """The reason; empty if none was given."""
     due_ms: int
-    """When the remaining workers are ended."""
+    """When workers that remain are killed."""
     number: int = 0
-    """Number of the drain that an operator requested; 0 if the node drains itself."""
+    """The number of an operator's drain; 0 if the node drains itself."""
 
     @property
     def by_operator(self) -> bool:
@@ -32,7 +32,7 @@ class Drain:
         return max(self.due_ms - now_ms, 0)
 
     def describe(self, now_ms: int) -> str:
-        """Describe that the node leaves, why, and when at the latest.
+        """Say that the node leaves, why, and by when.
 
         >>> Drain("kernel upgrade", due_ms=50_000, number=1).describe(now_ms=10_000)
         'drained (kernel upgrade), leaves in 40 s'

@@ -42,12 +42,12 @@ AMPLE_MS = 10_000
 """Enough time for a late heartbeat: a longer lease needs no more than two of them."""
 
 ARRIVALS_QUIET_MS = 10_000
-"""While nodes come back less than this apart after a take-over, assume that the server is slow."""
+"""If nodes come back less than this apart after a take-over, assume that the server is slow."""
 ARRIVALS_GRACES = 4
-"""Assume so for at most this many times `takeover_grace_ms`."""
+"""Assume that for at most this many times `takeover_grace_ms`."""
 
 FENCE_MARGIN_MS = 1_000
-"""A node's fence must come this long before the node is given up, as killing takes a moment."""
+"""A node must fence itself this long before it is given up, because killing takes a moment."""
 
 
 class AgentKind(StrEnum):
@@ -98,9 +98,9 @@ class NodesTuning:
         return max(often_ms, min(lease_ms - AMPLE_MS, lease_ms // 2))
 
     def quiet_for(self, lease_ms: int) -> int:
-        """Return the time, in ms, after which silence from all nodes with this lease is suspicious.
+        """Return how long, in ms, all nodes with this lease may be silent before it is suspicious.
 
-        It ends before the first of them would be given up.
+        This time ends before the first of them would be given up.
 
         >>> [NodesTuning().quiet_for(lease_ms) for lease_ms in (5_000, 15_000, 30_000)]
         [2500, 7500, 12000]
@@ -126,13 +126,14 @@ class NodeRecord:
     heard_ms: int
     lease_ms: int
     excused_until_ms: int = 0
-    """Its lease does not end before this: no node sends anything, or its relay does not."""
+    """Its lease does not end before this, because all nodes are silent, or its relay is."""
     fence_after_ms: int = 0
     """Time after its last message at which it has killed its own workers; 0 if it does not."""
     until_ms: int = 0
     """When it is given up, if it is away."""
     firm: bool = False
-    """Whether the wait, if it is away, is a promise or a fence, which nothing shortens."""
+    """Whether its absence is announced or ends with its fence, so that nothing shortens the wait.
+    """
     expected_instance: str = ""
     """The id of the incarnation if the node is only expected; empty if it was not stored."""
 
@@ -154,7 +155,7 @@ class Nodes:
     counter: int = 0
     wake_at_ms: int | None = None
     excused: bool = False
-    """Whether any node was excused since the last message of any node."""
+    """Whether any node has been excused since the last message from any node."""
     arrived_ms: int | None = None
     """When a node expected after a take-over last connected."""
 
@@ -164,7 +165,7 @@ class Nodes:
 
 @struct(frozen=True)
 class Connect:
-    """Open a stream. `incarnation` is the one this instance was given before, 0 if none."""
+    """Open a stream. `incarnation` is the one that this instance was given before; 0 if none."""
 
     node_id: str
     instance: str
@@ -289,7 +290,7 @@ NodesEvent = NodeConnected | LeaseGrown | NodeAway | NodeLost
 
 @struct(frozen=True)
 class NodesTransition:
-    """The next state, the events, and when the next tick is due at the latest."""
+    """The next state, the events, and the latest time for the next tick."""
 
     nodes: Nodes
     events: tuple[NodesEvent, ...] = ()
@@ -301,7 +302,7 @@ class NodesTransition:
 
 
 def step(nodes: Nodes, command: NodesCommand, now_ms: int) -> NodesTransition:
-    """Apply one command. Refused commands raise and have changed nothing.
+    """Apply one command. A refused command raises and leaves the state unchanged.
 
     Raises:
         NodeSupersededError: the node_id is in use, or a newer incarnation has taken it over.
@@ -365,10 +366,10 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
 
 
 def check_fence(fence_after_ms: int, lease_ms: int) -> None:
-    """Refuse a fence that might come after the node was given up, and its seats with it.
+    """Refuse a fence that might come only after the node and its seats have been given up.
 
     Raises:
-        InvalidRequestError: it is less than `FENCE_MARGIN_MS` below the lease.
+        InvalidRequestError: the fence is less than `FENCE_MARGIN_MS` below the lease.
 
     """
     if fence_after_ms and fence_after_ms + FENCE_MARGIN_MS > lease_ms:
@@ -460,7 +461,7 @@ def _excuse(nodes: Nodes, command: Excuse, now_ms: int) -> NodesTransition:
 
 
 def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:
-    """Give excused nodes one more lease after a message of any node: theirs may be next."""
+    """Give excused nodes one more lease after a message from any node: theirs may be next."""
     if not nodes.excused:
         return nodes
     nodes = replace(nodes, excused=False)
@@ -570,7 +571,7 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
 
 
 def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
-    """Return until when silence from connected nodes proves nothing; 0 if any of them sends."""
+    """Return the time until which silence from all nodes proves nothing; 0 if any of them sends."""
     tuning = nodes.tuning
     # Usually one of the first few was heard just now, so there is no need to look at all of them.
     fresh_ms = now_ms - tuning.quiet_for(min(tuning.lease_ms, tuning.lease_max_ms))
@@ -586,7 +587,7 @@ def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
 
 
 def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
-    """Excuse nodes whose lease is over while no other node sends anything either."""
+    """Excuse nodes whose lease has run out while no other node sends anything either."""
     silent = [
         record
         for record in nodes.records.values()
@@ -629,7 +630,7 @@ def _lost(record: NodeRecord, now_ms: int) -> NodeLost:
 
 
 def _put(nodes: Nodes, record: NodeRecord) -> Nodes:
-    """Store one record; the next tick may become earlier here, and later only in a tick."""
+    """Store one record. The next tick may become earlier here; only a tick can make it later."""
     due_ms = record.expires_at_ms
     wake_at_ms = due_ms if nodes.wake_at_ms is None else min(nodes.wake_at_ms, due_ms)
     records = put(nodes.records, record.node_id, record)

@@ -45,14 +45,14 @@ class Resources:
     gpus: tuple[Gpu, ...] = ()
     labels: tuple[tuple[str, str], ...] = ()
     capacity: int = 1
-    """How many jobs it takes at once."""
+    """How many jobs the node takes at once."""
     topology: str = ""
-    """Label of its place in the network; a job's nodes are chosen from one place if possible."""
+    """Label for the node's place in the network; a job's nodes come from one place if possible."""
 
 
 @struct(frozen=True)
 class FailingCheck:
-    """A failing check of a node, and what it has found."""
+    """A check that fails on a node, and what it has found."""
 
     name: str
     reason: str
@@ -68,7 +68,7 @@ class Host:
     node_id: str
     resources: Resources
     taken: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """GPUs taken by each job placed on it or held by it, by rdzv_id and run."""
+    """GPUs taken by each job that is placed on the node or held by it, by rdzv_id and run."""
     unusable: str = ""
     """Why nothing may be placed on it now; empty if it is usable."""
     cordoned: bool = False
@@ -76,12 +76,12 @@ class Host:
 
     @property
     def gpus_free(self) -> int:
-        """The number of its GPUs that no job has taken."""
+        """The number of the node's GPUs that no job has taken."""
         return max(len(self.resources.gpus) - sum(self.taken.values()), 0)
 
     @property
     def places_free(self) -> int:
-        """The number of further jobs that it takes."""
+        """The number of further jobs that the node takes."""
         return max(self.resources.capacity - len(self.taken), 0)
 
 
@@ -96,11 +96,11 @@ class Demand:
     max_nodes: int
     at_ms: int
     here: frozenset[str] = frozenset()
-    """The placed nodes, and those that have joined of their own accord."""
+    """The nodes placed for it, and those that have joined of their own accord."""
     idle: tuple[str, ...] = ()
-    """Nodes of `here` without a seat in a running round, the latest last."""
+    """Nodes of `here` without a seat in a running round, in the order of their arrival."""
     going: frozenset[str] = frozenset()
-    """Nodes of `here` that are about to leave: replacements should come before they do."""
+    """Nodes of `here` that are about to leave: replacements should come before they are gone."""
     declined: Mapping[str, str] = field(default_factory=dict)
     """The nodes that could not run it, and why."""
     may_grow: bool = True
@@ -114,12 +114,12 @@ class Demand:
 
     @property
     def missing(self) -> int:
-        """The number of further nodes that it needs to run at all."""
+        """The number of further nodes that the job needs to run at all."""
         return max(self.min_nodes - self.staying, 0)
 
     @property
     def unreplaced(self) -> int:
-        """The number of leaving nodes without a replacement that waits for their seat."""
+        """The number of leaving nodes for which no replacement is waiting yet."""
         return max(len(self.going) - len(self.idle), 0)
 
 
@@ -199,7 +199,7 @@ def grows_at_ms(state: State) -> int | None:
 
 
 _MOST_REASONS = 3
-"""The most reasons why no node could run a job that are reported with it."""
+"""The most reasons reported for a job that no node could run."""
 
 
 def plan(demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = True) -> Plan:
@@ -227,7 +227,7 @@ def plan(demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = Tr
 
 
 def _surplus(job: Demand) -> tuple[str, ...]:
-    """Name nodes without a seat in excess of the size to which an operator has scaled the job."""
+    """Name the seatless nodes that exceed the size to which an operator has scaled the job."""
     return job.idle[-(job.staying - job.max_nodes) :]
 
 
@@ -245,7 +245,7 @@ class _Plan:
         """By node_id: the first job that waits and could use the node."""
 
     def start(self, job: Demand) -> None:
-        """Give a job all the nodes that it needs to run, or keep for it those that it could use."""
+        """Give a job all the nodes it needs to run, or reserve the nodes that it could use."""
         fitting = [host for host in self.hosts if not _misfit(job, host)]
         ready = [host for host in fitting if self._ready(job, host)]
         if len(ready) >= job.missing:
@@ -264,7 +264,7 @@ class _Plan:
         return max(job.min_nodes - len(could), 0)
 
     def grow(self, job: Demand) -> None:
-        """Give a job that can run the left-over nodes, and replacements for nodes that leave it."""
+        """Give leftover nodes to a job that can run, and replacements for nodes that leave it."""
         new = len(self.places.get(job.rdzv_id, ()))
         have = job.staying + new
         wanted = job.max_nodes - have
@@ -301,7 +301,7 @@ class _Plan:
             self._gpus_free[host.node_id] -= gpus_needed(job.spec, host.resources)
 
     def _nearest(self, job: Demand, ready: Sequence[Host]) -> list[Host]:
-        """Sort nodes by place: near those that the job has, then where most are free.
+        """Sort nodes by place: first near those that the job has, then where most are free.
 
         Within one place, nodes already in use come first, so that whole nodes stay free.
         """
@@ -391,7 +391,7 @@ def gpus_needed(spec: JobSpec, resources: Resources) -> int:
 
 
 def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:
-    """Return what the nearest node lacks, if no node could ever take the job; None if one could."""
+    """Return what the best match lacks, if no node could ever take the job; None if one could."""
     job = Demand("", "", spec, 1, 1, 0)
     ranked = sorted(hosts, key=lambda host: _distance(job, host))
     if not ranked or not _misfit(job, ranked[0]):
@@ -400,7 +400,7 @@ def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:
 
 
 def _distance(job: Demand, host: Host) -> tuple[int, str]:
-    """Order nodes by what they lack for the job."""
+    """Measure how far a node is from meeting the job's requirements, for sorting."""
     has = dict(host.resources.labels)
     lacks = sum(1 for name, value in job.spec.labels if has.get(name) != value)
     there = len(host.resources.gpus)

@@ -27,7 +27,7 @@ from rdzv.structs import replace, struct
 MAX_STRIKES = 1_000
 """Number of strikes remembered over all nodes; the oldest are forgotten first."""
 MAX_BLAMED = 1_000
-"""Number of runs remembered because they got a node quarantined; the oldest go first, too."""
+"""Number of runs remembered because they got a node quarantined; again the oldest go first."""
 REASON_CHARS = 200
 """Length to which a failure's text is cut: a line or two of a terminal."""
 
@@ -37,7 +37,7 @@ class QuarantineTuning:
     """When a node is quarantined, and for how long; the same for all nodes of one server."""
 
     failures: int = 3
-    """The number of strikes within the window that is enough; 0 if no node is ever quarantined."""
+    """The number of strikes within the window that quarantines a node; 0 never does."""
     window_ms: int = 3_600_000
     ttl_ms: int = 12 * 3_600_000
     """How long a node is quarantined, unless an operator lifts it."""
@@ -59,7 +59,7 @@ class Strike:
 
 @struct(frozen=True)
 class Quarantined:
-    """Until when nothing is placed on a node, and why."""
+    """A node's quarantine: until when nothing is placed on the node, and why."""
 
     at_ms: int
     until_ms: int
@@ -75,7 +75,7 @@ class Record:
     nodes: Mapping[str, Quarantined] = field(default_factory=dict)
     """By node_id."""
     blamed: tuple[tuple[str, int], ...] = ()
-    """Runs that got a node quarantined, and the time until which that is remembered."""
+    """Runs that got a node quarantined, and how long each is remembered."""
 
     def quarantined(self, now_ms: int) -> dict[str, Quarantined]:
         """Return the nodes that are quarantined now, by name."""
@@ -92,7 +92,7 @@ class Verdict:
 
 
 def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Strike, ...]:
-    """Return a strike for each node that these events show to be at fault for a round's end."""
+    """Return a strike for each node that, as these events show, is at fault for a round's end."""
     found: dict[tuple[str, int], Strike] = {}
     for event in events:
         match event:

@@ -12,7 +12,7 @@ from rdzv.structs import replace
 
 
 def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
-    """Keep for now the place of a node whose stream has ended."""
+    """Keep the place of a node whose stream has ended, for now."""
     known = work.state.away.get(command.node_id)
     since_ms = work.now_ms if known is None else known.since_ms
     away = Away(since_ms, command.until_ms, command.firm, command.may_run)
@@ -52,12 +52,12 @@ def note_heard(work: Draft, node_id: str) -> Ignored | None:
 
 
 def unheard(state: State) -> tuple[str, ...]:
-    """Name the nodes that were given up and on which workers may still run."""
+    """Name the nodes that were given up but may still run workers."""
     return tuple(d.node_id for d in state.membership.departures if d.may_run)
 
 
 def unheard_until_ms(state: State) -> int:
-    """Return when runners have ended all workers of dead agents; 0 if there are none."""
+    """Return the time by which runners have ended all dead agents' workers; 0 if there are none."""
     departures = state.membership.departures
     return max((d.at_ms + d.ends_after_ms for d in departures if d.may_run), default=0)
 
@@ -68,7 +68,7 @@ def may_run_on(state: State, node_id: str) -> bool:
 
 
 def may_run(state: State, node_id: str) -> bool:
-    """Return whether workers may be left on a node that is given up without a report."""
+    """Return whether workers may still run on a node if it is given up without a report."""
     away = state.away.get(node_id)
     if node_id in state.waiting or is_placeholder(node_id):
         return False
@@ -90,7 +90,7 @@ def orphans_end_after_ms(work: Draft, node_id: str) -> int:
 
 
 def some_seat_away(state: State) -> bool:
-    """Return whether a participant is away: it can neither confirm its stop nor report success."""
+    """Return whether a participant is away, and so can confirm neither its stop nor its success."""
     return any(node_id in state.seats for node_id in state.away)
 
 

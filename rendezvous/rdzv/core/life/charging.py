@@ -67,7 +67,7 @@ _EXCUSES = (Cause.NODE_LEFT, Cause.STORE_HOST, Cause.NODE_LOST)
 
 
 def charge_instead(work: Draft, cause: Cause, reason: str, node_id: str = "") -> None:
-    """Charge an ended round to the cause behind its failures, if it becomes known in time.
+    """Charge an ended round to the cause behind its failures, if that becomes known in time.
 
     When a node's processes or the store die, the others' collectives fail within milliseconds,
     often before the loss itself is known.
@@ -82,7 +82,7 @@ def charge_instead(work: Draft, cause: Cause, reason: str, node_id: str = "") ->
 
 
 def charge_stuck(work: Draft, node_id: str, reason: str) -> None:
-    """Name workers that survive SIGKILL as the reason if only suspects would explain the end."""
+    """Charge the end to workers that survive SIGKILL if otherwise only suspects explain it."""
     round_ = work.membership.round
     if round_ is None or round_.end is None or round_.end.settled:
         return

@@ -13,16 +13,16 @@ from rdzv.core.model import Declined, State, Submission
 from rdzv.structs import replace
 
 MAX_DECLINED = 16
-"""If this many nodes could not run a job, the job itself is at fault."""
+"""If this many nodes decline a job, the job itself is at fault."""
 
 
 def place(submission: Submission, node_ids: Iterable[str]) -> Submission:
-    """Choose nodes, in addition to those chosen before."""
+    """Add nodes to those chosen for the submission."""
     return replace(submission, placed=tuple(dict.fromkeys((*submission.placed, *node_ids))))
 
 
 def withdraw(submission: Submission, node_ids: Iterable[str]) -> Submission:
-    """Withdraw the choice of nodes."""
+    """Remove nodes from those chosen for the submission."""
     gone = frozenset(node_ids)
     kept = tuple(node_id for node_id in submission.placed if node_id not in gone)
     return submission if kept == submission.placed else replace(submission, placed=kept)
@@ -41,7 +41,7 @@ def awaited(state: State) -> tuple[str, ...]:
 
 
 def withdrawable(state: State, node_ids: Iterable[str]) -> tuple[str, ...]:
-    """Name the given nodes that are chosen or wait, and have no seat to give up first."""
+    """Name those of the given nodes that are chosen or waiting and hold no seat."""
     return tuple(
         node_id
         for node_id in node_ids

@@ -27,11 +27,11 @@ from rdzv.core.commands import (
 from rdzv.core.model import State
 
 OfRound = Fail | Succeed | ReportStuck | ReportStoreHost
-"""Commands that name a round."""
+"""The commands that name a round."""
 FromNode = Fail | Leave | ReportStuck | ReportStoreHost | MarkAway | MarkBack | MarkLost
-"""Commands from or about one instance of a node that is in the job."""
+"""The commands from, or about, one instance of a node in the job."""
 OfSubmission = Place | Withdraw | Decline | GiveUp
-"""Commands about a submitted run."""
+"""The commands about a submitted run."""
 
 
 class Ignored(StrEnum):
@@ -77,7 +77,7 @@ def of_latest_round(state: State, command: OfRound) -> Ignored | None:
 
 
 def from_holder(state: State, command: FromNode) -> Ignored | None:
-    """Require that the instance that the command comes from, or is about, has the node's place."""
+    """Require that the command comes from, or is about, the instance that has the node's place."""
     held = state.incarnation(command.node_id)
     if held is None:
         return Ignored.NOT_PRESENT
@@ -102,14 +102,14 @@ def of_submitted_run(state: State, _: object) -> Ignored | None:
 
 
 def is_barred(state: State, node_id: str) -> bool:
-    """Return whether a submitted run has released this node, which is notified of it."""
+    """Return whether a submitted run has released this node; the node is told so."""
     if node_id not in state.barred:
         return False
     return state.run_is_open and state.membership.submission is not None
 
 
 def joined_replaced_run(state: State, node_id: str, incarnation: int, run: str) -> bool:
-    """Return whether a waiting node names the run that it joined, which was replaced by adoption.
+    """Return whether a waiting node names the run that it joined before an adopted run replaced it.
 
     That run had formed no round, and the node may not know of the replacement.
     """

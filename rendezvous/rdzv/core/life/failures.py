@@ -1,4 +1,4 @@
-"""Failures of workers, and of a round's store.
+"""Failures of workers and of a round's store.
 
 The round ends (`round_end`), and its end is charged once everyone has stopped (`charging`).
 """
@@ -52,7 +52,7 @@ def end_by_failure(work: Draft, failures: tuple[Failure, ...]) -> None:
 def failures_from(
     work: Draft, node_id: str, round_: Round, reports: tuple[FailureReport, ...]
 ) -> tuple[Failure, ...]:
-    """Convert reports into failures, with times of the server's clock."""
+    """Convert reports into failures, with times on the server's clock."""
     if not reports:
         return ()
     address = next((p.offer.address for p in round_.participants if p.node_id == node_id), "")

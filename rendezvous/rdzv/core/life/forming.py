@@ -22,7 +22,7 @@ MAX_STORE_FAILURES = 3
 
 
 def count_ready(work: Draft) -> bool:
-    """Record since when there have been too few, or enough, nodes for a round."""
+    """Record when the nodes became too few, or enough, for a round."""
     state, settings = work.state, work.membership.settings
     if not _forming(work):
         if state.enough_since_ms is None and state.short_since_ms is None:
@@ -51,7 +51,7 @@ def count_ready(work: Draft) -> bool:
 
 
 def _forming(work: Draft) -> bool:
-    """Return whether the run is open, has no live round, and may have another."""
+    """Return whether the run is open, has no live round, and may form another."""
     membership, round_ = work.membership, work.membership.round
     return work.open and not membership.stopping and (round_ is None or not round_.live)
 
@@ -218,7 +218,7 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
 
 
 def next_newcomers_ms(state: State, now_ms: int) -> int | None:
-    """Return when newcomers end the running round, or the first one held back may."""
+    """Return when newcomers end the running round, or when the first one held back may end it."""
     if _free_seats(state) <= 0:
         return None
     due = [until_ms for node_id, until_ms in holds(state).items() if node_id in state.waiting]

@@ -1,4 +1,4 @@
-"""Joins: they give a node its place in the next round, and report about the last one."""
+"""Joins: each gives a node its place in the next round, and reports on the last one."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def join(work: Draft, command: Join) -> Ignored | None:
 
 
 def _others_run_on(state: State, command: Join) -> bool:
-    """Return whether present nodes run an earlier round than the one that this node has left.
+    """Return whether present nodes run a round earlier than the one that this node has left.
 
-    A server without memory began that later round after it had waited for the others in vain. The
-    node has stopped, so if the round were adopted, the next could begin beside those workers.
+    A server without memory began that later round after waiting for the others in vain. The node
+    has stopped, so if the round were adopted, the next one could begin while those workers still
+    run.
     """
     round_ = state.membership.round
     if round_ is None or command.run != state.membership.run or command.left_round is None:
@@ -68,9 +69,10 @@ def _others_run_on(state: State, command: Join) -> bool:
 
 
 def _round_to_stop(state: State, node_id: str) -> int | None:
-    """Return the round for which a join would confirm that no worker is left on a present node.
+    """Return the round for which a join would confirm that a present node has no workers left.
 
-    None if it has none, or has announced that it leaves: then only a `Leave` confirms it.
+    None if the node has no such round, or has announced that it leaves: then only a `Leave`
+    confirms it.
     """
     if node_id in state.stuck:
         return state.stuck[node_id].round
@@ -96,7 +98,7 @@ def _admit(work: Draft, command: Join) -> None:
 
 
 def _wait(work: Draft, command: Join, since_ms: int) -> None:
-    """Add a node to the waiting ones; it is connected and reports for itself from now on."""
+    """Add a node to those waiting; it is connected, and reports for itself from now on."""
     former = work.state.superseded.get(command.node_id)
     if former is not None and (
         former.incarnation != command.incarnation
@@ -136,7 +138,7 @@ def _number(left_round: int | None) -> int:
 
 
 def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
-    """Free the seat of a node without workers of the round; it waits for the next round."""
+    """Free the seat of a node whose workers have left the round; it waits for the next round."""
     round_ = work.membership.round
     if command.node_id in work.state.seats and round_ is not None:
         failures = failures_from(work, command.node_id, round_, command.failures)

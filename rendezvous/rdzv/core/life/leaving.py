@@ -1,4 +1,4 @@
-"""Takes nodes out of a round or a job: they are done, leave by choice, are stuck, or lost."""
+"""Takes nodes out of a round or a job: they succeed, leave by choice, get stuck, or are lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_DEPARTURES = 64
 
 
 def succeed(work: Draft, command: Succeed) -> Ignored | None:
-    """Note that a node is done. This counts even if it was given up, or the round has ended."""
+    """Record a node's success. It counts even if the node was given up, or the round has ended."""
     round_, node_id = work.membership.round, command.node_id
     assert round_ is not None
     seat = work.state.seats.get(node_id)
@@ -50,7 +50,7 @@ def _note_success(work: Draft, round_: Round, node_id: str) -> None:
 
 
 def leave(work: Draft, command: Leave) -> Ignored | None:
-    """Let a node leave: at once if it has no workers, otherwise when they are gone."""
+    """Let a node leave: at once if it has no workers, otherwise once they are gone."""
     round_ = work.membership.round
     seat = work.state.seats.get(command.node_id)
     if seat is None or round_ is None:
@@ -89,7 +89,7 @@ _CAUSE_OF_LEAVE = {
 
 
 def report_stuck(work: Draft, command: ReportStuck) -> None:
-    """Give the seat away; the node gets none until it reports that the workers are gone."""
+    """Give the node's seat away; it gets no other until it reports that the workers are gone."""
     round_ = work.membership.round
     assert round_ is not None
     pids = ", ".join(str(pid) for pid in command.pids)
@@ -229,7 +229,7 @@ def release_unstopped_seats(work: Draft) -> bool:
 
 
 def seats_with_deadline(state: State) -> Iterable[str]:
-    """Name nodes that must have stopped by the deadline: all but those promised more time."""
+    """Name the nodes that must stop by the deadline: all but those promised more time."""
     for node_id in state.seats:
         if node_id not in state.away or not state.away[node_id].firm:
             yield node_id

@@ -1,6 +1,6 @@
-"""Every refusal of a command by the rules of a job, in the order in which the reasons are checked.
+"""All refusals of commands by the rules of a job, in the order in which they are checked.
 
-A refusal raises, so nothing has changed. What a job ignores is in `conditions`.
+A refusal raises, so nothing has changed. Reasons to ignore a command are in `conditions`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rdzv.structs import field_names
 def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> None:
     """Refuse a join, for the first of these reasons that applies.
 
-    `before` is the job as the server knew it, `state` the job with what the join reports of a
-    round that the server did not know. `admits`: the join would bring the node into the job,
-    because it is not there or is replaced by this instance.
+    `before` is the job as the server knew it; `state` adds what the join reports about a round that
+    the server did not know. `admits`: the join would bring the node into the job, because the node
+    is not in it, or this instance replaces the one that is.
 
     Raises:
         DeniedError: the node does not know the secret of the job.
@@ -39,7 +39,7 @@ def refuse_join(before: State, state: State, command: Join, *, admits: bool) -> 
         RunStoppingError: the last run is being stopped; retry.
         SettingsMismatchError: the job was launched with other settings.
         RendezvousClosedError: the last run has ended, and this node may not begin another.
-        InvalidRequestError: another node could not reach this one, or this one another.
+        InvalidRequestError: this node and another could not reach each other.
 
     """
     membership, node_id = state.membership, command.node_id
@@ -89,11 +89,11 @@ def refuse_resume(before: State, state: State, command: Resume) -> None:
 
 
 def refuse_operator(state: State, command: Stop | Restart | Scale, now_ms: int) -> None:
-    """Refuse an operator's command for a run other than the one that was looked at.
+    """Refuse an operator's command for a run other than the one that the operator looked at.
 
     Raises:
-        RendezvousClosedError: the run has ended, or is being stopped (unless to stop it).
-        InvalidRequestError: the round to restart has not been.
+        RendezvousClosedError: the run has ended, or is being stopped (a repeated stop is allowed).
+        InvalidRequestError: there has been no such round to restart.
 
     """
     membership, round_ = state.membership, state.membership.round
@@ -139,7 +139,7 @@ def refuse_submission(state: State, command: Submit) -> None:
 
 
 def replaces_run(state: State, command: Join) -> bool:
-    """Return whether a launch with other settings ends the open run, which has no other node."""
+    """Return whether a launch with other settings ends the open run, as no other node is in it."""
     if command.settings == state.membership.settings or not state.run_is_open:
         return False
     if command.run or state.membership.submission:

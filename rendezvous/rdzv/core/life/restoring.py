@@ -41,7 +41,7 @@ from rdzv.structs import replace
 
 
 def restore(membership: Membership, tuning: Tuning, now_ms: int) -> State:
-    """Rebuild a job after a load: nodes keep their seats while the server waits for them.
+    """Rebuild a loaded job: nodes keep their seats while the server waits for them.
 
     Nodes that waited without a seat are forgotten; they join again when they reconnect.
     """
@@ -121,7 +121,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
 
 
 def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
-    """Continue a run that its nodes know. Nodes waiting for a first round wait for its next one."""
+    """Continue a run that its nodes know. Nodes waiting for a first round wait for its next."""
     run = command.run
     old, reason = work.membership, "its nodes reported it; this server had no memory of it"
     unstarted = work.open and old.round is None and old.settings == settings
@@ -183,7 +183,7 @@ def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
 
 
 def release_unreported_seats(work: Draft) -> bool:
-    """Give up a place in an adopted round that no node has reported in time.
+    """Give up a place in an adopted round if no node has reported it in time.
 
     Places are kept while reports still come in: those of a large job take time.
     """
@@ -196,7 +196,7 @@ def release_unreported_seats(work: Draft) -> bool:
 
 
 def unreported_seat_due(state: State) -> tuple[str, int] | None:
-    """Name a placeholder, and when it is given up; None if none is left.
+    """Name a placeholder and the time when it is given up; None if none is left.
 
     All have the same deadline, so this checks only one: a large job has as many steps as seats.
     """

@@ -20,7 +20,7 @@ def end_round(
     node_id: str = "",
     keep: bool = True,
 ) -> None:
-    """End the live round, if there is one: everyone stops, and with `keep` parks if it can.
+    """End the live round, if any: all workers stop or, with `keep`, park if they can.
 
     `node_id` is the node that the cause refers to.
     """
@@ -41,7 +41,7 @@ def end_round(
 
 
 def some_succeeded(state: State) -> bool:
-    """Whether a participant of the running round has succeeded, present or not."""
+    """Return whether a participant of the running round has succeeded, present or not."""
     round_ = state.membership.round
     gone = round_ is not None and round_.live and bool(round_.gone)
     return gone or any(seat.succeeded for seat in state.seats.values())

@@ -33,10 +33,10 @@ def vacant(rdzv_id: str, tuning: Tuning) -> State:
 
 
 def ended_run(state: State, run: str) -> Ended | None:
-    """Return how the run with this uid ended, if nodes that carry it must learn that it did.
+    """Return how the run with this uid ended, if nodes that name it must learn that it did.
 
-    An unknown run beside a present one was superseded; None for the present run, for a fresh node
-    (empty `run`), and if no run is known to compare with.
+    An unknown run counts as superseded by the present one. The result is None for the present run,
+    for a fresh node (empty `run`), and if no run is known to compare with.
     """
     membership = state.membership
     if not run or not membership.run:
@@ -87,7 +87,7 @@ def next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner: 
 def succeed_run(work: Draft) -> bool:
     """Close the run as succeeded once every participant has succeeded, present or not.
 
-    This holds even if one of them was given up and that ended the round: its work was done.
+    This holds even if a participant was given up and that ended the round: its work was done.
     """
     if not work.open or not _all_done(work.state):
         return False
@@ -108,7 +108,7 @@ def close_when_stopped(work: Draft) -> bool:
     """Close a run that an operator ends, once no known worker of it is left.
 
     Workers of a dead agent run until their runner ends them. Nothing is known about a node that is
-    cut off; it is not waited for any longer than those.
+    cut off; the wait for it is no longer than for those.
     """
     if not work.open or not work.membership.stopping or work.state.seats:
         return False
@@ -149,7 +149,7 @@ def close(
     failures: tuple[Failure, ...] = (),
     no_progress: bool = False,
 ) -> None:
-    """Close the run: it forms no more rounds, and has no nodes any more."""
+    """Close the run: it forms no more rounds and no longer has nodes."""
     ended = Ended(result, reason, work.now_ms, retry_sensible, failures, no_progress)
     work.state = State(replace(work.membership, ended=ended), work.state.tuning)
     work.events.append(RunEnded(work.membership.run, ended))

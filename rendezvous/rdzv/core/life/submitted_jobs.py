@@ -1,4 +1,4 @@
-"""Effects of the commands of submitted jobs, whose nodes the server chooses."""
+"""Effects of the commands for submitted jobs, whose nodes the server chooses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def take_back(work: Draft, command: Withdraw) -> Ignored | None:
 
 
 def decline_job(work: Draft, command: Decline) -> Ignored | None:
-    """Release a chosen node that cannot run the job: for this run or, if that passes, for now."""
+    """Release a chosen node that cannot run the job, for this run or, if `passing`, for now."""
     submission, node_id = _submission(work), command.node_id
     if node_id not in submission.placed or node_id in work.state.seats:
         return _not_withdrawn(work, (node_id,))

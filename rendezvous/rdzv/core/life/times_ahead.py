@@ -1,4 +1,4 @@
-"""Times of a job stored by a clock that was ahead of the present one."""
+"""Corrects a job's times that were stored by a clock ahead of the present one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Dated = TypeVar("_Dated", Departure, Failure, RoundEnd, Submission, Round)
 
 
 def not_after(membership: Membership, now_ms: int) -> Membership:
-    """Set future times of a run that has not ended to now.
+    """Set times in the future to now, in a run that has not ended.
 
     The clock was stepped back, or was ahead when this was stored. Otherwise ages would stand still,
     and no restart would be forgotten, until the clock has caught up. A membership whose times are

@@ -6,8 +6,8 @@ budget for them. A job that keeps failing is slowed down or given up: consecutiv
 that failed soon *back off*, and, if configured, a job ends after restarts that did not *move* it
 on, to a new highest step or a changed snapshot file.
 
-Everything here follows from durable state, so a server that takes over backs off for as long and
-keeps counting.
+Everything here follows from durable state, so a server that takes over backs off for the same time
+and keeps counting.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_DOUBLINGS = 32
 
 @struct(frozen=True)
 class Exceeded:
-    """The exceeded budget that failed a run; the cause of its last end is reported separately."""
+    """The exceeded budget that failed a run. Why its last round ended is reported separately."""
 
     reason: str
     no_progress: bool = False

@@ -31,7 +31,7 @@ from rdzv.structs import replace
 
 
 def adoptable(state: State, run: str, number: int) -> bool:
-    """Return whether a report of this round contains something that this server does not know.
+    """Return whether a report of this round tells this server something new.
 
     An unknown run is not adopted beside an open one whose nodes are present: a job has one run at
     a time.
@@ -112,10 +112,10 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
 
 
 def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
-    """Return the places that a report of these RANKs changes: only its own, if the guess was right.
+    """Return the places that a report of these RANKs changes: just its own if the guess was right.
 
-    If nodes bring different numbers of workers the guess may be wrong; then all placeholders
-    around it change, too.
+    The guess may be wrong if nodes bring different numbers of workers; then all placeholders around
+    the place change, too.
     """
     first, end = place, place + 1
     if _ranks(seats[place]) != ranks:
@@ -129,7 +129,7 @@ def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
 def _filled(
     places: range, ranks: range, place: int, participant: Participant
 ) -> tuple[Participant, ...] | None:
-    """Put placeholders around a participant, so that these places have these RANKs; else None."""
+    """Put placeholders around a participant so that these RANKs fit; None if they cannot fit."""
     own = _ranks(participant)
     before = _placeholders(range(places.start, place), range(ranks.start, own.start))
     behind = _placeholders(range(place + 1, places.stop), range(own.stop, ranks.stop))
@@ -170,7 +170,7 @@ def _participant(command: Join | Resume, report: RecoveryReport) -> Participant:
 
 
 def same_participants(before: Round, after: Round) -> bool:
-    """Return whether a round has the same participants, except for replaced placeholders."""
+    """Return whether two rounds have the same participants, except for replaced placeholders."""
     # Tuples compare all their items, also with themselves: a large job has as many steps.
     if before.participants is after.participants or before.participants == after.participants:
         return True
@@ -210,7 +210,7 @@ def tally_of(membership: Membership, now_ms: int) -> Tally | None:
 
 
 def spent_known(membership: Membership, tally: Tally | None) -> Spent:
-    """Return the spent budgets of a run: as known here, and as a newer round's nodes report."""
+    """Return a run's spent budgets, combining what is known here with what its nodes report."""
     known = membership.spent
     if tally is None:
         return known

@@ -173,7 +173,7 @@ THREE = (waiting(0), waiting(1), waiting(2))
             (*THREE, rank(3)),
             "absent",
             (3,),
-            "RANK 3 has no record, and everybody else has entered all_reduce #41 of the default "
+            "RANK 3 has no record, and all others have entered all_reduce #41 of the default "
             f"group; {WAIT_3}",
             id="one without a record, and nobody else is missing",
         ),
@@ -188,8 +188,8 @@ THREE = (waiting(0), waiting(1), waiting(2))
             THREE,
             "unfinished",
             (),
-            "RANK 0-2 have entered all_reduce #41 of the default group, nobody is missing, and it "
-            "does not end since 32 s",
+            "RANK 0-2 have entered all_reduce #41 of the default group, no rank is missing, and it "
+            "has not ended for 32 s",
             id="all have entered the same",
         ),
     ],
