@@ -1,4 +1,4 @@
-"""The answers of rdzvd as values, in which None means "unknown".
+"""rdzvd's answers as values, in which None means "unknown".
 
 The server builds them from its own values (`rdzv.server.operations.answer_values`). Its HTTP API
 writes them as JSON, its gRPC services as messages, which `from_messages` decodes to equal values.
@@ -37,7 +37,8 @@ class WorkerFailure:
     message: str | None
     traceback: str | None
     suspect: bool = False
-    """Whether a collective failed in it, perhaps because of another failure; it has not exited."""
+    """Whether one of its collectives failed, perhaps because of another failure; it has not exited.
+    """
 
 
 @struct(frozen=True)
@@ -53,7 +54,7 @@ class LastFailure:
 class NodeStatus:
     """One node of a job. `reason` says why it is not seated; None if it is seated and stays.
 
-    `drain_left_ms` is how much time its workers have left, if it is about to leave.
+    `drain_left_ms` is how much time its workers have left, if the node is about to leave.
     """
 
     node_id: str
@@ -68,25 +69,26 @@ class NodeStatus:
     drain_left_ms: int | None = None
     reason_times: tuple[TimeInText, ...] = ()
     kept: int | None = None
-    """Its workers in the live round that are kept, forked `warm`, or `cold`; None: unknown."""
+    """How many of its workers in the live round are kept; `warm` and `cold` count those forked warm
+    or started cold. None if unknown."""
     warm: int | None = None
     cold: int | None = None
     snapshots: int = 0
-    """What it holds in memory of the job's state, with its size."""
+    """The snapshots of the job's state that it holds in memory, with their size."""
     snapshot_bytes: int = 0
 
 
 @struct(frozen=True)
 class WholeSnapshot:
-    """The newest step of a job's state of which participants hold all `parts` in memory."""
+    """The newest step for which participants hold all `parts` of a job's state in memory."""
 
     lineage: int
     step: int
     parts: int
     age_ms: int
-    """For how long it has been whole, as far as this server knows."""
+    """How long it has been whole, as far as this server knows."""
     lost_steps: int | None = None
-    """How many steps would be done again if all workers failed now; None: unknown."""
+    """How many steps would be redone if all workers failed now; None if unknown."""
 
 
 @struct(frozen=True)
@@ -106,25 +108,25 @@ class RankProgress:
 
 @struct(frozen=True)
 class Straggler:
-    """A slow worker: by its rate (`step_s`), or by when it enters collectives (`late_ms`)."""
+    """A worker that is slow by its rate (`step_s`) or by when it enters collectives (`late_ms`)."""
 
     rank: int
     age_ms: int
-    """For how long it has been slow."""
+    """How long it has been slow."""
     step_s: float | None = None
-    """Seconds that it takes for a step."""
+    """How many seconds it takes for a step."""
     median_s: float | None = None
-    """The same of the median worker of its role."""
+    """How many seconds the median worker of its role takes."""
     late_ms: float | None = None
-    """How long after the others it enters collectives: the median."""
+    """How much later than the others it enters collectives: the median."""
     late_p95_ms: float | None = None
-    """The 95th percentile of that."""
+    """The 95th percentile of the same delay."""
     clock_error_ms: float | None = None
-    """How wrong these two may be, since the nodes' clocks differ."""
+    """How far off these two may be, since the nodes' clocks differ."""
     wait_share: float | None = None
-    """The share of the time that the others wait for it, at least."""
+    """A lower bound on the share of time that the others spend waiting for it."""
     gpu: GpuState | None = None
-    """What NVML shows of its GPU, if anything."""
+    """What NVML shows about its GPU, if anything."""
 
 
 @struct(frozen=True)
@@ -156,7 +158,7 @@ class Submission:
 
     `jobs_before` is the number of jobs served before it; None if it does not wait. `env_names` are
     the names of its environment variables; values are never sent. `gpus_per_node` is None if each
-    worker gets one GPU, as far as there are any.
+    worker gets one GPU on nodes that have any.
     """
 
     submitted_by: str | None
@@ -178,10 +180,10 @@ class Submission:
 
 @struct(frozen=True)
 class Budgets:
-    """How often rounds of a run ended by each cause, and the limits; None if there is no limit.
+    """How often a run's rounds ended for each cause, and the limits; None if there is no limit.
 
-    `restarts_in_vain` counts consecutive restarts without progress, beyond `furthest_step` or to
-    another snapshot; after `no_progress_restarts` of them the job fails, unless that is 0.
+    `restarts_in_vain` counts consecutive restarts that led neither beyond `furthest_step` nor to a
+    new snapshot; after `no_progress_restarts` of them the job fails, unless that is 0.
     """
 
     preemptions: int
@@ -196,11 +198,11 @@ class Budgets:
 
 @struct(frozen=True)
 class JobStatus:
-    """One job: its state and the reason. `round` and `world_size` are of the last complete round.
+    """One job: its state and the reason. `round` and `world_size` describe the last complete round.
 
-    `backend` forms its group: `rdzv`, or `c10d`, which the server only watches. `progress` has the
-    workers of the live round that report progress, by RANK. `submission` is None if the server
-    does not choose its nodes.
+    `backend` is what forms its group: `rdzv`, or `c10d`, which the server only watches. `progress`
+    has the workers of the live round that report progress, by RANK. `submission` is None if the
+    server does not choose the job's nodes.
     """
 
     rdzv_id: str
@@ -243,10 +245,10 @@ class JobStatus:
     resume_step: int | None = None
     """How many steps the source had sealed."""
     warm: int | None = None
-    """How many workers of the live round were forked warm; with `cold`, None if unknown."""
+    """How many workers of the live round were forked warm; None, as is `cold`, if unknown."""
     cold: int | None = None
     snapshot: WholeSnapshot | None = None
-    """The newest snapshots in memory that are whole; None: there are none."""
+    """The newest snapshots in memory that are whole; None if there are none."""
 
 
 @struct(frozen=True)
@@ -267,7 +269,7 @@ class JobSummary:
     max_restarts: int | None
     backend: str
     hangs: str | None = None
-    """A description of the workers that hang now; None if none do."""
+    """A description of the workers that hang now; None if none hang."""
     reason_times: tuple[TimeInText, ...] = ()
 
 
@@ -323,7 +325,7 @@ class Node:
     cordon_reason: str | None
     cordon_age_ms: int | None
     metrics: str | None = None
-    """Where its agent answers /metrics."""
+    """The address where its agent serves /metrics."""
     quarantine: str | None = None
     quarantine_age_ms: int | None = None
     quarantine_left_ms: int | None = None
@@ -339,7 +341,7 @@ class Node:
 
 @struct(frozen=True)
 class Server:
-    """One rdzvd. `leadership` is the leader's number."""
+    """One rdzvd. `leadership` is the number of the current leadership."""
 
     address: str
     leads: bool
@@ -348,16 +350,16 @@ class Server:
     version: str
     state_age_ms: int
     insecure: str | None = None
-    """Why everyone who can reach it may do everything; known only for the server that answers."""
+    """Why anyone who can reach it can do anything; known only for the server that answers."""
     store_away: str | None = None
-    """Why it cannot store now, since when, and what waits; known only for the answering server."""
+    """Why it cannot reach its store, since when, and what waits; only for the answering server."""
     unix_ms: int | None = None
-    """The time by its clock; only for the server that answers."""
+    """The time on its clock; known only for the server that answers."""
 
 
 @struct(frozen=True)
 class LogLines:
-    """A piece of one worker's output, or a `note` about why output of its node is missing.
+    """A piece of one worker's output, or a `note` on why output from a node is missing.
 
     A note about the whole job has an empty `node_id`. A piece may end anywhere in a line; the
     pieces of one worker, round and stream are in order.
@@ -427,9 +429,9 @@ class WorkerStack:
     state: str | None
     threads: tuple[ThreadStack, ...]
     kernel: tuple[str, ...]
-    """Where it sleeps in the kernel."""
+    """Where the worker sleeps in the kernel."""
     note: str | None
-    """Why something is missing."""
+    """Why part of the stack is missing."""
     collectives: tuple[GroupRecord, ...] = ()
     """Torch's record of its collectives; empty if there is none."""
     no_record: str | None = None
@@ -456,20 +458,20 @@ class SilentNode:
 
 @struct(frozen=True)
 class HangCause:
-    """The workers that the others of a round wait for, by the records of their collectives.
+    """The workers that the rest of a round waits for, according to the records of collectives.
 
     `sentence` is for people; `details` has a line for each process group that waits.
     """
 
     kind: str
     ranks: tuple[int, ...]
-    """The workers that the others wait for; empty if it may be either side."""
+    """The workers that the others wait for; empty if either side may be at fault."""
     group: str
     """The process group of the collective that the others wait in."""
     sequence: int
     operation: str
     waiting: tuple[int, ...]
-    """The RANKs that wait in it."""
+    """The RANKs that wait in that collective."""
     waiting_ms: int
     """How long they have waited."""
     sentence: str
@@ -492,7 +494,7 @@ class StackReport:
     stacks: tuple[WorkerStack, ...]
     """By RANK."""
     left_out: int
-    """Workers in a group whose stacks were too many to keep."""
+    """The number of workers in a group whose stacks were not kept because there were too many."""
     silent: tuple[SilentNode, ...]
     cause: HangCause | None = None
     """The workers that the others wait for, if the records of their collectives show it."""
@@ -500,7 +502,7 @@ class StackReport:
 
 @struct(frozen=True)
 class Event:
-    """One event of a job's history; `unix_ms` is the server's clock, for people.
+    """One event of a job's history; `unix_ms` is the time on the server's clock, for people.
 
     `text` describes its `fields` in one line; they are None if only the line is known, as in rows
     of older versions of rdzvd.
@@ -515,7 +517,7 @@ class Event:
 
 @struct(frozen=True)
 class NodeEvent:
-    """One event of some job's history that is about a node."""
+    """An event from some job's history that is about a node."""
 
     rdzv_id: str
     unix_ms: int

@@ -67,7 +67,7 @@ def ledger(
 
 
 def report(found: Report) -> str:
-    """Return the document of a report on all jobs: the fields of `Report`, by name."""
+    """Return the document for a report on all jobs: the fields of `Report`, by name."""
     return _document(as_dict(found))
 
 
@@ -82,7 +82,7 @@ def audit(history: Sequence[Event]) -> str:
 
 
 def tokens(found: Sequence[Token]) -> str:
-    """Return the document of tokens, without their texts."""
+    """Return the document listing tokens, without their texts."""
     return _document({"tokens": [as_dict(token) for token in found]})
 
 
@@ -112,7 +112,7 @@ def node(found: Node, indent: int | None = INDENT) -> str:
 def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec) -> str:
     """Return the document of a job to submit, without the values of its environment.
 
-    It does not include the submitter, whom the server determines.
+    It does not include the submitter, which the server determines.
     """
     hidden = ("env", "submitter")
     fields = {key: value for key, value in as_dict(spec).items() if key not in hidden}

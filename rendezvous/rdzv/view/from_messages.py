@@ -71,12 +71,12 @@ def node_of(node: pb.Node) -> Node:
 
 
 def job_summary_of(job: pb.JobSummary) -> JobSummary:
-    """Decode a job of a list."""
+    """Decode one job from a list."""
     return from_message(JobSummary, job, backend=job.backend or OWN_BACKEND)
 
 
 def log_lines_of(lines: pb.LogLines) -> LogLines:
-    """Decode a piece of a log."""
+    """Decode a piece of a worker's log."""
     return from_message(LogLines, lines)
 
 

@@ -57,24 +57,24 @@ class WorkerFailed:
     age_ms: int = 0
     """How long ago it failed."""
     suspect: bool = False
-    """A collective failed in it, which may follow from another failure."""
+    """One of its collectives failed, which may follow from another failure."""
 
 
 @struct(frozen=True)
 class NotKept:
-    """Workers that might have been kept, but are new; `ranks` are the first few of `workers`."""
+    """Workers that could have been kept but are new; `ranks` has the first few of the `workers`."""
 
     why: str
-    """A code."""
+    """A code: the name of a `WhyNew`."""
     workers: int
     ranks: tuple[int, ...]
 
 
 @struct(frozen=True)
 class RoundCompleted:
-    """A round is complete. `participants` are the first few of its `nodes`.
+    """A round is complete. `participants` has the first few of its `nodes`.
 
-    Of its workers `kept` took part in the round before; RANK `source` heals the others, at
+    `kept` of its workers took part in the round before; RANK `source` heals the others, at
     `resume_step`. New workers load `loaded_step` from snapshots in memory; `not_loaded` says why
     none are loaded although there are some.
     """
@@ -86,7 +86,7 @@ class RoundCompleted:
     master_addr: str
     master_port: int
     enough_ms: int | None = None
-    """For how long enough nodes had been ready; None if unknown."""
+    """How long enough nodes had been ready; None if unknown."""
     kept: int = 0
     source: int | None = None
     resume_step: int | None = None
@@ -139,12 +139,12 @@ class RoundSettled:
 
 @struct(frozen=True)
 class NodesPlaced:
-    """The server has chosen nodes for a submitted run. `node_ids` are the first few of `nodes`."""
+    """The server has chosen nodes for a submitted run. `node_ids` has the first few of `nodes`."""
 
     nodes: int
     node_ids: tuple[str, ...]
     was_queued: bool | None = None
-    """It had no node before; None if unknown."""
+    """The run had no node before; None if unknown."""
 
 
 @struct(frozen=True)
@@ -206,7 +206,7 @@ Kept = (
 )
 
 KINDS: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(Kept)}
-"""The kept kinds of events, by name."""
+"""The kinds of events that history keeps, by name."""
 
 Fields = dict[str, Any]
 

@@ -1,9 +1,9 @@
 """The ledger of a run: how each second was spent, computed from its history.
 
 Every moment from the run's beginning to its end, or to now, lies in exactly one interval. Nothing
-is read from a sentence, and nothing is guessed: where no worker has reported a step, training
-counts from the round's first collective, or where torch has no record of these, from the start of
-the workers; and the ledger says so (`Ledger.steps_reported`).
+is read from a sentence, and nothing is guessed. Where no worker has reported a step, training
+counts from the round's first collective or, where torch has no record of collectives, from the
+start of the workers; the ledger says so (`Ledger.steps_reported`).
 
 Some facts arrive late: a failure is reported after it happened, and only a complete round shows
 when enough nodes were ready. So the time of a round is final once the round is over.
@@ -39,10 +39,10 @@ class LedgerPhase(StrEnum):
     STARTING = "starting"
     """From a complete round to its first step, before the run has made any step."""
     LOADING = "loading"
-    """The same in a later round: workers start again and load what was saved."""
+    """As `STARTING`, in a later round: workers start again and load what was saved."""
     TRAINING = "training"
     REDOING = "redoing"
-    """Steps that were made before, and lost."""
+    """Repeating steps that were made before, and lost."""
     DETECTING = "detecting"
     """A failure has happened, or workers are silent, and the round has not ended."""
     STOPPING = "stopping"
@@ -50,7 +50,7 @@ class LedgerPhase(StrEnum):
 
 
 class Way(StrEnum):
-    """How the workers of a round entered it."""
+    """How the workers of a round came into it."""
 
     ALL_KEPT = "all kept"
     """Their processes are those of the previous round."""
@@ -75,15 +75,17 @@ class Interval:
     phase: str
     """One of `LedgerPhase`."""
     cause: str
-    """Why the time was lost: the cause that ended this round or the previous one; or empty."""
+    """Why the time was lost: the cause that ended this round or the previous one; empty if none
+    did."""
     node_id: str
-    """The node that this cause is about; empty if there is none or several, or it is unknown."""
+    """The node that this cause is about; empty if it is unknown, or the cause names none or
+    several."""
     round: int | None
     """The round that it belongs to; None between rounds."""
     node_ms: int
     """The time of all nodes that the job held."""
     way: str = ""
-    """How the workers of its round entered it: one of `Way`; empty between rounds, or if unknown.
+    """How the workers came into the round: one of `Way`; empty between rounds, or if unknown.
     """
 
     @property
@@ -94,7 +96,7 @@ class Interval:
 
 @struct(frozen=True)
 class Cost:
-    """The time that one cause, about one node, has kept a run from training."""
+    """The time for which one cause, on one node, has kept a run from training."""
 
     cause: str
     node_id: str
@@ -117,7 +119,7 @@ class Comeback:
 
 @struct(frozen=True)
 class Ledger:
-    """All the time of one run; open runs are counted until now."""
+    """How one run has spent all its time; an open run is counted until now."""
 
     run: str
     run_number: int | None
@@ -141,9 +143,9 @@ class Ledger:
     phases: dict[str, int]
     """Milliseconds by phase, of all phases."""
     costs: tuple[Cost, ...]
-    """Why the run did not train, the cause with the most node time first."""
+    """Why the run did not train; the cause with the most node time comes first."""
     comebacks: tuple[Comeback, ...]
-    """How long it took to train again, by how the workers entered the round."""
+    """How long it took to train again, by how the workers came into the round."""
     intervals: tuple[Interval, ...]
 
 
@@ -156,7 +158,7 @@ def summed(intervals: Iterable[Interval], *, nodes: bool = False) -> dict[str, i
 
 
 def costs(intervals: Iterable[Interval]) -> tuple[Cost, ...]:
-    """Sum up the time without training by cause and node, the most node time first."""
+    """Sum up the time without training by cause and node, largest node time first."""
     found: dict[tuple[str, str], list[int]] = {}
     before: Interval | None = None
     for one in intervals:
@@ -180,7 +182,7 @@ def _begins(one: Interval, before: Interval | None) -> bool:
 
 
 def comebacks(intervals: Iterable[Interval]) -> tuple[Comeback, ...]:
-    """Sum up the times between training, by how the workers entered the round that ended them."""
+    """Sum up the gaps in training, by how the workers came into the round that ended each gap."""
     found: dict[str, list[int]] = {}
     trained, ms, node_ms = False, 0, 0
     for one in intervals:
@@ -214,12 +216,12 @@ def ledgers_of(past: Iterable[Event], now_ms: int, state: str = "") -> list[Ledg
 
 
 def run_numbers(runs: Iterable[Ledger]) -> list[int]:
-    """Return the numbers of the runs whose beginning is kept."""
+    """Return the numbers of the runs whose beginning is in the history."""
     return [run.run_number for run in runs if run.run_number is not None]
 
 
 def chosen(rdzv_id: str, runs: Sequence[Ledger], number: int | None) -> Ledger:
-    """Return the ledger of the run with this number; None for the last run.
+    """Return the ledger of the run with this number, or of the last run if it is None.
 
     Raises:
         UnknownJobError: the history of this run is not kept.
@@ -237,14 +239,14 @@ def chosen(rdzv_id: str, runs: Sequence[Ledger], number: int | None) -> Ledger:
 
 @dataclass(slots=True)
 class _Round:
-    """The last round so far; its time is booked once the next one follows."""
+    """The latest round; its time is booked once the next one follows."""
 
     number: int
     at_ms: int
     adopted: bool
     way: str = ""
     alone: bool = False
-    """It has one worker, whose collectives nobody asks for."""
+    """The round has a single worker, whose collectives are not watched."""
     first: tuple[int, int] | None = None
     """The time and number of its first step."""
     collective_ms: int | None = None
@@ -256,7 +258,7 @@ class _Round:
     hung_ms: int | None = None
     """Since when workers have hung."""
     lost_ms: dict[str, int] = field(default_factory=dict)
-    """By node_id, of the nodes that were lost: since when each had been silent."""
+    """By node_id, for each lost node: since when it had been silent."""
     dead_ms: int = 0
     ended_ms: int | None = None
     settled_ms: int | None = None
@@ -267,7 +269,7 @@ class _Round:
 
 @dataclass(slots=True)
 class Book:
-    """Builds the ledger of one run from its events, in their order."""
+    """Builds the ledger of one run from its events, in order."""
 
     run: str
     began_ms: int
@@ -277,7 +279,7 @@ class Book:
     folded: dict[str, int] = field(default_factory=dict)
     """Milliseconds by phase of intervals that are no longer in `booked`; see `fold`."""
     folded_nodes: dict[str, int] = field(default_factory=dict)
-    """The same for the nodes' time."""
+    """As `folded`, for the nodes' time."""
     _until_ms: int = -1
     """The time up to which everything is booked."""
     _now_ms: int = 0
@@ -289,7 +291,7 @@ class Book:
     _any_steps: bool = False
     _any_collectives: bool = False
     _trained: bool = False
-    """Whether a round that is over has made a step, or where none is reported a collective."""
+    """Whether a finished round has made a step or, where none are reported, a collective."""
     _steps_redone: int = 0
     _queued: bool = False
     _called_ms: int | None = None
@@ -299,7 +301,7 @@ class Book:
     _present: set[str] = field(default_factory=set)
     _unnamed: int = 0
     _held: list[tuple[int, int]] = field(default_factory=list)
-    """The times since `_until_ms` at which the number of held nodes changed, and the number."""
+    """When the number of held nodes has changed since `_until_ms`, and to what."""
 
     def __post_init__(self) -> None:
         self._until_ms = self._now_ms = self._vacant_ms = self.began_ms
@@ -328,7 +330,7 @@ class Book:
         )
 
     def fold(self) -> None:
-        """Keep only the sums of what is booked, for a server that shows no intervals."""
+        """Keep only the sums of the booked time, for a server that shows no intervals."""
         (self.folded, self.folded_nodes), self.booked = self._sums(), []
 
     def sums(self, now_ms: int, state: str = "") -> tuple[dict[str, int], dict[str, int]]:
@@ -492,7 +494,7 @@ class Book:
                 self._never_trained()
 
     def _never_trained(self) -> None:
-        """Count what is booked as training as starting: those rounds had not come so far."""
+        """Count time booked as training as starting instead: those rounds never made a step."""
         self._trained = False
         self.booked = _starting(self.booked)
         for sums in (self.folded, self.folded_nodes):
@@ -501,7 +503,7 @@ class Book:
                 sums[LedgerPhase.STARTING.value] = started_ms + trained_ms
 
     def _of(self, number: int) -> _Round:
-        """Return a round; facts about any but the last are no longer of use."""
+        """Return a round; facts about any but the latest no longer matter."""
         if self._round is None and self.number is None and not self.booked:
             # It was complete before this history began.
             self._round = _Round(number, self._until_ms, adopted=True)
@@ -517,7 +519,7 @@ class Book:
         cause: tuple[str, str] = ("", ""),
         of: _Round | None = None,
     ) -> None:
-        """Book the time not yet booked, until `until_ms` and never beyond now."""
+        """Book the time not yet booked, up to `until_ms` but never beyond now."""
         since_ms, until_ms = self._until_ms, min(until_ms, self._now_ms)
         if until_ms <= since_ms:
             return
@@ -528,7 +530,7 @@ class Book:
         self._until_ms = until_ms
 
     def _spend_held(self, since_ms: int, until_ms: int) -> int:
-        """Return the nodes' time in an interval, and drop the changes before its end."""
+        """Return the node time in an interval, and drop the changes before its end."""
         node_ms, held, at_ms = 0, 0, since_ms
         for changed_ms, number in self._held:
             if changed_ms >= until_ms:
@@ -593,7 +595,7 @@ class Book:
 
 
 def _broke_ms(round_: _Round, ended_ms: int) -> int:
-    """Return when a round stopped working: at its end, or earlier if the failure was noticed late.
+    """Return when a round stopped training: at its end, or earlier if a failure was noticed late.
 
     It is never before the last step: a step made after a node fell silent shows that the others
     continued.
@@ -632,7 +634,7 @@ def _further(*steps: int | None) -> int | None:
 
 
 def _starting(booked: Iterable[Interval]) -> list[Interval]:
-    """Return intervals in which no step was ever made, so those rounds have not trained."""
+    """Rebook the intervals of rounds that never made a step: their training was starting."""
     found: list[Interval] = []
     for one in booked:
         if one.phase != LedgerPhase.TRAINING:

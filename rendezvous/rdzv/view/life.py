@@ -3,8 +3,8 @@
 All of it follows from the fields of events. An event without fields, as in older versions, or with
 an unknown name or unknown fields, is kept as a line of text, and nothing follows from it.
 
-History names the first eight participants of a round. Others become known when later events name
-them; until then only their number is known.
+History names the first eight participants of a round. The others become known when later events
+name them; until then only their number is known.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Round:
     charge: str = ""
     charge_reason: str = ""
     stopped_ms: dict[str, int] = field(default_factory=dict)
-    """By node: when it had stopped its workers or was gone."""
+    """By node: when it had stopped its workers, or was gone."""
     dead_ms: int = 0
-    """How long its workers had been dead when it ended, killed by a node that was cut off."""
+    """How long its workers had been dead when it ended, if a cut-off node had killed them."""
     kept: str = ""
     """A description of the kept workers; empty if none could be."""
     started: str = ""
-    """A description of how its workers entered it; empty if no node has reported it."""
+    """A description of how its workers came into it; empty if no node has reported that."""
     restarts: str = ""
-    """The restarts spent by then, such as `1 of 3`; empty if the nodes count them."""
+    """The restarts spent by then, such as `1 of 3`; empty if the nodes' own agents count them."""
 
     @property
     def live_until_ms(self) -> int | None:
@@ -70,7 +70,7 @@ class Run:
     failures: list[tuple[int, str]] = field(default_factory=list)
     """The time and description of each worker failure."""
     suspects: list[tuple[int, str]] = field(default_factory=list)
-    """The same for each worker whose collective failed; the cause is usually elsewhere."""
+    """The same for each worker that had a collective fail; the cause is usually elsewhere."""
     nodes: dict[str, None] = field(default_factory=dict)
     """All nodes named in its history, in order of appearance."""
     happenings: list[Event] = field(default_factory=list)
@@ -166,7 +166,7 @@ def _completed(run: Run, known: history.RoundCompleted, now_ms: int) -> Round:
 
 
 def _round(run: Run, number: int) -> Round:
-    """Find a round; one missing from the history was complete before it began."""
+    """Find a round; a round missing from the history was complete before the history began."""
     for round_ in reversed(run.rounds):
         if round_.number == number:
             return round_
@@ -185,7 +185,7 @@ def _take_part(run: Run, round_: Round, node: str) -> None:
 
 
 def _go(run: Run, node: str, now_ms: int) -> None:
-    """Note that a node is gone, and thus has no workers of the last round any more."""
+    """Note that a node is gone and so has no workers of the last round left."""
     last = run.round
     if last is not None and last.ended_ms is not None and node in last.nodes:
         last.stopped_ms.setdefault(node, now_ms)

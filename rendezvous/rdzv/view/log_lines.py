@@ -1,4 +1,4 @@
-"""Lines of workers' logs: whole lines, each after its RANK.
+"""Lines of workers' logs: whole lines, each prefixed with its RANK.
 
 Output to a pipe or a file is unchanged. On a terminal it is neutralized: a log may contain control
 sequences that retitle the terminal, clear it or type into it.
@@ -11,7 +11,7 @@ from typing import BinaryIO
 from rdzv.view.answers import LogLines
 
 LINE_BYTES = 64 * 1024
-"""A longer line is split, so that the wait for its end is bounded."""
+"""Longer lines are split, so that the wait for the end of a line is bounded."""
 
 _Source = tuple[str, int, int, bool]
 
@@ -28,7 +28,7 @@ def harmless(text: str) -> str:
 
 
 def note_of(piece: LogLines) -> str:
-    """Describe what is missing, and of which node, if a node is named."""
+    """Describe what is missing, and from which node, if one is named."""
     return f"{piece.node_id}: {piece.note}" if piece.node_id else str(piece.note)
 
 
@@ -77,7 +77,7 @@ class Printer:
             self._begun[source] = rest
 
     def _line_ends(self, text: bytes) -> list[int]:
-        """Return where lines end. Each step of a progress bar ends in CR, and is a line."""
+        """Return where lines end. Each step of a progress bar ends in CR, and counts as a line."""
         lines = text.splitlines(keepends=True)
         ends, at = [], 0
         for line in lines:

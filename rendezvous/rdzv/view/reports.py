@@ -1,4 +1,4 @@
-"""The ledgers of many jobs, summed up: which causes and nodes cost most."""
+"""Sums up the ledgers of many jobs: which causes and nodes cost most."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class JobLine:
     """Whether every run has reported steps; if not, `goodput` is an upper bound."""
     node_ms: int
     lost_node_ms: int
-    """The nodes' time without training."""
+    """Node time without training."""
     lost_gpu_ms: int | None
-    """The same for their GPUs; None if the GPUs of a run are unknown."""
+    """GPU time without training; None if the number of GPUs of a run is unknown."""
 
 
 @struct(frozen=True)
@@ -36,7 +36,7 @@ class Loss:
     ms: int
     node_ms: int
     gpu_ms: int | None
-    """None if the GPUs of an affected run are unknown."""
+    """None if the number of GPUs of an affected run is unknown."""
 
 
 @struct(frozen=True)
@@ -51,7 +51,7 @@ class Report:
     """Training's share of the nodes' time."""
     node_ms: int
     jobs: tuple[JobLine, ...]
-    """The job with the most lost node time comes first."""
+    """By lost node time; the job with the most comes first."""
     causes: tuple[Loss, ...]
     nodes: tuple[Loss, ...]
     """Only nodes that a cause is about."""
@@ -64,11 +64,11 @@ class Spent:
     line: JobLine
     phases: dict[str, int]
     costs: tuple[tuple[Cost, int | None], ...]
-    """Each cost with the number of GPUs of its run's nodes."""
+    """Each cost, with the number of GPUs per node of its run."""
 
 
 def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
-    """Return the intervals since `from_ms`; an earlier one is cut, with its nodes' time."""
+    """Return the intervals since `from_ms`; one that began earlier is cut, as is its node time."""
     found = []
     for one in ledger.intervals:
         if one.until_unix_ms <= from_ms:
@@ -83,7 +83,7 @@ def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
 
 
 def ended_before(state: str, state_age_ms: int, since_ms: int) -> bool:
-    """Return whether a job has nothing in the last `since_ms`."""
+    """Return whether a job had already ended before the last `since_ms`."""
     return state in ("succeeded", "failed", "stopped") and state_age_ms > since_ms
 
 

@@ -80,7 +80,7 @@ def _delay(one: events.RankStraggles | answers.Straggler) -> str:
 
 
 def _of_round(event: Kept) -> str:
-    """Describe an event of a run, its rounds or its workers; empty for an event of a node."""
+    """Describe an event of a run, its rounds or its workers; empty for a node's event."""
     match event:
         case events.RunBegan():
             return f"run {event.run_number} ({event.run}) began: {event.reason}"
@@ -193,9 +193,9 @@ def _round(event: history.RoundCompleted) -> str:
 
 
 def kept(event: history.RoundCompleted) -> str:
-    """Describe which workers of a round are kept, why others are new, and what these load.
+    """Describe which workers of a round are kept, why others are new, and what the new ones load.
 
-    It is empty if none could be kept, and nothing loaded.
+    The result is empty if no worker could be kept and nothing is loaded.
 
     >>> torn = history.NotKept("failed", 1, (3,))
     >>> kept(history.RoundCompleted(1, 2, 4, (), "h", 1, None, 3, 0, 7, (torn,)))
@@ -224,7 +224,7 @@ def _loaded(event: history.RoundCompleted) -> str:
 
 
 def started(event: events.WorkersStarted) -> str:
-    """Describe how the workers of a round came into it, and why some are new or cold.
+    """Describe how the workers came into a round, and why some are new or cold.
 
     >>> late = events.NewWorker(3, "n2", "warm", "it did not park in time")
     >>> started(events.WorkersStarted(1, kept=5, warm=1, cold=0, new=(late,)))
@@ -235,7 +235,7 @@ def started(event: events.WorkersStarted) -> str:
 
 
 def origins(one: events.WorkersStarted | answers.NodeStatus) -> str:
-    """Count the workers that were kept, and that were started warm and cold; leave out zeros."""
+    """Count the workers that were kept, started warm, and started cold; leave out zeros."""
     found = ((one.kept, "kept"), (one.warm, "warm"), (one.cold, "cold"))
     return ", ".join(f"{number} {how}" for number, how in found if number)
 

@@ -28,7 +28,7 @@ class Span:
 
     phase: Phase
     round: Round | None
-    """The round that was forming, live or stopping; None if a forming phase led to no round."""
+    """The round that was forming, live or stopping; None if no round came of a forming phase."""
     since_ms: int
     until_ms: int
 
@@ -63,7 +63,7 @@ def went_wrong(round_: Round) -> bool:
 
 
 def about(round_: Round) -> dict[str, str]:
-    """Return how a round ended; empty if unknown."""
+    """Return attributes that say how a round ended; empty if unknown."""
     return {
         "ended by": round_.cause,
         "because": round_.reason,
