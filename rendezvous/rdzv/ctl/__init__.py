@@ -1,11 +1,11 @@
-"""`rdzvctl`, the operator's command: queries rdzvd, and shows the answers to people and programs.
+"""`rdzvctl`, the operator's command: queries rdzvd and shows the answers to people and programs.
 
 A command has three steps, each in its own module: `rdzv.client` sends the request and returns
 values, `as_text` (`as_text_nodes`) or `as_json` turns these into lines, `__main__` prints them and
 chooses the exit code. `layout` handles widths and colours, and neutralizes text from outside; all
 terminal output passes through it, or is JSON or YAML (`as_yaml`).
 
-`job_request` and `job_file` parse submitted jobs, and `follow` follows them. `watch` receives the
+`job_request` and `job_file` parse jobs to submit, and `follow` follows them. `watch` receives the
 server's updates; `live` turns them into a screen.
 
 `rdzvctl --help` is used more often than anything else, so nothing but click is imported before a

@@ -1,4 +1,4 @@
-"""rdzvctl: its commands, and the exit codes of its errors."""
+"""rdzvctl: its commands, and the exit codes for its errors."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Discard buffered output, so that the interpreter's exit does not fail on it."""
+    """Discard buffered output, so that the interpreter does not fail on it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -132,7 +132,7 @@ def _version() -> str:
 @click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def _completion(shell: str) -> str:
-    """Print the script with which SHELL completes rdzvctl's commands, options, jobs and nodes.
+    """Print the script that lets SHELL complete rdzvctl's commands, options, jobs and nodes.
 
     \b
     bash: eval "$(rdzvctl completion bash)"

@@ -31,7 +31,7 @@ _MOST_FAILURES = 10
 _MOST_TRACEBACK_LINES = 60
 
 _STEADY_MS = 60_000
-"""If a worker was silent for longer, and for several steps, its rate is not shown."""
+"""A worker's rate is not shown once it has been silent for longer than this and several steps."""
 _BEHIND_MS = 10_000
 """A worker that has been silent this much longer than the others is shown separately."""
 
@@ -83,7 +83,7 @@ def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
 
 
 def scaled(before: JobStatus, job: JobStatus) -> str:
-    """Describe how an operator changed a job's bounds, and the effect on its present nodes."""
+    """Describe how an operator changed a job's bounds, and the effect on the present nodes."""
     text = (
         f"{job.rdzv_id} has min_nodes {job.min_nodes} and max_nodes {job.max_nodes} now "
         f"(before: {before.min_nodes} and {before.max_nodes})"
@@ -100,7 +100,7 @@ def scaled(before: JobStatus, job: JobStatus) -> str:
 
 
 def only_watched(job: JobStatus | JobSummary) -> bool:
-    """Return whether another back-end forms the group, so that no command can change the job."""
+    """Return whether another backend forms the group, so that no command can change the job."""
     return job.backend != OWN_BACKEND
 
 
@@ -112,7 +112,7 @@ def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
 
 
 def event_lines(history: Sequence[Event], page: Page) -> str:
-    """Show events that others may follow, so without a header and with room for every name."""
+    """Show events that more may follow: without a header, and with room for every name."""
     width = max(map(len, KINDS))
     return "\n".join(page.line(*_event(event, page, width)) for event in history)
 
@@ -140,8 +140,8 @@ def servers(found: Sequence[Server], page: Page) -> str:
     header = ("SERVER", "STATE", "FOR", "LEADERSHIP", "VERSION", "DATA")
     warned = [
         Cell(
-            f"insecure: {server.insecure}; everyone who can reach {server.address} may "
-            "run and end jobs",
+            f"insecure: {server.insecure}; anyone who can reach {server.address} can run and end "
+            "jobs",
             "red",
         )
         for server in found
@@ -203,7 +203,7 @@ def _round(job: JobStatus) -> str:
 
 
 def _of_round(value: str, job: JobStatus) -> str:
-    """Add the number of the round that a value belongs to, unless that round is running."""
+    """Add the number of the round that a value belongs to, unless the round is running."""
     if job.state == "running" or value == _UNKNOWN or job.round is None:
         return value
     return f"{value} in round {job.round}"
@@ -259,7 +259,7 @@ def _of(spent: int, most: int | None) -> str:
 
 
 def workers(job: JobStatus) -> str:
-    """Describe how the round's workers entered it; empty if nothing is known of new ones."""
+    """Describe how workers came into the round; empty if nothing is known about new ones."""
     kept = f"{job.kept} kept" if job.kept else ""
     if kept and job.source is not None:
         kept += f" from step {job.resume_step} of RANK {job.source}"
@@ -324,7 +324,7 @@ def straggling(job: JobStatus) -> str:
 
 
 def _steps(progress: Sequence[RankProgress], job: JobStatus) -> str:
-    """Describe the workers' steps at the moment of the job's foremost report.
+    """Describe the workers' steps as of the foremost worker's report.
 
     A worker whose rate is unknown counts with its last reported step.
     """
@@ -335,7 +335,7 @@ def _steps(progress: Sequence[RankProgress], job: JobStatus) -> str:
 
 
 def _present_rate(one: RankProgress) -> float | None:
-    """Return a worker's rate, unless it is unknown or outdated."""
+    """Return a worker's rate; None if it is unknown or outdated."""
     if one.rate is None:
         return None
     missed = one.rate * one.age_ms / 1000
@@ -353,7 +353,7 @@ def node_table(
     one_line: bool = False,
     hint: str = "; --all shows them",
 ) -> list[str]:
-    """Show the seat of each node; of more than `most` nodes, those without a seat come first.
+    """Show each node's seat; if there are more than `most`, nodes without a seat come first.
 
     `hint` says how to see the others.
     """
@@ -378,7 +378,7 @@ def node_table(
 
 
 def _concern(node: NodeStatus) -> int:
-    """Rank nodes for an abbreviated table; an unknown state of a newer server ranks as urgent."""
+    """Rank nodes for an abbreviated table; a state unknown to this version ranks as urgent."""
     return _BY_CONCERN.index(node.state) if node.state in _BY_CONCERN else 0
 
 
@@ -417,12 +417,12 @@ def _node_steps(node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProg
 
 
 def _node_workers(node: NodeStatus) -> str:
-    """Count a node's workers, by kept, warm and cold if known."""
+    """Count a node's workers, as kept, warm and cold if that is known."""
     return origins(node) or number_cell(node.local_world_size).text
 
 
 def _node_reason(node: NodeStatus, job: JobStatus) -> str:
-    """Return why a node is not seated; "as above" if the headline already gives the reason."""
+    """Return why a node is not seated, or "as above" if the headline already gives the reason."""
     if node.reason and node.reason in (job.reason, job.last_end):
         return "as above"
     return node.reason or ""
@@ -507,7 +507,7 @@ def _failed_too(others: Sequence[WorkerFailure], page: Page, everything: bool) -
 
 
 def state_cell(state: str) -> Cell:
-    """Return a state in its usual color."""
+    """Return a state in its usual colour."""
     return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
 
 

@@ -63,7 +63,7 @@ def _expires(token: Token) -> Cell:
 
 
 def made(token: Token) -> str:
-    """Describe the new token for stderr; only its text goes to stdout."""
+    """Describe a new token on stderr; only its text goes to stdout."""
     until = "does not expire"
     if token.expires_in_ms is not None:
         until = f"expires in {duration(token.expires_in_ms)}"

@@ -18,13 +18,13 @@ _MOST_LINES = 2**32 - 1
 
 
 def parse_tail(text: str) -> tuple[int, int]:
-    """Parse a number of lines, or a number of bytes; the other is 0.
+    """Parse a number of lines or of bytes; the other of the two is 0.
 
     >>> parse_tail("100"), parse_tail("64k")
     ((100, 0), (0, 65536))
 
     Raises:
-        InvalidRequestError: it is neither.
+        InvalidRequestError: the text is neither.
     """
     found = _TAIL.fullmatch(text)
     count = int(found[1]) if found else 0

@@ -1,4 +1,4 @@
-"""Nodes, for people: which take jobs, their free resources, and which are drained or cordoned."""
+"""Nodes, for people: which take jobs, what they have free, and which are drained or cordoned."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _STATE_STYLES = {
     **{"draining": "yellow", "drained": "yellow"},
 }
 _MOST_JOBS = 3
-"""How many of a node's jobs are named in one line of the table."""
+"""How many of a node's jobs one line of the table names."""
 _LEAST_REASON = 16
 
 
 def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None = None) -> str:
-    """Show one line per node, by name, and why changes are not stored, if they are not."""
+    """Show one line per node, by name, and, if changes are not being stored, why."""
     away = page.sentence(store_away) if store_away else []
     if not found:
         return "\n".join([f"no nodes at {server}", *away])
@@ -56,7 +56,7 @@ def node(found: Node, page: Page) -> str:
 
 
 def cordoned(found: Node) -> str:
-    """Report that nothing more is placed on a node, and what is still there."""
+    """Report that nothing more is placed on a node, and which jobs are still there."""
     left = f"; it has {_jobs(found)}" if found.jobs else ""
     return f"{harmless(found.node_id)} is cordoned{harmless(left)}"
 
@@ -67,7 +67,7 @@ def uncordoned(found: Node) -> str:
 
 
 def drained(found: Node) -> str:
-    """Report that a node is being emptied, and what is still there."""
+    """Report that a node is being emptied, and which jobs are still there."""
     name = harmless(found.node_id)
     if found.drain is None:
         return f"{name} is no longer drained: the drain was lifted meanwhile"
@@ -108,7 +108,7 @@ def _because(reason: str | None) -> str:
 
 
 def _why_taken_out(node: Node) -> str:
-    """Describe why nothing is placed on a node, and how long its workers remain."""
+    """Describe why a node is being emptied, and how much time its workers have left."""
     if node.drain == "draining":
         left = duration(node.drain_left_ms or 0)
         why = f": {node.drain_reason}" if node.drain_reason else ""
@@ -183,7 +183,7 @@ def _row(node: Node) -> tuple[Cell, ...]:
 
 
 def _unusable(node: Node, header: str) -> str:
-    """Return why nothing is placed on a node, for a column with this header."""
+    """Return why nothing is placed on a node, for the column with this header."""
     if header == "CORDONED":
         return _why_taken_out(node)
     whys = []
@@ -199,7 +199,7 @@ def _unusable(node: Node, header: str) -> str:
 
 
 def _jobs(node: Node) -> str:
-    """Name a node's jobs; those that do not run yet, or are not gone yet, are marked."""
+    """Name a node's jobs; those that do not run yet, or are not gone yet, are marked so."""
     named = [
         job.rdzv_id + (f" ({job.state})" if job.state in ("placed", "holding") else "")
         for job in node.jobs[:_MOST_JOBS]

@@ -12,11 +12,11 @@ from rdzv.view.ledger import Cost, Ledger, LedgerPhase
 from rdzv.view.reports import JobLine, Loss, Report
 
 NO_STEPS = (
-    "No progress is reported: training counts from the first collective, or where none is recorded "
-    "from the start of the workers, so this is at most what it can be."
+    "No progress is reported: training counts from the first collective or, where none is "
+    "recorded, from the start of the workers, so the share of training is an upper bound."
 )
-"""Shown if starting, loading and redone steps cannot be told from training."""
-FORGOTTEN = "The beginning of this run is no longer kept, and not counted."
+"""Shown if starting, loading and redone steps cannot be told apart from training."""
+FORGOTTEN = "The beginning of this run is no longer in the history, so it is not counted."
 LISTED = 10
 """The most jobs, causes and nodes listed in a text."""
 
@@ -30,10 +30,10 @@ _STYLES = {LedgerPhase.TRAINING.value: "green", LedgerPhase.REDOING.value: "yell
 
 
 def read_since(text: str) -> int:
-    """Parse how far back to look, such as `7d` or `12h`, into milliseconds.
+    """Parse how far back to look, such as `7d` or `12h`; return milliseconds.
 
     Raises:
-        InvalidRequestError: it is not such a time.
+        InvalidRequestError: the text is not such a time.
     """
     found = re.fullmatch(r"(\d{1,6})\s*(m|min|h|d|w)", text.strip())
     if found is None or not int(found[1]):
@@ -44,7 +44,7 @@ def read_since(text: str) -> int:
 
 
 def share(goodput: float | None, *, steps_reported: bool) -> str:
-    """Format a share of time, as an upper bound if no steps are reported.
+    """Format a share of time; it is an upper bound if no steps are reported.
 
     >>> share(0.8731, steps_reported=True), share(1.0, steps_reported=False)
     ('87.3%', 'at most 100.0%')
@@ -67,7 +67,7 @@ def hours(ms: int | None) -> str:
 
 
 def cause_name(cause: str) -> str:
-    """Name the cause of lost time; without a failure it is the start of the run."""
+    """Name the cause of lost time: the start of the run, if there was no failure."""
     return cause or "the start"
 
 

@@ -14,7 +14,7 @@ _MOST_SILENT = 16
 
 
 def text(report: StackReport, page: Page, *, raw: bool) -> str:
-    """Show one line per group, then one worker's stack of each; with `raw`, all stacks in full."""
+    """Show one line per group, then the stack of one worker in each; with `raw`, all in full."""
     taken = f"taken {duration(report.age_ms)} ago, at {page.ago(report.age_ms)}"
     round_ = Cell(f"round {report.round}")
     lines = [page.line(Cell(report.rdzv_id, "bold"), round_, Cell(taken))]
@@ -38,7 +38,7 @@ def text(report: StackReport, page: Page, *, raw: bool) -> str:
         lines += page.sentence(f"RANK {ranks} on {node.node_id}: {node.reason}")
     if not raw and len(report.silent) > _MOST_SILENT:
         silent = counted(len(report.silent) - _MOST_SILENT, "more node")
-        lines.append(page.line(Cell(f"... and {silent} about which nothing is known", "dim")))
+        lines.append(page.line(Cell(f"... and {silent} with no report", "dim")))
     if not report.groups and not report.silent:
         lines.append("there was no worker")
     for stack in report.stacks if raw else _one_of_each(report, groups_shown=len(groups)):
@@ -50,7 +50,7 @@ def text(report: StackReport, page: Page, *, raw: bool) -> str:
 
 
 def _one_of_each(report: StackReport, groups_shown: int) -> Sequence[WorkerStack]:
-    """Return one worker of each shown group."""
+    """Return one worker's stack from each group that is shown."""
     by_rank = {stack.rank: stack for stack in report.stacks}
     found = []
     for group in report.groups[:groups_shown]:
@@ -97,5 +97,5 @@ def _record(record: GroupRecord) -> str:
 
 
 def _collective(one: CollectiveRecord) -> str:
-    state = "done" if one.done else f"waits since {duration(one.age_ms)}"
+    state = "done" if one.done else f"waiting for {duration(one.age_ms)}"
     return " ".join(filter(None, (one.operation, f"#{one.sequence}", one.sizes, f"({state})")))

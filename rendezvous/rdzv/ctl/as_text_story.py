@@ -1,4 +1,4 @@
-"""A job's story in sentences: its rounds, its first failure, the time it lost, its present wait.
+"""A job's story in sentences: its rounds, first failure, lost time, and present wait.
 
 All of it comes from its history and its status; nothing is guessed.
 """
@@ -19,9 +19,9 @@ from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
 from rdzv.view.life import Round, Run, following, name_present, runs_of
 
 FIRST, LAST = 3, 5
-"""How many rounds of a long story are shown in full, first and last; the others are summarized."""
+"""How many rounds of a long story are shown in full at each end; the others are summarized."""
 NODES_TOLD = 8
-"""How many nodes are shown with the reason for not being seated."""
+"""How many nodes are shown with the reason why they are not seated."""
 
 _ENDED = ("succeeded", "failed", "stopped")
 _STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped": "yellow"}
@@ -66,7 +66,7 @@ def _state(status: JobStatus) -> Cell:
 
 
 def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
-    """Show the history, each fact after its time."""
+    """Show the history, each fact beside its time."""
     told: list[tuple[int, str]] = []
     if len(runs) > 1 and run.number is not None and run.number > 1:
         before = next((r for r in reversed(runs) if r.run != run.run and r.result), None)
@@ -96,7 +96,7 @@ def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
 
 
 def _is_said(run: Run, event: Event) -> bool:
-    """Return whether the end of a round, or of the run, already has the reason of this event."""
+    """Return whether the end of a round or of the run already gives this event's reason."""
     gone = read(event.name, event.fields)
     if not isinstance(gone, NodeLost | NodeLeft) or (isinstance(gone, NodeLost) and gone.may_run):
         return False
@@ -105,7 +105,7 @@ def _is_said(run: Run, event: Event) -> bool:
 
 
 def _reasons(run: Run) -> Iterator[str]:
-    """Yield the reasons for the ends of rounds and of the run, except those that quote a worker."""
+    """Yield the reasons why rounds and the run ended, except those that quote a worker."""
     cause: str = ""
     for round_ in run.rounds:
         for cause, reason in (
@@ -163,7 +163,7 @@ def _participants(round_: Round) -> str:
 
 
 def _end(run: Run, round_: Round) -> str:
-    """Describe why a round ended, which cause was charged, and how long none followed."""
+    """Describe why a round ended, what was charged, and how long it took until the next."""
     assert round_.ended_ms is not None
     ran = "" if round_.adopted else f" after {duration(round_.ended_ms - round_.at_ms)}"
     text = f"Round {round_.number} ended{ran} ({round_.cause}): {_sentence(round_.reason)}"
@@ -206,7 +206,7 @@ def _sentence(text: str) -> str:
 
 
 def _failures(run: Run) -> Sequence[tuple[int, str]]:
-    """Return the worker failures, and suspects only if one was charged and nothing else failed."""
+    """Return the worker failures, or suspects if one was charged and nothing else failed."""
     charged = any(round_.charge == Cause.WORKER_FAILURE for round_ in run.rounds)
     return run.failures or (run.suspects if charged else ())
 
@@ -225,7 +225,7 @@ def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) ->
 
 
 def _costs(run: Run, now_ms: int) -> list[str]:
-    """Sum up by cause how often there was no live round, and for how long."""
+    """Sum up, by cause, how often and for how long there was no live round."""
     number: Counter[str] = Counter()
     lost_ms: Counter[str] = Counter()
     for round_ in run.rounds:
@@ -246,7 +246,7 @@ def _costs(run: Run, now_ms: int) -> list[str]:
 
 
 def _spent(spent: Ledger) -> list[str]:
-    """Show what share of the time was training, and what took the rest."""
+    """Show what share of the time was training, and what the rest went to."""
     if not spent.wall_ms:
         return []
     phases = dict(spent.phases)

@@ -8,7 +8,7 @@ import yaml
 
 
 def document(text: str) -> str:
-    """Convert a JSON document to YAML; multi-line texts become blocks.
+    """Convert a JSON document to YAML; texts with several lines become blocks.
 
     The result is pure ASCII, like the JSON, so that nothing in it can harm a terminal.
     """
@@ -17,7 +17,7 @@ def document(text: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes multi-line texts as blocks, unless something in them must be escaped."""
+    """Writes texts with several lines as blocks, unless something in them must be escaped."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

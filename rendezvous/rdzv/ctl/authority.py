@@ -1,4 +1,4 @@
-"""A small CA, and the certificates that it signs, for users without a CA of their own.
+"""A small CA and the certificates it signs, for users without a CA of their own.
 
 A folder holds all of it: `ca.crt`, which everyone trusts, `ca.key`, which stays here, and a pair of
 files for each holder. A holder's common name (CN) is the caller's name, and its organizations (O)
@@ -24,13 +24,13 @@ from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 
 CLOCKS_APART = timedelta(minutes=5)
-"""How far a certificate's start is backdated: other machines' clocks may be behind."""
+"""How far a certificate's start is backdated, because other machines' clocks may be behind."""
 
 OF_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 """Names in every server's certificate, for clients on the same machine."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,63}")
-"""Valid names of a holder: they name files, and a common name has at most 64 characters."""
+"""Valid holder names: they also name files, and a common name has at most 64 characters."""
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 _Key = ec.EllipticCurvePrivateKey
@@ -38,7 +38,7 @@ _Key = ec.EllipticCurvePrivateKey
 
 @struct(frozen=True)
 class Made:
-    """The certificate and key files of a holder."""
+    """A holder's certificate and key files."""
 
     cert: Path
     key: Path
@@ -46,7 +46,7 @@ class Made:
 
 @struct(frozen=True)
 class Shown:
-    """The facts in a certificate."""
+    """The facts that a certificate states."""
 
     file: Path
     kind: str
@@ -69,7 +69,7 @@ class Authority:
         """Create a CA.
 
         Raises:
-            InvalidRequestError: one already exists, or the folder cannot be written.
+            InvalidRequestError: a CA already exists, or the folder cannot be written.
 
         """
         try:
@@ -91,7 +91,7 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path) -> Authority:
-        """Open the CA of a folder.
+        """Open the CA in a folder.
 
         Raises:
             InvalidRequestError: there is none, or it cannot be read.
@@ -118,7 +118,7 @@ class Authority:
         return cls(folder, key, certificate)
 
     def server(self, hosts: Sequence[str], days: int, *, replace: bool) -> Made:
-        """Create the pair of a server reached by these names and addresses."""
+        """Create the files for a server that is reached by these names and addresses."""
         names = tuple(dict.fromkeys((*hosts, *OF_THIS_MACHINE)))
         return self._make(
             "server",
@@ -132,7 +132,7 @@ class Authority:
     def caller(
         self, file: str, name: str, roles: Sequence[str], days: int, *, replace: bool
     ) -> Made:
-        """Create the pair of a caller with these roles."""
+        """Create the files for a caller with these roles."""
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(
                 f"name {name!r} cannot be used: give up to 64 letters, digits and . _ @ -, the "
@@ -176,7 +176,7 @@ class Authority:
 
 
 def show(files: Sequence[Path]) -> list[Shown]:
-    """Read the facts in certificates.
+    """Read the facts from certificates.
 
     Raises:
         InvalidRequestError: one cannot be read.
@@ -292,7 +292,7 @@ def _files(folder: Path, name: str) -> Made:
 
 
 def _refuse_present(files: Made, *, replace: bool) -> None:
-    """Refuse before anything is written: a new key is useless beside an old certificate."""
+    """Refuse existing files before writing any: a new key is useless beside an old certificate."""
     for path in (files.cert, files.key):
         if not replace and path.exists():
             raise InvalidRequestError(f"{path} already exists; --force replaces it")

@@ -1,4 +1,4 @@
-"""What the commands of rdzvctl share: exit codes, options, and opening the client."""
+"""What rdzvctl's commands share: exit codes, options, and opening the client."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def complain(message: str, exit_code: int) -> int:
 
 @struct(frozen=True)
 class Connection:
-    """The options given before the name of the command; None if absent."""
+    """The options given before the command's name; None for those not given."""
 
     server: str | None
     timeout_s: float | None
@@ -85,8 +85,8 @@ def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
         "--server",
         cls=_ConnectionOption,
         metavar="HOST:PORT",
-        help=f"The rdzvd to ask; default: RDZV_SERVER, else {DEFAULT_SERVER}. Of several that "
-        "share a store, give some or all, separated by commas.",
+        help=f"The rdzvd to ask; default: RDZV_SERVER or, if unset, {DEFAULT_SERVER}. If several "
+        "share a store, give some or all of them, separated by commas.",
     )
     timeout = click.option(
         "--timeout",
@@ -182,7 +182,7 @@ output_option = click.option(
 reason_option = click.option(
     "--reason",
     metavar="TEXT",
-    help="The reason, recorded for later questions together with your name.",
+    help="The reason, recorded together with your name.",
 )
 
 
@@ -257,7 +257,7 @@ def opened_client(server: str | None, timeout_s: float | None) -> Iterator[Contr
 
 
 def _with_server(message: str, endpoint: str, named: str | None) -> str:
-    """Add to an error which server was asked, because it is often not the intended one."""
+    """Add the server that was asked to an error, because it is often not the intended one."""
     if named is None:
         hint = f" ({endpoint} is the default; --server or RDZV_SERVER names another)"
         # If two clients are open, an error passes through both.
@@ -278,5 +278,5 @@ def this_user() -> str:
 
 
 def by_whom(reason: str | None) -> str:
-    """Return the reason stored with a change: the user's name and the given reason."""
+    """Return the reason to store with a change: the user's name and the reason given."""
     return f"by {this_user()}" + (f": {reason}" if reason else "")

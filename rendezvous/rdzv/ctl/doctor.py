@@ -27,7 +27,7 @@ from rdzv.version import VERSION
 from rdzv.view.answers import Node, Server
 
 FEW_FILES = 4_096
-"""With a lower limit, workers with several data loaders and their sockets run out of files."""
+"""Below this limit, workers with several data loaders and their sockets run out of files."""
 SMALL_SHM_BYTES = 1 << 30
 CLOCK_MS = 2_000
 """How far this machine's clock may differ from the server's."""
@@ -102,7 +102,7 @@ def check_torch(python: str) -> Finding:
 
 
 def check_shm(shm: Path) -> Finding:
-    """Check the memory that DataLoader workers and NCCL share."""
+    """Check the shared memory that DataLoader workers and NCCL use."""
     try:
         usage = shutil.disk_usage(shm)
     except OSError as error:
@@ -178,7 +178,7 @@ def check_server(client: ControlClient) -> Iterator[Finding]:
 def judge_servers(
     asked: str, servers: Sequence[Server], took_ms: float, now_unix_ms: int
 ) -> Iterator[Finding]:
-    """Judge an answer that took `took_ms` and arrived at `now_unix_ms`."""
+    """Judge an answer about the servers that took `took_ms` and arrived at `now_unix_ms`."""
     leaders = [server.address for server in servers if server.leads]
     if leaders:
         yield _ok("server", f"{asked} answers after {took_ms:.0f} ms; {leaders[0]} leads")
@@ -212,7 +212,7 @@ def _judge_clock(address: str, ahead_ms: float, took_ms: float) -> Finding:
 def check_nodes(
     nodes: Sequence[Node], reach: Callable[[str, int], str] | None = None
 ) -> Iterator[Finding]:
-    """Check the nodes that the server knows; `reach` tries a node's port, and returns an error."""
+    """Check the nodes that the server knows; `reach` tries a node's port, returning any error."""
     if not nodes:
         yield _warning(
             "nodes", "the server knows none; start rdzvrun or rdzv-agent with its address"
@@ -238,7 +238,7 @@ def check_nodes(
 
 
 def try_port(host: str, port: int) -> str:
-    """Connect to a port; return the reason if that fails, else nothing."""
+    """Connect to a port; return the reason if that fails, and an empty string otherwise."""
     try:
         with socket.create_connection((host, port), CONNECT_WITHIN_S):
             return ""
@@ -250,7 +250,7 @@ def try_port(host: str, port: int) -> str:
 
 
 def wait_for_visit(port: int, within_s: float, say: Callable[[int], None]) -> Finding:
-    """Listen on a port, pass it to `say`, and judge the connection from another machine."""
+    """Listen on a port, pass its number to `say`, and judge the connection from another machine."""
     try:
         with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True) as open_:
             say(open_.getsockname()[1])
@@ -298,7 +298,7 @@ def visit(host: str, port: int) -> Finding:
 def examine(
     client: ControlClient, credentials: Credentials, python: str, *, with_nodes: bool
 ) -> Iterator[Finding]:
-    """Run all checks of this machine and the server, and those of the nodes if requested."""
+    """Run all checks of this machine and the server and, if requested, of the nodes."""
     yield from check_machine(python)
     yield from check_certificate(credentials, datetime.now(UTC))
     answers = True

@@ -92,7 +92,7 @@ class _Story:
         """Report how the run ended; return its exit code."""
         if isinstance(self._end, RendezvousError):
             raise self._end
-        assert self._end is not None, "it has told all"
+        assert self._end is not None, "the watcher has seen the end"
         _say(f"{self._rdzv_id} has {self._end.state}: {self._end.reason or ''}")
         code = exit_code(self._end)
         assert code is not None, "it has ended"
@@ -108,7 +108,7 @@ def follow_events(
 ) -> None:
     """Show the `known` events of a job, then each new one, until the job has ended.
 
-    The server announces each change of the job; the new events are then fetched.
+    The server announces each change to the job; the new events are then fetched.
     """
     _show_events(rdzv_id, known, output)
     with watching(watcher, rdzv_id) as news:

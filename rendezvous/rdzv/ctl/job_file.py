@@ -20,7 +20,7 @@ from rdzv.settings.toml_files import read_document
 from rdzv.structs import struct
 
 _OF_CALLER = frozenset({"file", "follow", "dry_run", "output", "server", "timeout", "help", "env"})
-"""Flags about the output that the caller wants; and `env`, which is a table here."""
+"""Flags about the caller's output, and `env`, which is a table here."""
 
 
 @struct(frozen=True)
@@ -39,7 +39,7 @@ NOTHING = JobFile()
 
 
 def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]) -> JobFile:
-    """Parse a job; `flags` are the known flags, `refused` those that it must not have.
+    """Parse a job file; `flags` are the known flags, `refused` those that a job must not have.
 
     A relative `chdir` starts from the folder of the file.
 
@@ -105,7 +105,7 @@ class _Keys:
         return str(value)
 
     def _item(self, key: str, name: str, value: Any) -> str:
-        """Format a value of a table as it appears in a comma-separated list."""
+        """Format one value of a table as it appears in a comma-separated list."""
         if isinstance(value, bool):
             return str(value).lower()
         if not isinstance(value, str | int | float) or "," in f"{name}{value}":

@@ -1,4 +1,4 @@
-"""`rdzvctl list`: jobs chosen by name and state, in an order, as lines for people."""
+"""`rdzvctl list`: jobs selected by name and state, sorted, as lines for people."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ ORDERS: dict[str, Callable[[JobSummary], tuple[object, ...]]] = {
     "nodes": lambda job: (-job.nodes, job.rdzv_id),
     "restarts": lambda job: (-(job.restarts or 0), job.rdzv_id),
 }
-"""The orders by name: the latest change, the most nodes and the most restarts come first."""
+"""The orders, by name; the latest change, the most nodes and the most restarts come first."""
 
 
 def chosen(
     jobs: Sequence[JobSummary], states: Collection[str], name: str | None, order: str | None
 ) -> list[JobSummary]:
-    """Return the jobs in one of these states (any if there are none) whose name matches a pattern.
+    """Return the jobs in one of these states (any, if none are given) whose name matches a pattern.
 
-    Jobs that have ended come last. Without an order they are sorted by the time of their end, and
+    Jobs that have ended come last. Without an order, they are sorted by the time of their end, and
     the others by name.
     """
     found = [
@@ -59,10 +59,10 @@ def as_lines(
     most_ended: int | None = None,
     wide: bool = False,
 ) -> str:
-    """Show one line per job, and why changes are not stored, if they are not.
+    """Show one line per job and, if changes are not being stored, why.
 
-    Jobs that have ended are shown separately, and at most `most_ended` of them. A `wide` list keeps
-    all columns and the whole reason.
+    Jobs that have ended are shown separately, at most `most_ended` of them. A `wide` list keeps all
+    columns and the whole reason.
     """
     away = page.sentence(store_away) if store_away else []
     if not summaries:

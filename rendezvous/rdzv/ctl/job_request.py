@@ -27,7 +27,7 @@ from rdzv.structs import struct
 
 ENV_VARIABLES = 1_000
 ENV_BYTES = 128 * 1024
-"""The most bytes of names and values together; the server accepts no more."""
+"""The most bytes that names and values may have together; the server accepts no more."""
 ARGS_BYTES = 128 * 1024
 MAX_TIMEOUT_S = 86_400
 MAX_PRIORITY = 1_000_000
@@ -46,7 +46,7 @@ REFUSED = {
     "local_addr": "every node knows its own address; leave it out",
     "preemption_file": "every node has its own, as [preemption] in agent.toml; leave it out",
 }
-"""Flags that a submitted job cannot have, by their dest: the reason, and the remedy."""
+"""Flags that a submitted job cannot have, by dest, each with the reason and the remedy."""
 
 CREDENTIALS = {
     "tls_ca": "ca",
@@ -54,7 +54,7 @@ CREDENTIALS = {
     "tls_key": "key",
     "token_file": "token_file",
 }
-"""Flags about the connection to the server, by their dest: the field of `Credentials`."""
+"""Flags about the connection to the server: the field of `Credentials`, by the flag's dest."""
 
 _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
     CREDENTIALS,
@@ -65,7 +65,7 @@ _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
 
 @struct(frozen=True)
 class Caller:
-    """Where the command runs: the source of values that the command line leaves out."""
+    """The environment of the command, for values that the command line leaves out."""
 
     directory: str
     environ: Mapping[str, str]
@@ -82,7 +82,7 @@ class Request:
 
     rdzv_id: str
     run: str
-    """Chosen here, so that the same request can be sent twice."""
+    """The run's uid, chosen here so that the same request can be sent twice."""
     settings: Settings
     spec: JobSpec
     follow: bool
@@ -91,13 +91,13 @@ class Request:
     server: str | None
     timeout_s: float | None
     credentials: Mapping[str, Path]
-    """The fields of `Credentials` named in the command line."""
+    """The fields of `Credentials` that the command line gives."""
     notes: tuple[str, ...]
     """Parts of the command line, or of the caller's environment, that have no effect."""
 
 
 def wants_help(words: Sequence[str]) -> bool:
-    """Return whether the flags ask for help; words after them belong to the script."""
+    """Return whether the flags ask for help; words after the flags belong to the script."""
     given, _ = flags.split(words, flags.options(_parser()), _WHOLE)
     return any(action.dest == "help" for one in given for action in one.actions)
 
@@ -197,7 +197,7 @@ def _request(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises our own error: one line, printed like all others."""
+    """Raises our own kind of error: one line, printed like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidRequestError(message)
@@ -209,7 +209,7 @@ def _parser() -> _Parser:
         usage="rdzvctl submit [rdzvrun's flags] [flags below] [--] script ...",
         formatter_class=HelpFormatter,
         description="Submit a job to the server, which chooses its nodes among those whose "
-        "rdzv-agent takes submitted jobs, as soon as enough of them are free. The "
+        "rdzv-agent takes submitted jobs, as soon as enough are free. The "
         "script, its folder and its interpreter must exist on every node: nothing is "
         "copied.",
         epilog="PET_* of this environment do not count. Exit codes: 0 "
@@ -310,10 +310,10 @@ def _dest(option: Option) -> str:
 
 
 _OWN = frozenset(map(_dest, (*_of_job(), *_of_command())))
-"""The dests of flags that rdzvrun lacks."""
+"""The dests of the flags that rdzvrun lacks."""
 
 _WHOLE = declared_flags.OWN | {names[0] for names, _ in (*_of_job(), *_of_command())}
-"""Flags that cannot be abbreviated, so that an abbreviation means what it means to torchrun."""
+"""Flags that cannot be abbreviated, so that abbreviations mean the same as for torchrun."""
 
 
 def _check_given(one: Given) -> None:
@@ -346,7 +346,7 @@ def _words(given: Iterable[Given]) -> list[str]:
 def _check_for_nodes(
     args: argparse.Namespace, conf: Mapping[str, str], local_world_size: int
 ) -> None:
-    """Refuse values that every node would refuse, so that the user learns of them early."""
+    """Refuse values that every node would refuse, so that the user finds out early."""
     job_options.conf_bool(conf, "reuse", default=True)
     job_options.conf_ms(conf, "failure_stop_timeout", 5)
     job_options.conf_ms(conf, "server_timeout", 600)
@@ -363,7 +363,7 @@ def _check_for_nodes(
 
 
 def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[str, ...]:
-    """Return rdzvrun's arguments, without the job's name and flags that rdzvrun lacks."""
+    """Return rdzvrun's arguments, without the job's name and the flags that rdzvrun lacks."""
     words: list[str] = []
     for one in given:
         dest = one.actions[-1].dest
@@ -528,7 +528,7 @@ def _name(rdzv_id: str) -> str:
 
 
 def _name_for(script: str, args: argparse.Namespace) -> str:
-    """Name a job after its script; four digits distinguish it from others of the same script."""
+    """Name a job after its script; four digits tell it apart from others with the same script."""
     stem = script.rpartition(".")[2] if args.module else PurePosixPath(script).stem
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip(".-")[:64] or "job"
     return f"{stem}-{secrets.token_hex(2)}"
@@ -537,7 +537,7 @@ def _name_for(script: str, args: argparse.Namespace) -> str:
 def _working_directory(said: str) -> str:
     """Return the caller's directory by the shell's own name for it; empty if it is gone.
 
-    That name may contain links, and be valid on every node where the resolved path is not.
+    That name may contain links, and be valid on every node even where the resolved path is not.
     """
     try:
         here = str(Path.cwd())
@@ -563,7 +563,7 @@ def _chdir(given: str | None, directory: str) -> str:
 
 
 def _notes(conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """List the options without effect."""
+    """List the options that have no effect."""
     notes = []
     if unknown := job_options.unknown_keys(conf):
         known = ", ".join(declared_flags.CONF_KEYS)

@@ -1,7 +1,7 @@
-"""Lines for a terminal or a pipe: widths, colours, and neutralized text.
+"""Lines for a terminal or a pipe: widths, colours, and sanitized text.
 
 Every text is treated as hostile: a traceback may contain codes that retitle a terminal, clear it or
-type into it. The output of a `Page` has no control characters but its own colours.
+type into it. The output of a `Page` has no control characters other than its own colours.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rdzv.view.log_lines import harmless
 _GAP = "  "
 _LABEL_WIDTH = 15
 _NARROWEST = 28
-"""If less than this width is left beside a row, its free text goes below the row."""
+"""If a row leaves less width than this, its free text goes below the row."""
 _SHORTEST = 40
-"""By default, expendable columns are dropped to leave at least this much for free text."""
+"""By default, expendable columns are dropped to leave free text at least this much width."""
 
 
 @struct(frozen=True)
@@ -38,7 +38,7 @@ class Cell:
 
 @struct(frozen=True)
 class Page:
-    """The output that lines are laid out for; a pipe or a file has no `width`."""
+    """The destination that lines are laid out for; a pipe or a file has no `width`."""
 
     width: int | None
     colour: bool
@@ -55,7 +55,7 @@ class Page:
         return self._wrapped(Cell(text), "", 0)
 
     def fact(self, label: str, value: Cell, width: int = 0) -> list[str]:
-        """Put a value beside its label; `width` is the width of the widest label of these facts."""
+        """Put a value beside its label; `width` is that of the widest label among these facts."""
         indent = max(_LABEL_WIDTH, 2 + width + len(_GAP))
         name = self._paint(Cell(f"  {label}".ljust(indent), "dim"))
         return self._wrapped(value, name, indent)
@@ -78,7 +78,7 @@ class Page:
         one_line: bool = False,
         least: int = _SHORTEST,
     ) -> list[str]:
-        """Align rows under a header; the last column is free text and takes the remaining room.
+        """Align rows under a header; the last column is free text, and takes the remaining room.
 
         Columns without any text are left out, as are `expendable` ones, in that order, until the
         rest fits. Free text is wrapped; with `one_line` it is cut, and has room for `least`.
@@ -108,12 +108,12 @@ class Page:
     def clock(self, unix_ms: int) -> str:
         """Format a point in time to the second: the time of day, with the date unless it is today.
 
-        For a column in which most times are of today.
+        For a column in which most times are today's.
         """
         return self.ago(round(self.now_s * 1000) - unix_ms)
 
     def ago(self, age_ms: int) -> str:
-        """Format the time of something this long ago; with the date, unless it is today."""
+        """Format the time of something that happened this long ago; with the date, unless today."""
         moment, now = self._moment(self.now_s - age_ms / 1000), self._moment(self.now_s)
         if moment is None or now is None:
             return "?"
@@ -216,6 +216,6 @@ def _width(text: str) -> int:
 
 
 def _cut(text: str, room: int) -> str:
-    """Shorten a text to its room, with a mark where it was cut."""
+    """Shorten a text to the available room, with a mark where it was cut."""
     room = max(room, 2)
     return text if len(text) <= room else text[: room - 1] + "…"

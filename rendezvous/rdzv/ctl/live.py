@@ -1,7 +1,7 @@
 """The screen of `status --watch`: a job's state, what it waits for, and its recent history.
 
-A screen is a list of lines that fits into a terminal. It is made from the last status pushed by
-the server, the age of that status, and the job's history; nothing here sends requests.
+A screen is a list of lines that fits a terminal. It is made from the last status that the server
+pushed, the age of that status, and the job's history; nothing here sends requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rdzv.view.answers import Event, JobStatus
 FOOTER = "Ctrl-C ends this view, not the job"
 
 _LEAST_NODE_LINES = 4
-"""Lines always kept for the table of nodes: its header, two nodes, and the number left out."""
+"""Lines reserved for the table of nodes: its header, two nodes, and the number left out."""
 _MOST_HISTORY = 8
 _MOST_REASON = 4
 _LABEL_WIDTH = 13
@@ -32,13 +32,13 @@ _TURNS = (
     *("JobScaled", "JobQueued", "NodesPlaced", "NodesWithdrawn", "NodeDeclined", "LastCallBegan"),
     *("NodeDrained", "NodeUndrained"),
 )
-"""Events about the course of rounds; nodes and workers appear in the table and the failure."""
+"""Events that mark the course of rounds; the table and the failure show nodes and workers."""
 
 _BEGINS = ("RoundCompleted", "RoundAdopted")
 _ENDS = ("RoundEnded", "RunEnded")
 
 _HERE = ("seated", "waiting", "stopping", "succeeded")
-"""States of nodes that count for the next round, or take part in this one."""
+"""States of nodes that take part in this round or count towards the next."""
 
 
 # ------------------------------------------------------------------------------------ time
@@ -79,9 +79,9 @@ def later(status: JobStatus, more_ms: int) -> JobStatus:
 
 
 def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | None) -> int | None:
-    """Return the total time of a job's wait, as far as observed; None if it does not wait.
+    """Return how long a job's wait is in total, as far as observed; None if it does not wait.
 
-    `before_ms` is what this returned for the status before.
+    `before_ms` is the result for the previous status.
     """
     time = _waited_for(status)
     if time is None:
@@ -91,7 +91,7 @@ def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | 
 
 
 def _wait(status: JobStatus) -> object:
-    """Return the value that all statuses of one wait share."""
+    """Return a value that is the same for all statuses during one wait."""
     time = _waited_for(status)
     return status.run, status.state, status.round, time.waits_for if time else None
 
@@ -167,7 +167,7 @@ def _failure(job: JobStatus, page: Page) -> list[str]:
 
 
 class _Bars:
-    """Draws bars of one width."""
+    """Draws bars of a fixed width."""
 
     def __init__(self, page: Page, width: int, blocks: bool) -> None:
         self.page = page
@@ -175,7 +175,7 @@ class _Bars:
         self.full, self.empty = ("█", "░") if blocks else ("#", ".")
 
     def of(self, part: float, whole: float) -> str:
-        """Return a bar filled in proportion. Only 0 is shown as empty, and only 1 as full."""
+        """Return a bar filled in proportion. Only a share of 0 looks empty, only 1 looks full."""
         share = min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
         cells = math.ceil(share * self.width) if share < 0.5 else math.floor(share * self.width)
         return self.full * cells + self.empty * (self.width - cells)
@@ -186,7 +186,7 @@ class _Bars:
 
 
 def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
-    """Show the number of nodes out of the wanted number, and how much of a wait is left."""
+    """Show how many of the wanted nodes are there, and how much of a wait is left."""
     lines = []
     if job.min_nodes is not None and job.max_nodes is not None and job.state not in _ENDED:
         have = sum(1 for node in job.nodes if node.state in _HERE)
@@ -227,7 +227,7 @@ _ENDED = ("succeeded", "failed", "stopped")
 def timeline(
     history: Sequence[Event], job: JobStatus, page: Page, bars: _Bars | None = None
 ) -> list[str]:
-    """Show the turns of the present run, oldest first; above them, when a round ran.
+    """Show the turning points of the present run, oldest first; above them, when a round ran.
 
     For an ended round it shows how long it ran.
     """

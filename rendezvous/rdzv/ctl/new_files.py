@@ -1,4 +1,4 @@
-"""Writes a file, such as a backup or a certificate, as a whole or not at all."""
+"""Writes a file, such as a backup or a certificate, completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rdzv.errors import InvalidRequestError
 
 @contextmanager
 def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
-    """Yield a file that only its owner can read, and that gets its name once the body has ended.
+    """Yield a file that only its owner can read; it gets its name once the body has ended.
 
     If the body fails nothing is left behind, and `path` is unchanged.
 
     Raises:
-        InvalidRequestError: it exists and must not be replaced, or cannot be written.
+        InvalidRequestError: the file exists and must not be replaced, or cannot be written.
 
     """
     _check(path, replace)
@@ -54,7 +54,7 @@ def _check(path: Path, replace: bool) -> None:
 
 
 def _name(written: str, path: Path) -> None:
-    """Give a file a name that no other file has yet."""
+    """Give a file a name that no other file has."""
     try:
         os.link(written, path)
     except FileExistsError:

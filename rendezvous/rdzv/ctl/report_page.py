@@ -25,11 +25,11 @@ COLOURS: Mapping[str, str] = {
     LedgerPhase.DETECTING: "#d1495b",
     LedgerPhase.STOPPING: "#e08a4a",
 }
-"""The color of each phase, as on the page of rdzvd."""
+"""The colour of each phase, as on rdzvd's page."""
 
 _WIDTH, _BAND = 1_000, 46
 _LEAST_WIDTH = 0.2
-"""Narrower intervals are merged, and drawn in the color of the longest."""
+"""Narrower intervals are merged, and drawn in the colour of the longest."""
 _TICKS = 5
 _WORDS = ("cause", "node", "job", "workers")
 """Titles of columns that hold no numbers."""
@@ -49,7 +49,7 @@ p.big { font-size: 30px; font-weight: 650; margin: 0; } .dim { opacity: 0.7; }
 
 
 def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
-    """Return the page of one run; `others` are the job's other runs."""
+    """Return the page for one run; `others` are the job's other runs."""
     number = f"run {found.run_number}" if found.run_number is not None else "run"
     good = share(found.goodput, steps_reported=found.steps_reported)
     trained = duration(found.phases[LedgerPhase.TRAINING])
@@ -85,7 +85,7 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
 
 
 def report(found: Report) -> str:
-    """Return the page of all jobs."""
+    """Return the page for all jobs."""
     bound = all(job.steps_reported for job in found.jobs)
     since = duration(found.until_unix_ms - found.from_unix_ms)
     good = share(found.goodput, steps_reported=bound)
@@ -188,7 +188,7 @@ def _key(phases: Mapping[str, int]) -> str:
 
 
 def _bars(rows: Iterable[tuple[str, int, str]], text_of: Callable[[int], str] = duration) -> str:
-    """Draw horizontal bars, each with its name, its time and its share of all."""
+    """Draw horizontal bars, each with its name, its time and its share of the whole."""
     found = list(rows)
     whole_ms = max(sum(ms for _, ms, _ in found), 1)
     most_ms = max((ms for _, ms, _ in found), default=0) or 1

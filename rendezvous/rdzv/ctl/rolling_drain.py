@@ -1,4 +1,4 @@
-"""rdzvctl drain: empties nodes, one or several in turn, and reports what it waits for.
+"""`rdzvctl drain`: empties one node, or several in turn, and reports what it waits for.
 
 The server decides and keeps the drains; this module only requests them, and waits. However this
 program ends, a node that it has drained stays drained, and leaves by its deadline.
@@ -26,19 +26,19 @@ from rdzv.view.answers import JobStatus, Node
 from rdzv.view.log_lines import harmless
 
 LOOK_EVERY_S = 1.0
-"""How often to check whether a node is empty, or may be drained now."""
+"""How often to check whether a node is empty, or may now be drained."""
 MAX_DEADLINE_MS = 7 * 86_400_000
 _UNITS_MS = {"ms": 1, "s": 1_000, "": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)")
 
 NODE_VARIABLE = "RDZV_NODE"
-"""The variable that names the node to a command of --undrain-after."""
+"""The variable that names the node to the command of --undrain-after."""
 
 EXIT_COMMAND_FAILED = 3
 
 
 def parse_deadline(text: str) -> int:
-    """Parse how long workers have, into milliseconds.
+    """Parse how long workers have; return milliseconds.
 
     >>> parse_deadline("5m"), parse_deadline("90"), parse_deadline("1.5h")
     (300000, 90000, 5400000)
@@ -113,8 +113,8 @@ class Rolling:
 def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) -> int:
     """Drain all nodes with a label one after another; return the exit code.
 
-    A node is drained only if each of its jobs keeps its min_nodes without it, and the next only
-    when the jobs of the previous one run again.
+    A node is drained only if each of its jobs keeps its min_nodes without it, and only when the
+    jobs of the previous node run again.
 
     Raises:
         RendezvousError: no node has the label, or the server refuses.
@@ -148,7 +148,7 @@ def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) ->
 def _drain_when_it_may(
     client: ControlClient, rolling: Rolling, node_id: str, say: Callable[[str], None]
 ) -> Sequence[str]:
-    """Drain a node as soon as its jobs can do without it; return the jobs that it had."""
+    """Drain a node as soon as its jobs can do without it; return those jobs."""
     told = ""
     while True:
         try:

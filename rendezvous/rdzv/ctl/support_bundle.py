@@ -1,7 +1,7 @@
 """`rdzvctl support-bundle`: everything needed to examine a job elsewhere, without secrets.
 
-Documents of the server never contain tokens, job secrets or the environment of submitted jobs. Data
-from the jobs themselves (arguments, reasons, output) may; `redacted` hides likely secrets.
+Documents from the server never contain tokens, job secrets or the environment of submitted jobs.
+Data from the jobs themselves (arguments, reasons, output) may; `redacted` hides likely secrets.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rdzv.view import as_json
 
 HISTORY_EVENTS = 10_000
 LOG_LINES = 1_000
-"""How many of the last lines of each worker's output are included."""
+"""How many lines from the end of each worker's output are included."""
 LOG_BYTES = 1 << 20
-"""The most output of one worker that is included."""
+"""The most bytes of one worker's output that are included."""
 
 HIDDEN = "[hidden]"
 
@@ -44,7 +44,7 @@ _SECRETS = (
 
 
 def redacted(text: str) -> str:
-    """Hide what looks like a secret; the name before it stays.
+    """Hide what looks like a secret, but not the name before it.
 
     >>> redacted("--wandb-api-key=0123456789 https://ada:pw@host/x")
     '--wandb-api-key=[hidden] https://[hidden]@host/x'
@@ -88,7 +88,7 @@ def collect(
 
 
 def _output(client: ControlClient, rdzv_id: str) -> str:
-    """Return the end of what the workers of the last round have written."""
+    """Return the end of the output of the last round's workers."""
     pieces: dict[tuple[str, int, bool], bytes] = {}
     for piece in client.logs(rdzv_id, tail_lines=LOG_LINES):
         worker = (piece.node_id, piece.rank, piece.stderr)
@@ -108,7 +108,7 @@ def contents(files: Mapping[str, str]) -> Iterable[str]:
 
 
 def write(files: Mapping[str, str], folder: str, to: IO[bytes], now_unix_ms: int) -> None:
-    """Write the files into a compressed archive, below one folder."""
+    """Write the files into a compressed archive, inside one folder."""
     with tarfile.open(fileobj=to, mode="w:gz") as archive:
         for name, text in files.items():
             data = text.encode()

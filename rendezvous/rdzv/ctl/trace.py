@@ -3,7 +3,7 @@
 Each run is one process. Its first track shows the job itself: each round with the cause of its end,
 and between them the time to stop all workers and to form the next round. Below, every node has a
 track with a slice for each round that it took part in, and one for the time it took to stop. Every
-event is an instant on the track that it belongs to.
+event is an instant on the track it belongs to.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _colour(round_: Round) -> str:
 def _node_slices(
     process: int, round_: Round, tracks: Mapping[str, int], until_ms: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a round on the track of each node in it, and how long the node took to stop."""
+    """Yield a round on the track of each node in it, followed by how long the node took to stop."""
     ended_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
     for node in round_.nodes:
         track = tracks[node]

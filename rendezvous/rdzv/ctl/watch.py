@@ -1,6 +1,6 @@
 """Commands that follow a job: `status --watch` and `wait`.
 
-The server pushes every change. Between two changes only ages grow, which are computed here.
+The server pushes every change. Between changes only ages grow, and these are computed here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
 """The exit codes of `wait`; in any other state the job has not ended."""
 EXIT_GOES_ON = 4
 EXIT_NO_PROGRESS = 93
-"""The exit code for a job that failed because it made no progress; the same as rdzvrun's."""
+"""The exit code for a job that failed because it made no progress, as in rdzvrun."""
 
 REDRAW_S = 1.0
 """How often ages are updated on a terminal."""
@@ -42,7 +42,7 @@ REPEAT_S = 2.0
 """How often a list is requested again: the server pushes only single jobs."""
 
 HISTORY_EVENTS = 500
-"""How many events the screen's history covers, including nodes that come and go."""
+"""How many events of the history the screen considers, including those of nodes."""
 
 _HOME, _CLEAR_BELOW, _CLEAR_LINE = "\x1b[H", "\x1b[J", "\x1b[K"
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
@@ -55,7 +55,7 @@ class _Seen:
     at_s: float
 
     def aged(self) -> JobStatus:
-        """Return the job with its present ages."""
+        """The job with its ages brought up to date."""
         return live.later(self.status, round((time.monotonic() - self.at_s) * 1000))
 
 
@@ -113,7 +113,7 @@ def _newest(news: _News) -> _Seen:
 def show(
     client: ControlClient, other: ControlClient, job: str, output: str, *, everything: bool
 ) -> None:
-    """Show a job until it has ended: on a terminal in place, else as successive statuses.
+    """Show a job until it has ended: in place on a terminal, otherwise as successive statuses.
 
     `other` is a client of the same server, for requests beside the stream.
     """
@@ -139,10 +139,10 @@ def show(
 
 
 def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
-    """Show the result of `shown`, now and every `REPEAT_S`, until the user interrupts.
+    """Show the result of `shown` now and every `REPEAT_S`, until the user interrupts.
 
-    On a terminal and `as_screen`, it is redrawn in place. A server that stops answering is
-    reported, and asked again.
+    On a terminal, with `as_screen`, it is redrawn in place. A server that stops answering is
+    reported and asked again.
     """
     smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and as_screen
     text = shown()  # A server that was never there is an error.
@@ -165,7 +165,7 @@ def _cut(lines: Sequence[str], height: int) -> Sequence[str]:
 
 
 def one_of_many(output: str, document: str) -> str:
-    """Return a JSON document as one of a stream: as a line, or as YAML after ---."""
+    """Format a JSON document for a stream of them: as a single line, or as YAML after ---."""
     if output == "json":
         return as_json.one_line(document)
     from rdzv.ctl import as_yaml
@@ -230,7 +230,7 @@ class _History:
 
 @contextmanager
 def _own_screen() -> Iterator[None]:
-    """Use a separate screen, without a cursor or wrapped lines; then restore the terminal."""
+    """Use a separate screen without a cursor or wrapped lines; restore the terminal afterwards."""
     sys.stdout.write(_ENTER)
     try:
         yield
@@ -261,12 +261,12 @@ def exit_code(status: JobStatus) -> int | None:
 
 
 class StateReports:
-    """Reports on stderr a job's state and the reason, once for each change."""
+    """Reports a job's state and the reason on stderr, once for each change."""
 
     def __init__(self, job: str) -> None:
         self._job = job
         self._reported = ("", "")
-        """The state and reason last reported, without the times that change in the reason."""
+        """The state and reason last reported, without those times in the reason that change."""
 
     def report(self, status: JobStatus) -> None:
         """Report a job that has not ended, unless only times in its reason have changed."""

@@ -106,8 +106,8 @@ export class Ledger {
     this.runs.value = String(ledger.run_number ?? "");
     this.runs.hidden = numbers.length < 2;
     const notes = [];
-    if (!ledger.steps_reported && ledger.phases.training) notes.push("No progress is reported: training counts from the first collective, or where none is recorded from the start of the workers, so this is at most what it can be.");
-    if (ledger.run_number === null) notes.push("The beginning of this run is no longer kept, and not counted.");
+    if (!ledger.steps_reported && ledger.phases.training) notes.push("No progress is reported: training counts from the first collective or, where none is recorded, from the start of the workers, so the share of training is an upper bound.");
+    if (ledger.run_number === null) notes.push("The beginning of this run is no longer in the history, so it is not counted.");
     put(this.note, notes.join(" "));
     const costs = ledger.costs.filter((cost) => cost.cause).slice(0, 5);
     fillAnew(

@@ -427,7 +427,7 @@ def test_a_server_that_is_open_to_everyone_is_warned_of() -> None:
     open_to_all = replace(shut, address="10.0.0.5:29400", leads=False, insecure=why)
     assert "insecure" not in as_text.servers([shut], PAGE)
     last = as_text.servers([open_to_all, shut], PAGE).splitlines()[-1]
-    assert last == f"insecure: {why}; everyone who can reach 10.0.0.5:29400 may run and end jobs"
+    assert last == f"insecure: {why}; anyone who can reach 10.0.0.5:29400 can run and end jobs"
 
 
 def test_flags_of_submit_are_completed() -> None:

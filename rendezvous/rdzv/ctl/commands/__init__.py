@@ -1,1 +1,1 @@
-"""The commands of rdzvctl, one file per subject: options, one client call, and the output."""
+"""rdzvctl's commands, one file per subject: options, one client call, and the output."""

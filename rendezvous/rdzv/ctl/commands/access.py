@@ -64,7 +64,7 @@ def tokens() -> None:
 @click.option(
     "--expires",
     metavar="TIME",
-    help="How long it is valid, such as 12h or 30d; forever if not given.",
+    help="How long it is valid, such as 12h or 30d; without this option, forever.",
 )
 @output_option
 @connection_options
@@ -79,7 +79,7 @@ def _create_token(
     """Create a token for the caller NAME, and write its text to stdout.
 
     The text cannot be shown again: store it where only NAME can read it. A name may have several
-    tokens, so that the next can be handed out before the last is revoked.
+    tokens, so that a new one can be handed out before the old one is revoked.
     """
     from rdzv.ctl import as_text_access
     from rdzv.ctl.as_text_access import parse_life
@@ -98,7 +98,7 @@ def _create_token(
 @output_option
 @connection_options
 def _list_tokens(output: str, server: str | None, timeout_s: float | None) -> str:
-    """Show every token without its text; expired ones are listed for a while."""
+    """Show every token, without its text; expired ones stay listed for a while."""
     from rdzv.ctl import as_text_access
     from rdzv.ctl.layout import page_for
     from rdzv.view import as_json

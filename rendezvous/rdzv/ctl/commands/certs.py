@@ -1,4 +1,4 @@
-"""`rdzvctl certs`: a small CA and certificates, for users without a CA. It asks no server."""
+"""`rdzvctl certs`: a small CA and its certificates, for users without one. It asks no server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rdzv.ctl.authority import Made
 
 ROLES = ("read", "submit", "relay", "admin")
-"""Roles of a client; `rdzvctl certs node` creates those of nodes."""
+"""Roles that a client may have; `rdzvctl certs node` creates certificates for nodes."""
 
 MOST_DAYS = 36_500
 
@@ -72,7 +72,7 @@ def certs() -> None:
 )
 @_force
 def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: bool) -> str:
-    """Create a CA, and the certificate of rdzvd.
+    """Create a CA, and a certificate for rdzvd.
 
     ca.crt is for everyone. Anyone with ca.key can sign, so it stays where it was created; that
     machine needs no server.
@@ -99,7 +99,7 @@ def _init(folder: Path, hosts: tuple[str, ...], days: int, ca_days: int, force: 
 @_days(365)
 @_force
 def _server(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> str:
-    """Create another certificate of rdzvd; with --force, replace the present one.
+    """Create another certificate for rdzvd; with --force, replace the present one.
 
     An rdzvd that uses these files presents the new one from the next connection on.
     """
@@ -115,7 +115,7 @@ def _server(folder: Path, hosts: tuple[str, ...], days: int, force: bool) -> str
 @_days(365)
 @_force
 def _node(name: str, folder: Path, days: int, force: bool) -> str:
-    """Create the certificate of the node NAME, its node_id."""
+    """Create a certificate for the node whose node_id is NAME."""
     from rdzv.ctl.authority import Authority
 
     made = Authority.open(folder).caller("node", name, ("node",), days, replace=force)
@@ -136,7 +136,7 @@ def _node(name: str, folder: Path, days: int, force: bool) -> str:
 @_days(90)
 @_force
 def _client(name: str, roles: tuple[str, ...], folder: Path, days: int, force: bool) -> str:
-    """Create the certificate of the person or program NAME."""
+    """Create a certificate for the person or program NAME."""
     from rdzv.ctl.authority import Authority
 
     made = Authority.open(folder).caller("client", name, roles, days, replace=force)

@@ -20,7 +20,7 @@ import click
     help="Keep the files, and keep the server and its page running until Ctrl-C.",
 )
 def demo_command(python: str | None, keep: bool) -> int:
-    """Run a real training on this machine that loses a worker, then a node, and continues.
+    """Run a real training job on this machine that loses a worker, then a node, and continues.
 
     It starts a server and two nodes on loopback, on free ports, trains a small model on the CPU,
     and ends by itself within a minute or two. It asks no other server and leaves nothing behind.

@@ -12,7 +12,7 @@ import click
 from rdzv.errors import InvalidRequestError
 
 SITE = Path(__file__).parents[2] / "documents"
-"""Where `deploy/release.py` puts the site; each page is there as Markdown, too."""
+"""Where `deploy/release.py` puts the site; each page is there in Markdown, too."""
 
 
 @click.command("docs")
@@ -23,7 +23,7 @@ SITE = Path(__file__).parents[2] / "documents"
     type=click.IntRange(min=0, max=65_535),
     default=0,
     metavar="PORT",
-    help="With --serve: a port on loopback, such as one that ssh forwards; default: a free one.",
+    help="With --serve: a port on loopback, such as one that ssh forwards; default: any free one.",
 )
 def docs_command(page: str | None, serve: bool, port: int) -> str:
     """Print PAGE of the documents; without PAGE, list all pages.
@@ -34,7 +34,7 @@ def docs_command(page: str | None, serve: bool, port: int) -> str:
 
 
 def show(site: Path, page: str | None, port: int | None) -> str:
-    """Return a page of a site, or the list of its pages; or serve it until Ctrl-C."""
+    """Return a page of a site or the list of its pages, or serve the site until Ctrl-C."""
     if not site.exists():
         raise InvalidRequestError(
             "this rdzvctl runs from a checkout: the documents are in its folder docs/; "
@@ -69,7 +69,7 @@ def _title(page: Path) -> str:
 
 class _Handler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Log no single requests."""
+        """Do not log single requests."""
 
 
 def _serve(site: Path, port: int) -> None:

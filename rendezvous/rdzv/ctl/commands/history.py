@@ -1,4 +1,4 @@
-"""Commands on a job's history: its events, its story, its trace."""
+"""Commands about a job's history: its events, its story, its trace."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def events_command(
 def explain_command(job: str, server: str | None, timeout_s: float | None) -> str:
     """Explain in sentences what has happened to JOB, and what it waits for now.
 
-    Shows what failed first, what each change of the group cost, and why there is no round at
-    present, if there is none. JOB is its rdzv_id; for a job that has ended, the last run is
-    explained. Times are in this machine's time zone.
+    Shows what failed first, what each change of the group cost and, if there is no round at
+    present, why. JOB is its rdzv_id; for a job that has ended, the last run is explained. Times are
+    in this machine's time zone.
     """
     from rdzv.ctl import as_text_story
     from rdzv.ctl.layout import page_for
@@ -127,7 +127,7 @@ def trace_command(job: str, path: Path, server: str | None, timeout_s: float | N
 
 
 def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:
-    """Return all of a job's kept history, or the newest part if the server returns no more."""
+    """Return all of a job's history, or only the newest part if the server returns no more."""
     try:
         return client.events(job, _HISTORY_ROWS)
     except (InvalidRequestError, LimitExceededError):

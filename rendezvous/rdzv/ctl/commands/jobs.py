@@ -1,4 +1,4 @@
-"""Commands on one job or all jobs: status, list, wait, stop, restart, scale, forget."""
+"""Commands for one job or all jobs: status, list, wait, stop, restart, scale, forget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.view.log_lines import harmless
 
 MOST_ENDED = 10
-"""How many ended jobs a list shows, unless all are requested."""
+"""How many ended jobs a list shows unless all are requested."""
 
 
 @click.command("status")
@@ -227,8 +227,8 @@ def scale_command(
 ) -> str:
     """Allow JOB to have MIN to MAX nodes, overriding its launch options; N alone means N:N.
 
-    If more than MAX are seated, the group re-forms and the highest GROUP_RANKs become spares. Fewer
-    than MIN continue until their round ends by itself.
+    If more than MAX are seated, the group re-forms and the highest GROUP_RANKs become spares. If
+    fewer than MIN are seated, they continue until their round ends by itself.
     """
     least, colon, most = bounds.partition(":")
     if not (least.isdigit() and (most if colon else least).isdigit()):

@@ -1,4 +1,4 @@
-"""Commands on nodes: show them, cordon and drain them."""
+"""Commands for nodes: show them, cordon and drain them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def cordon_command(
 ) -> str:
     """Stop scheduling submitted jobs onto NODE; jobs already there continue.
 
-    It stays cordoned across restarts of the node and of the server, until it is uncordoned.
+    NODE stays cordoned across restarts of the node and of the server, until it is uncordoned.
     """
     from rdzv.ctl.as_text_nodes import cordoned
     from rdzv.view import as_json
@@ -138,12 +138,12 @@ def drain_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str | int:
-    """Empty NODE: its workers are notified, and leave; nothing more is placed there.
+    """Empty NODE: its workers are notified and leave, and nothing more is placed there.
 
     Workers get the notice signal of their job (SIGTERM), and find the reason in the file named by
     RDZV_NOTICE_FILE. The node leaves its jobs when they have exited, or at the deadline; a spare
-    takes the seat, and no restart is spent. It stays drained across restarts of the node and of the
-    server, until it is undrained. Draining it again changes the deadline.
+    takes the seat, and no restart is spent. The node stays drained across restarts of the node and
+    of the server, until it is undrained. Draining it again changes the deadline.
 
     \b
     Exit codes: 0 done, 1 refused, 3 the COMMAND failed, 130 Ctrl-C: drained
@@ -205,7 +205,7 @@ def _drain_one(
 def undrain_command(node: str, output: str, server: str | None, timeout_s: float | None) -> str:
     """Lift the drain of NODE, and allow submitted jobs there again.
 
-    Workers that are still there get no further notice, and are not ended; workers that exit because
+    Workers that are still there get no further notice and are not killed; workers that exit because
     of the notice leave their job.
     """
     from rdzv.ctl.as_text_nodes import undrained

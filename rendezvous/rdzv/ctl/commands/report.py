@@ -90,7 +90,7 @@ def _ledgers(client: ControlClient, job: str, now_ms: int) -> list[Ledger]:
 
 
 def _servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int:
-    """Return the time by the server's clock, as in the history; by this machine's, if unknown."""
+    """Return the time on the server's clock, as in the history; on this machine's, if unknown."""
     for event in reversed(past):
         if event.name == "RunBegan" and event.run == status.run:
             return event.unix_ms + status.run_age_ms

@@ -1,4 +1,4 @@
-"""Commands on servers: which of them leads, and a backup of their store."""
+"""Commands for servers: which of them leads, and a backup of their store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def backup_command(file: Path, force: bool, server: str | None, timeout_s: float
     """Write a backup of the server's store into FILE, while the server runs.
 
     `rdzvd --restore FILE` restores it into a store of any kind. Only the current user can read
-    FILE. --timeout is how long to wait while no data arrives.
+    FILE. --timeout limits how long no data may arrive.
     """
     from rdzv.ctl.new_files import new_file
 

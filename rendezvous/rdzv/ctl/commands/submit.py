@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Submit(click.Command):
-    """A command with rdzvrun's flags, which are parsed as rdzvrun parses them."""
+    """A command that takes rdzvrun's flags, parsed as rdzvrun parses them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Pass all words to the command unparsed."""
@@ -31,7 +31,7 @@ class _Submit(click.Command):
         return args
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete flags by their names, and everything else as files."""
+        """Complete flag names, and everything else as files."""
         from click.shell_completion import CompletionItem
 
         from rdzv.ctl.job_request import option_names

@@ -62,7 +62,7 @@ def doctor_command(
     """Check this machine, the connection to the server and, with --nodes, the nodes.
 
     Nothing is changed. Exit code 1: there is a problem; with only warnings it is 0. To test whether
-    workers of two machines reach each other, run it on both:
+    workers on two machines reach each other, run it on both:
 
     \b
     on n1: rdzvctl doctor --listen 29500
@@ -129,7 +129,7 @@ def support_bundle_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str:
-    """Write all that is known about JOB into an archive, to send to another person.
+    """Write all that is known about JOB into an archive that you can send to somebody.
 
     It has status, history, explanation, trace, nodes and servers. Anything that looks like a secret
     (tokens, passwords, keys) is hidden. The files are listed before they are written, so that you

@@ -1,4 +1,4 @@
-"""Commands on a job's workers: their output, and where in their code they are."""
+"""Commands for a job's workers: their output, and where in their code they are."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def stacks_command(
     """Show where in their code the workers of JOB are.
 
     Workers at the same place are grouped. Running workers are inspected now, by py-spy on their
-    nodes, which pauses each for some milliseconds; nodes that do not answer within 10 s are listed.
-    If none run, the stacks kept from the last hang are shown.
+    nodes, which pauses each for a few milliseconds; nodes that do not answer within 10 s are
+    listed. If none run, the stacks kept from the last hang are shown.
     """
     from rdzv.ctl import as_text_stacks
     from rdzv.ctl.layout import page_for
