@@ -59,6 +59,8 @@ class Traffic:
     down: int = 0
     up_bytes: int = 0
     down_bytes: int = 0
+    tries: int = 0
+    """Streams that nodes have opened."""
 
     def say(self, message: pb.NodeMessage) -> bytes:
         """Write a message."""
@@ -80,8 +82,9 @@ class Traffic:
             "down": self.down,
             "up_bytes": self.up_bytes,
             "down_bytes": self.down_bytes,
+            "tries": self.tries,
         }
-        self.up = self.down = self.up_bytes = self.down_bytes = 0
+        self.up = self.down = self.up_bytes = self.down_bytes = self.tries = 0
         return taken
 
 
@@ -92,11 +95,16 @@ class CountingStub:
     """The stub of the nodes' service, which counts messages."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.Attach = channel.stream_stream(
+        self._attach = channel.stream_stream(
             "/rdzv.v1.Rendezvous/Attach",
             request_serializer=TRAFFIC.say,
             response_deserializer=TRAFFIC.hear,
         )
+
+    def Attach(self, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
+        """Open a node's stream."""
+        TRAFFIC.tries += 1
+        return self._attach(*args, **kwargs)
 
 
 class Crowd:

@@ -108,6 +108,10 @@ class Rdzvd:
             self.kill()
             raise RuntimeError(f"rdzvd did not start; it wrote: {said[-1]}")
 
+    def wrote(self, text: str) -> int:
+        """Return how many lines of its log have a text."""
+        return sum(text in line for line in self._log.read_text().splitlines())
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to it."""
         assert self._process is not None

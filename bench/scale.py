@@ -11,7 +11,8 @@ to one rdzvd with its default store, SQLite:
   waits for the node to come back;
 * steady: nothing but heartbeats: CPU of the server, in % of one core, and its memory per node;
 * start, return: rdzvd gets SIGKILL and is started again, until it is ready; and until every stream
-  was welcomed again. `disturbed` nodes have lost their workers over it.
+  was welcomed again. `given up` are the nodes that were lost over it, and `disturbed` those whose
+  workers have stopped: all of them, if one is given up. `tries` are the streams that a node opened.
 
 On a shared machine seconds say little: the CPU time of the server for each act, per node, says what
 the server costs, and is told apart from the CPU time of the crowd. `--tls` measures the same with
@@ -77,9 +78,11 @@ CALM_S = 6.0
 TIMEOUT_S = 140.0
 PEER_TIMEOUT_S = 90.0
 PEER_PROCESSES = 2
-TRAFFIC = ("up", "down", "up_bytes", "down_bytes")
+TRAFFIC = ("up", "down", "up_bytes", "down_bytes", "tries")
 ACTS = ("gather", "form", "fail", "fail-all", "lose", "start", "return")
 FILES_OF_A_PROCESS = 200
+LOST = " was lost: "
+"""What the log of the server says of each node that is given up."""
 
 HERE = Path(__file__).parent
 
@@ -100,6 +103,7 @@ class Samples:
     """As a fraction of one core."""
     bytes_per_node: list[float] = field(default_factory=list)
     disturbed: int = 0
+    given_up: int = 0
     failed: list[str] = field(default_factory=list)
 
     def note(
@@ -174,8 +178,8 @@ class Trial:
         self._crowd = crowd
         self._samples = samples
 
-    def run(self, tls: str, during: During) -> None:
-        """Do everything once; each act runs within `during`.
+    def run(self, tls: str, during: During, *, only_return: bool) -> None:
+        """Do everything once, or no more than a return needs; each act runs within `during`.
 
         Raises:
             TimeoutError: something has taken too long.
@@ -187,10 +191,11 @@ class Trial:
         self._during = during
         self._act("gather", lambda: crowd.gather(self._nodes, at, tls))
         self._act("form", lambda: crowd.ask("form"))
-        self._act("fail", lambda: crowd.ask("fail", each=False))
-        self._act("fail-all", lambda: crowd.ask("fail", each=True))
-        self._act("lose", lambda: crowd.ask("lose"))
-        self._hold()
+        if not only_return:
+            self._act("fail", lambda: crowd.ask("fail", each=False))
+            self._act("fail-all", lambda: crowd.ask("fail", each=True))
+            self._act("lose", lambda: crowd.ask("lose"))
+            self._hold()
         held_bytes = resident_bytes(self._server.pid) - empty_bytes
         self._samples.bytes_per_node.append(held_bytes / self._nodes)
         self._return()
@@ -205,7 +210,8 @@ class Trial:
         self._samples.traffic[act] = {k: answer["traffic"][k] / self._nodes for k in TRAFFIC}
         say_progress(
             f"{self._nodes} nodes: {act} {answer['took_s']:.2f} s, server "
-            f"{1e3 * used_s / self._nodes:.3f} ms of CPU a node"
+            f"{1e3 * used_s / self._nodes:.3f} ms of CPU a node, "
+            f"{answer['traffic']['tries'] / self._nodes:.2f} tries"
         )
 
     def _relays_cpu_s(self) -> float:
@@ -220,15 +226,19 @@ class Trial:
         self._samples.steady_cpu.append((cpu_s(self._server.pid) - before_s) / passed_s)
 
     def _return(self) -> None:
+        lost_before = self._server.wrote(LOST)
         died_s = time.monotonic()
         self._server.kill()
         self._server.start()
         ready_s = cpu_s(self._server.pid)
         self._samples.note("start", time.monotonic() - died_s, ready_s, 0, 0)
-        self._act("return", lambda: self._crowd.ask("await", since_s=died_s))
-        self._crowd.ask("hold", seconds=CALM_S)
-        answer = self._crowd.ask("await", since_s=died_s)
-        self._samples.disturbed += answer["disturbed"]
+        try:
+            self._act("return", lambda: self._crowd.ask("await", since_s=died_s))
+            self._crowd.ask("hold", seconds=CALM_S)
+            answer = self._crowd.ask("await", since_s=died_s)
+            self._samples.disturbed += answer["disturbed"]
+        finally:
+            self._samples.given_up += self._server.wrote(LOST) - lost_before
 
 
 def measure(
@@ -239,6 +249,7 @@ def measure(
     tls: bool,
     relays: int = 0,
     during: During = plainly,
+    only_return: bool = False,
 ) -> Samples:
     """Measure one number of nodes, at the server itself or at this number of relays."""
     from ports import free_port
@@ -266,7 +277,7 @@ def measure(
                 one.start()
             with Crowd.running() as crowd:
                 trial = Trial(nodes, server, between, crowd, samples)
-                trial.run(str(below) if tls else "", during)
+                trial.run(str(below) if tls else "", during, only_return=only_return)
         except (TimeoutError, RuntimeError) as error:
             samples.failed.append(str(error))
         finally:
@@ -290,7 +301,7 @@ def say(nodes: int, samples: Samples, *, tls: bool, relays: int = 0) -> None:
         f"scale {name:<6}  nodes={nodes:<6} {told}  steady "
         f"{figure(None if cpu is None else 100 * cpu)} % of a core, "
         f"{figure(None if memory is None else memory / 1e3)} kB a node  "
-        f"disturbed {samples.disturbed}  load {load():.0f}"
+        f"given up {samples.given_up}  disturbed {samples.disturbed}  load {load():.0f}"
         + "".join(f"  FAILED: {why}" for why in samples.failed)
         + f"\n             CPU of the server, ms a node: {_per_node(samples.server_cpu_s, nodes)}"
         + f"\n             CPU of the crowd, ms a node:  {_per_node(samples.crowd_cpu_s, nodes)}"
@@ -305,6 +316,7 @@ def say(nodes: int, samples: Samples, *, tls: bool, relays: int = 0) -> None:
         traffic={a: {k: round(v, 2) for k, v in t.items()} for a, t in samples.traffic.items()},
         steady_cpu=None if cpu is None else round(cpu, 4),
         bytes_per_node=None if memory is None else round(memory),
+        given_up=samples.given_up,
         disturbed=samples.disturbed,
         failed=list(samples.failed),
         load=load(),
@@ -460,6 +472,7 @@ def arguments() -> argparse.Namespace:
     add("--peer-nodes", default="", help=f"sizes for c10d, with commas (default: {PEER_NODES})")
     add("--tls", action="store_true", help="with mutual TLS")
     add("--relays", type=int, default=0, help="once more with this number of relays between")
+    add("--only-return", action="store_true", help="nothing but gather, form, start and return")
     add("--profile", action="store_true", help="show where the server's time goes; needs perf")
     add("--no-peer", action="store_true", help="without c10d")
     add("--repetitions", type=int, default=0, help="up to 1,000 nodes (default 3; --quick 1)")
@@ -520,6 +533,7 @@ def main() -> None:
                     tls=chosen.tls,
                     relays=relays,
                     during=during,
+                    only_return=chosen.only_return,
                 )
                 say(nodes, samples, tls=chosen.tls, relays=relays)
         if not chosen.no_peer:

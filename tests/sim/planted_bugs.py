@@ -1269,6 +1269,13 @@ MUTANTS = (
         "        until_ms=now_ms + 1_000,\n        firm=True,",
     ),
     Mutant(
+        "a node counts as back before it has answered the Welcome",
+        "nodes._connect",
+        "    if old is not None and same and _returns(old, now_ms):",
+        "    if False:",
+        by="tests/unit/core/fleet/test_nodes.py",
+    ),
+    Mutant(
         "a pause renews no lease",
         "nodes._pause",
         "            records[record.node_id] = replace(record, heard_ms=now_ms)",
@@ -1283,7 +1290,7 @@ MUTANTS = (
     ),
     Mutant(
         "the nodes core sleeps through an expiry",
-        "nodes._put",
+        "nodes._wake_by",
         "else min(nodes.wake_at_ms, due_ms)",
         "else max(nodes.wake_at_ms, due_ms)",
     ),

@@ -31,6 +31,7 @@ from rdzv.core.fleet.placement import FailingCheck, Resources
 from rdzv.core.model import JobSpec, Result
 from rdzv.errors import ERROR_CODE_METADATA_KEY, ERRORS, LEADER_METADATA_KEY
 from rdzv.runtime.concurrency import beside
+from rdzv.structs import replace
 from rdzv.transport.node_stream import Backoff
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
@@ -725,6 +726,26 @@ async def test_a_server_that_accepts_and_never_answers_is_left_for_another(
             await server.greet()
             await job.hear(events.ServerConnected)
     assert job.everything[0] == events.ServerLost(f"no answer from {endpoint} within 0.1 s")
+
+
+async def test_a_server_with_thousands_of_nodes_may_take_longer_to_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nodes that gave up too soon would make a busy server busier. Their lease says how many."""
+    monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 0.1)
+    job = Job()
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = Endpoint("127.0.0.1", mute.getsockname()[1])
+        link = ServerLink((endpoint,), replace(IDENTITY, lease_ms=5_100), HASTY)
+        link.add(job)
+        async with running(link):
+            await job.hear(events.ServerLost)
+            await job.hear(events.ServerLost)
+    lost = [event for event in job.everything if isinstance(event, events.ServerLost)]
+    assert lost[:2] == [
+        events.ServerLost(f"no answer from {endpoint} within {timeout_s} s")
+        for timeout_s in ("0.3", "0.6")
+    ]
 
 
 async def test_the_user_hears_that_a_server_is_silent_before_it_is_given_up(

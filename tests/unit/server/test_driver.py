@@ -1060,6 +1060,24 @@ async def test_after_a_restart_seats_are_kept_for_the_grace_and_no_longer() -> N
         assert (await s.states())["n2"] is NodeState.LOST
 
 
+@pytest.mark.parametrize(("answered", "becomes"), [(True, NodeState.LOST), (False, NodeState.AWAY)])
+async def test_a_stream_is_a_nodes_own_once_the_welcome_is_answered(
+    answered: bool, becomes: NodeState
+) -> None:
+    """Before, its end was an attempt that failed, also where all others have come back."""
+    store, clock = MemoryStore(), FakeClock()
+    async with server(store, clock) as s:
+        n1 = await s.connect("n1", kind=AgentKind.FOREGROUND)
+        await s.join(n1, (1, 1))
+    async with server(store, clock) as s:
+        back = await s.come_back("n1", kind=AgentKind.FOREGROUND, incarnation=n1.incarnation)
+        if answered:
+            s.driver.connections.heard(back)
+        s.driver.connections.detach(back)
+        await clock.advance(1_000)
+        assert await s.states() == {"n1": becomes}
+
+
 async def test_after_a_restart_a_node_hears_the_same_line() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:

@@ -123,6 +123,19 @@ async def test_without_a_server_a_stream_is_refused_after_a_while() -> None:
         assert "this relay does not reach its server" in await first.error()
 
 
+@pytest.mark.parametrize("by_relay", [False, True])
+async def test_a_node_too_busy_to_send_its_hello_is_told_to_try_again(by_relay: bool) -> None:
+    short = Timings(hello_timeout_ms=10)
+    async with server(timings=short) as s, relay(s.at, timings=short) as relay_at:
+        at = parse_endpoint(str(relay_at if by_relay else s.at))
+        async with PLAIN.aio_channel(at, ()) as channel:
+            stub: Any = rdzv_pb2_grpc.RendezvousStub(channel)
+            silent = Node(stub.Attach())
+            await silent.call.wait_for_connection()
+            error = await silent.error()
+    assert error.startswith(f"{RendezvousConnectionError.code}: no hello within 0.01 s")
+
+
 async def test_the_end_of_a_stream_says_what_the_server_said() -> None:
     async with server() as s, relay(s.at) as at, node(at, 1) as first:
         await first.hears("welcome")

@@ -56,12 +56,9 @@ from rdzv.v1 import rdzv_pb2_grpc
 log = logging.getLogger("rdzv.agent")
 
 WELCOME_TIMEOUT_S = 10.0
-"""How long an open stream may wait for the server's Welcome."""
+"""How long an open stream of up to a thousand nodes may wait for the server's Welcome at first."""
 WELCOME_TIMEOUT_MOST_S = 80.0
-"""The timeout doubles up to this while servers do not answer in time. Otherwise a server to which
-thousands of nodes return at once would serve only nodes that have given up on it. Pings detect a
-server that is gone.
-"""
+"""The longest that it may wait; see `ServerLink._welcome_timeout_s`."""
 SILENT_S = 5.0
 """After this time without a Welcome, the log says that the server does not answer."""
 RENEWAL_MS = 5_000
@@ -127,7 +124,8 @@ class ServerLink:
         self.is_superseded = asyncio.Event()
         self._log = ConnectionLog()
         self._closing = asyncio.Event()
-        self._welcome_timeout_s = WELCOME_TIMEOUT_S
+        self._unanswered = 0
+        """Streams without a Welcome, since the last one with it."""
         self.log_reading = LogReading(self._say_piece)
         self.drain = NodeDrain(_now_ms, self._tell_notice)
         self._inbox = Inbox(
@@ -205,6 +203,18 @@ class ServerLink:
     def tolerated_ms(self) -> int:
         """How much silence of this node the server tolerates: the last lease, else the default."""
         return self._last_lease_ms or NodesTuning().lease_ms
+
+    @property
+    def _welcome_timeout_s(self) -> float:
+        """How long to wait for the next Welcome.
+
+        Longer where thousands of nodes return at once, and after each Welcome that did not come:
+        otherwise a busy server would serve only nodes that have given up on it. Pings detect a
+        server that is gone. The lease, which grows with the nodes, says how many there are.
+        """
+        over_s = max(self.tolerated_ms - NodesTuning().lease_ms, 0) / 1000
+        first_s = WELCOME_TIMEOUT_S + 2 * over_s
+        return min(first_s * 2.0 ** min(self._unanswered, 10), WELCOME_TIMEOUT_MOST_S)
 
     def say_away(self, deadline_ms: int) -> None:
         """Announce that this agent leaves on purpose, and that another follows by the deadline."""
@@ -332,7 +342,7 @@ class ServerLink:
         except grpc.aio.AioRpcError as error:
             return self._judge(endpoint, error)
         except TimeoutError:
-            self._welcome_timeout_s = min(2 * self._welcome_timeout_s, WELCOME_TIMEOUT_MOST_S)
+            self._unanswered += 1
             return RendezvousConnectionError(f"no answer from {endpoint} within {timeout_s:g} s")
         except asyncio.CancelledError:
             if _this_task_is_cancelled():
@@ -396,7 +406,7 @@ class ServerLink:
         self._take_lease(welcome.lease_ms, welcome.heartbeat_interval_ms)
         self.meter.stream_opened()
         self._attempts.welcomed(asyncio.get_running_loop().time())
-        self._welcome_timeout_s = WELCOME_TIMEOUT_S
+        self._unanswered = 0
         self._log.connected(endpoint)
         # The sender is still waiting for the old interval; this ends its wait.
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))

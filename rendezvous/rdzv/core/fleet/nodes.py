@@ -7,7 +7,9 @@ only for `reconnect_grace_ms`; a daemon's workers live on, so it may be absent f
 
 Silence while the server could not receive proves nothing: after a take-over (`Expect`) or a pause
 of the server itself (`Pause`), no node is lost before `takeover_grace_ms` is over, or while
-expected nodes still come back one after another, since thousands take their time. Silence from
+expected nodes still come back one after another, since thousands take their time. A node is back
+once it has answered the Welcome: one that gave up waiting for it, at a busy server, is still
+coming. Silence from
 all nodes at once, if they are two or more, proves nothing either: more likely the server itself is
 cut off, and if all have died, no node is left to take their seats. So while no node at all is
 heard, leases stay valid for `takeover_grace_ms`.
@@ -136,6 +138,8 @@ class NodeRecord:
     """
     expected_instance: str = ""
     """The id of the incarnation if the node is only expected; empty if it was not stored."""
+    returns_until_ms: int = 0
+    """After a take-over: it may be coming back until then; 0 once it has answered a Welcome."""
 
     @property
     def expires_at_ms(self) -> int:
@@ -157,7 +161,7 @@ class Nodes:
     excused: bool = False
     """Whether any node has been excused since the last message from any node."""
     arrived_ms: int | None = None
-    """When a node expected after a take-over last connected."""
+    """When a node that was coming back after a take-over last connected."""
 
 
 # ------------------------------------------------------------------ commands
@@ -353,6 +357,13 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
         lease_ms=lease_ms,
         fence_after_ms=command.fence_after_ms,
     )
+    if old is not None and same and _returns(old, now_ms):
+        # Until it answers, the Welcome may be what is late.
+        record = replace(
+            record,
+            excused_until_ms=min(now_ms + nodes.tuning.takeover_grace_ms, old.returns_until_ms),
+            returns_until_ms=old.returns_until_ms,
+        )
     connected = NodeConnected(
         node_id=command.node_id,
         incarnation=incarnation,
@@ -360,7 +371,7 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
         replaced=None if same or old is None else old.incarnation,
         stale_stream=old.stream if old else None,
     )
-    arrived_ms = now_ms if old is not None and not old.instance else nodes.arrived_ms
+    arrived_ms = now_ms if old is not None and _returns(old, now_ms) else nodes.arrived_ms
     others = _end_excuses(replace(nodes, counter=counter, arrived_ms=arrived_ms), now_ms)
     return NodesTransition(_put(others, record), (connected,))
 
@@ -445,9 +456,15 @@ def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
         if suits_ms >= lease_ms * nodes.tuning.lease_grows_by:
             lease_ms = suits_ms
             grown.append(LeaseGrown(node_id, record.incarnation, lease_ms))
+        if record.returns_until_ms:
+            record = replace(record, excused_until_ms=0, returns_until_ms=0)
         heard[node_id] = replace(record, heard_ms=now_ms, lease_ms=lease_ms)
+    if not heard:
+        return NodesTransition(nodes)
+    # It is earlier for a node that was coming back until now.
+    due_ms = min(record.expires_at_ms for record in heard.values())
     heard_of = replace(nodes, records=put_all(nodes.records, heard))
-    return NodesTransition(_end_excuses(heard_of, now_ms) if heard else nodes, tuple(grown))
+    return NodesTransition(_end_excuses(_wake_by(heard_of, due_ms), now_ms), tuple(grown))
 
 
 def _excuse(nodes: Nodes, command: Excuse, now_ms: int) -> NodesTransition:
@@ -491,7 +508,7 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     # While no node is heard, or until just now, the end of a stream says nothing about the node:
     # an unanswered ping has ended it, or an earlier end is noticed late.
     excused_until_ms = old.excused_until_ms
-    if command.unheard or _coming_back(nodes, now_ms):
+    if command.unheard or _returns(old, now_ms) or _coming_back(nodes, now_ms):
         excused_until_ms = max(excused_until_ms, now_ms + nodes.tuning.takeover_grace_ms)
     else:
         excused_until_ms = max(excused_until_ms, _deaf_until_ms(nodes, now_ms))
@@ -533,6 +550,7 @@ def _expect(nodes: Nodes, command: Expect, now_ms: int) -> NodesTransition:
         until_ms=now_ms + nodes.tuning.takeover_grace_ms,
         firm=True,
         expected_instance=command.instance,
+        returns_until_ms=now_ms + ARRIVALS_GRACES * nodes.tuning.takeover_grace_ms,
     )
     return NodesTransition(_put(nodes, record))
 
@@ -600,23 +618,39 @@ def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
 
 
 def _late(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
-    """Wait longer for expected nodes while others still come back."""
-    if nodes.arrived_ms is None or now_ms >= nodes.arrived_ms + ARRIVALS_QUIET_MS:
+    """Wait longer for nodes that are due while others still come back."""
+    if not _arriving(nodes, now_ms):
         return {}
+    assert nodes.arrived_ms is not None
     quiet_ms = nodes.arrived_ms + ARRIVALS_QUIET_MS
-    most_ms = ARRIVALS_GRACES * nodes.tuning.takeover_grace_ms
     return {
-        record.node_id: replace(record, until_ms=min(quiet_ms, record.since_ms + most_ms))
+        record.node_id: _awaited(record, min(quiet_ms, record.returns_until_ms))
         for record in nodes.records.values()
-        if not record.instance and record.until_ms <= now_ms < record.since_ms + most_ms
+        if record.expires_at_ms <= now_ms and _returns(record, now_ms)
     }
 
 
+def _awaited(record: NodeRecord, until_ms: int) -> NodeRecord:
+    if record.stream is None:
+        return replace(record, until_ms=until_ms)
+    return replace(record, excused_until_ms=until_ms)
+
+
+def _arriving(nodes: Nodes, now_ms: int) -> bool:
+    """Return whether a node has come back a short while ago."""
+    return nodes.arrived_ms is not None and now_ms < nodes.arrived_ms + ARRIVALS_QUIET_MS
+
+
+def _returns(record: NodeRecord, now_ms: int) -> bool:
+    """Return whether a node may still be coming back after a take-over."""
+    return now_ms < record.returns_until_ms
+
+
 def _coming_back(nodes: Nodes, now_ms: int) -> bool:
-    """Return whether expected nodes are coming back now, and some are still missing."""
-    if nodes.arrived_ms is None or now_ms >= nodes.arrived_ms + ARRIVALS_QUIET_MS:
-        return False
-    return any(not record.instance for record in nodes.records.values())
+    """Return whether nodes are coming back now, and some are still missing."""
+    return _arriving(nodes, now_ms) and any(
+        _returns(record, now_ms) for record in nodes.records.values()
+    )
 
 
 def _lost(record: NodeRecord, now_ms: int) -> NodeLost:
@@ -631,10 +665,13 @@ def _lost(record: NodeRecord, now_ms: int) -> NodeLost:
 
 def _put(nodes: Nodes, record: NodeRecord) -> Nodes:
     """Store one record. The next tick may become earlier here; only a tick can make it later."""
-    due_ms = record.expires_at_ms
+    stored = replace(nodes, records=put(nodes.records, record.node_id, record))
+    return _wake_by(stored, record.expires_at_ms)
+
+
+def _wake_by(nodes: Nodes, due_ms: int) -> Nodes:
     wake_at_ms = due_ms if nodes.wake_at_ms is None else min(nodes.wake_at_ms, due_ms)
-    records = put(nodes.records, record.node_id, record)
-    return replace(nodes, records=records, wake_at_ms=wake_at_ms)
+    return replace(nodes, wake_at_ms=wake_at_ms)
 
 
 def _next_expiry(nodes: Nodes) -> int | None:

@@ -23,6 +23,7 @@ from rdzv.server.rpc.gate_interceptor import (
     end_call,
     host_of,
 )
+from rdzv.server.rpc.node_calls import no_hello
 from rdzv.server.settings.config import Config
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -73,11 +74,9 @@ class RelayService:
             async with asyncio.timeout(timeout_s):
                 first = await context.read()
         except TimeoutError:
-            first = None
+            raise no_hello(timeout_s) from None
         if not isinstance(first, bytes):
-            raise InvalidRequestError(
-                f"no hello within {timeout_s:g} s; send it as the first message of the stream"
-            )
+            raise InvalidRequestError("the first message of a stream must be a hello")
         return first
 
     def _caller(self, context: Any) -> pb.RelayedCaller:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from rdzv.errors import InvalidRequestError, LimitExceededError
+from rdzv.errors import InvalidRequestError, LimitExceededError, RendezvousConnectionError
 from rdzv.transport.batches import Batches
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -118,6 +118,13 @@ class RelayedCall:
         data = message.SerializeToString()
         await self._outgoing.put(pb.ToNode(stream=self._number, message=data), len(data))
         return not self.cut
+
+
+def no_hello(timeout_s: float) -> RendezvousConnectionError:
+    """Return the error for a stream without a hello. A node too busy to send it tries again."""
+    return RendezvousConnectionError(
+        f"no hello within {timeout_s:g} s; send it as the first message of the stream"
+    )
 
 
 def _unreadable(error: DecodeError) -> InvalidRequestError:

@@ -38,7 +38,7 @@ from rdzv.server.messages import (
 )
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.gate_interceptor import end_stream_unheard
-from rdzv.server.rpc.node_calls import DirectCall, NodeCall
+from rdzv.server.rpc.node_calls import DirectCall, NodeCall, no_hello
 from rdzv.server.rpc.rate_limit import RateLimit
 from rdzv.server.rpc.relayed_streams import RelayedStreams
 from rdzv.server.security import callers
@@ -149,9 +149,7 @@ class Conversation:
             async with asyncio.timeout(timeout_s):
                 message = await call.receive()
         except TimeoutError:
-            raise InvalidRequestError(
-                f"no hello within {timeout_s:g} s; send it as the first message of the stream"
-            ) from None
+            raise no_hello(timeout_s) from None
         if message is None or message.WhichOneof("body") != "hello":
             raise InvalidRequestError("the first message of a stream must be a hello")
         return message.hello

@@ -148,7 +148,7 @@ class Connections:
             # A connection that was made and lost while this server stood still was an attempt to
             # reach it.
             unheard = cut or self._clock.now_ms() < self._watch.settled_ms
-            self._leases.step(nodes.Disconnect(stream.node_id, stream.number, unheard))
+            self._leases.disconnect(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
     def heard(self, stream: Stream) -> None:
         """Renew the lease of a node that has sent something."""

@@ -76,6 +76,12 @@ class Leases:
         """Give up none of these connected nodes for a while: the way to them is blocked."""
         self.step(nodes.Excuse(node_ids, for_ms))
 
+    def disconnect(self, command: nodes.Disconnect) -> None:
+        """Note the end of a stream, after what was heard in it."""
+        if command.node_id in self._heard:
+            self._feed_heard()
+        self.step(command)
+
     def step(self, command: nodes.NodesCommand) -> None:
         """Step the nodes core, and pass on its events."""
         transition = nodes.step(self._nodes, command, self._clock.now_ms())

@@ -354,8 +354,48 @@ def test_once_all_are_back_a_stream_that_ends_is_worth_reconnect_grace() -> None
     fleet = Fleet()
     fleet.do(Expect("n1", 7))
     fleet.connect("n1", kind=AgentKind.FOREGROUND, incarnation=7)
+    fleet.do(Hear(frozenset({"n1"})))
     fleet.disconnect("n1")
     assert fleet.nodes.records["n1"].until_ms == fleet.now_ms + 250
+
+
+def test_a_node_that_has_not_answered_the_welcome_is_still_coming_back() -> None:
+    """At a busy server it gives up waiting for the Welcome, and tries again."""
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7))
+    for _ in range(5):
+        fleet.connect("n1", kind=AgentKind.FOREGROUND, incarnation=7)
+        fleet.pass_until(fleet.now_ms + 10_000)
+        fleet.disconnect("n1")
+        assert fleet.nodes.records["n1"].until_ms == fleet.now_ms + 30_000
+        fleet.pass_until(fleet.now_ms + 12_000)
+    assert not fleet.lost
+
+
+def test_a_node_that_never_answers_a_welcome_is_lost_all_the_same() -> None:
+    fleet = Fleet()
+    fleet.do(Expect("n1", 7))
+    while fleet.now_ms < 120_000:
+        fleet.connect("n1", kind=AgentKind.FOREGROUND, incarnation=7)
+        fleet.pass_until(fleet.now_ms + 4_000)
+        fleet.disconnect("n1")
+    assert fleet.nodes.records["n1"].until_ms == fleet.now_ms + 250
+
+
+def test_while_others_come_back_no_lease_ends_before_the_welcome_is_answered() -> None:
+    fleet = Fleet()
+    for number in range(1, 12):
+        fleet.do(Expect(f"n{number}", 7))
+    for number in range(1, 12):
+        fleet.connect(f"n{number}", incarnation=7)
+        fleet.pass_until(4_000 * number)
+        fleet.do(Hear(frozenset(f"n{n}" for n in range(2, number + 1))))
+    fleet.pass_until(48_000)
+    fleet.do(Hear(frozenset(f"n{n}" for n in range(2, 12))))
+    fleet.pass_until(49_999)
+    assert not fleet.lost
+    fleet.pass_until(50_000)
+    assert fleet.lost == ["n1"]
 
 
 def test_who_was_expected_keeps_its_incarnation() -> None:
