@@ -29,7 +29,9 @@ SITE = (ROOT / "mkdocs.yml").read_text()
 ELSEWHERE = {"start/slurm.md": "deploy/slurm", "start/kubernetes.md": "deploy/kubernetes"}
 BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```$|((?:^ {4,}[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 SCRIPT = re.compile(r'^```python title="([\w.]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"\$? ?(rdzv\w*|sbatch|kubectl|pip|curl|torchrun|export|rm|url=|#!/bin/sh)\b")
+COMMAND = re.compile(
+    r"\$? ?(rdzv\w*(?!:)|sbatch|kubectl|pip|curl|torchrun|export|rm|url=|#!/bin/sh)\b"
+)
 CLOUD = "asks a cloud's own metadata service; its syntax is checked"
 FRAGMENT = "... stands for the reader's own line"
 WHEELS = "test_installed_release.py installs the wheels"
