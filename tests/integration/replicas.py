@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -38,9 +39,9 @@ class Replicas(Cluster):
         assert stdout is not None
         assert stdout.readline().startswith("rdzvd ready: listening on "), self.describe()
 
-    def kill_replica(self, address: str) -> None:
+    def kill_replica(self, address: str, number: signal.Signals = signal.SIGKILL) -> None:
         process = self.rdzvds.pop(address)
-        process.kill()
+        process.send_signal(number)
         process.wait()
         assert process.stdout is not None
         process.stdout.close()

@@ -93,6 +93,24 @@ def test_a_failure_before_the_last_success_restarts_all(c: Cluster) -> None:
     assert exit_codes(nodes) == [0, 0]
 
 
+def test_pings_notice_a_machine_that_stands_still_before_its_lease_ends(tmp_path: Path) -> None:
+    """With thousands of nodes leases are long, and gRPC answers pings by itself."""
+    settings = tmp_path / "rdzvd.toml"
+    settings.write_text(
+        '[lease]\nduration = "10 min"\nlongest = "10 min"\n'
+        "[timings]\nping_interval = 1\nping_timeout = 1\n"
+    )
+    with cluster(tmp_path, f"--config={settings}") as c:
+        alone, stands_still = [c.start_node(f"n{i}", nnodes="1:2") for i in (1, 2)]
+        c.wait_for_round(0, workers=2)
+        stands_still.process.send_signal(signal.SIGSTOP)
+        c.wait_for_event("NodeLost", "n2 was lost: its stream ended")
+        c.wait_for_round(1, workers=1)
+        stands_still.kill_tree()
+        c.finish()
+        assert alone.wait() == 0
+
+
 # ------------------------------------------------------------------ failures
 
 

@@ -86,6 +86,30 @@ def test_a_training_goes_on_when_the_leader_is_killed_and_when_it_comes_back(c: 
     assert [node.wait() for node in nodes] == [0, 0]
 
 
+def test_three_servers_are_restarted_one_by_one_while_workers_fail(c: Replicas) -> None:
+    """Each failure spends one restart and is in the history; rdzvctl hears the end of the job."""
+    nodes = [c.start_node(f"n{i}", "--max-restarts=3", nnodes="2") for i in (1, 2)]
+    workers = c.wait_for_round(0, workers=2)
+    waits = c.start_program("waits", "rdzvctl", "--server", c.endpoint, "wait", "job")
+    for number, address in enumerate(c.addresses, start=1):
+        c.wait_for_leader()
+        failing = int(workers[number % 2]["pid"])
+        os.kill(failing, signal.SIGKILL)
+        c.kill_replica(address, signal.SIGTERM)
+        listed = c.run("rdzvctl", "--server", c.endpoint, "list")
+        assert (listed.returncode, listed.stderr) == (0, "")
+        c.start_replica(address)
+        workers = c.wait_for_round(number, workers=2)
+    status = c.wait_for_state("running")
+    assert (status.round, status.restarts) == (3, 3)
+    with c.client() as client:
+        names = [event.name for event in client.events("job")]
+    assert (names.count("WorkerFailed"), names.count("RoundCompleted")) == (3, 4)
+    assert {"NodeLost", "RoundAdopted"}.isdisjoint(names)
+    c.finish()
+    assert [node.wait() for node in (*nodes, waits)] == [0, 0, 0]
+
+
 def test_a_leader_that_was_held_up_stands_by_when_it_goes_on(c: Replicas) -> None:
     """A paused leader does not know that another leads; none of its writes counts."""
     nodes = [c.start_node(f"n{i}", nnodes="2") for i in (1, 2)]
