@@ -92,13 +92,13 @@ def main() -> None:
         if ends or leaves:
             save(model)
             note("saved", step)
-            report_step(step)  # On a busy machine saving takes long, and so does the end.
+            report_step(step)
         if ends:
             dist.destroy_process_group()
-            return
-        if is_time:
-            # The others notice that, and are restarted with another in this one's place.
-            sys.exit(0)
+        if ends or is_time:
+            # Without taking torch apart, which on a busy machine takes longer than --hang-timeout.
+            # Where only this node leaves, the others notice, and go on with another in its place.
+            os._exit(0)
         optimizer.zero_grad()
         ddp(torch.tensor([[-mine]])).sum().backward()
         optimizer.step()
