@@ -1108,9 +1108,10 @@ def _is_reason_to_stop(before: AgentState, event: agent_events.Event, after: Age
 
 def _said_of_snapshots(decided: Decided) -> dict[str, tuple[Snapshot, ...]]:
     """Return the reported snapshots of waiting nodes, including the one that is heard now."""
-    before, command = decided[:2]
+    before, command, transition = decided[:3]
     said = {node_id: one.snapshots for node_id, one in before.waiting.items()}
-    if isinstance(command, Join) and command.run == before.membership.run:
+    # A server without memory may adopt the run by this join, and complete a round in the same step.
+    if isinstance(command, Join) and command.run == transition.state.membership.run:
         said[command.node_id] = command.snapshots
     return said
 
