@@ -82,6 +82,13 @@ SLOWEST = (
 QUICK = ("unit", "scenarios", "stores")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without slow tests, do not import files that have no others: torch alone takes a second."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """If several processes share the work, start with the slowest files, so that none runs last.
 

@@ -132,6 +132,7 @@ def seal_of(fd: int) -> bytes:
     return os.pread(fd, carrier.HEADER_AT, 0)
 
 
+@pytest.mark.slow
 def test_what_is_held_there_is_here_bit_for_bit(pair: tuple[Program, Program]) -> None:
     one, two = pair
     slots = snapshot(40), snapshot(50)
@@ -145,6 +146,7 @@ def test_what_is_held_there_is_here_bit_for_bit(pair: tuple[Program, Program]) -
     assert [held_in(fd)[:SIZE] for fd in fds] == [slots[1], slots[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
@@ -163,6 +165,7 @@ def test_only_what_was_reported_is_sent(
     assert seal_of(fd) == bytes(carrier.HEADER_AT)
 
 
+@pytest.mark.slow
 def test_who_does_not_know_the_token_gets_nothing(pair: tuple[Program, Program]) -> None:
     one, two = pair
     one.hold(snapshot(40), snapshot(50))
@@ -177,6 +180,7 @@ def test_who_does_not_know_the_token_gets_nothing(pair: tuple[Program, Program])
     assert two.ends_with() == ""
 
 
+@pytest.mark.slow
 def test_a_killed_sender_is_given_up(pair: tuple[Program, Program]) -> None:
     one, two = pair
     port = one.port
@@ -185,6 +189,7 @@ def test_a_killed_sender_is_given_up(pair: tuple[Program, Program]) -> None:
     assert two.ends_with() == "n1: Connection refused"
 
 
+@pytest.mark.slow
 def test_a_newer_fetch_ends_the_one_before() -> None:
     slow, two = Program("--rate=100000"), Program()
     try:
@@ -271,6 +276,7 @@ def flipped(at: int) -> Any:
     return change
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found() -> None:
     stream_bits = 8 * (BEFORE_CONTENT + SMALL + 32)
     slot, chance = bytes(snapshot(size=SMALL)), random.Random(0)
@@ -370,6 +376,7 @@ def test_without_a_rate_nothing_waits() -> None:
     bucket.take(1 << 40)
 
 
+@pytest.mark.slow
 def test_the_layout_is_that_of_the_worker() -> None:
     pytest.importorskip("torch")
     from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot

@@ -33,6 +33,7 @@ def too_new(*paths: Path) -> str:
     return "" if done.returncode == 0 else done.stdout
 
 
+@pytest.mark.slow
 def test_no_construct_in_them_is_newer() -> None:
     paths = [ROOT / name for name in PROGRAMS]
     assert too_new(*(path for path in paths if path.exists())) == ""
@@ -50,6 +51,7 @@ def test_annotations_are_postponed_in_all_of_them() -> None:
     assert len(files) > len(PROGRAMS) and evaluated == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

@@ -22,6 +22,8 @@ from rdzv.worker.sealing import Sealing
 from rdzv.worker.snapshot_slot import TENSORS_AT
 from rdzv.worker.snapshots import Snapshots
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).parents[2] / "support"
 
 

@@ -15,6 +15,8 @@ from test_resuming import Runner, bits, resume, sealing_of, train
 from rdzv.worker import snapshot_files, write_snapshots
 from rdzv.worker.snapshot_files import NotWrittenError, whole_steps
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def runner() -> Iterator[Runner]:

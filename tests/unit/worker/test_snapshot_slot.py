@@ -13,6 +13,8 @@ from rdzv.worker import CannotBroadcastError
 from rdzv.worker.images import Image
 from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot, SlotError, bytes_needed
 
+pytestmark = pytest.mark.slow
+
 HEADER = Header(20, 3, shard=0, shards=1, rank=1, world_size=2, state="abc")
 SIZE = TENSORS_AT + (32 << 10)
 

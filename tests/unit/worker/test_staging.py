@@ -9,6 +9,8 @@ import torch
 
 from rdzv.worker import staging
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_all_is_copied_by_however_many_threads(
