@@ -30,6 +30,7 @@ QUESTIONS = [
     ("exit code 75", "no server, or too few nodes"),
     ("upgrade", "Server first, then the nodes"),
     ("what survives", "train on; the next agent takes them over"),
+    ("who is slow", "names the rank that the others wait for"),
 ]
 """The words typed into the search, and the text of the answer."""
 
@@ -39,6 +40,7 @@ FROM_HOME = [
     ("What does exit code 75 mean", "no server, too few nodes in time"),
     ("Upgrading", "If you only use rdzvrun"),
     ("What survives what", "train on; the next agent takes them over"),
+    ("Who is slow", "A straggler is a rank that slows all others down"),
 ]
 """A link of the first page, and the text of its target."""
 
