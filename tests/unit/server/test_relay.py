@@ -19,6 +19,7 @@ from rdzv.errors import (
 )
 from rdzv.server.relay.node_end import NODE_BYTES, NodeEnd
 from rdzv.server.relay.running import relaying
+from rdzv.server.relay.upstream import Link
 from rdzv.server.security.tls import Tls
 from rdzv.server.settings.config import Config, RelayTo, Timings
 from rdzv.transport.channels import PLAIN, Credentials
@@ -115,6 +116,20 @@ async def test_nodes_come_back_by_the_same_relay_when_the_server_has_changed() -
         async with node(at, 1) as again, server(listen=after) as s:
             await again.hears("welcome")
             assert s.state("n1") == "connected"
+
+
+async def test_a_relay_outlives_a_server_that_ends_while_it_writes() -> None:
+    """Its reader and its writer learn of the end; two errors ended the relay."""
+
+    class Broken:
+        async def write(self, message: pb.FromRelay) -> None:
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Core")
+
+    link = Link()
+    link.open(NodeEnd(1), pb.RelayedCaller())
+    async with asyncio.timeout(LONG_S):
+        await link.write_all(Broken(), LONG_S)
 
 
 async def test_without_a_server_a_stream_is_refused_after_a_while() -> None:

@@ -48,7 +48,7 @@ def adoptable(state: State, run: str, number: int) -> bool:
     round_ = membership.round
     if round_ is None or number > round_.number:
         return True
-    return number == round_.number and any(map(is_placeholder, state.away))
+    return number == round_.number and round_.adopted and any(map(is_placeholder, state.away))
 
 
 def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) -> Round | None:

@@ -109,7 +109,7 @@ class Link:
 
         try:
             await self._outgoing.write_all(write, beat_s)
-        except (grpc.aio.BaseError, asyncio.InvalidStateError):
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             return  # The reader of the call learns why it has ended.
 
     def end(self, error: RendezvousError) -> None:

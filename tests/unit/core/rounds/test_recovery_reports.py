@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rdzv.core.events import (
 )
 from rdzv.core.life.charging import restarts_that_count
 from rdzv.core.model import (
+    Away,
     Cause,
     JobState,
     KeptWorker,
@@ -30,6 +32,7 @@ from rdzv.core.model import (
     placeholder,
 )
 from rdzv.core.rounds.recovery_reports import (
+    adoptable,
     placeholders_replaced,
     restarts_known,
     same_participants,
@@ -83,6 +86,24 @@ def adopted(**given: Any) -> Job:
     for group_rank in range(3):
         job.do(resume(group_rank, **given))
     return job
+
+
+class Unread(dict[str, Away]):
+    """Away nodes that nobody may look through."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("each node that comes back looks at all others")
+
+
+def test_a_return_to_a_round_that_was_stored_looks_at_no_other_node():
+    """After a restart of the server thousands come back."""
+    job = Job()
+    for name in ("n1", "n2", "n3"):
+        job.do(join(name))
+    job.crash()
+    assert job.state.away
+    state = replace(job.state, away=Unread(job.state.away))
+    assert not adoptable(state, job.membership.run, job.round.number)
 
 
 def test_a_round_that_is_not_known_goes_on_as_its_nodes_report_it():
