@@ -181,6 +181,18 @@ def test_who_does_not_know_the_token_gets_nothing(pair: tuple[Program, Program])
 
 
 @pytest.mark.slow
+def test_a_carrier_ends_with_its_runner_whoever_is_connected() -> None:
+    one = Program()
+    try:
+        with socket.create_connection(("127.0.0.1", one.port)) as peer:
+            assert peer.recv(1)  # It is being served.
+            one.control.close()
+            assert one.process.wait(carrier.STALL_TIMEOUT_S / 2) == 0
+    finally:
+        one.close()
+
+
+@pytest.mark.slow
 def test_a_killed_sender_is_given_up(pair: tuple[Program, Program]) -> None:
     one, two = pair
     port = one.port

@@ -93,6 +93,19 @@ async def test_what_is_given_up_holds_nothing_up() -> None:
         assert p.heard(p.n1) == WHOLE_40
 
 
+async def test_a_node_whose_process_has_ended_is_asked_nothing_more() -> None:
+    async with pair() as p:
+        p.note(p.n1, says(part(0, 40)))
+        p.note(p.n2, says(part(1, 40), port=7001))
+        p.note(p.n1, says(part(0, 40), part(1, 40, copy_of=2)))
+        p.note(p.n2, says(part(1, 40), port=None))
+        p.heard(p.n1), p.heard(p.n2)
+        p.note(p.n1, says(part(0, 50)))
+        p.note(p.n2, says(part(1, 50), port=None))
+        whole = [SnapshotWatermark("job-7", "run-1", mark(50))]
+        assert p.heard(p.n1) == p.heard(p.n2) == whole
+
+
 async def test_a_newer_step_waits_for_the_copies_of_the_last() -> None:
     async with pair() as p:
         p.note(p.n1, says(part(0, 40)))
