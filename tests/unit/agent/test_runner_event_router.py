@@ -1,0 +1,49 @@
+"""A runner that was killed counts as gone only once nothing that it has left can live."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rdzv.agent import runner_link
+from rdzv.agent.core.events import RunnerLost
+from rdzv.agent.job import runner_event_router
+from rdzv.agent.job.runner_event_router import RunnerEventRouter
+from rdzv.agent.runner_link import RunnerExited
+
+
+async def test_the_end_of_a_killed_runner_is_told_once_its_processes_are_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    happened: list[object] = []
+
+    async def sweep_orphans() -> None:
+        happened.append("swept")
+        if len(happened) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    def start(work: Coroutine[Any, Any, None], _name: str) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(work)
+
+    monkeypatch.setattr(runner_link, "sweep_orphans", sweep_orphans)
+    monkeypatch.setattr(runner_event_router, "SWEEP_AGAIN_S", 0.0)
+    context: Any = SimpleNamespace(
+        launch=SimpleNamespace(job=SimpleNamespace(rdzv_id="job-7")),
+        tasks=SimpleNamespace(start=start),
+        decisions=SimpleNamespace(post=happened.append),
+        ended=asyncio.get_running_loop().create_future(),
+    )
+    disk: Any = SimpleNamespace(note_runner_gone=lambda: None)
+    meter: Any = SimpleNamespace(runner_said=lambda _: None)
+    router = RunnerEventRouter(context, disk, None, lambda: meter, context)
+    ended = router.hear(RunnerExited(-9))
+    assert ended is not None
+    await ended
+    lost = RunnerLost("its runner was killed by SIGKILL, and its workers with it")
+    assert happened == ["swept", "swept", lost]
+    assert "cannot search for processes left by its dead runner" in caplog.text
