@@ -65,12 +65,12 @@ def _train(tmp_path: Path) -> Path:
         (
             "absent",
             ("--nproc-per-node=2",),
-            "hung: RANK 1 has not entered all_reduce #61 of the default group; RANK 0 waits in it",
+            "hung: RANK 1 has not entered all_reduce #61 of the default group; RANK 0 has waited",
         ),
         (
             "stopped",
             ("--nproc-per-node=2",),
-            "hung: RANK 1 is stopped by a signal; RANK 0 waits in all_reduce #61 of the default",
+            "hung: RANK 1 is stopped by a signal; RANK 0 has waited in all_reduce #61 of the",
         ),
         (
             "other",

@@ -224,6 +224,7 @@ def test_where_the_time_went_is_told_and_drawn(open_page: Open) -> None:
         s.rejoin("night")
         expect(card.locator("tbody tr", has_text="loading")).to_have_count(1)
         expect(card.locator(".others")).to_contain_text("worker failure on n2once")
+        expect(card.locator("li", has_text="the start")).to_have_count(1)
         expect(card.locator(".band rect[data-phase=loading] title")).to_contain_text(
             "round 1: worker failure on n2"
         )

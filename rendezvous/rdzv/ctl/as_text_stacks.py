@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rdzv.core.evidence.collectives import MIN_WAIT_MS
 from rdzv.core.words import counted, duration, ranks_text
 from rdzv.ctl.layout import Cell, Page
 from rdzv.view.answers import CollectiveRecord, GroupRecord, StackReport, WorkerStack
@@ -25,6 +26,8 @@ def text(report: StackReport, page: Page, *, raw: bool) -> str:
         for detail in report.cause.details:
             lines += page.block(detail, indent=2)
         lines.append("")
+    elif report.stacks and all(stack.collectives for stack in report.stacks) and not report.silent:
+        lines += [f"no rank has waited in a collective for longer than {MIN_WAIT_MS // 1000} s", ""]
     groups = report.groups if raw else report.groups[:_MOST_GROUPS]
     for group in groups:
         lines += page.sentence(f"RANK {ranks_text(group.ranks)} {group.where}")

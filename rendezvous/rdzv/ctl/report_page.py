@@ -142,9 +142,9 @@ def _band(intervals: Sequence[Interval]) -> str:
     for tick in range(_TICKS):
         share_ = tick / (_TICKS - 1)
         anchor = {0: "start", _TICKS - 1: "end"}.get(tick, "middle")
-        # The day is at both ends.
-        text = _time(round(from_ms + share_ * (until_ms - from_ms)))
-        text = text if anchor != "middle" else text.rpartition(" ")[2]
+        # The day and the time zone are at both ends.
+        form = "%H:%M:%S" if anchor == "middle" else "%Y-%m-%d %H:%M:%S %Z"
+        text = _time(round(from_ms + share_ * (until_ms - from_ms)), form)
         place = f'x="{share_ * _WIDTH:.0f}" y="{_BAND + 17}" text-anchor="{anchor}"'
         parts.append(f"<text {place}>{text}</text>")
     return "".join([*parts, "</svg>"])
@@ -171,9 +171,9 @@ def _about(one: Interval) -> str:
     return text
 
 
-def _time(unix_ms: int) -> str:
+def _time(unix_ms: int, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     try:
-        return f"{datetime.fromtimestamp(unix_ms / 1000):%Y-%m-%d %H:%M:%S}"
+        return escape(datetime.fromtimestamp(unix_ms / 1000).astimezone().strftime(form))
     except (OverflowError, ValueError, OSError):
         return "?"
 

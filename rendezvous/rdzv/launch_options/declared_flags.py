@@ -296,7 +296,7 @@ def _watching() -> list[Option]:
         switch(
             "--no-collective-trace",
             "do not open torch's record of collectives to the agent, which names the worker that "
-            "the others wait for; see docs/hangs.md",
+            "the others wait for, nor show it the exception that ends a script; see docs/hangs.md",
         ),
     ]
 

@@ -23,6 +23,8 @@ export function together(intervals, least) {
   return groups;
 }
 
+const times = (count) => (count === 1 ? "once" : `${count} times`);
+
 function about(one) {
   const owed = one.cause ? `: ${one.cause}${one.node_id ? ` on ${one.node_id}` : ""}` : "";
   return `${one.phase}, ${took(one.until_unix_ms - one.from_unix_ms)} from ${clock(one.from_unix_ms)}${one.round === null ? "" : `, round ${one.round}`}${owed}`;
@@ -109,13 +111,13 @@ export class Ledger {
     if (!ledger.steps_reported && ledger.phases.training) notes.push("No progress is reported: training counts from the first collective or, where none is recorded, from the start of the workers, so the share of training is an upper bound.");
     if (ledger.run_number === null) notes.push("The beginning of this run is no longer in the history, so it is not counted.");
     put(this.note, notes.join(" "));
-    const costs = ledger.costs.filter((cost) => cost.cause).slice(0, 5);
+    const costs = ledger.costs.slice(0, 5);
     fillAnew(
       this.costs,
-      costs.map((cost) => h("li", {}, h("b", {}, `${cost.cause}${cost.node_id ? ` on ${cost.node_id}` : ""}`), h("span", { class: "dim" }, `${cost.times === 1 ? "once" : `${cost.times} times`}, ${took(cost.ms)}, ${hours(cost.node_ms)} node-hours`))),
+      costs.map((cost) => h("li", {}, h("b", {}, `${cost.cause || "the start"}${cost.node_id ? ` on ${cost.node_id}` : ""}`), h("span", { class: "dim" }, `${cost.cause ? `${times(cost.times)}, ` : ""}${took(cost.ms)}, ${hours(cost.node_ms)} node-hours`))),
     );
     this.costs.hidden = !costs.length;
-    const back = ledger.comebacks.map((one) => `${took(one.ms / one.times)} with workers ${one.way} (${one.times === 1 ? "once" : `${one.times} times`})`);
+    const back = ledger.comebacks.map((one) => `${took(one.ms / one.times)} with workers ${one.way} (${times(one.times)})`);
     put(this.comebacks, back.length ? `Until it trained again: ${back.join(", ")}.` : "");
     this.tick();
   }

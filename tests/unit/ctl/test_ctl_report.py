@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from datetime import UTC
 from html.parser import HTMLParser
 from pathlib import Path
@@ -184,6 +185,8 @@ def test_one_job(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert run(["report", job, "--html", str(page)]) == 0
     assert f"{page} has the ledger of a; open it in a browser" in capsys.readouterr().out
     assert re.match("<!doctype html>", page.read_text())
+    # Whoever is sent the page may live elsewhere.
+    assert re.search(rf'text-anchor="end">[^<]+ {time.strftime("%Z")}</text>', page.read_text())
     assert run(["report", job, "--html", str(tmp_path / "no" / "a.html")]) == 1
     assert "give another file" in capsys.readouterr().err
 

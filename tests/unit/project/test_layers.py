@@ -103,7 +103,7 @@ RULES = (
         "**/*.py",
         never=of("torch"),
         but=of(
-            *("agent/job_programs/*.py", "agent/job_programs/collectives_hook/*.py"),
+            *("agent/job_programs/*.py", "agent/job_programs/worker_hook/*.py"),
             *("torchrun.py", "torchrun/*.py", "c10d/store_server.py", "demo/training.py"),
             "worker/**/*.py",
         ),

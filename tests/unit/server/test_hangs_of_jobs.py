@@ -161,7 +161,7 @@ async def test_the_records_of_collectives_are_more_certain_than_the_stacks() -> 
         assert (found.node_id, found.rank, found.pid) == ("n2", 3, 103)
         sentence = (
             "RANK 3 has not entered all_reduce #9 of the default group; "
-            "RANK 0-2 wait in it since 60 s"
+            "RANK 0-2 have waited in it for 60 s"
         )
         assert found.message.startswith(f"hung: {sentence}; RANK 0-1,3 in step at train.py:41; ")
         kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 0)
@@ -199,7 +199,7 @@ async def test_after_a_timeout_all_are_asked_at_once_and_the_one_that_is_missing
         assert (found.node_id, found.rank) == ("n2", 2)
         assert found.message.startswith(
             "a collective timed out: RANK 2 has not entered all_reduce #9 of the default group; "
-            "RANK 0-1,3 wait in it since 60 s; "
+            "RANK 0-1,3 have waited in it for 60 s; "
         )
         assert not is_connection_error(found)
         assert found.at_ms < clock.now_ms() - 6_000

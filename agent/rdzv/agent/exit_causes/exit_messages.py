@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from rdzv.agent.exit_causes.core_dumps import find_core_dump
-from rdzv.agent.exit_causes.last_words import SHM_FULL, explain_last_words, says_timeout
+from rdzv.agent.exit_causes.last_words import ENLARGE_SHM, explain_last_words, says_timeout
 from rdzv.agent.exit_causes.memory_kills import MemoryKills, explain_memory_kill
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 from rdzv.agent.system.error_files import MAX_MESSAGE_CHARS, WorkerError, read_error
@@ -62,20 +62,26 @@ def _explain_signal(worker: ExitedWorker, shm: Path = SHM) -> str:
     if worker.signal == signal.SIGKILL:
         return explain_memory_kill(worker.pid, worker.kills_before)
     dump = find_core_dump(worker.pid, worker.signal, worker.folder, worker.identity)
-    if worker.signal == signal.SIGBUS and (full := _describe_full(shm)):
-        return f"{full}; {dump}" if dump else full
-    return dump
+    shared_memory = _describe_shm(shm) if worker.signal == signal.SIGBUS else ""
+    return "; ".join(reason for reason in (shared_memory, dump) if reason)
 
 
-def _describe_full(shm: Path) -> str:
+def _describe_shm(shm: Path) -> str:
+    """Say that /dev/shm is full, or may have been: a dead process's unlinked files are gone."""
     try:
         about = os.statvfs(shm)
     except OSError:
         return ""
-    size = about.f_blocks * about.f_frsize
-    if not size or about.f_bavail * about.f_frsize >= SHM_IS_FULL_BYTES:
+    size, free = about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize
+    if not size:
         return ""
-    return f"{SHM_FULL} (its size is {size_text(size)})"
+    if free < SHM_IS_FULL_BYTES:
+        return f"/dev/shm is full (its size is {size_text(size)}): {ENLARGE_SHM}"
+    return (
+        f"/dev/shm may have been full (its size is {size_text(size)}; now that the process has "
+        f"ended, {size_text(free)} are free): {ENLARGE_SHM}. Or a file that it had mapped was "
+        "made shorter"
+    )
 
 
 def _tail(path: Path | None, identity: Identity | None) -> str:

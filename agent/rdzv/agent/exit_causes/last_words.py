@@ -18,21 +18,22 @@ class LastWords:
     """The file that writes it."""
 
 
-SHM_FULL = (
-    "/dev/shm is full: enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium "
-    "Memory), or use fewer DataLoader workers"
+ENLARGE_SHM = (
+    "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory), or use fewer "
+    "DataLoader workers"
 )
+_SHM_FULL = f"/dev/shm is full: {ENLARGE_SHM}"
 
 KNOWN: tuple[LastWords, ...] = (
     LastWords(
         r"creating shared memory segment /dev/shm/nccl-|failed to extend /dev/shm/nccl-",
-        f"NCCL cannot make its shared memory; {SHM_FULL}",
+        f"NCCL cannot make its shared memory; {_SHM_FULL}",
         "NCCL: src/misc/shmutils.cc",
     ),
     LastWords(
         r"DataLoader worker \(pid.*\) is killed by signal: Bus error"
         r"|unable to (?:write to file|mmap \d+ bytes from file|allocate shared memory)",
-        f"a DataLoader worker found no shared memory; {SHM_FULL}",
+        f"a DataLoader worker found no shared memory; {_SHM_FULL}",
         "torch: c10/../aten/src/ATen/MapAllocator.cpp, torch/utils/data/_utils/signal_handling.py",
     ),
     LastWords(

@@ -1,4 +1,4 @@
-"""Asks workers for the record of their collectives, which `collectives_hook` makes available.
+"""Asks workers for the record of their collectives, which `worker_hook` makes available.
 
 Each worker's torch answers HTTP on a Unix socket beside its progress file. The folder belongs to
 the job's account, and is accessed with its rights; every request has a deadline, and answers are
@@ -34,7 +34,7 @@ log = logging.getLogger("rdzv.agent")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-HOOK = Path(__file__).parents[1] / "job_programs" / "collectives_hook"
+HOOK = Path(__file__).parents[1] / "job_programs" / "worker_hook"
 """The folder with the `sitecustomize` that makes workers answer."""
 KEPT_PATH = "RDZV_PYTHONPATH"
 """The variable with the script's own PYTHONPATH."""

@@ -22,7 +22,7 @@ MAX_MESSAGE_CHARS = 2_000
 MAX_TRACEBACK_CHARS = 16_000
 MAX_FILE_BYTES = 4 << 20
 
-NO_ERROR_FILE = "no error file (torch.distributed.elastic.multiprocessing.errors.record writes it)"
+NO_ERROR_FILE = "no error file, so no uncaught exception is known; its output may say why"
 
 
 @struct(frozen=True)

@@ -256,7 +256,7 @@ def _differing(wait: _Wait, kind: str, sides: Sequence[tuple[str, list[int]]]) -
     waiting = [rank for rank in wait.pending if rank in many] if clear else list(wait.pending)
     if not clear:
         most = ""
-    return _cause(wait, kind, odd if clear else (), f"{sentence}; {_since(wait)}", waiting, most)
+    return _cause(wait, kind, odd if clear else (), f"{sentence}; {_waited(wait)}", waiting, most)
 
 
 def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> Cause | None:
@@ -297,7 +297,7 @@ def _of_missing(
         parts.append(f"{_has(ranks)} no record, and all others have entered {wait.place}")
     sentence = f"RANK {ranks_text(ranks)} {' and '.join(parts)}"
     waiting = [rank for rank in wait.pending if rank not in ranks]
-    since = _since(wait, waiting)
+    since = _waited(wait, waiting)
     if wait.place not in sentence:
         since = since.replace("in it", f"in {wait.place}", 1)
     return _cause(wait, kind, ranks, f"{sentence}; {since}", waiting)
@@ -315,7 +315,7 @@ def _other_order(waits: Sequence[_Wait]) -> Cause | None:
     clear = len(ranks) < len(most.pending)
     sentence = (
         f"{_ranks(ranks, 'wait')} in {elsewhere.place}, and {_has(ranks)} not entered "
-        f"{most.place}: these groups are entered in different orders; {_since(most)}"
+        f"{most.place}: these groups are entered in different orders; {_waited(most)}"
     )
     return _cause(most, "other_order", ranks if clear else (), sentence, list(most.pending))
 
@@ -358,9 +358,9 @@ def _cause(
     )
 
 
-def _since(wait: _Wait, waiting: Collection[int] | None = None) -> str:
+def _waited(wait: _Wait, waiting: Collection[int] | None = None) -> str:
     ranks = wait.pending if waiting is None else waiting
-    return f"{_ranks(ranks, 'wait')} in it since {wait.waiting_ms // 1000} s"
+    return f"{_ranks(ranks, 'has')} waited in it for {wait.waiting_ms // 1000} s"
 
 
 def _detail(wait: _Wait) -> str:

@@ -46,7 +46,7 @@ def absent(number: int, sequence: int = 41, **more: object) -> Evidence:
     return rank(number, group(entered(sequence - 1)), **{"in_collective": False, **more})
 
 
-WAIT_3 = "RANK 0-2 wait in it since 32 s"
+WAIT_3 = "RANK 0-2 have waited in it for 32 s"
 THREE = (waiting(0), waiting(1), waiting(2))
 
 
@@ -65,7 +65,7 @@ THREE = (waiting(0), waiting(1), waiting(2))
             "absent",
             (2, 3),
             "RANK 2-3 have not entered all_reduce #41 of the default group; "
-            "RANK 0-1 wait in it since 32 s",
+            "RANK 0-1 have waited in it for 32 s",
             id="two absent ranks",
         ),
         pytest.param(
@@ -73,7 +73,7 @@ THREE = (waiting(0), waiting(1), waiting(2))
             "other_operation",
             (3,),
             "RANK 3 has entered broadcast as #41 of the default group, where RANK 0-2 have entered "
-            "all_reduce; RANK 0-3 wait in it since 32 s",
+            "all_reduce; RANK 0-3 have waited in it for 32 s",
             id="another operation",
         ),
         pytest.param(
@@ -81,7 +81,7 @@ THREE = (waiting(0), waiting(1), waiting(2))
             "other_operation",
             (3,),
             "RANK 3 has entered broadcast as #41 of the default group, where RANK 0-2 have entered "
-            "all_reduce; RANK 0-3 wait in it since 32 s",
+            "all_reduce; RANK 0-3 have waited in it for 32 s",
             id="another operation, which it has completed alone",
         ),
         pytest.param(
@@ -89,7 +89,7 @@ THREE = (waiting(0), waiting(1), waiting(2))
             "other_sizes",
             (3,),
             "in all_reduce #41 of the default group RANK 3 has [8] Float, where RANK 0-2 have "
-            "[4] Float; RANK 0-3 wait in it since 32 s",
+            "[4] Float; RANK 0-3 have waited in it for 32 s",
             id="other sizes",
         ),
         pytest.param(
@@ -97,7 +97,7 @@ THREE = (waiting(0), waiting(1), waiting(2))
             "other_operation",
             (),
             "RANK 1 has entered broadcast as #41 of the default group, where RANK 0 has entered "
-            "all_reduce; RANK 0-1 wait in it since 32 s",
+            "all_reduce; RANK 0-1 have waited in it for 32 s",
             id="two that differ: it may be either",
         ),
         pytest.param(
@@ -120,21 +120,21 @@ THREE = (waiting(0), waiting(1), waiting(2))
             "absent",
             (3,),
             "RANK 3 has not entered all_reduce #41 of the default group; "
-            "RANK 0-1 wait in it since 32 s",
+            "RANK 0-1 have waited in it for 32 s",
             id="one waits for another, which waits for nobody",
         ),
         pytest.param(
             (*THREE, rank(3, state="T")),
             "stopped",
             (3,),
-            "RANK 3 is stopped by a signal; RANK 0-2 wait in it since 32 s",
+            "RANK 3 is stopped by a signal; RANK 0-2 have waited in it for 32 s",
             id="stopped: it has not even given its record",
         ),
         pytest.param(
             (*THREE, rank(3, state="T"), rank(4, in_collective=True)),
             "stopped",
             (3,),
-            "RANK 3 is stopped by a signal; RANK 0-2 wait in it since 32 s",
+            "RANK 3 is stopped by a signal; RANK 0-2 have waited in it for 32 s",
             id="stopped, and another has no record either",
         ),
         pytest.param(
@@ -166,7 +166,7 @@ THREE = (waiting(0), waiting(1), waiting(2))
             "absent",
             (4,),
             "RANK 4 has not entered all_reduce #41 of the default group; "
-            "RANK 0-2 wait in it since 32 s",
+            "RANK 0-2 have waited in it for 32 s",
             id="one that is inside torch.distributed waits, too, without a record",
         ),
         pytest.param(
@@ -200,8 +200,8 @@ def test_whom_they_wait_for(
     found = compare(evidence)
     assert isinstance(found, Cause)
     expected = sentence.replace(
-        "stopped by a signal; RANK 0-2 wait in it",
-        "stopped by a signal; RANK 0-2 wait in all_reduce #41 of the default group",
+        "stopped by a signal; RANK 0-2 have waited in it",
+        "stopped by a signal; RANK 0-2 have waited in all_reduce #41 of the default group",
     )
     assert (found.kind, found.ranks, found.sentence) == (kind, ranks, expected)
     assert found.kind in KINDS

@@ -1,13 +1,17 @@
-"""Gives the agent access to torch's record of a worker's collectives; runs inside the worker.
+"""Runs inside a worker: shows the agent its collectives, and the exception that ends the script.
 
 Python finds it by PYTHONPATH while a worker's interpreter starts. It undoes the changes that made
-the interpreter import it, so that no child does, and lets the site's own `sitecustomize` follow. It
-does not import torch: once the script itself has imported torch.distributed, `init_process_group`
-first starts torch's `_WorkerServer`. That server listens on a Unix socket beside the worker's
-progress file, in a folder that only the job's account may enter, and answers from threads that need
-no interpreter lock. Errors are written to a file there, and change nothing for the script. A script
-that ends by the error of a collective leaves its record there, because nobody can ask for it
-afterwards.
+the interpreter import it, so that no child does, and lets the site's own `sitecustomize` follow.
+
+An exception that nobody catches is written to the worker's error file, as torch's `@record` does
+for a function that has it, unless something has written that file before.
+
+It does not import torch: once the script itself has imported torch.distributed,
+`init_process_group` first starts torch's `_WorkerServer`. That server listens on a Unix socket
+beside the worker's progress file, in a folder that only the job's account may enter, and answers
+from threads that need no interpreter lock. A script that ends by the error of a collective leaves
+its record there, because nobody can ask for it afterwards. Errors of all this are written to a file
+there, and change nothing for the script.
 
 It imports only modules that every interpreter has already loaded at its start, and not pathlib,
 which would delay each start of a worker. It supports Python 3.9 and newer.
@@ -39,7 +43,9 @@ QUIET = 2
 """The log level of torch from which only errors are written."""
 
 _served_by = {"pid": 0}
-"""The process that has started a server; a fork may start its own."""
+"""The process that has tried to start a server; a fork may start its own."""
+_recorded_by = {"pid": 0}
+"""The process whose server runs, and whose torch has a record."""
 
 
 def _undo(hook: str) -> None:
@@ -145,23 +151,55 @@ def _start() -> None:
         level.value = before
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _never_end(server)
-    _leave_record_at_the_end()
+    _recorded_by["pid"] = os.getpid()
+    # The script may have replaced the hook meanwhile.
+    _watch_exceptions()
 
 
-def _leave_record_at_the_end() -> None:
-    """Arrange for the record to be written if the script ends by an error of a collective."""
+def _watch_exceptions() -> None:
+    """Arrange for an exception that ends the script to be written down first."""
     before = sys.excepthook
+    if getattr(before, "leaves", None) is _leave_exception:
+        return
 
     def excepthook(kind: Any, error: Any, traceback: Any) -> None:
         try:
-            text = " ".join(str(error).split())
-            if any(words in text.lower() for words in OF_COLLECTIVES):
-                _leave_record(text)
+            _leave_exception(kind, error, traceback)
         except Exception as failure:
             _leave_word(f"{type(failure).__name__}: {failure}")
         before(kind, error, traceback)
 
+    excepthook.leaves = _leave_exception  # type: ignore[attr-defined]
     sys.excepthook = excepthook
+
+
+def _leave_exception(kind: Any, error: Any, traceback: Any) -> None:
+    """Write the error file, and if a collective has failed, the record as well."""
+    if not issubclass(kind, Exception):
+        return
+    _write_error_file(kind, error, traceback)
+    text = " ".join(str(error).split())
+    if _recorded_by["pid"] == os.getpid() and any(w in text.lower() for w in OF_COLLECTIVES):
+        _leave_record(text)
+
+
+def _write_error_file(kind: Any, error: Any, traceback: Any) -> None:
+    """Write what torch's `@record` writes; a file that exists knows better."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    import json
+    import time
+    from traceback import format_exception
+
+    stack = "".join(format_exception(kind, error, traceback))
+    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    message = {"message": f"{kind.__name__}: {error}", "extraInfo": extra}
+    try:
+        with open(path, "x") as file:
+            json.dump({"message": message}, file)
+    except FileExistsError:
+        pass
 
 
 def _leave_record(error: str) -> None:
@@ -212,6 +250,7 @@ def _leave_word(why: str) -> None:
 
 
 _undo(os.path.dirname(os.path.abspath(__file__)))
+_watch_exceptions()
 if MODULE in sys.modules:
     _wrap(sys.modules[MODULE])
 else:

@@ -1,0 +1,74 @@
+"""The hook in a worker's interpreter leaves the exception that ends the script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rdzv.agent.observers.collective_records import with_hook
+from rdzv.agent.system.error_files import NO_ERROR_FILE, read_error
+
+RAISE = "def step():\n    raise ValueError('loss is nan')\n\nstep()\n"
+
+
+def end(folder: Path, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with the hook to its end."""
+    (folder / "train.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=folder,
+        env=with_hook({"TORCHELASTIC_ERROR_FILE": str(folder / "error.json"), **environ}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_message_and_traceback_are_those_of_record(tmp_path: Path) -> None:
+    done = end(tmp_path, RAISE)
+    error = read_error(tmp_path / "error.json", None, 1)
+    assert error.message == "ValueError: loss is nan"
+    assert error.traceback == done.stderr.strip()
+    body = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert body.keys() == {"message", "extraInfo"}
+    assert body["extraInfo"]["timestamp"].isdecimal()
+
+
+def test_a_file_that_the_script_has_written_is_kept(tmp_path: Path) -> None:
+    text = json.dumps({"message": "it knows better"})
+    done = end(tmp_path, f"open('error.json', 'w').write({text!r})\n{RAISE}")
+    assert read_error(tmp_path / "error.json", None, 1).message == "it knows better"
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("raise SystemExit(3)", id="an exit"),
+        pytest.param("raise KeyboardInterrupt", id="an interruption"),
+        pytest.param("try:\n    1 / 0\nexcept ArithmeticError:\n    pass", id="a caught exception"),
+    ],
+)
+def test_other_ends_leave_nothing(tmp_path: Path, script: str) -> None:
+    end(tmp_path, script)
+    assert read_error(tmp_path / "error.json", None, 1).message == NO_ERROR_FILE
+
+
+@pytest.mark.parametrize("path", [os.devnull, "/nowhere/error.json", ""])
+def test_without_a_place_for_the_file_the_script_ends_as_usual(tmp_path: Path, path: str) -> None:
+    done = end(tmp_path, RAISE, TORCHELASTIC_ERROR_FILE=path)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: loss is nan\n")
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_child_with_an_interpreter_of_its_own_leaves_nothing(tmp_path: Path) -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import nothing_here'])"
+    done = end(tmp_path, child)
+    assert "No module named 'nothing_here'" in done.stderr
+    assert not (tmp_path / "error.json").exists()
