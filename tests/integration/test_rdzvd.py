@@ -240,7 +240,7 @@ def test_who_everyone_may_reach_warns_of_it(tmp_path: Path) -> None:
         with ControlClient(Endpoint("127.0.0.1", int(port)), 60) as client:
             [shown] = client.servers()
         assert (host, shown.insecure) == ("0.0.0.0", why)
-        assert f"insecure: {why}; everyone who reaches 0.0.0.0:{port}" in server.stderr.read_text()
+        assert f"insecure: {why}; anyone who can reach 0.0.0.0:{port}" in server.stderr.read_text()
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,8 @@ def test_a_server_that_is_open_to_everyone_is_warned_of(open_page: Open) -> None
         expect(open_page(s.url).locator("#insecure")).to_be_hidden()
         s.expose("nothing here is encrypted or authenticated")
         expect(open_page(s.url).locator("#insecure")).to_have_text(
-            "Insecure: nothing here is encrypted or authenticated; everyone who reaches "
-            "10.0.0.5:29400 may run and end jobs."
+            "Insecure: nothing here is encrypted or authenticated; anyone who can reach "
+            "10.0.0.5:29400 can run and end jobs."
         )
 
 

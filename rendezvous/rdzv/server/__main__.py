@@ -1,4 +1,4 @@
-"""rdzvd: assembles configuration, store, driver and server; decides nothing itself."""
+"""rdzvd: assembles configuration, store, driver and server, but decides nothing itself."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ log = logging.getLogger("rdzv.server")
 
 _CIPHER_SUITES = "GRPC_SSL_CIPHER_SUITES"
 _NO_TLS_1_2 = "PSK-AES128-CBC-SHA"
-"""gRPC has no option for the TLS version. This sets its TLS 1.2 suites to one that needs a key
-shared in advance, which no client has, so TLS 1.2 is never agreed on. TLS 1.3 has its own."""
+"""gRPC has no option for the TLS version. This limits its TLS 1.2 suites to one that needs a
+pre-shared key, which no client has, so TLS 1.2 is never negotiated. TLS 1.3 has suites of its own.
+"""
 
 _GC_EVERY = (20_000, 10, 50)
-"""Thresholds of the cyclic garbage collector. An open stream is hundreds of objects; with Python's
-default of 700, a server of thousands rescans all of them repeatedly while they connect."""
+"""Thresholds of the cyclic garbage collector. An open stream consists of hundreds of objects; with
+Python's default of 700, a server with thousands of streams would rescan them all repeatedly while
+nodes connect."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,7 +58,7 @@ _LISTS = ("etcd_endpoints", "relay")
 
 
 def _flag(name: str, **more: Any) -> Callable[[F], F]:
-    """Make an option of the setting whose key is the name with its first `-` as the table's dot."""
+    """Make an option for the setting whose key is `name` with its first `-` turned into a dot."""
     setting = _SETTINGS[_key(name.removeprefix("--").replace("-", "_"))]
     options: dict[str, Any] = {"metavar": setting.unit or "TEXT", "default": None}
     if setting.choices:
@@ -73,7 +75,7 @@ def _flag(name: str, **more: Any) -> Callable[[F], F]:
 
 
 def _key(parameter: str) -> str:
-    """Return the key of the setting that an option sets: `etcd_ttl` is `etcd.ttl`."""
+    """Return the key of the setting that an option sets: `etcd_ttl` sets `etcd.ttl`."""
     dotted = parameter.replace("_", ".", 1)
     return dotted if dotted in _SETTINGS else parameter
 
@@ -84,8 +86,8 @@ def _key(parameter: str) -> str:
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help=f"TOML: all options below, and more; see --print-config. The command line wins over "
-    f"it.  [default: {DEFAULT_FILE}, if it is there]",
+    help="TOML: all options below, and more; see --print-config. The command line overrides it.  "
+    f"[default: {DEFAULT_FILE}, if it is there]",
 )
 @_flag("--listen")
 @_flag("--data-dir", metavar="DIR")
@@ -153,7 +155,7 @@ def main(
 
     When it is ready it prints one line on stdout. SIGTERM or Ctrl-C ends it; workers run on, and it
     continues from the stored state when it is started again. SIGHUP reloads the configuration; the
-    log lists what has changed, and what needs a restart.
+    log lists what has changed and what needs a restart.
 
     Exit codes: 0 ended by a signal; 1 could not start or continue, or --check has found a problem;
     2 usage or configuration.
@@ -196,9 +198,9 @@ def main(
 
 
 def _reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
-    """Return True if etcd is reached by TLS, which uses the same suites; many speak only 1.2.
+    """Return whether etcd is reached over TLS, which uses the same suites; many speak only 1.2.
 
-    This is asked before anything may import gRPC, as reading the whole configuration does.
+    This must run before anything imports gRPC, as reading the whole configuration would.
     """
     said: Any = None
     # Errors in the file are reported by the code that reads all of it.
@@ -262,8 +264,8 @@ def _tls(config: Config) -> Tls | None:
 
     if os.environ.get(_CIPHER_SUITES) != _NO_TLS_1_2:
         log.warning(
-            "gRPC may agree on TLS 1.2 here, for the sake of etcd or of %s; where etcd speaks TLS "
-            "1.3, %s=%s leaves no older one",
+            "gRPC may negotiate TLS 1.2 here, because of etcd or %s; if etcd speaks TLS 1.3, set "
+            "%s=%s to rule out older versions",
             *(_CIPHER_SUITES, _CIPHER_SUITES, _NO_TLS_1_2),
         )
     return Tls(config.tls)
@@ -281,7 +283,7 @@ def _reload(configuration: Configuration, tls: Tls | None) -> None:
 
 
 async def _run_relay(config: Config, to: RelayTo, tls: Tls | None, stop: asyncio.Event) -> None:
-    """Carry the streams of nodes to the server that leads."""
+    """Carry nodes' streams to the server that leads."""
     from rdzv.server.relay.running import relaying
 
     async with relaying(config, to, tls) as bound:
@@ -325,7 +327,7 @@ async def _run_replica(
     tls: Tls | None,
     stop: asyncio.Event,
 ) -> None:
-    """Serve whenever elected among the servers that share an etcd; otherwise name the leader."""
+    """Serve while elected among the servers that share an etcd; otherwise name the leader."""
     from rdzv.runtime.concurrency import single_error
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
@@ -353,7 +355,7 @@ async def _run_replica(
 def _metrics(
     replica: Replica, config: Config, facade: Facade | None, tls: Tls | None
 ) -> Metrics | None:
-    """Return the metrics, if this server has an address that answers /metrics."""
+    """Return the metrics, if this server has an address for /metrics."""
     if config.http is None:
         return None
     from rdzv.server.telemetry.metrics import Metrics
@@ -369,7 +371,7 @@ def _metrics(
 async def _gate(
     replica: Replica, clock: Clock, config: Config, metrics: Metrics | None
 ) -> AsyncIterator[Gate]:
-    """Yield the gate; the keys of an issuer of tokens are kept current until the body ends."""
+    """Yield the gate; a token issuer's keys are kept current until the body ends."""
     from rdzv.server.security.gate import Gate
 
     if config.oidc is None:
@@ -385,7 +387,7 @@ async def _gate(
 async def _meter(
     replica: Replica, metrics: Metrics | None, config: Config
 ) -> AsyncIterator[Meter | None]:
-    """Yield the observer of events: metrics, traces and notifications, as far as configured."""
+    """Yield the observer of events: metrics, traces and notifications, whichever are configured."""
     from rdzv.server.telemetry.metrics_interface import Meters
 
     async with AsyncExitStack() as stack:
@@ -445,7 +447,7 @@ def _say_ready(
         reached = [listen for listen in (bound, http) if listen and not listen.loopback]
         where = " or ".join(map(str, reached))
         log.warning(
-            "insecure: %s; everyone who reaches %s may run and end jobs", config.exposed, where
+            "insecure: %s; anyone who can reach %s can run and end jobs", config.exposed, where
         )
     click.echo(f"rdzvd ready: listening on {bound}, {data}{also}")
     systemd.notify("READY=1", f"STATUS=listening on {bound}, {data}")
@@ -457,7 +459,7 @@ async def _stopped(stop: asyncio.Event) -> None:
 
 
 async def _check(config: Config) -> int:
-    """Print the results of the check; return the exit code."""
+    """Print the results of the check, and return the exit code."""
     from rdzv.server.replication import offline
 
     found = await offline.check(config)

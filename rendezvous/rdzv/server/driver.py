@@ -1,9 +1,9 @@
-"""The driver of a leading server: makes, starts and stops its parts, and publishes steps.
+"""A leading server's driver: makes, starts and stops its parts, and publishes steps.
 
 It holds the state that the pure cores do not, and decides nothing. A command to a job goes through
-`Engine.submit`: *decide, persist, publish*; `Driver.publish` does the last. Nodes
-enter through `connections`, `recovery`, `commands` and `reports`, operators through `views`,
-`workers`, `operations` and `nodes`.
+`Engine.submit`: *decide, persist, publish*; `Driver.publish` does the publishing. Nodes enter
+through `connections`, `recovery`, `commands` and `reports`, operators through `views`, `workers`,
+`operations` and `nodes`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rdzv.stores.base import Record, Store
 
 
 class Driver:
-    """Drives all jobs and nodes of one server. Made by `running`."""
+    """Drives all jobs and nodes of one server. Use `running` to make one."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Driver:
         new_uid: Callable[[], str],
         meter: Meter,
     ) -> None:
-        """Make the parts, in the order of their dependencies."""
+        """Make the parts in order of their dependencies."""
         self._clock = clock
         self._config = config
         self._meter = meter
@@ -261,7 +261,7 @@ class Driver:
         self.jobs.stop_timers()
 
     def close_streams(self, error: RendezvousError) -> None:
-        """End every stream with this error, and open no more; no node or job changes state."""
+        """End every stream with this error, and open no more. No node or job changes state."""
         self.streams.close_all(error)
         self.diagnosis.close(error)
         self.watchers.close()
@@ -285,7 +285,7 @@ class Driver:
     # ---------------------------------------------------------------- publishing changes
 
     def publish(self, job: Job, news: News) -> None:
-        """Announce a stored step to everyone concerned. Does not wait."""
+        """Announce a stored step to all concerned, without waiting."""
         self.node_jobs.note_step(job, news)
         if news.before.membership.submission or news.after.membership.submission:
             self.scheduling.queue.wake()
@@ -297,7 +297,7 @@ class Driver:
         self.node_jobs.note_end(job, news)
 
     def _note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
-        """Pass events that did not come from a step to log, history and watchers."""
+        """Pass events that no step has caused to log, history and watchers."""
         self.history.note(rdzv_id, events)
         self.watchers.job_changed(rdzv_id)
 
@@ -319,11 +319,11 @@ class Driver:
 
     @property
     def trouble(self) -> str:
-        """Why nothing new can be decided now; empty if it can."""
+        """Why nothing new can be decided now; empty if new things can be."""
         return self.store.state.trouble
 
     def figures(self) -> Figures:
-        """Return the present figures for the metrics."""
+        """Return the current figures for the metrics."""
         now_ms, records = self._clock.now_ms(), self.leases.records.values()
         connected = sum(1 for record in records if record.stream is not None)
         return Figures(
@@ -347,5 +347,5 @@ class Driver:
         )
 
     def agents(self) -> Mapping[str, str]:
-        """Return by node_id where agents answer /metrics; see `ScrapeTargets`."""
+        """The addresses where agents serve /metrics, by node_id; see `ScrapeTargets`."""
         return self.scrape_targets.listed(self._clock.now_ms())

@@ -29,7 +29,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Hello:
-    """A node opens a stream. Its beliefs about its jobs follow as `Belief`s."""
+    """A node opens a stream. What it believes about its jobs follows as `Belief`s."""
 
     node_id: str
     instance: str
@@ -39,19 +39,19 @@ class Hello:
     leadership: int
     incarnation: int
     fence_after_ms: int = 0
-    """The node kills its workers after this time without an answer; 0 if it never does."""
+    """After this time without an answer the node kills its workers; 0 if it never does."""
     version: str = ""
     resources: Resources | None = None
     """None if it accepts no submitted jobs."""
     holdings: tuple[Holding, ...] = ()
     failing: tuple[FailingCheck, ...] = ()
-    """The health checks of the node that fail."""
+    """The node's health checks that fail."""
     metrics: str = ""
     """Where its agent serves /metrics, as HOST:PORT; empty if other machines cannot reach it."""
     draining: Draining | None = None
     """Set if the node is about to leave all its jobs."""
     takes_several: bool = False
-    """Whether it reads several messages in one."""
+    """Whether the node can read several messages packed into one."""
 
 
 @struct(frozen=True)
@@ -61,7 +61,7 @@ class Draining:
     left_ms: int
     reason: str
     number: int
-    """The number of the drain that a server has ordered; 0 if none has."""
+    """The number of the drain that a server has ordered; 0 if no server has."""
     own: bool
 
 
@@ -83,7 +83,7 @@ class Holdings:
 
 @struct(frozen=True)
 class Belief:
-    """A node's belief about one job, and the commands that pass it to the job's rendezvous."""
+    """What a node believes about one job, and the commands that tell the job's rendezvous."""
 
     rdzv_id: str
     run: str
@@ -108,7 +108,7 @@ class RankProgress:
 
 @struct(frozen=True)
 class Progress:
-    """The progress of those of a node's workers in one round that have reported any."""
+    """The progress of a node's workers in one round, as far as they have reported any."""
 
     rdzv_id: str
     run: str
@@ -118,18 +118,18 @@ class Progress:
 
 @struct(frozen=True)
 class StartedWorker:
-    """How one worker was started for its round."""
+    """How one worker was started for a round."""
 
     local_rank: int
     how: str
-    """One of `WorkerStart`, or a value of a newer agent."""
+    """One of `WorkerStart`, or a value that only newer agents know."""
     why: str
-    """Why it was not kept, or not started warm; empty if its node does not know."""
+    """Why it was not kept or not started warm; empty if its node does not know."""
 
 
 @struct(frozen=True)
 class WorkersStarted:
-    """How the workers of a node were started for a round."""
+    """How a node's workers were started for a round."""
 
     rdzv_id: str
     run: str
@@ -139,19 +139,19 @@ class WorkersStarted:
 
 @struct(frozen=True)
 class SnapshotsHeld:
-    """All that a node holds of a run's state."""
+    """All snapshots of a run's state that a node holds."""
 
     rdzv_id: str
     run: str
     snapshots: tuple[Snapshot, ...]
     carrier: CopyCarrier | None = None
-    """None: no other node can fetch copies of them."""
+    """None if other nodes cannot fetch copies of them."""
     missing: MissingCopies | None = None
 
 
 @struct(frozen=True)
 class GroupArrivals:
-    """When a node's ranks of one process group entered some of its collectives."""
+    """When a node's ranks entered some collectives of one process group."""
 
     group: str
     per_second: float
@@ -163,7 +163,7 @@ class GroupArrivals:
 
 @struct(frozen=True)
 class Arrivals:
-    """When the workers of a node in one round entered some of their latest collectives."""
+    """When a node's workers in one round entered some of their latest collectives."""
 
     rdzv_id: str
     run: str
@@ -183,7 +183,7 @@ class WorkerGpus:
 
 @struct(frozen=True)
 class LogPiece:
-    """A piece of a worker's output. Without data, it only announces pieces of `round`."""
+    """A piece of a worker's output. Without data, it only announces that `round` follows."""
 
     request: int
     round: int = 0
@@ -210,14 +210,14 @@ class Hung:
 
 @struct(frozen=True)
 class Stacks:
-    """The stacks of some workers of a node."""
+    """The stacks of some of a node's workers."""
 
     request: int
     workers: tuple[WorkerStack, ...] = ()
     last: bool = False
     """Whether this is the last piece."""
     error: str = ""
-    """Why there are no stacks."""
+    """Why no stacks could be taken."""
 
 
 # ------------------------------------------------------------------ to nodes
@@ -253,7 +253,7 @@ class Heard:
 
     number: int
     clock_us: int
-    """The server's clock then."""
+    """The server's clock at that moment."""
 
 
 @struct(frozen=True)
@@ -302,12 +302,12 @@ class SnapshotWatermark:
     run: str
     mark: SnapshotMark
     whole_ms: int = 0
-    """When it became so: all nodes write the same marks to disk."""
+    """When it became whole; by this, all nodes write the same marks to disk."""
 
 
 @struct(frozen=True)
 class KeepCopies:
-    """Copies that a node is to keep of what other nodes hold of a state."""
+    """The copies that a node is to keep of other nodes' snapshots."""
 
     rdzv_id: str
     run: str
@@ -317,7 +317,7 @@ class KeepCopies:
 
 @struct(frozen=True)
 class RoundOver:
-    """The round is over: the node stops its workers, or has them park."""
+    """The round is over: the node stops its workers, or makes them park."""
 
     rdzv_id: str
     run: str
@@ -338,7 +338,7 @@ class Closed:
 
 @struct(frozen=True)
 class Refused:
-    """The node's request is refused, and has changed nothing."""
+    """The node's request was refused and has changed nothing."""
 
     rdzv_id: str
     code: str
@@ -355,7 +355,7 @@ class Waiting:
 
 @struct(frozen=True)
 class LogPosition:
-    """How far one worker's log was read. A message to a node leaves out the node's name."""
+    """How far one worker's log has been read. Messages to a node leave out the node's name."""
 
     node_id: str
     round: int
@@ -383,7 +383,7 @@ class ReadLog:
 
 @struct(frozen=True)
 class LogCredit:
-    """The number of bytes that the node may still send for a request; with `cancel`, it stops."""
+    """How many more bytes the node may send for a request; with `cancel`, it stops."""
 
     request: int
     bytes: int
@@ -426,7 +426,7 @@ class TakeStacks:
 
 @struct(frozen=True)
 class DrainNode:
-    """The node must leave all its jobs; repeated with the time that remains."""
+    """The node must leave all its jobs. The message is repeated with the time that remains."""
 
     left_ms: int
     reason: str
@@ -466,7 +466,7 @@ Announcement = (
 
 @struct(frozen=True)
 class LogsWanted:
-    """A selection of one job's logs. None stands for all RANKs, and for the last round."""
+    """A selection of one job's logs. None means all RANKs, or the last round."""
 
     rank: int | None = None
     round: int | None = None
@@ -484,7 +484,7 @@ class LogsWanted:
 
 @struct(frozen=True)
 class LogLines:
-    """A piece of one worker's output, or a note why something is missing."""
+    """A piece of one worker's output, or a note on why something is missing."""
 
     node_id: str
     run: str

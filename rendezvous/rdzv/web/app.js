@@ -161,12 +161,12 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   main.focus();
 });
 
-/** Warn if everyone who can reach the server may do everything. */
+/** Warn if anyone who can reach the server can do anything. */
 async function warn() {
   const { servers } = await (await fetch("/api/v1/servers")).json();
   const exposed = servers.find((server) => server.insecure);
   $("insecure").hidden = !exposed;
-  if (exposed) put($("insecure"), `Insecure: ${exposed.insecure}; everyone who reaches ${exposed.address} may run and end jobs.`);
+  if (exposed) put($("insecure"), `Insecure: ${exposed.insecure}; anyone who can reach ${exposed.address} can run and end jobs.`);
 }
 
 addEventListener("hashchange", () => show(false));

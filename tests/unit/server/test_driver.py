@@ -570,7 +570,9 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
             await s.clock.advance(1_000)
             for stream in (n1, n2, n9):
                 s.driver.connections.heard(stream)
-        away = "the store is away for 12 s (disk full); workers run on, nothing new is decided; "
+        away = (
+            "the store has been away for 12 s (disk full); workers run on, nothing new is decided; "
+        )
         reason = f"{away}not stored yet: workers of n2 have failed; 2 nodes and 4 workers run"
         assert (await s.driver.views.status("job-7")).reason.startswith(reason)
         assert [view.reason.startswith(reason) for view in await s.driver.views.list()] == [True]
@@ -805,7 +807,7 @@ async def test_a_job_that_can_not_be_read_leaves_the_others_alone(
     store._jobs["bad"] = (b"?", 1)
     async with server(store) as s:
         assert await s.states() == {"n1": NodeState.AWAY, "n2": NodeState.AWAY}
-        assert "job bad is left alone" in caplog.text
+        assert "leaving job bad alone" in caplog.text
         assert [view.rdzv_id for view in await s.driver.views.list()] == ["job-7"]
         with pytest.raises(RendezvousStateError, match="job bad"):
             await s.driver.views.status("bad")
@@ -1288,7 +1290,7 @@ async def test_a_broken_guarantee_of_one_job_is_no_matter_of_the_others(
         said = read(n1)
         assert n1.open and any(isinstance(message, Assignment) for message in said)
         [waits] = [m for m in said if isinstance(m, Waiting) and m.rdzv_id == "job-8"]
-        assert "cannot decide anything about this job: a bug in rdzvd" in waits.reason
+        assert "can decide nothing about this job: a bug in rdzvd" in waits.reason
         assert not any(isinstance(message, Refused) for message in said)
 
 
@@ -1312,7 +1314,7 @@ async def test_a_broken_guarantee_about_who_came_back_without_a_job_ends_no_stre
         again = s.attach("n1")
         await s.driver.recovery.greet(again, [asks_for("job-8", again)])
         assert again.open and again.greeted
-        assert "job job-7 could not be updated about n1: a bug in rdzvd" in caplog.text
+        assert "could not update job job-7 about n1: a bug in rdzvd" in caplog.text
         assert (await s.driver.jobs.look("job-8")).present("n1")
 
 
@@ -1339,7 +1341,7 @@ async def test_what_a_node_holds_no_more_of_a_broken_job_ends_no_stream(
         broken_for(monkeypatch, "job-7", MarkLost)
         await s.driver.reports.note_holdings(n1, ())
         assert n1.open
-        assert "job job-7 could not be updated about n1: a bug in rdzvd" in caplog.text
+        assert "could not update job job-7 about n1: a bug in rdzvd" in caplog.text
 
 
 # ---------------------------------------------------------------- what is kept, and for how long

@@ -124,7 +124,7 @@ async def test_a_job_that_no_node_could_ever_take_is_refused() -> None:
     async with server() as s:
         await daemons(s, "n1")
         with pytest.raises(
-            InvalidRequestError, match=r"of the nearest, n1 has zone=a\. Ask for less"
+            InvalidRequestError, match=r"the best match: n1 has zone=a\. Ask for less"
         ):
             await s.driver.operations.submit_job("job-7", submission(labels=(("zone", "b"),)))
         with pytest.raises(InvalidRequestError, match="n1 has 1 GPU"):

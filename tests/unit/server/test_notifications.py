@@ -92,7 +92,7 @@ async def test_after_the_last_attempt_it_is_dropped_and_the_next_is_posted(
     texts = await posted([QUARANTINED, ENDED], Webhook(OSError("refused"), OSError("gone")))
     assert len(texts) == 1
     assert "boom" in texts[0]
-    assert "a notification is dropped (gone): job-7: " in caplog.text
+    assert "dropped a notification (gone): job-7: " in caplog.text
 
 
 async def test_too_many_at_once_are_dropped_and_counted(
@@ -100,7 +100,7 @@ async def test_too_many_at_once_are_dropped_and_counted(
 ) -> None:
     monkeypatch.setattr(module, "WAITING", 3)
     assert len(await posted([ENDED] * 5, Webhook())) == 3
-    assert "2 notifications were dropped: too many at once" in caplog.text
+    assert "dropped 2 notifications: too many at once" in caplog.text
 
 
 @pytest.mark.parametrize("begins", [BEGAN, QUEUED], ids=["at first", "again"])

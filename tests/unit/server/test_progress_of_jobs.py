@@ -211,7 +211,7 @@ async def test_what_is_said_before_the_beliefs_are_decided_waits_for_them(
         assert steps(s) == {0: 6}
         for _ in range(3):
             conversation._take(pb.NodeMessage(progress=other), stream, inbox)
-        assert caplog.text.count("n1: its report is ignored: progress of RANK 3") == 1
+        assert caplog.text.count("n1: ignoring its report: progress of RANK 3") == 1
         assert (steps(s), inbox.qsize()) == ({0: 6}, 0)
 
 

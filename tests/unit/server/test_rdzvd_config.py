@@ -343,7 +343,7 @@ def test_a_reload_changes_what_everyone_holds(file: Path, caplog: pytest.LogCapt
         'configuration: retention.ended_for is now "40 d" (it was "30 d")',
         "configuration: retention.ended_jobs is now 7 (it was 10000)",
         "configuration: limits.jobs is now 6 (it was 5)",
-        f"the configuration is reloaded from {file}: 4 applied, 1 wait for a restart",
+        f"reloaded the configuration from {file}: 4 applied, 1 waiting for a restart",
     ]
 
 
@@ -366,7 +366,7 @@ def test_a_broken_file_changes_nothing(
     assert held.config.limits.jobs == 5
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    assert "the configuration is not reloaded, and nothing was changed: " in record.getMessage()
+    assert "did not reload the configuration, nothing was changed: " in record.getMessage()
     file.write_text("limits.jobs = 7")
     assert reload(held)
     assert held.config.limits.jobs == 7

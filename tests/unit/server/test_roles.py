@@ -416,9 +416,9 @@ async def node(
     ("who", "node_id", "kind", "says"),
     [
         ("node", "node", pb.AGENT_KIND_DAEMON, ""),
-        ("node", "n2", pb.AGENT_KIND_DAEMON, "speaks for the node of its own name alone"),
+        ("node", "n2", pb.AGENT_KIND_DAEMON, "speaks only for the node of its own name"),
         ("node", "node-4711", pb.AGENT_KIND_FOREGROUND, ""),
-        ("node", "node-4711", pb.AGENT_KIND_DAEMON, "speaks for the node of its own name alone"),
+        ("node", "node-4711", pb.AGENT_KIND_DAEMON, "speaks only for the node of its own name"),
         ("ada", "head-4711", pb.AGENT_KIND_FOREGROUND, ""),
         ("ada", "ada", pb.AGENT_KIND_DAEMON, "needs the role node"),
         ("admin", "n2", pb.AGENT_KIND_DAEMON, ""),

@@ -179,7 +179,7 @@ def test_a_key_that_others_can_read_and_an_end_that_is_near_are_warned_of(
     (files.folder / "server.key").chmod(0o640)
     Tls(files.server())
     said = [record.message for record in caplog.records]
-    assert "can be read by others than its owner (mode 0640); chmod 600 it" in said[0]
+    assert "is readable by others than its owner (mode 0640); chmod 600 it" in said[0]
     assert "of h, valid until" in said[1]
 
 
@@ -193,7 +193,7 @@ def test_a_key_that_only_its_group_lets_us_read_is_not_warned_of(
     assert not caplog.records
     (files.folder / "server.key").chmod(0o644)
     Tls(files.server())
-    assert "can be read by others" in caplog.messages[0]
+    assert "is readable by others" in caplog.messages[0]
 
 
 def test_files_that_are_gone_leave_what_there_was(

@@ -97,7 +97,7 @@ async def test_what_is_not_for_us_is_refused_with_both_values(issuer: Issuer) ->
         assert "expired at" in await refusal(accounts, issuer.token(exp=now - 40))
         await accounts.caller(issuer.token(nbf=now + 20, iat=now + 20))
         said = await refusal(accounts, issuer.token(nbf=now + 60))
-        assert "is good from" in said
+        assert "is valid from" in said
         assert "compare the clocks" in said
         said = await refusal(accounts, issuer.token(aud=["vault", "api"]))
         assert "for audience 'vault', 'api', and this server wants 'rdzvd'" in said
@@ -132,10 +132,12 @@ async def test_only_the_issuers_own_key_proves_anything(issuer: Issuer) -> None:
         assert "'HS256', which proves nothing" in await refusal(accounts, forged)
         # The right key id with another key, also of another type.
         for other in (Key("one"), Key("one", "RS256")):
-            assert "not by its issuer's key" in await refusal(accounts, issuer.token(key=other))
+            assert "not signed with its issuer's key" in await refusal(
+                accounts, issuer.token(key=other)
+            )
         head, body, tail = issuer.token().split(".")
         admin = made_by_hand({**claims, "sub": "system:serviceaccount:rdzv:agent"}, "ES256")
-        assert "not by its issuer's key" in await refusal(
+        assert "not signed with its issuer's key" in await refusal(
             accounts, f"{head}.{admin.split('.')[1]}.{tail}"
         )
         assert "which key has signed it" in await refusal(
@@ -234,7 +236,7 @@ async def test_known_keys_go_on_while_the_issuer_is_away(
         f"the keys of {issuer.url}: one, three",
     ]
     assert lines[1].startswith(f"the keys of {issuer.url} cannot be fetched: ")
-    assert re.search("answers 503; those that are known stay good for (1 d|23 h)", lines[1])
+    assert re.search("answers 503; known keys stay valid for (1 d|23 h)", lines[1])
 
 
 async def test_keys_are_not_kept_for_ever(issuer: Issuer) -> None:

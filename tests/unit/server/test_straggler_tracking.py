@@ -94,7 +94,7 @@ async def test_a_node_speaks_of_its_own_workers_alone(caplog: pytest.LogCaptureF
         conversation = Conversation(s.driver, cast(Any, None), s.clock, config, "0")
         said = pb.WorkerGpus(rdzv_id="job-7", run="run-1", ranks=[pb.RankGpu(rank=3)])
         conversation._take(pb.NodeMessage(worker_gpus=said), n1, Inbox(9))
-        assert "n1: its report is ignored: a GPU of RANK 3" in caplog.text
+        assert "n1: ignoring its report: a GPU of RANK 3" in caplog.text
 
 
 def test_what_a_node_says_is_bounded() -> None:

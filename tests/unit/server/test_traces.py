@@ -176,7 +176,7 @@ async def test_too_many_rows_at_once_are_dropped_and_counted(
     await traces.drain()
     told_of = [row for row in rows if row.name not in traces_module.SUMMED_UP]
     (line,) = said(caplog)
-    assert line == f"{len(told_of) - 10} rows of history were left out of traces: too many at once"
+    assert line == f"left {len(told_of) - 10} rows of history out of traces: too many at once"
 
 
 async def test_what_is_kept_of_a_run_does_not_grow_with_it() -> None:

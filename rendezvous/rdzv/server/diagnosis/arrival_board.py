@@ -1,4 +1,4 @@
-"""Collects from nodes' reports when the workers of one round entered collectives."""
+"""Collects, from nodes' reports, when the workers of one round entered collectives."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rdzv.core.evidence.lateness import LEAST_PAIRS, GroupLook, pairs
 from rdzv.server.messages import Arrivals, GroupArrivals
 
 MAX_GROUPS = 1_024
-"""The most process groups of one round; a large job has some for each of its nodes."""
+"""The most process groups in one round; a large job has a few for each of its nodes."""
 MAX_KEPT = 512
-"""The most collectives of one group that wait for nodes that have not reported them yet."""
+"""The most collectives of one group kept while some nodes have not reported them yet."""
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class _Group:
     """One process group."""
 
     latest: dict[str, int] = field(default_factory=dict)
-    """By node_id: the latest collective that it has reported."""
+    """By node_id: the latest collective that the node has reported."""
     entered_us: dict[int, dict[int, int]] = field(default_factory=dict)
     per_second: float = 0.0
     errors_us: dict[str, int | None] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class _Group:
             del self.entered_us[sequence]
 
     def complete(self) -> int:
-        """Return the number of collectives that all nodes have reported, with the next one."""
+        """Return how many collectives all nodes have reported, each together with its next one."""
         upto = min(self.latest.values())
         return sum(n < upto for n in pairs(self.entered_us))
 
@@ -47,19 +47,19 @@ class _Group:
 
 
 class ArrivalBoard:
-    """The entries into collectives of one round that were not compared yet."""
+    """Entries into collectives of one round that have not been compared yet."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
 
     def note(self, node_id: str, said: Arrivals) -> None:
-        """Add the report of a node."""
+        """Add a node's report."""
         for group in said.groups:
             if group.group in self._groups or len(self._groups) < MAX_GROUPS:
                 self._groups.setdefault(group.group, _Group()).note(node_id, group)
 
     def take(self) -> list[GroupLook]:
-        """Return what can be compared now, and forget it; nothing while that is too little."""
+        """Return and forget what can be compared now; nothing while there is too little of it."""
         if all(group.complete() < LEAST_PAIRS for group in self._groups.values()):
             return []
         return [group.take() for group in self._groups.values() if group.complete()]

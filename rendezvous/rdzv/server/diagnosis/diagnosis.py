@@ -1,4 +1,4 @@
-"""The observers of one server's jobs, together: progress, stragglers, hangs, logs, stacks."""
+"""All observers of one server's jobs: progress, stragglers, hangs, logs, stacks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Diagnosis:
         )
 
     def note_state(self, state: State) -> None:
-        """Drop the observations of a round that is over, after a job has changed."""
+        """After a job has changed, drop what was observed in a round that is over."""
         self.progress.tidy(state)
         self.starts.tidy(state)
         self.snapshots.tidy(state)
@@ -70,7 +70,7 @@ class Diagnosis:
         self.stragglers.tidy(state)
 
     def note_gone(self, node_id: str) -> None:
-        """Stop waiting for answers of a node whose stream has ended."""
+        """Stop waiting for answers from a node whose stream has ended."""
         self.logs.note_gone(node_id)
         self.stacks.note_gone(node_id)
         self.snapshots.note_gone(node_id)

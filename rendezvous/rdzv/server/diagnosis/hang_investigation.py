@@ -2,8 +2,8 @@
 
 A node reports that some of its workers hang (`Hung`), and repeats the report now and then. The
 first report of a round begins an *episode*. Since one worker that hangs stalls all others, their
-nodes are about to report it too; then stacks are taken while everything is still as it is. The end
-is an ordinary worker failure, attributed to the worker that the others wait for.
+nodes are about to report hangs too; then stacks are taken while everything is still in place. The
+round ends with an ordinary worker failure, attributed to the worker that the others wait for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("rdzv.hangs")
 
 TIMED_OUT_MS = 3_000
 """How long nodes may take to answer after a collective timed out: less than the time for which
-their agents hold back the exits."""
+their agents hold back reports of the exits."""
 HELD_BACK_MS = 10_000
 """A worker that timed out has ended at most this long before the round is ended for it."""
 
@@ -44,7 +44,7 @@ class _Episode:
     hung: dict[str, tuple[HungWorker, ...]] = field(default_factory=dict)
     """By node_id: the workers that hang now."""
     timed_out: bool = False
-    """Whether any has ended because its collective timed out."""
+    """Whether any of them has ended because its collective timed out."""
     all_told: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no further reports are expected."""
 
@@ -65,7 +65,7 @@ class Hangs:
         gather_ms: int,
         retry_ms: int,
     ) -> None:
-        """`tell` records events that did not come from a step of a job."""
+        """`tell` records events that no step of a job has caused."""
         self._clock = clock
         self._tasks = tasks
         self._stacks = stacks
@@ -78,10 +78,10 @@ class Hangs:
         self._episodes: dict[str, _Episode] = {}
 
     def take_report(self, node_id: str, incarnation: int, said: Hung) -> None:
-        """Note a node's report of hanging workers; ignore one about a round that is not live.
+        """Note a node's report of hanging workers; ignore a report about a round that is not live.
 
         Raises:
-            InvalidRequestError: it names a worker that the node does not have.
+            InvalidRequestError: the report names a worker that the node does not have.
 
         """
         state = self._peek(said.rdzv_id)
@@ -107,7 +107,7 @@ class Hangs:
             self._end(episode)
 
     def shown(self, rdzv_id: str) -> str:
-        """Return the workers of a job that hang now, for people."""
+        """Describe the workers of a job that hang now, for people."""
         episode = self._episodes.get(rdzv_id)
         if episode is None or not episode.hung:
             return ""
@@ -119,7 +119,7 @@ class Hangs:
         return len(self._episodes)
 
     def close(self) -> None:
-        """Leave every episode to the next server: the nodes report it again."""
+        """Leave every episode to the next server, to which the nodes report it again."""
         for episode in tuple(self._episodes.values()):
             self._end(episode)
 
@@ -201,8 +201,8 @@ class Hangs:
     async def _end_round(self, episode: _Episode, report: Report | None, why: str) -> None:
         """End the round, unless it is over or no worker hangs any more.
 
-        After a timeout it is ended only if the records show a cause; else the node's own report of
-        the failure ends it soon.
+        After a timeout, the round is ended here only if the records show a cause; otherwise the
+        node's own report of the failure will end it soon.
         """
         if episode.timed_out and (report is None or report.cause is None):
             return
@@ -246,7 +246,7 @@ def _check_own(round_: Round, node_id: str, said: Hung) -> None:
 
 
 def _failure(state: State, episode: _Episode, report: Report | None, why: str) -> Fail:
-    """Report a worker failure on behalf of its node, which has only reported a hang."""
+    """Report a worker failure on behalf of a node that has only reported a hang."""
     known = verdict(episode.hung, report, why)
     seats, node_id = state.seats, known.node_id
     if node_id not in seats:

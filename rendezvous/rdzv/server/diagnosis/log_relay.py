@@ -5,8 +5,8 @@ and passes on the pieces that come back. Only pieces in transit are held, and th
 node sends no more than it has *credit* for, and gets new credit as the reader consumes the pieces.
 So a slow reader delays only itself.
 
-With `follow`, a node whose stream is replaced is asked again from where it was, and nodes are asked
-as they join a round.
+With `follow`, a node whose stream is replaced is asked to continue where it was, and nodes are
+asked as they join a round.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rdzv.server.messages import (
 from rdzv.server.settings.config import Limits
 
 PIECE_COST = 256
-"""The credit that a piece costs beyond its data, so that many small ones are bounded, too."""
+"""The credit that a piece costs on top of its data, so that many small ones are bounded, too."""
 
 Send = Callable[[str, Announcement], bool]
 """Send an announcement to a node; return False if it has no stream."""
@@ -49,13 +49,13 @@ class _Ask:
 
     node_id: str
     request: int | None = None
-    """None while the reader waits for the node to connect, or after its last piece."""
+    """None while the reader waits for the node to connect, and after the node's last piece."""
     done: bool = False
     failed: bool = False
-    """The request has failed, and must not be repeated."""
+    """Whether the request has failed and must not be repeated."""
     credit: int = 0
     taken: int = 0
-    """Credit that was used and not yet renewed."""
+    """Credit that has been used and not yet renewed."""
     deadline_ms: int | None = None
     """The deadline for the node's next message."""
     round: int | None = None
@@ -68,7 +68,7 @@ class LogRelay:
     """The readers of one server, and their requests."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
-        """`answer_ms`: the time a node has to answer, or to return if it is away."""
+        """`answer_ms` is how long a node may take to answer or, if it is away, to return."""
         self.clock = clock
         self.limits = limits
         self.answer_ms = answer_ms
@@ -81,14 +81,14 @@ class LogRelay:
 
     @property
     def statistics(self) -> tuple[int, int]:
-        """The number of readers, and of requests that nodes are answering."""
+        """The number of readers, and of requests that nodes are now answering."""
         return len(self._readers), len(self._asks)
 
     def open(self, state: State, wanted: LogsWanted) -> LogReader:
         """Ask the nodes of a job for the given logs. The caller must close the reader.
 
         Raises:
-            InvalidRequestError: the job has had no such round, or no worker with that RANK.
+            InvalidRequestError: the job has had no such round or no worker with that RANK.
             RendezvousClosedError: the given run has ended, and another has begun.
             LimitExceededError: too many readers.
 
@@ -104,13 +104,13 @@ class LogRelay:
         return reader
 
     def take(self, node_id: str, piece: LogPiece) -> None:
-        """Pass on a piece that a node has sent; drop one without a reader."""
+        """Pass on a piece that a node has sent; drop it if it has no reader."""
         reader, ask = self._asks.get(piece.request, (None, None))
         if reader is not None and ask is not None and ask.node_id == node_id:
             reader.take(ask, piece)
 
     def note_state(self, state: State) -> None:
-        """Update the readers of a changed job: a round may have completed, or its run ended."""
+        """Update the readers of a changed job: a round may have completed, or the run ended."""
         for reader in self._readers:
             if reader.rdzv_id == state.membership.rdzv_id:
                 reader.note_state(state)
@@ -164,7 +164,7 @@ class LogRelay:
 
 
 def _check(membership: Membership, wanted: LogsWanted) -> None:
-    """Refuse logs that cannot be read."""
+    """Refuse a request for logs that cannot be read."""
     name, last = membership.rdzv_id, membership.round
     if wanted.run and wanted.run != membership.run:
         raise RendezvousClosedError(
@@ -193,7 +193,7 @@ def _no_rank(name: str, rank: int, round_: Round) -> str:
 
 
 class LogReader:
-    """One caller's stream of what some workers have written. Made by `LogRelay.open`."""
+    """One caller's stream of the output of some workers. Made by `LogRelay.open`."""
 
     def __init__(self, relay: LogRelay, state: State, wanted: LogsWanted) -> None:
         membership = state.membership
@@ -204,14 +204,14 @@ class LogReader:
         self._over = membership.ended is not None
         self._asks: dict[str, _Ask] = {}
         self._open = 0
-        """The number of requests that are not done."""
+        """The number of requests in progress."""
         self._came: deque[tuple[LogLines, _Ask, int]] = deque()
         self._notes: dict[str, str] = {}
         """By node: the latest note not yet passed on; the empty name stands for the job."""
         self._looked_at: int | None = None
-        """The last round that was checked for the wanted worker; below 0: no round yet."""
+        """The last round that was checked for the wanted worker; negative if none was."""
         self._anything = False
-        """Whether a node had any of the wanted output, or a note said why not."""
+        """Whether any node had wanted output, or a note said why not."""
         self._error: RendezvousError | None = None
         self._news = asyncio.Event()
         self._timer = Timer(relay.clock, self._tick)
@@ -259,7 +259,7 @@ class LogReader:
             await self._news.wait()
 
     def _no_more(self) -> bool:
-        """Return whether no node could still join and contribute."""
+        """Return whether no node can still join and contribute."""
         useless = bool(self._asks) and all(ask.failed for ask in self._asks.values())
         return self._over or not self._wanted.follow or useless
 
@@ -271,7 +271,7 @@ class LogReader:
             self._relay.forget(ask, cancel=True)
 
     def _give_back(self, ask: _Ask, cost: int) -> None:
-        """Renew a node's credit for what was consumed, but not for every line."""
+        """Renew a node's credit for what was consumed, but not for every single line."""
         ask.taken += cost
         if ask.request is not None and ask.taken >= self._credit // 2:
             self._relay.grant(ask, ask.taken)
@@ -293,7 +293,7 @@ class LogReader:
         """Take a piece from a node."""
         cost = len(piece.data) + PIECE_COST
         if cost > ask.credit:
-            self._end(ask, "it sends more than was requested; the rest is dropped")
+            self._end(ask, "it is sending more than was requested; the rest is dropped")
             return
         ask.credit -= cost
         self._expect(ask)
@@ -345,7 +345,7 @@ class LogReader:
             self._say_if_absent(state)
 
     def _say_if_absent(self, state: State) -> None:
-        """Report to the reader, once per round, that the round or the RANK does not exist."""
+        """Tell the reader, once per round, that the round or the RANK does not exist."""
         round_, wanted = state.membership.round, self._wanted
         number = -1 if round_ is None else round_.number
         if not wanted.follow or number == self._looked_at:
@@ -364,7 +364,7 @@ class LogReader:
         self._news.set()
 
     def _ask_in_round(self, node_id: str, number: int) -> None:
-        """Ask a node that has joined a round, for the first time or after it had left."""
+        """Ask a node that has joined a round, for the first time or after having left."""
         ask = self._asks.get(node_id)
         if ask is None:
             self._ask(node_id, self._first, {}, expected=True)
@@ -390,7 +390,7 @@ class LogReader:
             self._end(ask, f"its stream has ended before all was read; {self._where(ask)}")
 
     def fail(self, error: RendezvousError) -> None:
-        """Raise an error to the caller."""
+        """End the stream with an error for the caller."""
         self._error = error
         self._news.set()
 

@@ -1,7 +1,7 @@
-"""Keeps the progress that nodes report of their workers: in memory, for the present round only.
+"""Keeps the progress that nodes report for their workers, in memory and for the present round only.
 
-No decision depends on it, so it is in neither the rendezvous core nor the store; nodes report it
-again to a restarted server. At most one entry per worker of a live round is kept.
+No decision depends on progress, so it is in neither the rendezvous core nor the store; nodes report
+it again to a restarted server. At most one entry per worker of a live round is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rdzv.structs import replace
 
 @dataclass(slots=True)
 class _Job:
-    """Progress as the nodes of one round have reported it."""
+    """Progress as reported by the nodes of one round."""
 
     run: str
     round: Round
@@ -40,12 +40,12 @@ class ProgressBoard:
     def note(
         self, state: State, node_id: str, incarnation: int, said: Progress, now_ms: int
     ) -> bool:
-        """Record a node's progress; return True if it has a seat in the round that it names.
+        """Record a node's progress; return whether the node has a seat in the round that it names.
 
         A report about another round is too late, or too early, and is ignored.
 
         Raises:
-            InvalidRequestError: it names a worker that the node does not have.
+            InvalidRequestError: the report names a worker that the node does not have.
 
         """
         round_ = state.membership.live_round
@@ -66,7 +66,7 @@ class ProgressBoard:
         return True
 
     def _job(self, state: State, round_: Round) -> _Job:
-        """Return the progress of a job's present round."""
+        """Return the progress recorded for a job's present round."""
         rdzv_id = state.membership.rdzv_id
         job = self._jobs.get(rdzv_id)
         if job is None or not state.membership.is_live(job.run, job.round.number):

@@ -1,7 +1,7 @@
-"""Has nodes keep copies of snapshots that would be lost with a topology or a machine.
+"""Makes nodes keep copies of snapshots that would otherwise be lost with a topology or a machine.
 
-One mark after the other: a newer one waits until the copies of the last are kept, or are given up
-by the nodes that were to keep them. Nodes that carry no copies are left alone.
+Marks are copied one at a time: a newer one waits until the copies of the last are kept, or given up
+by the nodes that were to keep them. Nodes without a copy carrier are left out.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class Copying:
         self._participants = {one.node_id: one for one in round_.participants}
         self._carriers: dict[str, CopyCarrier] = {}
         self._orders: dict[str, tuple[CopySource, ...]] = {}
-        """What nodes are to keep of the mark in question, and do not keep yet."""
+        """What nodes are still to copy of the present mark."""
         self._sent: set[str] = set()
-        """Nodes that have been sent their order on their present stream."""
+        """Nodes that have been sent their orders on their present streams."""
         self._mark: SnapshotMark | None = None
         """The mark whose copies are being made, or were made last."""
         self._wanted = False
-        """Whether any copies of it were wanted."""
+        """Whether any copies of the mark were wanted."""
         self.settled: SnapshotMark | None = None
-        """The newest mark of this round that is whole, and of which copies are kept, or given up;
-        None until there is one."""
+        """The newest whole mark of this round whose copies are kept or given up; None until there
+        is one."""
         self.copied: SnapshotMark | None = None
-        """The newest of which all copies are kept; None if none were wanted."""
+        """The newest mark of which all copies are kept; None if none were wanted."""
         self.missing: dict[str, str] = {}
-        """Why nodes do not keep copies that they were last asked to keep."""
+        """Why nodes lack copies that they were last asked to keep."""
 
     def note(self, node_id: str, said: SnapshotsHeld, held: HeldByNodes) -> None:
-        """Note what a node says; begin with a newer mark if the last is settled."""
+        """Note what a node holds; move on to a newer mark if the last one is settled."""
         if said.carrier is None:
             self._carriers.pop(node_id, None)
         else:
@@ -57,7 +57,7 @@ class Copying:
                 self._begin(held.whole_in_round, held)
 
     def unsent(self) -> Iterator[tuple[str, KeepCopies]]:
-        """Yield the orders that nodes have still to be sent."""
+        """Yield the orders that have not been sent yet, each with its node."""
         mark = self._mark
         for keeper, sources in self._orders.items() if mark is not None else ():
             if keeper not in self._sent and mark is not None:
@@ -68,7 +68,7 @@ class Copying:
         self._sent.add(keeper)
 
     def note_gone(self, node_id: str) -> None:
-        """Note that the stream of a node has ended."""
+        """Note that a node's stream has ended."""
         self._sent.discard(node_id)
 
     def _begin(self, mark: SnapshotMark, held: HeldByNodes) -> None:

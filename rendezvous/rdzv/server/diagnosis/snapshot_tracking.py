@@ -1,9 +1,10 @@
 """Tracks the snapshots that nodes of live rounds hold, and the newest step that is whole.
 
-In memory: nodes repeat what they hold after a reconnect, and with each join, by which the next
-round decides. Nodes are sent each newer mark that has become whole: they keep their snapshots of
-it, and may overwrite older ones. Where nodes carry copies, that waits until the copies are kept:
-until then neither the newer nor the older snapshots are overwritten (snapshot_copying.py).
+All of it is in memory: nodes repeat what they hold after a reconnect, and with each join, which is
+what the next round decides by. Nodes are sent each newer mark that has become whole: they keep
+their snapshots of it, and may overwrite older ones. If nodes keep copies for each other, the mark
+is sent only once these are kept; until then neither the newer nor the older snapshots are
+overwritten (snapshot_copying.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rdzv.server.messages import Announcement, SnapshotsHeld, SnapshotWatermark
 
 @dataclass(slots=True)
 class _Job:
-    """What is known of one live round."""
+    """What is known about one live round."""
 
     run: str
     round: int
@@ -33,7 +34,7 @@ class SnapshotTracking:
     """The snapshots of one server's jobs."""
 
     def __init__(self, send: Callable[[str, Announcement], bool]) -> None:
-        """`send` sends to a node, and returns whether it has a stream."""
+        """`send` sends to a node, and returns whether the node has a stream."""
         self._send = send
         self._jobs: dict[str, _Job] = {}
         self._told: dict[str, dict[str, SnapshotMark]] = {}
@@ -42,9 +43,9 @@ class SnapshotTracking:
     def note(
         self, state: State, node_id: str, incarnation: int, said: SnapshotsHeld, now_ms: int
     ) -> bool:
-        """Note what a participant of the live round holds; return whether it is the present one.
+        """Note what a participant holds; return whether the report is about the live round.
 
-        If a newer mark has become whole, and copies of it are kept, all participants are sent it.
+        If a newer mark has become whole, and its copies are kept, it is sent to all participants.
         """
         membership, seat = state.membership, state.seats.get(node_id)
         if membership.live_round is None or said.run != membership.run:
@@ -77,7 +78,7 @@ class SnapshotTracking:
             del self._jobs[membership.rdzv_id]
 
     def shown(self, state: State) -> SnapshotsKnown:
-        """Return what is known of a job's snapshots; nothing of one that has ended."""
+        """Return what is known about a job's snapshots; nothing once the job has ended."""
         membership, round_ = state.membership, state.membership.round
         if round_ is None or membership.ended is not None:
             return SnapshotsKnown()
@@ -108,7 +109,7 @@ class SnapshotTracking:
         return job
 
     def _tell(self, node_id: str, rdzv_id: str, job: _Job) -> None:
-        """Send a node the newest mark that was settled in this round, unless it has it."""
+        """Send a node the newest mark settled in this round, unless it was sent already."""
         mark = job.copying.settled
         told = self._told.setdefault(node_id, {})
         if mark is None or told.get(rdzv_id) == mark:

@@ -1,8 +1,9 @@
 """Keeps the stacks of the latest hangs, across restarts of the server.
 
-Each is a key-value record of its own in the store, in one of a fixed number of slots, so that the
-total is bounded. A new one replaces the oldest: of the same job, if the job has its share already,
-else of all. Nothing depends on them: one that cannot be read is logged, and overwritten.
+Each hang's stacks are a key-value record of their own, in one of a fixed number of slots, so that
+the total is bounded. A new record replaces the oldest one: of the same job, if that has its share
+already, otherwise of all jobs. Nothing depends on the records: one that cannot be read is logged,
+and overwritten.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.stacks")
 
 PLACES = tuple(f"stacks-{letter}" for letter in "abcdefghijklmnop")
-"""The records; each is below `Limits.stack_bytes` plus the overhead of JSON."""
+"""The names of the records; each is at most `Limits.stack_bytes` plus the overhead of JSON."""
 PLACES_OF_JOB = 4
-"""The most of them that one job may have."""
+"""The most records that one job may have."""
 
 
 class _Document(msgspec.Struct, frozen=True):
-    """The stored stacks of a slot; None if it is empty."""
+    """The stacks stored in a slot; None if it is empty."""
 
     report: Report | None = None
 
 
 @struct(frozen=True)
 class _Place:
-    """The description of a slot, without its stacks."""
+    """A slot's description, without its stacks."""
 
     name: str
     rdzv_id: str = ""
@@ -45,7 +46,7 @@ class _Place:
 
 
 class StackArchive:
-    """The stacks that one server keeps. Read when they are first requested."""
+    """The stacks that one server keeps. They are read when first requested."""
 
     def __init__(self, store: StoreAccess) -> None:
         self._store = store
@@ -53,7 +54,7 @@ class StackArchive:
         self._lock = asyncio.Lock()
 
     async def keep(self, report: Report) -> None:
-        """Store stacks, replacing older ones if necessary; of one round, the latest are kept.
+        """Store stacks, replacing older ones if necessary; each round keeps only its latest.
 
         Raises:
             RendezvousError: they were not stored.
@@ -121,7 +122,7 @@ def _described(name: str, report: Report | None) -> _Place:
 
 
 def _encoded(report: Report | None) -> bytes:
-    """Encode a record; if the stacks exceed its size, only the first are included."""
+    """Encode a record; if the stacks do not fit, include only the first of them."""
     while True:
         data = msgspec.json.encode(_Document(report))
         if len(data) <= DOCUMENT_BYTES or report is None or not report.stacks:

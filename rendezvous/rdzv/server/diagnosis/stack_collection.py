@@ -1,8 +1,8 @@
 """Collects the stacks of all workers of a round from their nodes, and combines them.
 
 Each node is asked on the stream that it has opened (`TakeStacks`) and answers in pieces. A job may
-have 100,000 workers: their stacks are grouped as they arrive. One stack of each group is always
-kept, and as many of the others as fit.
+have 100,000 workers: their stacks are grouped as they arrive. One stack per group is always kept,
+and as many others as fit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Taking:
     waits_for: dict[str, Participant]
     """By node_id: nodes whose answer is incomplete."""
     room: int
-    """Bytes of stacks that may still be kept."""
+    """The number of bytes left for further stacks."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     ranks: dict[Key, list[int]] = field(default_factory=dict)
     one_of: dict[Key, WorkerStack] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class _Taking:
     silent: dict[str, SilentNode] = field(default_factory=dict)
 
     def add(self, stack: WorkerStack, most_groups: int) -> None:
-        """Add a worker's stack; of two from the same worker, the first counts."""
+        """Add a worker's stack; if a worker sends two, the first counts."""
         if stack.rank in self.told:
             return
         key, said = key_of(stack), evidence(stack)
@@ -97,10 +97,10 @@ def _size(stack: WorkerStack) -> int:
 
 
 class StackRelay:
-    """The stack collections of one server."""
+    """All stack collections of one server."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
-        """`answer_ms` is the time that nodes have to answer."""
+        """`answer_ms` is how long nodes have to answer."""
         self._clock = clock
         self._limits = limits
         self._answer_ms = answer_ms
@@ -116,7 +116,7 @@ class StackRelay:
         return len(self._takings)
 
     async def take(self, state: State, reason: str, within_ms: int | None = None) -> Report:
-        """Collect stacks from all nodes of the live round; wait a bounded time, or `within_ms`.
+        """Collect stacks from all nodes of the live round; wait at most `within_ms`, if given.
 
         Raises:
             InvalidRequestError: no round is live.

@@ -1,7 +1,7 @@
-"""Notes for a job's ledger how far a round is: first collective, first and last step, redone steps.
+"""Notes a round's milestones for its job's ledger: first collective, first, last and redone steps.
 
-In memory, for the present round only. A server that takes over notes what came first again; the
-first note of a round counts.
+They are kept in memory, for the present round only. A server that takes over notes the first ones
+again; only the first note of a round counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rdzv.core.model import State
 from rdzv.server.messages import Arrivals, Progress
 
 OLDEST_COLLECTIVE_MS = 60_000
-"""A collective that was entered longer ago than this is not the first one, or its time is wrong."""
+"""A collective that was entered longer ago than this is not the first, or its time is wrong."""
 
 
 @dataclass(slots=True)
@@ -39,14 +39,14 @@ class StepMilestones:
     """The milestones of one server's jobs."""
 
     def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
-        """`tell` records events without a command that caused them."""
+        """`tell` records events that no command has caused."""
         self._tell = tell
         self._rounds: dict[str, _Round] = {}
         self._collectives: dict[str, tuple[str, int]] = {}
-        """Run and round of which the first collective is noted, by rdzv_id."""
+        """By rdzv_id: the run and round whose first collective was noted."""
 
     def note(self, state: State, node_id: str, said: Progress, now_ms: int) -> None:
-        """Note the progress of a node in the live round that it names."""
+        """Note a node's progress in the live round that it names."""
         if not said.ranks:
             return
         best = max(said.ranks, key=lambda one: one.step)
@@ -67,7 +67,7 @@ class StepMilestones:
             self._tell(said.rdzv_id, events)
 
     def note_collectives(self, state: State, node_id: str, said: Arrivals, now_ms: int) -> None:
-        """Note that the workers of a node have entered collectives in the live round."""
+        """Note that a node's workers have entered collectives in the live round."""
         key = said.run, said.round
         if self._collectives.get(said.rdzv_id) == key or not state.membership.is_live(*key):
             return
@@ -76,7 +76,7 @@ class StepMilestones:
         self._tell(said.rdzv_id, (event,))
 
     def note_state(self, state: State, now_ms: int) -> None:
-        """Note the last step of a round that is over, after a job has changed."""
+        """After a job has changed, note the last step of a round that is over."""
         membership = state.membership
         noted = self._collectives.get(membership.rdzv_id)
         if noted is not None and not membership.is_live(*noted):
@@ -91,7 +91,7 @@ class StepMilestones:
 
 
 def _entered_ago_ms(said: Arrivals, now_ms: int) -> int:
-    """Return how long ago the first of these collectives was entered; 0 if it is not known."""
+    """Return how long ago the first of these collectives was entered; 0 if unknown."""
     ages_ms = [
         now_ms - entered_us // 1_000
         for group in said.groups

@@ -1,9 +1,10 @@
-"""Finds stragglers, from what nodes report of their workers: entries into collectives, progress.
+"""Finds stragglers from nodes' reports about their workers: entries into collectives, progress.
 
-Beside each straggler stands what NVML shows of its GPU, if its node reports that.
+Each straggler is shown with what NVML shows about its GPU, if its node reports that.
 
-In memory, for the present round only, and for people: nothing is decided by it. Where workers wait
-for each other in collectives, all have the same rate, so rates count only where there is no record.
+All of it is in memory, for the present round only, and for people: no decision depends on it. Where
+workers wait for each other in collectives, all have the same rate, so rates count only where
+collectives are not recorded.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from rdzv.structs import replace
 from rdzv.transport.same_fields import from_value
 
 LOOKS_AT_RATES = 10
-"""The number of comparisons within the time after which a slow worker counts as a straggler."""
+"""How often rates are compared within the time after which a slow worker counts as a straggler."""
 LOOK_LEAST_MS, LOOK_MOST_MS = 200, 5_000
 RECORDS_COUNT_MS = 120_000
 """Rates count again when no collectives could be compared for this long."""
 SILENT_MS, SILENT_STEPS = 60_000, 3
 """A worker that has reported nothing for this long, and for this many of its steps, is silent
-rather than slow: it may hang, which is judged elsewhere, and its last rate no longer counts."""
+rather than slow: its last rate no longer counts. Whether it hangs is judged elsewhere."""
 
 
 @dataclass(slots=True)
@@ -41,15 +42,16 @@ class _Job:
     run: str
     round: int
     nodes: dict[int, str]
-    """The node_id of each RANK. Made once, since hundreds of reports a second are checked by it."""
+    """The node_id of each RANK; made only once, since hundreds of reports a second are checked
+    against it."""
     looked_ms: int
     compared_ms: int
-    """When collectives were compared last; at first, when the round was seen first."""
+    """When collectives were last compared; initially, when the round was first seen."""
     pace: Pace = field(default_factory=Pace)
     board: ArrivalBoard = field(default_factory=ArrivalBoard)
     arrivals: Arrivals = field(default_factory=Arrivals)
     gpus: dict[str, Mapping[int, GpuState]] = field(default_factory=dict)
-    """What NVML shows of the workers' GPUs, by node_id, then by RANK."""
+    """What NVML shows about the workers' GPUs, by node_id, then by RANK."""
 
     @property
     def stragglers(self) -> dict[int, Straggler]:
@@ -99,12 +101,12 @@ class Stragglers:
     def note_arrivals(
         self, state: State, node_id: str, incarnation: int, said: messages.Arrivals, now_ms: int
     ) -> bool:
-        """Note when a node's workers entered collectives, and compare all nodes' if that is due.
+        """Note when a node's workers entered collectives; compare them with other nodes' if due.
 
         Return whether the stragglers have changed. A report about another round is ignored.
 
         Raises:
-            InvalidRequestError: it names a worker that the node does not have.
+            InvalidRequestError: the report names a worker that the node does not have.
 
         """
         if (job := self._job_of(state, node_id, incarnation, said, now_ms)) is None:
@@ -123,12 +125,12 @@ class Stragglers:
     def note_gpus(
         self, state: State, node_id: str, incarnation: int, said: messages.WorkerGpus, now_ms: int
     ) -> bool:
-        """Note the GPUs of a node's workers; return whether one of these straggles.
+        """Note the GPUs of a node's workers; return whether any of these workers straggles.
 
         A report about another round is ignored.
 
         Raises:
-            InvalidRequestError: it names a worker that the node does not have.
+            InvalidRequestError: the report names a worker that the node does not have.
 
         """
         if (job := self._job_of(state, node_id, incarnation, said, now_ms)) is None:
@@ -153,7 +155,7 @@ class Stragglers:
         return job if (said.run, said.round) == (job.run, job.round) else None
 
     def _job(self, state: State, now_ms: int) -> tuple[_Job, Round] | None:
-        """Return the live round of a job, and what is known of it."""
+        """Return the live round of a job, and what is known about it."""
         membership, round_ = state.membership, state.membership.round
         if round_ is None or not round_.live:
             return None

@@ -1,7 +1,7 @@
-"""Keeps how the workers of each job's present round were started, as their nodes report it.
+"""Records how the workers of each job's present round were started, as reported by nodes.
 
-In memory, for the present round only; no decision depends on it. A node repeats its report after a
-reconnect.
+The record is in memory, for the present round only; no decision depends on it. A node repeats its
+report after a reconnect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Starts:
-    """How many workers were kept, and how many started warm and cold."""
+    """How many workers were kept, started warm, and started cold."""
 
     kept: int
     warm: int
@@ -37,7 +37,7 @@ class _Job:
 
 
 class WorkerStarts:
-    """The reports of one server's jobs; at most one of each node of a live round is kept."""
+    """The reports about one server's jobs; at most one is kept per node of a live round."""
 
     def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
         """`tell` records an event once all nodes of a round have reported."""
@@ -52,7 +52,7 @@ class WorkerStarts:
         A report about another round is too late, or too early, and is ignored.
 
         Raises:
-            InvalidRequestError: it is not about exactly the workers that the node has.
+            InvalidRequestError: the report does not name exactly the workers that the node has.
 
         """
         round_, seat = state.membership.live_round, state.seats.get(node_id)

@@ -1,7 +1,8 @@
 """Messages to nodes, computed from states and events by pure functions.
 
 `after_step` is for nodes that are connected when something happens, `missed` for a node that
-reconnects; `sessions/streams` sends both. A node may receive the same message from both.
+reconnects; `sessions/streams` sends both. A node may receive the same message twice, once from
+each.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from rdzv.server.messages import (
 from rdzv.structs import replace
 
 _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
-"""Waiting nodes are sent the reason again only after these events: n joins must not cost n * n
-messages."""
+"""Waiting nodes are sent the reason again only after these events, so that n joins do not cost n *
+n messages."""
 
 
 def after_step(
     before: State, after: State, events: Sequence[Event], now_ms: int
 ) -> Iterator[tuple[str, Announcement]]:
-    """Yield the messages of one transition, each with its node, in the order of the events."""
+    """Yield the messages that a transition causes, each with its node, in the order of events."""
     membership = after.membership
     ends = any(isinstance(event, RunEnded) for event in events)
     # Only the end of a round concerns every node; other steps must not loop over all nodes.
@@ -120,10 +121,10 @@ def placed(membership: Membership) -> Placed:
 
 
 def missed_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Announcement]:
-    """Yield what to send a returning node about a submitted job that it holds or should hold.
+    """Yield messages for a returning node about a submitted job that it holds or should hold.
 
-    `held` are the runs that it holds. If the node is present in the job, its `Belief` was handled,
-    and it has been sent what it `missed`.
+    `held` are the runs that it holds. A node that is present in the job has already had its
+    `Belief` handled, and been sent what it `missed`.
     """
     membership = state.membership
     chosen = node_id in state.placed and membership.ended is None
@@ -156,16 +157,16 @@ def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Announceme
 
 
 def concerns(state: State, node_id: str, incarnation: int, message: Announcement) -> bool:
-    """Return whether a message is for this incarnation: an assignment is for the one with the seat.
+    """Return whether a message is for this incarnation; only the seat's holder gets an assignment.
 
-    Another incarnation that has just connected would start workers in its predecessor's place, and
-    then get a place of its own.
+    Otherwise a new incarnation that has just connected would start workers in its predecessor's
+    place, and then get a place of its own.
     """
     return not isinstance(message, Assignment) or state.incarnation(node_id) == incarnation
 
 
 def missed_assignment(before: State, command: Join, now_ms: int) -> Assignment | RoundOver | None:
-    """Return what a seated node that asks for a seat has missed: its assignment, or its end."""
+    """Return what a seated node that asks for a seat has missed: its assignment, or `RoundOver`."""
     seat, round_ = before.seats.get(command.node_id), before.membership.round
     if seat is None or seat.incarnation != command.incarnation or round_ is None:
         return None
@@ -179,7 +180,7 @@ def missed_assignment(before: State, command: Join, now_ms: int) -> Assignment |
 def assignments(
     membership: Membership, round_: Round, now_ms: int
 ) -> Iterator[tuple[str, Assignment]]:
-    """Yield each participant's own assignment in a round."""
+    """Yield each participant with its own assignment in a round."""
     tally = tally_of(membership, now_ms)
     for group_rank, participant in enumerate(round_.participants):
         yield participant.node_id, _assignment(membership, round_, group_rank, tally)
@@ -223,7 +224,7 @@ def waiting(state: State, node_id: str, now_ms: int) -> Waiting:
 
 
 def missed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Announcement, ...]:
-    """Return what to send a node about a job, given what it believes after it came back.
+    """Return what to send a returning node about a job, given what it believes.
 
     Running workers are stopped only on a positive statement, so a node that knows of a run or a
     round that the server does not know is sent nothing.
@@ -253,7 +254,7 @@ def _reported_rank(belief: Belief) -> int | None:
 
 
 def may_be_adopted(state: State, belief: Belief) -> bool:
-    """Return whether this server may not know the round that the node reports."""
+    """Return whether the node reports a round that this server may not know."""
     return belief.round is not None and adoptable(state, belief.run, belief.round)
 
 
@@ -270,7 +271,7 @@ def unknown(state: State, belief: Belief) -> bool:
 def _about_its_seat(
     membership: Membership, node_id: str, now_ms: int, reported_rank: int | None = None
 ) -> Assignment | RoundOver:
-    """Return a seated node's assignment while the round is live, then its end."""
+    """Return a seated node's assignment while the round is live, and the round's end afterwards."""
     round_ = membership.round
     assert round_ is not None, "a seat is always one of a round"
     if round_.end is not None:
@@ -291,7 +292,7 @@ def _group_rank(
 
 
 class _Participants:
-    """The participants of a round as a cache key, which is compared by identity."""
+    """A round's participants as a cache key that is compared by identity."""
 
     __slots__ = ("these",)
 
@@ -309,7 +310,7 @@ class _Participants:
 def _group_ranks(of: _Participants) -> dict[str, int]:
     """Return the GROUP_RANK of each node, by node_id.
 
-    The result is cached, because after a restart of the server every node of the round asks.
+    The result is cached, because every node of the round asks after a restart of the server.
     """
     return {participant.node_id: rank for rank, participant in enumerate(of.these)}
 

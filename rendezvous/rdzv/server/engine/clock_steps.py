@@ -1,8 +1,8 @@
-"""Records when servers of a store ran, so that no job is deleted because the clock was stepped.
+"""Records when a store's servers ran, so that no job is deleted because the clock was stepped.
 
 Only the clock tells how long ago a job ended, and it may be a month ahead when a server starts. So
-servers store the time from time to time. If nothing was stored for long, either no server ran or
-the clock was stepped. The two cannot be told apart, so this *gap* does not count.
+servers store the time now and then. If nothing was stored for long, either no server ran or the
+clock was stepped. The two cannot be told apart, so this *gap* does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GAP_MS = DAY_MS
 """A longer time between two notes is a gap. It is far above the usual interval."""
 
 STEP_MS = 60_000
-"""If the clock is behind by more than this, it is logged."""
+"""A clock that is behind by more than this is logged."""
 
 MOST_GAPS = 16
 
@@ -32,7 +32,7 @@ class TimeSeen:
     gaps: tuple[tuple[int, int], ...] = ()
 
     def noted(self, now_ms: int, *, at_start: bool = True) -> TimeSeen:
-        """Return the value with the present time; a gap before a start is recorded and logged.
+        """Return the value with the present time added; record and log a gap before a start.
 
         While a server runs, its clock is never stepped: it is monotonic.
 
@@ -57,7 +57,7 @@ class TimeSeen:
         return TimeSeen(now_ms, (*self.gaps, (self.seen_ms, now_ms))[-MOST_GAPS:])
 
     def counted_since(self, at_ms: int, now_ms: int) -> int:
-        """Return how long ago a time was, without the gaps.
+        """Return how long ago a time was, not counting the gaps.
 
         >>> TimeSeen(90, ((20, 50), (40, 60))).counted_since(10, now_ms=90)
         40

@@ -1,7 +1,7 @@
-"""Decide, persist, publish: in that order, one command after another for each job.
+"""Decide, persist, publish: in that order, and for each job one command after another.
 
-Commands of one job that wait during a commit are decided one after another and share the next
-commit, which makes all of them durable: a thousand nodes that send at once cost a few commits.
+Commands for one job that wait during a commit are decided one after another and share the next
+commit, which makes all of them durable: a thousand nodes that send at once cost only a few commits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("rdzv.jobs")
 AT_ONCE = 256
 """The most commands that are decided together, and share a commit."""
 AT_ONCE_MS = 100
-"""The longest time for deciding commands together: no other task runs meanwhile."""
+"""The longest time spent deciding commands together; no other task runs meanwhile."""
 
 
 class Engine:
@@ -62,7 +62,7 @@ class Engine:
         self._judge = judge
         self._on_step = publish
         self._waiting: dict[str, deque[Asked]] = {}
-        """By rdzv_id: the commands that wait to be decided."""
+        """By rdzv_id: the commands waiting to be decided."""
         self.jobs = Jobs(
             store,
             clock,
@@ -82,8 +82,8 @@ class Engine:
         cancelled, the command still runs to its end.
 
         Raises:
-            RendezvousError: it was refused and changed nothing; with a `RendezvousConnectionError`
-                it may have, and the caller repeats it.
+            RendezvousError: the command was refused and changed nothing. After a
+                `RendezvousConnectionError` it may have taken effect, and the caller repeats it.
 
         """
         outcome: asyncio.Future[State | RendezvousError] = (
@@ -103,7 +103,7 @@ class Engine:
             self._tasks.start(self._decide_asked(rdzv_id))
 
     async def _decide_asked(self, rdzv_id: str) -> None:
-        """Decide waiting commands until none is left. Others may claim the job in between."""
+        """Decide waiting commands until none is left. Other tasks may claim the job in between."""
         waiting = self._waiting[rdzv_id]
         try:
             while waiting:
@@ -138,16 +138,16 @@ class Engine:
                 asked.outcome.cancel()
 
     async def _add_step_if_sound(self, job: Job, asked: Asked, steps: list[Step]) -> None:
-        """Decide one more command; if it would break a guarantee, refuse it alone."""
+        """Decide one more command; if it would break a guarantee, refuse only this one."""
         try:
             await self._add_step(job, asked, steps)
         except InvariantError as error:
             asked.answer(error)
 
     async def _add_step(self, job: Job, asked: Asked, steps: list[Step]) -> None:
-        """Decide one more command, on top of those that are decided and not yet stored.
+        """Decide one more command, on top of those decided but not yet stored.
 
-        A refusal is answered at once. An exception from here concerns the whole job, except for a
+        A refusal is answered at once. Any other exception concerns the whole job, except for a
         broken guarantee.
         """
         state = steps[-1].transition.state if steps else job.state
@@ -180,7 +180,7 @@ class Engine:
     async def steps(
         self, job: Job, choices: Sequence[Callable[[State], Command | None]]
     ) -> list[RendezvousError]:
-        """Do the work of `submit` for a job that the caller has claimed, with one commit.
+        """Do what `submit` does, with one commit, for a job that the caller has claimed.
 
         Each choice sees the results of the commands before it, and returns None for no command.
         Returns the refusals.
@@ -258,9 +258,9 @@ class Engine:
         job.pending = ()
 
     def _publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
-        """Make these steps the job's present state, one after another, and announce them.
+        """Apply these steps to the job's state in memory, one after another, and announce them.
 
-        Does not wait. If the steps are `stored`, so is their history.
+        This does not wait. If the steps are `stored`, so is their history.
         """
         for step in steps:
             before, transition = job.state, step.transition
@@ -290,7 +290,7 @@ class Engine:
 
 
 def _aged(command: Command, deaf_ms: int) -> Command:
-    """Make the ages in a command relative to the time of the decision, not to the present."""
+    """Shift the ages in a command, so that they are relative to the time of the decision."""
     if deaf_ms <= 0 or not isinstance(command, Fail | Join):
         return command
     failures = (replace(f, age_ms=max(f.age_ms - deaf_ms, 0)) for f in command.failures)

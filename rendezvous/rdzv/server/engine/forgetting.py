@@ -1,4 +1,4 @@
-"""Deletes ended jobs: on an operator's request, or if there are too many or they are too old."""
+"""Deletes ended jobs: on an operator's request, or because they are too many or too old."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIME_SEEN = "time-seen"
 
 
 class Forgetting:
-    """Deletes jobs of one server that have ended, with their history."""
+    """Deletes one server's ended jobs, with their history."""
 
     def __init__(
         self, jobs: Jobs, store: StoreAccess, clock: Clock, config: Config, tasks: Tasks
@@ -44,9 +44,9 @@ class Forgetting:
         self._clock = clock
         self._tasks = tasks
         self._config = config
-        """Read at each use, because a reload may change it."""
+        """Read at each use, because a reload may change the values."""
         self._time_noted = False
-        """Whether this server has recorded in the store that it runs."""
+        """Whether this server has recorded its running in the store."""
         self._timer = Timer(clock, lambda _: self.start_pruning())
 
     def stop(self) -> None:
@@ -60,8 +60,8 @@ class Forgetting:
 
         Raises:
             UnknownJobError: no node has ever joined it.
-            InvalidRequestError: its run has not ended, or nodes are in it; nothing was deleted.
-            RendezvousConnectionError: it may have been deleted; retry.
+            InvalidRequestError: its run is open, or nodes are still in it; nothing was deleted.
+            RendezvousConnectionError: the job may have been deleted; retry.
 
         """
         error = await asyncio.shield(self._tasks.start(self._forgotten(rdzv_id)))
@@ -92,9 +92,9 @@ class Forgetting:
     # ---------------------------------------------------------------- pruning
 
     def start_pruning(self) -> None:
-        """Forget jobs that ended too long ago or are too many, now and from time to time.
+        """Forget ended jobs that are too old or too many, now and at regular intervals.
 
-        A job that cannot be read was never loaded, and is left alone. Does not block.
+        A job that cannot be read was never loaded, and is left alone. This does not block.
         """
         self._timer.arm(self._clock.now_ms() + self._config.timings.prune_every_ms)
         self._tasks.start(self._prune())
@@ -126,7 +126,7 @@ class Forgetting:
                 log.error("job %s cannot be forgotten: %s", rdzv_id, error)
 
     async def _note_time(self, now_ms: int) -> TimeSeen:
-        """Store that a server runs now; return the result, which includes the earlier times."""
+        """Store that a server is running now; return the result, with the earlier times."""
         await self._seen.load()
         seen = self._seen.value.noted(now_ms, at_start=not self._time_noted)
         await self._seen.swap(seen, msgspec.json.encode(seen))
@@ -137,7 +137,7 @@ class Forgetting:
 def outlived(
     ended_at_ms: Mapping[str, int], now_ms: int, most: int, kept_ms: int
 ) -> tuple[tuple[str, str], ...]:
-    """Return the ended jobs to forget, with the reason; the first to end comes first.
+    """Return the ended jobs to forget, each with the reason; the first to end comes first.
 
     >>> outlived({"a": 30, "b": 10, "c": 20}, now_ms=40, most=2, kept_ms=DAY_MS)
     (('b', '2 other jobs have ended since'),)
@@ -161,7 +161,7 @@ def refuse_to_forget(state: State) -> None:
 
     Raises:
         UnknownJobError: no node has ever joined it.
-        InvalidRequestError: its run has not ended, or nodes are in it.
+        InvalidRequestError: its run has not ended, or nodes are still in it.
 
     """
     membership = state.membership

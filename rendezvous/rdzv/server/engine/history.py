@@ -1,4 +1,4 @@
-"""The history of jobs. Events are logged at once, and stored with the next commit."""
+"""Jobs' history. Events are logged at once, and stored with the next commit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class History:
         meter: Meter,
         pending_rows: int,
     ) -> None:
-        """More than `pending_rows` of one job get a commit of their own."""
+        """If more than `pending_rows` of one job are pending, they get a commit of their own."""
         self._jobs = jobs
         self._store = store
         self._clock = clock
@@ -51,7 +51,7 @@ class History:
         self._meter.recorded(rows)
 
     def postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
-        """Keep rows for the next commit; too many of them get one of their own."""
+        """Keep rows for the next commit; if there are too many, give them one of their own."""
         job.pending += rows
         if len(job.pending) > self._pending_rows:
             rows, job.pending = job.pending, ()
@@ -68,7 +68,7 @@ class History:
             job.noted += 1
 
     def noted(self, rdzv_id: str) -> int:
-        """Return how many events of a job were noted without a step that caused them."""
+        """Return how many events of a job were noted that no step has caused."""
         job = self._jobs.get(rdzv_id)
         return job.noted if job else 0
 
@@ -79,15 +79,15 @@ class History:
                 await self._store.append(rows)
         except RendezvousError as error:
             # The log has them anyway; a job never waits for its history.
-            log.warning("%d rows of history are lost: %s", len(rows), error)
+            log.warning("lost %d rows of history: %s", len(rows), error)
 
     async def flush(self) -> None:
-        """Write the rows that still wait for a commit."""
+        """Write the rows that are still waiting for a commit."""
         jobs = self._jobs.in_memory.values()
         await self.append(tuple(row for job in jobs for row in job.pending))
 
     async def of(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return the newest rows of a job, oldest first, including those that wait for a commit.
+        """Return a job's newest rows, oldest first, including those that wait for a commit.
 
         `name` may also be one that no job can have, if rows were appended under it.
         """

@@ -19,29 +19,29 @@ Guard = Callable[[State], None]
 """Refuses a command that the job's state does not allow, by raising the caller's error."""
 
 Judge = Callable[[State, Transition], Awaitable[tuple[Command | None, tuple[Record, ...]]]]
-"""Checks a step before it is stored. It may require another command first, and adds history.
+"""Checks a step before it is stored. It may require another command first, and may add history.
 
-If it raises, the step raises the same error, and is then retried.
+If it raises, the step fails with the same error, and is then retried.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A command that waits to be decided, and the future of its outcome."""
+    """A command that waits to be decided, with the future for its outcome."""
 
     command: Command
     guard: Guard | None
     outcome: asyncio.Future[State | RendezvousError]
 
     def answer(self, outcome: State | RendezvousError) -> None:
-        """Set the outcome; has no effect if the caller was cancelled."""
+        """Set the outcome; this has no effect if the caller was cancelled."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
 
 @struct(frozen=True)
 class Step:
-    """A step that was decided, and is not yet stored."""
+    """A step that is decided but not yet stored."""
 
     command: Command
     transition: Transition
@@ -77,19 +77,19 @@ class Job:
     pending: tuple[Record, ...] = ()
     """History that waits for the next commit."""
     noted: int = 0
-    """The number of events that were noted without a step that caused them."""
+    """The number of events noted that no step has caused."""
     node_ids: set[str] = field(default_factory=set)
     """A superset of the nodes that are present."""
 
     @property
     def state(self) -> State:
-        """The state of a claimed job, which is therefore loaded."""
+        """The job's state; the job must be claimed, and is therefore loaded."""
         assert self.loaded is not None, "the state of a job is read only under a claim"
         return self.loaded
 
     @property
     def idle(self) -> bool:
-        """Whether it can be dropped from memory: it has no node, and is stored completely."""
+        """Whether the job can be dropped from memory: it has no nodes, and is completely stored."""
         if self.claims or self.doubt or self.pending:
             return False
         if self.loaded is None:

@@ -47,7 +47,7 @@ class Jobs:
         on_due: Callable[[Job, int], None],
         is_waiting: Callable[[str], bool],
     ) -> None:
-        """Call `publish` with steps in doubt that turn out to be stored, `on_due` for due timers.
+        """Call `publish` with doubtful steps that turn out to be stored, `on_due` for due timers.
 
         `is_waiting` returns whether a command waits for a job, which then stays in memory.
         """
@@ -63,13 +63,13 @@ class Jobs:
         self._is_waiting = is_waiting
         self._jobs: dict[str, Job] = {}
         self.ended: dict[str, int] = {}
-        """When each ended job ended, so that no job need be loaded just to find out."""
+        """When each ended job ended, so that a job need not be loaded just to find out."""
 
     # ---------------------------------------------------------------- claiming and loading
 
     @asynccontextmanager
     async def claim(self, rdzv_id: str) -> AsyncIterator[Job]:
-        """Claim one job, loaded and with no step in doubt. If idle afterwards, it leaves memory.
+        """Claim one job, loaded and with no step in doubt. An idle job is then dropped from memory.
 
         Raises:
             RendezvousConnectionError: the store is away.
@@ -122,7 +122,7 @@ class Jobs:
         self._on_load(job)
 
     async def _resolve(self, job: Job, steps: Sequence[Step]) -> None:
-        """Determine whether a commit has happened, and continue from there."""
+        """Find out whether a commit has happened, and continue from there."""
         stored = await self._store.load(job.rdzv_id)
         revision = stored.revision if stored else 0
         if revision == job.revision:
@@ -134,13 +134,13 @@ class Jobs:
             await self.load(job)
 
     def vacate(self, job: Job) -> None:
-        """Reset a claimed job that was deleted to one that no node has ever joined."""
+        """Reset a claimed job that was deleted to the state of one that no node has ever joined."""
         job.loaded, job.revision = runs.vacant(job.rdzv_id, self._tuning), 0
         job.pending = ()
         self.note_end(job)
 
     async def write(self, job: Job, written: Awaitable[T]) -> T:
-        """Write a job. On a conflict with another writer, the job is loaded again.
+        """Write a job. On a conflict with another writer, reload it.
 
         Raises:
             StoreRefusedError: another writer was first, and nothing was done; retry.
@@ -150,7 +150,7 @@ class Jobs:
         try:
             return await written
         except RevisionConflictError as error:
-            log.error("job %s was written by another server; it is loaded again", job.rdzv_id)
+            log.error("job %s was written by another server; reloading it", job.rdzv_id)
             await self.load(job)
             raise StoreRefusedError(f"{error}; try again") from error
 
@@ -162,13 +162,13 @@ class Jobs:
             self.ended[job.rdzv_id] = ended.at_ms
 
     def retry_at_ms(self) -> int:
-        """Return when to retry a write that the store has not taken."""
+        """Return when to retry a write that the store did not accept."""
         return self._clock.now_ms() + self._timings.store_retry_ms
 
     # ---------------------------------------------------------------- reading
 
     def get(self, rdzv_id: str) -> Job | None:
-        """Return a job that is in memory."""
+        """Return a job if it is in memory."""
         return self._jobs.get(rdzv_id)
 
     @property
@@ -184,7 +184,7 @@ class Jobs:
             return job.state
 
     def peek(self, rdzv_id: str) -> State | None:
-        """Return the present state of a job that is in memory."""
+        """Return a job's present state if it is in memory."""
         job = self._jobs.get(rdzv_id)
         return job.loaded if job else None
 
@@ -199,7 +199,7 @@ class Jobs:
         return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt)
 
     async def load_all(self) -> None:
-        """Load jobs that have not ended, and note those that have; skip those that cannot be read.
+        """Load the jobs that have not ended, and note those that have; skip unreadable ones.
 
         Raises:
             RendezvousConnectionError: the store is away.
@@ -215,10 +215,10 @@ class Jobs:
                 async with self.claim(rdzv_id):
                     pass
             except RendezvousStateError as error:
-                log.error("job %s is left alone: %s", rdzv_id, error)
+                log.error("leaving job %s alone: %s", rdzv_id, error)
 
     async def each(self) -> AsyncGenerator[State, None]:
-        """Yield the present state of every stored job that can be read, one by one."""
+        """Yield, one by one, the present state of every stored job that can be read."""
         async for rdzv_id, stored in self._store.each():
             try:
                 if (present := self.peek(rdzv_id)) is not None:
@@ -231,7 +231,7 @@ class Jobs:
                     # It is being loaded, or has ended since.
                     yield await self.look(rdzv_id)
             except RendezvousStateError as error:
-                log.error("job %s is not listed: %s", rdzv_id, error)
+                log.error("not listing job %s: %s", rdzv_id, error)
 
     def stop_timers(self) -> None:
         """Stop the timers of all jobs."""

@@ -1,4 +1,4 @@
-"""One key-value record of the store as the leading server knows it, even after a failed write."""
+"""One key-value record of the store, which the leading server knows even after a failed write."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class KeyValueRecord(Generic[T]):
 
     * `RevisionConflictError`: another writer was first. The record is read again, and the caller
       retries.
-    * `RendezvousConnectionError`: it may have been written. The record is read again.
-    * Any other: nothing was written, and the known value still holds.
+    * `RendezvousConnectionError`: the new value may have been written. The record is read again.
+    * Any other error: nothing was written, and the known value still holds.
 
-    If that read fails too, the revision keeps the next write from overwriting the record, and
-    `known` reads it first.
+    If reading it again fails too, the revision keeps the next write from overwriting the record,
+    and `known` reads it first.
     """
 
     def __init__(self, store: StoreAccess, name: str, read: Callable[[bytes], T]) -> None:
@@ -56,17 +56,17 @@ class KeyValueRecord(Generic[T]):
         self.value, self.revision, self._sure = value, revision, True
 
     async def known(self) -> T:
-        """Return the value; if it is unknown or in doubt, read it first. Raises as `load`."""
+        """Return the value; if it is unknown or in doubt, `load` it first, with the same errors."""
         if not self._sure:
             await self.load()
         return self.value
 
     async def swap(self, value: T, data: bytes) -> None:
-        """Store `data`, and only then replace the known value by `value`, which it encodes.
+        """Store `data`, which encodes `value`, and only then make `value` the known one.
 
         Raises:
             StoreRefusedError: another writer was first, or the store takes no writes; retry.
-            RendezvousConnectionError: it may have been stored; retry.
+            RendezvousConnectionError: the value may have been stored; retry.
             RendezvousError: it is not stored.
 
         """

@@ -1,4 +1,4 @@
-"""One server's calls to its store; each notes whether the store has answered.
+"""One server's calls to its store; each records whether the store has answered.
 
 What is written, and when, is decided in `decide_persist_publish.Engine`.
 """
@@ -21,11 +21,11 @@ from rdzv.stores.base import Read, Record, Store, Stored
 T = TypeVar("T")
 
 PROBE = "store-probe"
-"""The key-value record that is written to find out whether the store takes writes again."""
+"""The key-value record written to find out whether the store accepts writes again."""
 
 
 class StoreAccess:
-    """The store of one server. Its calls raise the same errors as those of `Store`."""
+    """One server's store. Its calls raise the same errors as those of `Store`."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class StoreAccess:
         retry_ms: int,
         on_change: Callable[[str | None], None],
     ) -> None:
-        """`on_change` is called as by `StoreState`."""
+        """`on_change` is passed on to `StoreState`."""
         self._store = store
         self._clock = clock
         self._meter = meter
@@ -55,7 +55,7 @@ class StoreAccess:
         return result
 
     async def _probe(self) -> None:
-        """Check whether the store is back, and, if writes had failed, whether it takes them."""
+        """Check whether the store is back and, if writes had failed, whether it accepts them."""
         with contextlib.suppress(RendezvousError):
             found = await self._ask(self._store.load_document(PROBE))
             if self.state.unwritable:
@@ -84,7 +84,7 @@ class StoreAccess:
     async def compare_and_swap(
         self, rdzv_id: str, membership: Membership, revision: int, rows: Sequence[Record]
     ) -> int:
-        """Store a job with its history, replacing this revision; return the new one."""
+        """Store a job with its history, replacing this revision; return the new revision."""
         swapped = self._store.compare_and_swap(rdzv_id, membership, revision, rows)
         return await self._ask(swapped, writes=True)
 
@@ -114,7 +114,7 @@ class StoreAccess:
         """Yield the contents of the store, as the lines of a file for `rdzvd --restore`.
 
         Raises:
-            RendezvousError: it cannot be read completely; discard the lines yielded so far.
+            RendezvousError: the store cannot be read completely; discard the lines yielded so far.
 
         """
         from rdzv.stores import backup

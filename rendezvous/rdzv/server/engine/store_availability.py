@@ -1,4 +1,4 @@
-"""Tracks whether the store takes writes, why it does not, and which commands wait for it."""
+"""Tracks whether the store accepts writes, if not why, and which commands wait for it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from rdzv.runtime.clock import Clock, Timer
 log = logging.getLogger("rdzv.jobs")
 
 MOST_NAMED = 4
-"""How many waiting commands one sentence names at most."""
+"""The most waiting commands that one sentence names."""
 FRESH_RETRIES = 3
-"""A command that is not repeated within this many retries no longer waits: its node has gone."""
+"""A command not repeated within this many retries no longer waits: its node is gone."""
 
 
 class StoreState:
@@ -44,7 +44,7 @@ class StoreState:
         on_change: Callable[[str | None], None],
         probe: Callable[[], object],
     ) -> None:
-        """Call `on_change` with the job whose sentence has changed, or with None for all jobs.
+        """`on_change` receives the job whose sentence has changed, or None for all jobs.
 
         `probe` has to try a write. It is called from time to time while the store is away and no
         command writes to it.
@@ -85,7 +85,7 @@ class StoreState:
         self._on_change(None)
 
     def waits(self, rdzv_id: str, command: Command) -> None:
-        """Note that a command could not be stored, and is being retried."""
+        """Note that a command could not be stored and is being retried."""
         if words := _words(command):
             waiting = self._waiting.setdefault(rdzv_id, {})
             known = words in waiting
@@ -109,14 +109,14 @@ class StoreState:
 
     @property
     def away_ms(self) -> int:
-        """How long the store has been away; 0 while it is believed to be there."""
+        """How long the store has been away; 0 while it is believed to be available."""
         return 0 if self._since_ms is None else max(self._clock.now_ms() - self._since_ms, 1)
 
     @property
     def trouble(self) -> str:
-        """Why and since when the store takes no writes, and what waits; empty if all is well.
+        """Why and since when the store accepts no writes, and what waits; empty if all is well.
 
-        It is a sentence for people, about all jobs.
+        This is a sentence for people, about all jobs.
         """
         waiting = [
             f"{words} ({rdzv_id})" for rdzv_id in self._waiting for words in self.waiting(rdzv_id)
@@ -124,7 +124,7 @@ class StoreState:
         return self._sentence(waiting)
 
     def trouble_of(self, rdzv_id: str) -> str:
-        """Return the same sentence about one job."""
+        """Return the sentence of `trouble` for one job."""
         return self._sentence(self.waiting(rdzv_id))
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class StoreState:
         if self._since_ms is None:
             return ""
         text = (
-            f"the store is away for {duration(self.away_ms)} ({self._why}); workers run on, "
+            f"the store has been away for {duration(self.away_ms)} ({self._why}); workers run on, "
             "nothing new is decided"
         )
         if waiting:
@@ -147,7 +147,7 @@ class StoreState:
         return text
 
     def _look(self) -> None:
-        """Drop commands that no longer wait, and probe if none is left that would try a write."""
+        """Drop commands that no longer wait; if none is left to try a write, probe the store."""
         if self._since_ms is None:
             return
         self._timer.arm(self._clock.now_ms() + self._retry_ms)

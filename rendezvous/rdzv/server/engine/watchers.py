@@ -1,4 +1,4 @@
-"""Lets callers wait for changes of jobs and nodes: operators that watch, and the HTTP feeds."""
+"""Lets callers wait for changes of jobs and nodes: operators who watch, and the HTTP feeds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Watchers:
     """Wakes watchers, which then read for themselves what has changed."""
 
     def __init__(self, clock: Clock, show_progress_every_ms: int) -> None:
-        """Changes of progress alone are reported together, once per `show_progress_every_ms`."""
+        """Mere progress is reported together for all jobs, once per `show_progress_every_ms`."""
         self._clock = clock
         self._show_progress_every_ms = show_progress_every_ms
         self._changes = weakref.WeakValueDictionary[str, asyncio.Event]()
-        """By rdzv_id: set at the next change of the job."""
+        """By rdzv_id: an event that is set at the job's next change."""
         self._followers: set[Note] = set()
         self._progressed: set[str] = set()
         """The watched jobs, by rdzv_id, that have progressed since they were last shown."""
@@ -41,14 +41,14 @@ class Watchers:
         return self._progress_timer.due_ms
 
     def next_change(self, rdzv_id: str) -> asyncio.Event:
-        """Return the event of a job's next change. It exists only while a caller holds it."""
+        """Return the event for a job's next change. It exists only while a caller holds it."""
         return self._changes.setdefault(rdzv_id, asyncio.Event())
 
     @contextmanager
     def followed_by(self, note: Note) -> Iterator[None]:
         """Call `note` at each change until the body ends.
 
-        It is called in the middle of a step and must not wait.
+        `note` is called in the middle of a step and must not wait.
         """
         self._followers.add(note)
         try:

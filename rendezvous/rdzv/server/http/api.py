@@ -55,7 +55,7 @@ BEAT = b": still here\n" + frame("beat", json.dumps({"version": as_json.VERSION}
 
 
 class Api:
-    """The handlers, which serve one server's answers."""
+    """The handlers that serve one server's answers."""
 
     def __init__(self, answers: Shown, feeds: Feeds, config: Config) -> None:
         self._answers = answers
@@ -188,7 +188,7 @@ class Api:
             return web.Response(text=await self._whole(texts))
 
     async def _whole(self, texts: AsyncIterator[str]) -> str:
-        """Return the whole text, within bounds of size and time."""
+        """Return the whole text, within limits on size and time."""
         parts, size, most = list[str](), 0, self._limits.http_log_bytes
         try:
             async with asyncio.timeout(self._timings.log_answer_most_ms / 1000):
@@ -231,12 +231,12 @@ class Api:
                 coming.exception()
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """Write to a reader, or drop it if it accepts no data."""
+        """Write to a reader, or drop a reader that accepts no data."""
         try:
             async with asyncio.timeout(self._timings.stream_write_ms / 1000):
                 await response.write(data)
         except TimeoutError:
-            log.info("%s accepts no data, and is dropped", request.remote)
+            log.info("dropping %s, which accepts no data", request.remote)
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError("the reader accepts no data") from None
@@ -264,7 +264,7 @@ class Api:
                     break
                 await self._write(request, response, data)
             assert reader.ended is not None, "a stream without an end has a next frame"
-            log.info("the stream of %s ends: %s", request.remote, reader.ended)
+            log.info("ending the stream of %s: %s", request.remote, reader.ended)
             end = frame("end", json.dumps(_error_fields(reader.ended)))
             await self._write(request, response, end)
             return response
@@ -282,7 +282,7 @@ def _named(request: web.Request) -> str:
 
 
 def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
-    """Read the query's parameters; refuse unknown ones."""
+    """Read the query parameters; refuse unknown ones."""
     known = {parameter.name: parameter for parameter in one.query}
     for name in request.query:
         if name not in known:
@@ -298,9 +298,9 @@ def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
 async def _texts(
     pieces: AsyncIterator[LogLines], *, one_rank: bool, contains: str
 ) -> AsyncGenerator[str, None]:
-    """Join pieces of logs into whole lines, as rdzvctl does; a note is a line of its own.
+    """Join pieces of logs into whole lines, as rdzvctl does; each note is a line of its own.
 
-    Only lines that contain a text are kept, whatever its case; all notes are.
+    Only lines that contain the text `contains`, in any case, are kept; notes are always kept.
     """
     out = io.BytesIO()
     printer = Printer(out, prefixed=not one_rank, escaped=False, as_it_comes=False)
@@ -349,7 +349,7 @@ def _fields(code: str, message: str, leader: str | None = None) -> dict[str, obj
 
 
 def error_response(error: RendezvousError) -> web.Response:
-    """Answer with an error of the table."""
+    """Return the response for an error from the table."""
     status = STATUSES.get(error.grpc_status, 500)
     response = _json(json.dumps(_error_fields(error), indent=2), status)
     if status == 401:
@@ -361,7 +361,7 @@ def error_response(error: RendezvousError) -> web.Response:
 
 @web.middleware
 async def answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error below /api with a document, whatever raised it."""
+    """Answer every error under /api with a document, whatever raised it."""
     try:
         return await handler(request)
     except RendezvousError as error:

@@ -1,8 +1,8 @@
 """Limits how many connections an HTTP server has, and how long each may take for its request.
 
-aiohttp accepts every connection, and waits for its first request without a limit. Here, a
-connection beyond the limit is answered with an error and closed, and so is one whose request does
-not arrive in time. Other connections are not affected.
+aiohttp accepts every connection, and waits for its first request without a time limit. Here, a
+connection over the limit is answered with an error and closed, as is one whose request does not
+arrive in time. Other connections are not affected.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from rdzv.transport.endpoints import Listen
 
 _END_OF_HEADERS = b"\r\n\r\n"
 _MAX_HEADER_BYTES = 32 * 1024
-"""More than aiohttp accepts, which then answers with its own error."""
+"""More than aiohttp accepts; beyond its own limit, it answers with its own error."""
 
 
 class ConnectionLimits:
-    """Makes the protocol of each connection of one server."""
+    """Makes the protocol for each connection to one server."""
 
     def __init__(
         self, handlers: Callable[[], asyncio.Protocol], limits: Limits, timings: Timings
     ) -> None:
-        """Pass a connection to one of `handlers` once its request has begun."""
+        """A connection is passed to a protocol from `handlers` once its request has begun."""
         self.handlers = handlers
         self.first_request_s = timings.first_request_ms / 1000
         self._limits = limits
         self._inside: Counter[str] = Counter()
         self.waiting: set[_Connection] = set()
-        """Connections whose request has not begun yet."""
+        """The connections whose request has not begun yet."""
 
     def __call__(self) -> asyncio.Protocol:
-        """Return the protocol of a connection that was just accepted."""
+        """Return the protocol for a connection that was just accepted."""
         return _Connection(self)
 
     def enter(self, peer: str) -> str:
@@ -69,7 +69,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._peer: str | None = None
-        """The address under which it was counted; None if it was refused."""
+        """The address under which the connection was counted; None if it was refused."""
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._handler: asyncio.Protocol | None = None
@@ -108,7 +108,7 @@ class _Connection(asyncio.Protocol):
         self._received.clear()
 
     def refuse(self, status: int, why: str) -> None:
-        """Send the reason why this connection ends, and close it."""
+        """Send the reason for ending this connection, and close it."""
         assert self._transport is not None
         self._stop_waiting()
         text = f"{why}\n".encode()
@@ -149,7 +149,7 @@ _PHRASES = {408: "Request Timeout", 503: "Service Unavailable"}
 
 
 class GuardedSite(web.BaseSite):
-    """A listener of an application, with connection limits."""
+    """A listener for an application, with connection limits."""
 
     def __init__(
         self,

@@ -2,11 +2,11 @@
 
 All followers of one subject share one *feed*, which looks up each change and encodes it once. A
 feed runs while it has followers. It starts with the whole state, between `begin` and `ready`, and
-continues with changes: a later reader gets a start of its own, sent to that *reader* alone.
+continues with changes. A later reader gets a start of its own, sent to that *reader* alone.
 
 A feed gathers changes for a moment, and rests nine times as long as it has worked, so that it never
-takes more than a tenth of the event loop, however much changes. Each reader has a bounded queue. A
-reader that does not keep up is sent the reason and dropped.
+takes more than a tenth of the event loop's time, however much changes. Each reader has a bounded
+queue. A reader that does not keep up is sent the reason and dropped.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ log = logging.getLogger("rdzv.feeds")
 T = TypeVar("T")
 
 ROWS = 200
-"""Jobs or nodes in one event: encoding them takes a few milliseconds."""
+"""How many jobs or nodes one event has: encoding them takes a few milliseconds."""
 
 REST = 9
 """A feed rests this many times as long as it has worked."""
 
 EVENTS = 200
-"""Rows of a job's history that its feed shows."""
+"""How many rows of a job's history its feed shows."""
 
 WATCHED_EVERY_MS = 2_000
 """How often a feed polls observed jobs, whose changes are not announced."""
 
 
 def frame(event: str, document: str) -> bytes:
-    """Encode one event of the stream. The document is one line, as JSON without indent is."""
+    """Encode one event of the stream. The document must be a single line."""
     return f"event: {event}\ndata: {document}\n\n".encode()
 
 
@@ -82,7 +82,7 @@ class Reader:
         return self._end
 
     def put(self, frames: Iterable[bytes]) -> None:
-        """Queue the next frames; drop a reader that has too many waiting. Does not wait."""
+        """Queue the next frames without waiting; drop the reader if too many are waiting."""
         if self._end is not None:
             return
         for one in frames:
@@ -118,7 +118,7 @@ class Reader:
 
 
 class Feed:
-    """The updates for all readers of one subject. Made by `Feeds`."""
+    """The updates on one subject for all its readers. Made by `Feeds`."""
 
     def __init__(self, answers: Shown, timings: Timings) -> None:
         self._answers = answers
@@ -146,7 +146,7 @@ class Feed:
             reader.end(error)
 
     async def run(self) -> None:
-        """Send updates to all readers, until cancelled or nothing more can follow."""
+        """Send updates to all readers until cancelled, or until nothing more can follow."""
         try:
             driver = self._answers.replica.driver
             with driver.watchers.followed_by(lambda rdzv_id: self._heard(driver, rdzv_id)):
@@ -162,7 +162,7 @@ class Feed:
             self.fail(error)
         except Exception:
             # The readers connect again; other feeds continue.
-            log.exception("a bug in rdzvd, please report it: a stream of the HTTP API ends")
+            log.exception("a bug in rdzvd, please report it: ending a stream of the HTTP API")
             self.fail(RendezvousConnectionError("a bug in rdzvd, see its log; connect again"))
 
     def _check(self, driver: Driver) -> None:
@@ -178,7 +178,7 @@ class Feed:
         self._note(rdzv_id)
 
     async def _rest(self, worked_ms: int) -> None:
-        """Rest in proportion to the work, and then until something changes."""
+        """Rest in proportion to the work, and then wait until something changes."""
         rest_ms = max(self._timings.stream_rest_ms, REST * worked_ms)
         await sleep_ms(self._answers.clock, rest_ms)
         waits = asyncio.ensure_future(self._woken.wait())
@@ -191,7 +191,7 @@ class Feed:
             looks_again.cancel()
 
     def _looks_again(self) -> bool:
-        """Return whether something may change without an announcement."""
+        """Return whether things that are not announced may change."""
         return self._answers.watches
 
     def _note(self, rdzv_id: str | None) -> None:
@@ -264,7 +264,7 @@ class FleetFeed(Feed):
             except (UnknownJobError, InvalidRequestError):
                 gone.add(rdzv_id)
             except RendezvousStateError as error:
-                log.error("job %s is not shown: %s", rdzv_id, error)
+                log.error("not showing job %s: %s", rdzv_id, error)
             except RendezvousConnectionError:
                 # The store is away, or this server no longer leads, which is detected soon.
                 self._changed.add(rdzv_id)
@@ -319,7 +319,7 @@ class FleetFeed(Feed):
 
 
 def _content(node: answers.Node, now_ms: int) -> object:
-    """Return a node's data, with the start times of its ages instead of the ages."""
+    """Return a node's data, with start times in place of ages."""
     cordoned_ms, quarantined_ms = node.cordon_age_ms, node.quarantine_age_ms
     left_ms = node.quarantine_left_ms
     return replace(
@@ -332,7 +332,7 @@ def _content(node: answers.Node, now_ms: int) -> object:
 
 
 class JobFeed(Feed):
-    """One job, with all that `status` shows, and its history."""
+    """One job, with everything that `status` shows, and its history."""
 
     def __init__(self, answers: Shown, timings: Timings, rdzv_id: str) -> None:
         super().__init__(answers, timings)
@@ -469,7 +469,7 @@ class Feeds:
         return JobFeed(self._answers, self._timings, rdzv_id)
 
     def close(self) -> None:
-        """End all readers because this server stops, and accept no more."""
+        """End all readers because this server is stopping, and accept no more."""
         self._closed = True
         for feed in self._feeds.values():
             feed.fail(RendezvousConnectionError("this server is stopping; connect again"))

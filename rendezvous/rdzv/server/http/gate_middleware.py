@@ -15,7 +15,7 @@ from rdzv.server.security.gate import Gate
 
 
 def checking_roles(gate: Gate) -> Middleware:
-    """Check every request with `gate`, by the path of its route."""
+    """Return a middleware that checks every request with `gate`, by the path of its route."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,7 +1,7 @@
 """The HTTP listener: probes (/healthz, /readyz), /metrics, and /sd, which lists scrape targets.
 
-It also serves the JSON API (`api`), and the page that shows its answers (`page`). /sd answers in
-the format of Prometheus' HTTP service discovery.
+It also serves the JSON API (`api`), and the page that shows its answers (`page_files`). /sd answers
+in the format of Prometheus' HTTP service discovery.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = http_log("rdzv.http", "rdzvctl and nodes connect to --listen, not to --ht
 
 @struct(frozen=True)
 class Serving:
-    """The pages that are served."""
+    """A running listener."""
 
     bound: Listen
     """The address, with the port that was chosen for port 0."""
@@ -63,7 +63,7 @@ async def serving_http(
     """Serve until the body ends.
 
     Raises:
-        InvalidRequestError: the address cannot be listened on.
+        InvalidRequestError: the server cannot listen on the address.
 
     """
     gate = gate or Gate(replica, clock, config, metrics)
@@ -140,7 +140,7 @@ def _target(address: str, **labels: str) -> dict[str, object]:
 
 
 def _sd_of(replica: Replica, config: Config, listen: Listen) -> Handler:
-    """List this server and, if it leads, the agents that answer /metrics themselves.
+    """List this server and, if it leads, the agents that serve /metrics themselves.
 
     Each server lists itself, so one that dies stays on Prometheus' list and its absence is noticed.
     """

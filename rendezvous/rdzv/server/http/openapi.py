@@ -1,7 +1,7 @@
 """The operations of the HTTP API, their parameters, and its OpenAPI document.
 
-`api` parses requests by the same parameters, and msgspec derives the schemas from the values that
-rdzvctl prints, so the document always matches the code. `docs/openapi.json` is this document at
+`api` parses requests with the same parameters, and msgspec derives the schemas from the values that
+rdzvctl prints, so the document always matches the code. `docs/openapi.json` is this document with
 the default limits.
 """
 
@@ -39,7 +39,7 @@ class Number:
         """Return the number.
 
         Raises:
-            InvalidRequestError: it is not a number, or out of bounds.
+            InvalidRequestError: the text is not a number, or is out of bounds.
 
         """
         if given is None:
@@ -168,9 +168,9 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             "/jobs/{rdzv_id}/ledger",
             "What each moment of a run was spent on, and what its failures cost",
             "Every moment from the beginning of the run to its end, or to now, lies in one "
-            "interval. Without progress (`steps_reported` is false) training counts from the first "
-            "collective, or where none is recorded from the start of the workers, so `goodput` is "
-            "an upper bound.",
+            "interval. Without progress (`steps_reported` is false) training counts from the "
+            "first collective or, where none is recorded, from the start of the workers, so "
+            "`goodput` is an upper bound.",
             query=(Number("run", "The run of this number; the last one if not given.", 1, U32),),
             schema="LedgerOfRun",
             of="job",
@@ -191,7 +191,7 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             "readStacks",
             "/jobs/{rdzv_id}/stacks",
             "The stacks of a job's workers when a round hung",
-            "The server keeps those of the latest hangs. This takes no new ones.",
+            "The server keeps those of the latest hangs. This request takes no new ones.",
             query=(Number("round", "The round that hung; the last one if not given.", 0, U32),),
             schema="StackReport",
             of="job",
@@ -200,8 +200,8 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             "takeStacks",
             "/jobs/{rdzv_id}/stacks",
             "The stacks of a job's workers now, with torch's record of their collectives",
-            "Each worker is stopped for some milliseconds. The audit log has who asked. A browser "
-            "may ask only from the server's own page.",
+            "Each worker is stopped for a few milliseconds. The audit log records who asked. A "
+            "browser may ask only from the server's own page.",
             schema="StackReport",
             of="job",
             refuses=(403, 409),
@@ -220,7 +220,7 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
         Operation(
             "listNodeEvents",
             "/nodes/{node_id}/events",
-            "What has happened on a node, in all jobs, oldest first",
+            "What has happened on a node in all jobs, oldest first",
             "It reads the histories of all jobs, so in a large fleet it takes its time.",
             query=(Number("limit", "At most this number of events, the newest.", 1, 1000, 200),),
             schema="NodeEvents",
@@ -262,7 +262,7 @@ _LEDGER: Mapping[str, Schema] = {
     "run_numbers": {
         "type": "array",
         "items": {"type": "integer"},
-        "description": "The numbers of all runs whose beginning is kept.",
+        "description": "The numbers of all runs whose beginning is in the history.",
     },
     "ledger": {"$ref": "#/components/schemas/Ledger"},
 }
@@ -296,7 +296,7 @@ def document(limits: Limits) -> Schema:
         "info": {
             "title": "rdzvd",
             "version": "1",
-            "summary": "The state of jobs, nodes and servers, with reasons. It changes none.",
+            "summary": "The state of jobs, nodes and servers, with reasons. Nothing is changed.",
             "description": "The documents are those of `rdzvctl -o json`. `version` grows when a "
             "key changes its meaning or is removed; new keys may be added at any time. The unit of "
             "a key is the end of its name (`_ms`), and an unknown value is null.",
@@ -406,7 +406,7 @@ _STATES: Mapping[str, tuple[str, ...]] = {
 
 
 def _values() -> dict[str, Schema]:
-    """Return the schemas of the values in the answers; all fields of each are required."""
+    """Return the schemas of the values in the answers; all their fields are required."""
     _, schemas = msgspec.json.schema_components(_VALUES, ref_template=_REF)
     for name, schema in schemas.items():
         properties = {key: _plain(one) for key, one in schema["properties"].items()}

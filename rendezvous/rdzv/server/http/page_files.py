@@ -32,7 +32,7 @@ TYPES = {
 }
 
 GRAFANA = b'<meta name="rdzv-grafana" content="%s">'
-"""The line of the document with Grafana's address."""
+"""The line of the document that has Grafana's address."""
 
 POLICY = "; ".join(
     (
@@ -64,7 +64,7 @@ def page_routes(grafana: str | None = None) -> list[web.RouteDef]:
 
 
 def _file(data: bytes, content_type: str) -> Handler:
-    """Serve a file as it was read at the start: a new version needs a new process."""
+    """Serve a file as it was read at the start; a new version needs a new process."""
     tag = hashlib.sha256(data).hexdigest()[:16]
 
     async def serve(request: web.Request) -> web.Response:
@@ -88,9 +88,9 @@ def _file(data: bytes, content_type: str) -> Handler:
 
 
 async def harmless_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Keep browsers from guessing a type, storing an answer, or showing it in a foreign page.
+    """Keep browsers from guessing types, storing answers, or showing them in another site's page.
 
-    The answers may be secret, and change all the time.
+    Answers may be secret, and they change all the time.
     """
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers["X-Frame-Options"] = "DENY"
@@ -100,12 +100,12 @@ async def harmless_headers(request: web.Request, response: web.StreamResponse) -
 
 
 def refusing_strangers(listen: Listen) -> Middleware:
-    """Refuse a request for another machine's name if this server listens on loopback.
+    """When listening on loopback, refuse requests whose Host header names another machine.
 
-    A browser on this machine would let another site's page read this server if that site's name
-    were made to resolve to 127.0.0.1. Such a request still carries that name. Probes and metrics
-    are exempt: they are for programs, and contain little. A request that does more than read is
-    also refused if its Origin header names another site; programs send none.
+    If another site's name were made to resolve to 127.0.0.1, a browser on this machine would let
+    that site's page read this server; but its requests still carry that name. Probes and metrics
+    are exempt: they are for programs, and reveal little. A request that does more than read is also
+    refused if its Origin header names another site; programs send no such header.
     """
 
     @web.middleware

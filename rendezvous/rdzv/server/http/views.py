@@ -1,6 +1,6 @@
 """Answers about jobs, nodes and servers, for HTTP.
 
-The values are those that gRPC sends to rdzvctl, so HTTP answers always agree with rdzvctl.
+The values are those that gRPC sends to rdzvctl, so the HTTP API and rdzvctl always agree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rdzv.view.reports import Report, Spent, ended_before, report, spent_by
 
 
 class Shown(Queries):
-    """One server's answers to everything that HTTP serves."""
+    """All the answers that one server gives over HTTP."""
 
     @property
     def store_away(self) -> str | None:
@@ -31,7 +31,7 @@ class Shown(Queries):
         return self.replica.driver.trouble or None
 
     async def status(self, asked: str) -> answers.JobStatus:
-        """Show one job; raises as `view`."""
+        """Show one job; raises what `Queries.view` raises."""
         return self.status_of(await self.view(asked))
 
     async def jobs(self) -> list[answers.JobSummary]:
@@ -41,16 +41,16 @@ class Shown(Queries):
         return sorted(found, key=lambda job: job.rdzv_id)
 
     async def events(self, asked: str, limit: int) -> list[answers.Event]:
-        """Show a job's newest `limit` events, oldest first; 0 stands for the server's default."""
+        """Show a job's newest `limit` events, oldest first; 0 means the server's default."""
         rows = await self.history(asked, inbound_operators.history_limit(limit, self.limits))
         return [answers.event_in(row) for row in rows]
 
     async def ledger(self, asked: str, number: int | None) -> tuple[list[int], Ledger]:
-        """Return the numbers of a job's runs, and the ledger of one: the last, or the one given.
+        """Return the numbers of a job's runs, and one run's ledger: the last, or the one asked for.
 
         Raises:
             UnknownJobError: no node has ever joined it.
-            InvalidRequestError: nothing of this run is kept.
+            InvalidRequestError: nothing is kept about this run.
 
         """
         status = await self.status(asked)
@@ -63,7 +63,8 @@ class Shown(Queries):
     async def report(self, since_ms: int) -> Report:
         """Sum up how all jobs have spent the last `since_ms`.
 
-        It reads their histories one after the other, without jobs that are forgotten meanwhile.
+        Their histories are read one after the other; jobs that are forgotten meanwhile are left
+        out.
         """
         now_ms = self.clock.now_ms()
         from_ms, spent = now_ms - since_ms, list[Spent | None]()
@@ -76,7 +77,7 @@ class Shown(Queries):
         return report(spent, from_ms, now_ms)
 
     async def kept_stacks(self, asked: str, number: int | None) -> answers.StackReport:
-        """Show the stacks kept of a round that hung: the last one, or the one given.
+        """Show the stacks kept from a round that hung: the last one, or the one asked for.
 
         Raises:
             UnknownJobError: no node has ever joined it.
@@ -90,7 +91,7 @@ class Shown(Queries):
         return await asyncio.to_thread(answer_values.stack_report, report, now_ms)
 
     async def new_stacks(self, asked: str) -> answers.StackReport:
-        """Take the stacks of a job's workers now; raises as `WorkerViews.stacks`."""
+        """Take the stacks of a job's workers now; raises what `WorkerViews.stacks` raises."""
         rdzv_id = bounds.rdzv_id_of(asked, self.limits)
         if self.watched(asked) is not None:
             raise InvalidRequestError(f"{asked} is only watched here: its nodes have no agent")
@@ -116,7 +117,7 @@ class Shown(Queries):
         """Show one node.
 
         Raises:
-            UnknownNodeError: it is not connected, away or cordoned.
+            UnknownNodeError: the node is neither connected, away nor cordoned.
             InvalidRequestError: no node can have this name.
 
         """
@@ -129,11 +130,11 @@ class Shown(Queries):
         )
 
     async def servers(self) -> list[answers.Server]:
-        """Show every rdzvd that shares this one's store; a server that stands by answers, too."""
+        """Show every rdzvd that shares this one's store; standby servers answer this, too."""
         return list(await self.replica.servers())
 
     async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:
-        """Yield the output of a job's workers; raises as `WorkerViews.read_logs`."""
+        """Yield the output of a job's workers; raises what `WorkerViews.read_logs` raises."""
         try:
             rdzv_id = bounds.rdzv_id_of(asked, self.limits)
             async with aclosing(self.replica.driver.workers.read_logs(rdzv_id, wanted)) as found:

@@ -1,5 +1,5 @@
-"""Requests of operators about jobs and nodes: to view them, and to change them.
+"""Operators' requests about jobs and nodes: to view them, and to change them.
 
-In: requests of gRPC and HTTP, as values. Out: answers as values. It knows no protobuf, and decides
-nothing about a job: a job changes only by a command to its rendezvous.
+In: requests from gRPC and HTTP, as values. Out: answers, as values. It knows no protobuf, and
+decides nothing about a job: a job changes only by a command to its rendezvous.
 """

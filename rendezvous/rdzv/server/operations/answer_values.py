@@ -32,7 +32,7 @@ def job_status(
     starts: Mapping[str, Starts] | None = None,
     snapshots: SnapshotsKnown = NO_SNAPSHOTS,
 ) -> answers.JobStatus:
-    """Show one job, the progress of its workers, and by node how these were started."""
+    """Show one job, the progress of its workers and, by node, how they were started."""
     starts = starts or {}
     told = sum(one.kept + one.warm + one.cold for one in starts.values())
     known = list(starts.values()) if told == view.world_size else []

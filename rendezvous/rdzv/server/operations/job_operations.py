@@ -42,11 +42,11 @@ class JobOperations:
         self._watchers = watchers
 
     async def submit_job(self, rdzv_id: str, command: Submit, caller: Caller = ANYBODY) -> JobView:
-        """Begin a run whose nodes the server selects, and return the job's view after that.
+        """Begin a run whose nodes the server chooses, and return the job's new view.
 
         Raises:
-            DeniedError: the job has another owner.
-            JobExistsError: a run of it has not ended.
+            DeniedError: somebody else owns the job.
+            JobExistsError: a run of the job has not ended.
             InvalidRequestError: no known node could ever run it.
 
         """
@@ -63,7 +63,7 @@ class JobOperations:
         return await self._views.status(rdzv_id)
 
     async def obey(self, rdzv_id: str, command: Command) -> JobView:
-        """Stop, restart or scale a job as an operator asks, and return its view after that.
+        """Stop, restart or scale a job as an operator asks, and return its new view.
 
         Raises:
             UnknownJobError: no node has ever joined it.
@@ -79,5 +79,7 @@ class JobOperations:
         try:
             await self._stack_archive.forget(rdzv_id)
         except RendezvousError as error:
-            log.warning("stacks of %s are kept until others take their place: %s", rdzv_id, error)
+            log.warning(
+                "keeping the stacks of %s until others take their place: %s", rdzv_id, error
+            )
         self._watchers.job_changed(rdzv_id)

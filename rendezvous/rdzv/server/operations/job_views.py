@@ -1,4 +1,4 @@
-"""Jobs as operators see them: one job, all jobs, or one job at each change."""
+"""Jobs as operators see them: one job, all jobs, or one job whenever it changes."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class JobViews:
         """The number of callers that watch a job."""
 
     async def status(self, rdzv_id: str) -> JobView:
-        """Show one job; raises as `state`."""
+        """Show one job; raises what `state` raises."""
         return self.of(await self.state(rdzv_id))
 
     async def state(self, rdzv_id: str) -> State:
-        """Return the state of a job that is known.
+        """Return the state of a known job.
 
         Raises:
             UnknownJobError: no node has ever joined it.
@@ -81,7 +81,7 @@ class JobViews:
         return shown
 
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
-        """Yield the view of a job, at once and after each change. A slow reader misses some.
+        """Yield a job's view, at once and after each change. A slow reader misses some views.
 
         Raises:
             UnknownJobError: no node has ever joined it.
@@ -117,7 +117,7 @@ class JobViews:
                     yield self.of(state)
 
     def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
-        """Show the progress of the workers in a job's present round, by RANK."""
+        """Return the progress of the workers in a job's present round, by RANK."""
         state = self._jobs.peek(rdzv_id)
         return (
             self._diagnosis.progress.shown(state, self._clock.now_ms()) if state is not None else ()
@@ -128,12 +128,12 @@ class JobViews:
         return self._diagnosis.stragglers.shown(rdzv_id)
 
     def starts(self, rdzv_id: str) -> Mapping[str, Starts]:
-        """Return by node how the workers of a job's present round were started."""
+        """Return how the workers of a job's present round were started, by node."""
         state = self._jobs.peek(rdzv_id)
         return self._diagnosis.starts.shown(state) if state is not None else {}
 
     def snapshots(self, rdzv_id: str) -> SnapshotsKnown:
-        """Return what is known of the snapshots of a job's state in the memory of its nodes."""
+        """Return what is known about the snapshots of a job's state in its nodes' memory."""
         state = self._jobs.peek(rdzv_id)
         return self._diagnosis.snapshots.shown(state) if state is not None else SnapshotsKnown()
 
@@ -142,7 +142,7 @@ class JobViews:
         return self._diagnosis.hangs.shown(rdzv_id)
 
     def noted(self, rdzv_id: str) -> int:
-        """Return how many events of a job were noted without a step that caused them."""
+        """Return how many events of a job were noted that no step has caused."""
         return self._history.noted(rdzv_id)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:

@@ -12,11 +12,11 @@ from rdzv.view.answers import Node
 
 
 class NodeOperations:
-    """Changes the nodes of one server. Each call returns the node's new state.
+    """Changes one server's nodes. Each call returns the node's new state.
 
     Raises:
         UnknownNodeError: no such node is known.
-        RendezvousError: it was not stored; retry.
+        RendezvousError: the change was not stored; retry.
 
     """
 

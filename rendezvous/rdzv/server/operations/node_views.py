@@ -1,4 +1,4 @@
-"""Nodes as operators see them, and their total capacity."""
+"""Nodes as operators see them, and their capacity in total."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NodeViews:
         self._quarantine = scheduling.quarantine
 
     def room(self) -> Room:
-        """Count the resources of nodes for submitted jobs, and how many are free."""
+        """Count the nodes' resources for submitted jobs, and how many of them are free."""
         gpus, places = ({"free": 0, "taken": 0, "unusable": 0} for _ in range(2))
         hosts = self._hosts.all(self._jobs.states)
         for host in hosts:
@@ -56,7 +56,7 @@ class NodeViews:
         return Room(gpus, places, barred, self._count_drains(hosts))
 
     def _count_drains(self, hosts: Iterable[Host]) -> dict[str, int]:
-        """Count the draining nodes, and the drained ones, on which nothing is left."""
+        """Count the draining nodes, and the drained ones (on which nothing is left)."""
         found = {"draining": 0, "drained": 0}
         if drains := self._drains.all():
             busy = {host.node_id for host in hosts if host.taken}
@@ -66,12 +66,12 @@ class NodeViews:
         return found
 
     def summaries(self, node_ids: Collection[str] = ()) -> list[Node]:
-        """Show all nodes that are connected, away, cordoned or quarantined, or those named."""
+        """Show all nodes connected, away, cordoned or quarantined, or only those named."""
         known = {*self._records(), *self._cordons.by_node, *self._quarantine.nodes}
         return self._show(sorted(known.intersection(node_ids) if node_ids else known))
 
     def summary(self, node_id: str) -> Node:
-        """Return the view of one node, even if it is no longer known."""
+        """Return one node's view, even if the node is no longer known."""
         (summary,) = self._show([node_id])
         return summary
 
@@ -148,7 +148,7 @@ def _resources(has: Resources) -> answers.Resources:
 
 
 def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:
-    """Yield the nodes that are in a job, or were selected for it."""
+    """Yield the nodes that are in a job, or were chosen for it."""
     rdzv_id = state.membership.rdzv_id
     ended = state.membership.round is not None and not state.membership.round.live
     for node_id in state.seats:
@@ -163,7 +163,7 @@ def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:
 
 
 def _with_gpus(jobs: Iterable[NodeJob], host: Host) -> list[NodeJob]:
-    """Add each job's number of GPUs, and the jobs that have ended but left something behind."""
+    """Add each job's number of GPUs, and jobs that have ended but left something behind."""
     gpus = {rdzv_id: number for (rdzv_id, _), number in host.taken.items()}
     shown = [replace(job, gpus=gpus.get(job.rdzv_id, 0)) for job in jobs]
     names = {job.rdzv_id for job in shown}

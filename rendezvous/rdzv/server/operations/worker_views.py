@@ -1,4 +1,4 @@
-"""The workers of a job as operators see them: their logs and their stacks."""
+"""A job's workers as operators see them: their logs and their stacks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class WorkerViews:
         self._watchers = watchers
 
     async def read_logs(self, rdzv_id: str, wanted: LogsWanted) -> AsyncGenerator[LogLines, None]:
-        """Yield what a job's workers have written, as their nodes send it.
+        """Yield the output of a job's workers, as their nodes send it.
 
         Raises:
             UnknownJobError: no node has ever joined it.
-            InvalidRequestError: it has had no such round, or no such RANK.
+            InvalidRequestError: the job has had no such round or no such RANK.
             RendezvousClosedError: the given run is not the last.
             LimitExceededError: too many readers.
             RendezvousConnectionError: this server no longer serves.
@@ -46,7 +46,7 @@ class WorkerViews:
             reader.close()
 
     async def stacks(self, rdzv_id: str, run: str, number: int | None, why: str) -> Report:
-        """Show the stacks of a round's workers, now or when it hung; see `Control.TakeStacks`.
+        """Return the stacks of a round's workers, now or when it hung; see `Control.TakeStacks`.
 
         Raises:
             UnknownJobError: no node has ever joined it.
@@ -71,11 +71,11 @@ class WorkerViews:
         return found
 
     async def kept_stacks(self, rdzv_id: str, number: int | None) -> Report:
-        """Return the archived stacks of a round that hung, without asking any node.
+        """Return the archived stacks from a round that hung, without asking any node.
 
         Raises:
             UnknownJobError: no node has ever joined it.
-            InvalidRequestError: none are kept, of any round or of this one.
+            InvalidRequestError: no stacks are kept, or none from this round.
             RendezvousConnectionError: the store is away, or this server no longer serves.
 
         """
@@ -93,7 +93,7 @@ class WorkerViews:
     async def _kept_stacks(
         self, state: State, number: int | None
     ) -> tuple[Report | None, Collection[int]]:
-        """Return the stacks of a round, or the latest, and the rounds that have any."""
+        """Return the stacks of a round, or the latest ones, and the rounds that have any."""
         rdzv_id, run = state.membership.rdzv_id, state.membership.run
         kept = await self._stack_archive.rounds(rdzv_id, run)
         wanted = number if number is not None else max(kept, default=None)

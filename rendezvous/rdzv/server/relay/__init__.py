@@ -1,6 +1,7 @@
-"""A relay: `rdzvd --relay` carries the streams of many nodes to the server that leads, in one call.
+"""A relay: `rdzvd --relay` carries many nodes' streams to the server that leads, in one call.
 
-Nodes connect as to a server; each stream comes out of `upstream` as frames, and what the server
-says to a node goes into its stream again. A relay never reads what it carries, decides nothing and
-stores nothing: if it ends, its nodes come back by another, and nothing was lost.
+Nodes connect to it as to a server; `upstream` sends each stream on as frames, and what the server
+sends to a node goes back into the node's stream. A relay never reads what it carries, decides
+nothing and stores nothing: if it ends, its nodes come back through another one, and nothing is
+lost.
 """

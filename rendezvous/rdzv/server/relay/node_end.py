@@ -1,4 +1,4 @@
-"""What the server has for one node behind a relay, until the node has read it."""
+"""Holds what the server has sent to a node behind a relay until the node has read it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ NODE_BYTES = 8 << 20
 
 
 class NodeEnd:
-    """A bounded queue with one reader, the node's stream; a node that does not read loses it."""
+    """A bounded queue with one reader: the node's stream, which ends if the node does not read."""
 
     def __init__(self, limit: int) -> None:
-        """At most `limit` messages may wait."""
+        """Let at most `limit` messages wait."""
         self._limit = limit
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._changed = asyncio.Event()
         self.ended = False
-        """Whether nothing more follows what waits."""
+        """Whether nothing follows the waiting messages."""
         self.error: RendezvousError | None = None
-        """Why the stream has ended; None if it ended in order."""
+        """Why the stream has ended; None if it ended normally."""
 
     def put(self, message: bytes) -> None:
         """Add a message for the node.
@@ -43,7 +43,7 @@ class NodeEnd:
         self._changed.set()
 
     def end(self, error: RendezvousError | None) -> None:
-        """End the stream once the node has read what waits."""
+        """End the stream once the node has read all waiting messages."""
         if not self.ended:
             self.ended, self.error = True, error
         self._changed.set()

@@ -21,11 +21,11 @@ from rdzv.transport.endpoints import Listen
 
 @asynccontextmanager
 async def relaying(config: Config, to: RelayTo, tls: Tls | None) -> AsyncIterator[Listen]:
-    """Relay until the body ends; yield the address, with the port that was given for port 0.
+    """Relay until the body ends; yield the address, with the port chosen if it was 0.
 
     Raises:
-        InvalidRequestError: the address cannot be listened on, or a file cannot be used.
-        RendezvousStateError: gRPC's server has ended by itself; the body is cancelled.
+        InvalidRequestError: the relay cannot listen on the address, or use a file.
+        RendezvousStateError: gRPC's server has ended on its own; the body is cancelled.
 
     """
     quiet_grpc()

@@ -1,4 +1,4 @@
-"""The relay's services: nodes' streams are passed on, and operators are sent to the server."""
+"""The relay's services: they pass on nodes' streams, and send operators to the server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 LAST_WRITE_S = 1.0
-"""How long a node may take to read the rest when its stream has ended."""
+"""How long a node may take to read what is left after its stream has ended."""
 
 
 class RelayService:
@@ -40,7 +40,7 @@ class RelayService:
     def __init__(
         self, upstream: Upstream, config: Config, may_pass_tokens: Callable[[], bool]
     ) -> None:
-        """`may_pass_tokens` says whether a token would travel unread by others."""
+        """`may_pass_tokens` returns whether others on the way to the server cannot read a token."""
         self._upstream = upstream
         self._limits = config.limits
         self._timings = config.timings
@@ -80,12 +80,12 @@ class RelayService:
         return first
 
     def _caller(self, context: Any) -> pb.RelayedCaller:
-        """Return what the node has shown, for the server to judge."""
+        """Return the credentials that the node has sent, for the server to judge."""
         header = authorization_header(context)
         if header and not self._may_pass_tokens():
             raise UnauthenticatedError(
-                "this relay passes no token on, for its way to the server is not encrypted; give "
-                "the relay upstream.ca, or this node a certificate"
+                "this relay passes no tokens on, because its connection to the server is not "
+                "encrypted; give the relay upstream.ca, or this node a certificate"
             )
         certified = certified_caller(context)
         return pb.RelayedCaller(
@@ -96,12 +96,12 @@ class RelayService:
         )
 
     async def send_to_server(self, request: object, context: Any) -> NoReturn:
-        """Name the server to a caller of anything else; its client asks there."""
+        """Refuse any other call, naming the server, so that the client asks there."""
         server = str(self._upstream.server)
         await end_call(
             context,
             NotLeaderError(
-                f"this is a relay, which carries the streams of nodes alone; ask the server at "
+                f"this is a relay, which carries only the streams of nodes; ask the server at "
                 f"{server}",
                 server,
             ),
@@ -109,7 +109,7 @@ class RelayService:
         raise AssertionError("the call has ended")
 
     def register_with(self, server: grpc.aio.Server) -> None:
-        """Serve the calls of an rdzvd."""
+        """Register handlers for all the calls of an rdzvd."""
         attach: Handler = grpc.stream_stream_rpc_method_handler(self.attach)
         _register(server, "Rendezvous", {"Attach": attach})
         control = pb.DESCRIPTOR.services_by_name["Control"]

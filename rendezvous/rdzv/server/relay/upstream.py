@@ -1,4 +1,4 @@
-"""The relay's one call to the server that leads; another follows when it has ended."""
+"""The relay's one call to the server that leads, renewed whenever it ends."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from rdzv.v1 import rdzv_pb2_grpc
 from rdzv.version import VERSION
 
 ANSWER_S = 10.0
-"""How long a server may take to answer: longer than it holds a call while no server leads."""
+"""How long a server may take to answer: longer than it holds calls while no server leads."""
 
 BACKOFF = Backoff(max_s=1.0)
-"""There are few relays, and thousands of nodes wait for each."""
+"""Short, because there are few relays, and thousands of nodes wait for each."""
 
 log = logging.getLogger("rdzv.relay")
 
 
 class Link:
-    """One call to one server. The streams of nodes in it end with it."""
+    """One call to one server. The nodes' streams in it end with it."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, NodeEnd] = {}
@@ -55,7 +55,7 @@ class Link:
 
     @property
     def nodes(self) -> int:
-        """How many nodes have a stream in it."""
+        """How many nodes have a stream in the call."""
         return len(self._nodes)
 
     # ---------------------------------------------------------------- for a node
@@ -68,17 +68,17 @@ class Link:
         return number
 
     async def pass_on(self, number: int, message: bytes) -> None:
-        """Send a message of a node; returns when the next one may follow."""
+        """Send a node's message; return when the next one may follow."""
         if number in self._nodes:
             await self._outgoing.put(pb.FromNode(stream=number, message=message), len(message))
 
     def finish(self, number: int) -> None:
-        """Note that a node sends no more, and waits for what the server has to say."""
+        """Note that a node sends no more, and only waits for what the server still sends."""
         if number in self._nodes:
             self._outgoing.put_now(pb.FromNode(stream=number, finished=pb.RelayedFinish()))
 
     def close(self, number: int) -> None:
-        """Note that a node's stream is gone, if the server has not ended it before."""
+        """Note that a node's stream is gone, unless the server has already ended it."""
         # After the end of this call nothing is said: that a stream ended then is not the node's.
         if self._nodes.pop(number, None) is not None and not self._over:
             self._outgoing.put_now(pb.FromNode(stream=number, broken=pb.RelayedBreak()))
@@ -86,7 +86,7 @@ class Link:
     # ---------------------------------------------------------------- for the call
 
     def take(self, frame: pb.ToNode) -> None:
-        """Give a node what the server has sent."""
+        """Pass on to a node what the server has sent."""
         node = self._nodes.get(frame.stream)
         if node is None:
             return  # It has gone, and the server has not heard yet.
@@ -102,7 +102,7 @@ class Link:
             node.end(error)
 
     async def write_all(self, call: Any, beat_s: float) -> None:
-        """Write what nodes send, and signs of life, until the call ends."""
+        """Write what nodes send, and heartbeats, until the call ends."""
 
         async def write(frames: list[pb.FromNode]) -> None:
             await call.write(pb.FromRelay(frames=frames))
@@ -120,7 +120,7 @@ class Link:
 
 
 class Upstream:
-    """Keeps a call to the server that leads."""
+    """Keeps a call open to the server that leads."""
 
     def __init__(self, endpoints: Sequence[Endpoint], credentials: Credentials) -> None:
         self._attempts = Attempts(endpoints, BACKOFF)
@@ -131,14 +131,14 @@ class Upstream:
 
     @property
     def server(self) -> Endpoint:
-        """The server that is asked, or was last."""
+        """The server that the relay calls, or last called."""
         return self._attempts.present
 
     async def link(self, timeout_s: float) -> Link:
-        """Return the present call; while there is none, wait up to `timeout_s` for one.
+        """Return the present call; if there is none, wait up to `timeout_s` for one.
 
         Raises:
-            RendezvousConnectionError: there is none.
+            RendezvousConnectionError: there is still none.
 
         """
         try:
@@ -147,8 +147,8 @@ class Upstream:
                     await self._linked.wait()
         except TimeoutError:
             raise RendezvousConnectionError(
-                f"this relay does not reach its server, last tried at {self.server}; try again, or "
-                "another relay"
+                f"this relay cannot reach its server, last tried at {self.server}; try again, or "
+                "try another relay"
             ) from None
         return self._link
 
@@ -179,7 +179,7 @@ class Upstream:
             self._linked.clear()
 
     async def _hold_unless_cancelled(self, endpoint: Endpoint) -> RendezvousError:
-        """Hold one call. gRPC may take a cancelled task for a call that failed, and the reverse."""
+        """Hold one call. gRPC may report a cancelled task as a failed call, and vice versa."""
         error: RendezvousError = RendezvousConnectionError("the call was cancelled")
         with suppress(asyncio.CancelledError):
             error = await self._hold(endpoint)
@@ -189,7 +189,7 @@ class Upstream:
         return error
 
     async def _hold(self, endpoint: Endpoint) -> RendezvousError:
-        """Hold one call to its end; return why it ended."""
+        """Hold one call until it ends; return why it ended."""
         try:
             metadata = self._credentials.metadata(endpoint)
             channel = self._credentials.aio_channel(endpoint, STREAM_OPTIONS)
@@ -233,12 +233,12 @@ class Upstream:
                     for frame in (await _read(call)).frames:
                         link.take(frame)
         finally:
-            log.info("the call to %s has ended, with streams of %d nodes", endpoint, link.nodes)
+            log.info("the call to %s has ended, with the streams of %d nodes", endpoint, link.nodes)
             self._set(None, lost)
 
 
 async def _read(call: Any) -> pb.ToRelay:
-    """Return the next message of the server.
+    """Return the next message from the server.
 
     Raises:
         grpc.aio.AioRpcError: the call has ended.

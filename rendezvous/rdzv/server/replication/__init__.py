@@ -1,1 +1,1 @@
-"""This server among others that share a store: leader election, and work done without serving."""
+"""One server among others that share a store: leader election, and work done without serving."""

@@ -1,9 +1,9 @@
 """Watches the leader's process over a connection, so that a killed one is noticed at once.
 
-The connection carries nothing. Its end alone proves nothing, so the leader is asked for another:
-one that was reached in this term, and now refuses, has no process that listens. Then it is deposed,
-which is sound even if that is wrong. A leader whose machine falls silent refuses nothing: its lease
-decides.
+The connection carries no data. Its end alone proves nothing, so the probe tries to connect again:
+if a leader that was reached in this term now refuses connections, no process is listening. Then it
+is deposed, which is safe even if that conclusion is wrong. A leader whose machine falls silent
+refuses nothing: its lease decides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("rdzv.replica")
 
 CONNECT_S = 1.0
 RETRY_S = 0.25
-"""Pause after an attempt that has neither connected nor been refused."""
+"""The pause after an attempt that neither connected nor was refused."""
 READ_BYTES = 4096
 
 
@@ -37,7 +37,7 @@ class LeaderProbe:
         self._election = election
         self._on_change = on_change
         self.suspect: Leader | None = None
-        """A leader whose connection has ended, until it has accepted another."""
+        """A leader whose connection has ended and that has not accepted another yet."""
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -57,7 +57,7 @@ class LeaderProbe:
             self._suspect(None)
 
     async def _watch(self, leader: Leader) -> None:
-        """Hold a connection to a leader; depose it if it was reached and then refuses."""
+        """Hold a connection to a leader; depose a leader that was reached and then refuses."""
         try:
             endpoint = parse_endpoint(leader.address)
         except InvalidRequestError:
@@ -81,16 +81,16 @@ class LeaderProbe:
             await asyncio.sleep(RETRY_S)
 
     async def _depose(self, leader: Leader) -> None:
-        """Depose a leader, unless another server has done so."""
+        """Depose a leader, unless another server already has."""
         while (now := self._election.leader) and now.since_unix_ms == leader.since_unix_ms:
             try:
                 done = await self._election.depose(now)
             except RendezvousConnectionError as error:
-                log.info("the server at %s is not deposed yet: %s", now.address, error)
+                log.info("cannot depose the server at %s yet: %s", now.address, error)
                 await asyncio.sleep(RETRY_S)
                 continue
             if done:
-                log.warning("the server at %s has led, and is gone", now.address)
+                log.warning("the server at %s, which led, is gone", now.address)
             if done or self._election.leader == now:
                 return
 

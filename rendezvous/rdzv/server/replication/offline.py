@@ -30,22 +30,22 @@ from rdzv.stores.sqlite_statements import Survey
 from rdzv.structs import struct
 
 ELECTION_TIMEOUT_S = 15.0
-"""How long a restore waits to be elected: longer than the default lease of a dead leader."""
+"""How long a restore waits to be elected: longer than a dead leader's default lease."""
 
 
 @struct(frozen=True)
 class Found:
-    """The result of a check: the contents, and the problems found, for people."""
+    """The result of a check, for people: the contents, and the problems found."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
 
 
 async def check(config: Config) -> Found:
-    """Check the store of a configuration, without changing anything.
+    """Check a configuration's store, without changing anything.
 
     Raises:
-        RendezvousError: it cannot be opened, or holds no data that this rdzvd can read.
+        RendezvousError: the store cannot be opened, or holds no data that this rdzvd can read.
 
     """
     lines = [f"configuration: in order; listen on {config.listen}, store {config.store}"]
@@ -146,10 +146,10 @@ def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str
 async def restore(config: Config, file: Path) -> str:
     """Fill an empty store from a backup; return a line that says what was restored.
 
-    The file is verified as a whole before anything is written.
+    The whole file is verified before anything is written.
 
     Raises:
-        RendezvousStateError: the file was cut or changed, or is not a backup for this rdzvd.
+        RendezvousStateError: the file is truncated or changed, or not a backup for this rdzvd.
         InvalidRequestError: there is no such file, or the store is not empty.
 
     """
@@ -208,7 +208,7 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
 
 
 async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
-    """Wait until elected: as long as the lease of a dead leader lasts; never for a live leader."""
+    """Wait until elected: as long as a dead leader's lease lasts, but not for a live leader."""
     try:
         async with asyncio.timeout(ELECTION_TIMEOUT_S):
             return await election.campaign()

@@ -1,8 +1,8 @@
-"""Tracks whether this rdzvd leads among those that share a store; owns its driver while it does.
+"""Tracks whether this rdzvd leads those that share a store; owns the driver while it does.
 
-A server alone on its store always leads. Of several on one etcd, one leads; the others *stand by*:
-they refuse every call, and name the leader. A leader that can no longer prove its leadership
-closes its streams at once, before another can lead, and stands by again.
+A server alone on its store always leads. Of several that share an etcd, one leads and the others
+*stand by*: they refuse every call and name the leader. A leader that can no longer prove its
+leadership closes its streams at once, before another can lead, and stands by again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("rdzv.replica")
 
 LOOK_EVERY_S = 2.0
-"""How often the list of servers is read."""
+"""How often to read the list of servers."""
 HEAD_START_S = 0.15
-"""How much longer each server waits than the one before it, which nodes try first."""
+"""How much longer each server waits than the one before it in line, which nodes try first."""
 
 
 class Replica:
@@ -59,7 +59,7 @@ class Replica:
         """The driver, while this server leads.
 
         Raises:
-            NotLeaderError: it does not lead; the error names the leader, if there is one.
+            NotLeaderError: this server does not lead; the error names the leader, if there is one.
 
         """
         if self._driver is None or not self.proven:
@@ -67,9 +67,9 @@ class Replica:
         return self._driver
 
     async def settled_driver(self, timeout_s: float) -> Driver:
-        """Return the driver; while no server leads, wait up to `timeout_s` for one.
+        """Return the driver; if no server leads, wait up to `timeout_s` for one that does.
 
-        So nodes that have lost a leader reach the next at once, without polling.
+        So nodes that have lost a leader reach the next one at once, without polling.
 
         Raises:
             NotLeaderError: this server does not lead.
@@ -90,14 +90,14 @@ class Replica:
         return leads and (self._election is None or self._election.proven)
 
     async def regain_word(self) -> bool:
-        """Wait until this server may tell nodes something; return False if it no longer leads."""
+        """Wait until this server may send to nodes again; return False if it no longer leads."""
         if self._driver is None or self._election is None:
             return self._driver is not None
         return await self._election.regain_word()
 
     @property
     def trouble(self) -> str:
-        """Why this server decides nothing new now; empty if it does."""
+        """Why this server decides nothing new now; empty if it can decide."""
         if self._driver is None or not self.proven:
             return str(self._not_leader())
         return self._driver.trouble
@@ -107,7 +107,7 @@ class Replica:
         return self._driver.figures() if self._driver is not None and self.proven else None
 
     def agents(self) -> Mapping[str, str]:
-        """Return by node_id where agents serve /metrics; empty while this server does not lead."""
+        """The addresses where agents serve /metrics, by node_id; empty unless this server leads."""
         return self._driver.agents() if self._driver is not None and self.proven else {}
 
     def _not_leader(self) -> NotLeaderError:
@@ -167,8 +167,7 @@ class Replica:
     def serve_as(self, address: str, tell: Callable[[bool], None], exposed: str = "") -> None:
         """Set this server's address, and the callback for gaining and losing leadership.
 
-        `exposed` is the reason why every client may do everything, or empty if not every client
-        may.
+        `exposed` is the reason why any client may do anything; empty if that is not so.
         """
         self._address, self._tell, self._exposed = address, tell, exposed
         tell(self._driver is not None)
@@ -224,12 +223,12 @@ class Replica:
             leader = await election.changed(leader)
 
     async def _keep_order(self, election: Election) -> None:
-        """Learn who takes part; tell nodes, so that they know where to go before they must."""
+        """Learn which servers take part, and tell nodes, so that they know early where to go."""
         while True:
             try:
                 found = await election.replicas()
             except RendezvousConnectionError as error:
-                log.debug("the list of servers was not read: %s", error)
+                log.debug("cannot read the list of servers: %s", error)
             else:
                 first = sorted(found, key=lambda one: (one.started_unix_ms, one.address))
                 self._order = tuple(one.address for one in first)
@@ -242,7 +241,7 @@ class Replica:
             self._driver.connections.note_standing_by(others)
 
     def _head_start_s(self) -> float:
-        """Return how long to leave the leadership to those before this server."""
+        """Return how long to leave the leadership to the servers that come before this one."""
         order = [one for one in self._order if one != self._last_leader]
         if self._address not in order:
             return 0.0

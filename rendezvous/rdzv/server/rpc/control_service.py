@@ -46,8 +46,7 @@ class ControlService(pb_grpc.ControlServicer):
 
     Except in lists, a job hides an observed c10d job of the same name.
 
-    A call that raises an error of `rdzv.errors` ends with that error's status; the interceptor
-    does that.
+    The interceptor ends a call that raises an error from `rdzv.errors` with that error's status.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def SubmitJob(  # noqa: N802
         self, request: pb.SubmitJobRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """Begin a run whose nodes the server selects."""
+        """Begin a run whose nodes the server chooses."""
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
         command = inbound_operators.submit_of(request, self._limits)
         caller = callers.present.get()
@@ -209,7 +208,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def TakeStacks(  # noqa: N802
         self, request: pb.TakeStacksRequest, context: AnyContext
     ) -> pb.StackReport:
-        """Show the stacks of a round's workers, as they are now or as they were when it hung."""
+        """Show the stacks of a round's workers, either now or from when it hung."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             run, number = inbound_operators.stacks_wanted_of(request, self._limits)
@@ -233,7 +232,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListServers(  # noqa: N802
         self, request: pb.ListServersRequest, context: AnyContext
     ) -> pb.ListServersResponse:
-        """Show every rdzvd that shares this one's store; a standby server answers as well."""
+        """Show every rdzvd that shares this one's store; standby servers answer this, too."""
         servers = await self._replica.servers()
         return pb.ListServersResponse(servers=map(outbound.server, servers))
 
@@ -272,7 +271,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListAudit(  # noqa: N802
         self, request: pb.ListAuditRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
-        """Show which callers have changed what."""
+        """Show which caller has changed what."""
         limit = inbound_operators.history_limit(request.limit, self._limits)
         rows = await self._replica.driver.history.of(AUDIT, limit)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])

@@ -164,7 +164,7 @@ def _unreadable(method: str, why: str) -> InvalidRequestError:
 
 
 def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Refuse malformed requests; gRPC would log a traceback for each, like a bug of this server."""
+    """Refuse malformed requests; gRPC would log a traceback for each, as for a server bug."""
 
     def read(data: bytes) -> Any:
         try:
@@ -178,8 +178,8 @@ def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
     """End a stream before any of its messages is read; does not return.
 
-    The first message is awaited and ignored, because a gRPC client that is sending it while the
-    refusal arrives reports an INTERNAL error instead of the refusal.
+    The first message is awaited and ignored, because a gRPC client that is still sending it when
+    the refusal arrives reports an INTERNAL error instead of the refusal.
     """
     with suppress(TimeoutError, DecodeError, grpc.aio.BaseError):
         async with asyncio.timeout(FIRST_MESSAGE_S):
@@ -188,7 +188,7 @@ async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
 
 
 async def end_call(context: Any, error: RendezvousError) -> None:
-    """End a call with an error of the table; does not return."""
+    """End a call with an error from the table; does not return."""
     trailing = [(ERROR_CODE_METADATA_KEY, error.code)]
     if isinstance(error, NotLeaderError) and error.leader:
         trailing.append((LEADER_METADATA_KEY, error.leader))
@@ -206,11 +206,11 @@ def authorization_header(context: Any) -> str | None:
 
 
 def certified_caller(context: Any) -> Caller | None:
-    """Return the caller that TLS has verified by its certificate; None if it has shown none."""
+    """Return the caller that TLS has verified; None if it presented no certificate."""
     pems = list(context.auth_context().get("x509_pem_cert", ()))
     return callers.certified(pems[0]) if pems else None
 
 
 def host_of(peer: str) -> str:
-    """Return the address in gRPC's name of a peer, `ipv4:10.0.0.5:4711`, without the port."""
+    """Return the address in gRPC's name for a peer, `ipv4:10.0.0.5:4711`, without the port."""
     return peer.partition(":")[2].rpartition(":")[0] or peer

@@ -1,4 +1,4 @@
-"""Serving gRPC: the services, health and reflection, at the addresses of `--listen`."""
+"""Serves gRPC: the services, health and reflection, at the addresses of `--listen`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rdzv.service")
 
 OTHER_FILES = 512
-"""Open files reserved for uses other than gRPC connections: the store, the HTTP port, and more."""
+"""How many open files are reserved for other uses: the store, the HTTP port, and more."""
 
 SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
 
@@ -53,14 +53,14 @@ async def serving(
     *,
     reflection: bool = True,
 ) -> AsyncIterator[Listen]:
-    """Serve until the body ends; yield the address, with the port that was given for port 0.
+    """Serve until the body ends; yield the address, with the port chosen if it was 0.
 
     At the end, every stream is told to reconnect, and open calls get a moment to finish. Without
     `reflection`, callers cannot list the services.
 
     Raises:
-        InvalidRequestError: the address cannot be listened on.
-        RendezvousStateError: gRPC's server has ended by itself; the body is cancelled.
+        InvalidRequestError: the server cannot listen on the address.
+        RendezvousStateError: gRPC's server has ended on its own; the body is cancelled.
 
     """
     gate = gate or Gate(replica, clock, config)
@@ -92,7 +92,7 @@ async def serving(
 
 
 def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
-    """Return the options of a gRPC server to which nodes connect."""
+    """Return the options for a gRPC server to which nodes connect."""
     return [
         # Without this option, two servers could share a port and take turns.
         ("grpc.so_reuseport", 0),
@@ -117,7 +117,7 @@ def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
 
 
 def connections_at_once(limits: Limits) -> int:
-    """Return the connection limit that leaves enough files for the store and the rest."""
+    """Return the number of connections that leaves enough open files for everything else."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.connections
@@ -126,7 +126,7 @@ def connections_at_once(limits: Limits) -> int:
 
 @asynccontextmanager
 async def insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
-    """End the body if gRPC's server ends; otherwise the process would live on, unreachable."""
+    """End the body if gRPC's server ends; the process would otherwise live on, unreachable."""
     # It ends once the server has stopped. Cancelling it would cancel the stop as well.
     ended = asyncio.create_task(server.wait_for_termination())
 
@@ -153,7 +153,7 @@ def _enable_reflection(server: grpc.aio.Server) -> None:
 async def _telling_health(
     replica: Replica, servicer: health.aio.HealthServicer, address: str, exposed: str
 ) -> AsyncIterator[None]:
-    """Report the server as alive, and as serving nodes while it leads."""
+    """Report the server as alive and, while it leads, as serving nodes."""
     changed = asyncio.Event()
     leading = False
 
@@ -180,10 +180,10 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def bind_all(server: grpc.aio.Server, config: Config, tls: Tls | None) -> Listen:
-    """Bind every address of the configuration; return that of `listen`, with its port.
+    """Bind every configured address; return that of `listen`, with its port.
 
     Raises:
-        InvalidRequestError: an address cannot be listened on.
+        InvalidRequestError: the server cannot listen on an address.
 
     """
     asks = config.tls is not None and config.tls.client_ca is not None
@@ -195,7 +195,7 @@ def bind_all(server: grpc.aio.Server, config: Config, tls: Tls | None) -> Listen
 
 
 def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: bool) -> int:
-    """Bind an address; if `asks` is set, clients must show a certificate."""
+    """Bind an address; with `asks`, clients must present a certificate."""
     try:
         if tls is None:
             return server.add_insecure_port(str(listen))
@@ -205,7 +205,7 @@ def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: boo
 
 
 def _why_not(listen: Listen) -> InvalidRequestError:
-    """Return the error for an address that cannot be listened on; gRPC reports no reason."""
+    """Return the error for an address that gRPC cannot listen on; gRPC reports no reason."""
     refused = OSError("gRPC refused it")
     try:
         infos = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""gRPC log lines caused by malformed input."""
+"""Suppresses gRPC log lines caused by malformed input."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 
 NO_TEXT = "Invalid encoding on"
 """The start of gRPC's log line about metadata that is not text. The line has a traceback, and
-quotes the value, which may be a damaged token. It is not needed: the call is refused, and that is
-logged."""
+quotes the value, which may be a damaged token. Nobody needs it: the call is refused, and the
+refusal is logged."""
 
 
 def quiet_grpc() -> None:

@@ -1,4 +1,4 @@
-"""gRPC's server, which survives a call with any path.
+"""gRPC's server, made to survive calls with any path.
 
 HTTP/2 allows paths that are not UTF-8, and gRPC reads the path before the caller is known.
 """
@@ -17,7 +17,7 @@ from grpc.aio import _server
 def grpc_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Server:
-    """Return a server.
+    """Return a gRPC server.
 
     Generated services register their methods with it; any other call is answered with
     UNIMPLEMENTED.
@@ -40,7 +40,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
     """A server whose loop survives a path that is not UTF-8.
 
     gRPC's loop decodes the path of a call to an unregistered method, and an error there shuts the
-    whole server down: with 1.85.1, one frame would end it. The loop of 1.78.0 is different: it
+    whole server down: with 1.85.1, a single frame would do it. The loop of 1.78.0 is different: it
     tolerates such a path, and does not use the method below.
     """
 
@@ -50,9 +50,9 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         return asyncio.get_running_loop().create_task(self._refuse_the_unknown())
 
     async def _refuse_the_unknown(self) -> NoReturn:
-        """Answer calls of unregistered methods, without reading their path.
+        """Answer calls to unregistered methods, without reading their paths.
 
-        Ends when the server does, by an exception that gRPC's loop expects.
+        This ends when the server does, with an exception that gRPC's loop expects.
         """
         loop = asyncio.get_running_loop()
         answering: set[asyncio.Task[None]] = set()
@@ -65,7 +65,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 
 
 class _NoMethods:
-    """gRPC's table of handlers; it is empty."""
+    """An empty table of handlers for gRPC."""
 
     def resolve_handler(self, _: object) -> None:
         """Return None, so that gRPC answers UNIMPLEMENTED."""

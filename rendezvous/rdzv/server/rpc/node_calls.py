@@ -1,4 +1,4 @@
-"""The ways in which a node's stream reaches this server: by a call of its own, or by a relay's."""
+"""The two ways in which a node's stream reaches this server: in a call of its own, or a relay's."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class NodeCall(Protocol):
-    """Where the messages of a node come from, and where those of the server go."""
+    """Where a node's messages come from, and where the server's messages go."""
 
     by_relay: bool
-    """Whether a relay carries it."""
+    """Whether a relay carries the stream."""
 
     @property
     def cut(self) -> bool:
-        """Whether the way to the node has ended, which says nothing about the node."""
+        """Whether the way to the node has ended; that says nothing about the node itself."""
 
     async def receive(self) -> pb.NodeMessage | None:
-        """Return the next message of the node; None if its stream has ended for any reason.
+        """Return the node's next message; None if its stream has ended for any reason.
 
         Raises:
             InvalidRequestError: the bytes are not a message.
@@ -72,20 +72,20 @@ class RelayedCall:
     by_relay = True
 
     def __init__(self, number: int, outgoing: Batches[pb.ToNode], limit: int) -> None:
-        """At most `limit` messages of the node may wait."""
+        """Let at most `limit` messages from the node wait."""
         self.cut = False
         """Whether the relay's call has ended."""
         self.node_id = ""
-        """The node, as its Hello says; empty before that."""
+        """The node_id in the node's Hello; empty before that arrives."""
         self._number = number
         self._outgoing = outgoing
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(limit + 1)
 
     def put(self, data: bytes) -> None:
-        """Take a message of the node from the relay.
+        """Take a message from the node, as sent by the relay.
 
         Raises:
-            LimitExceededError: too many wait.
+            LimitExceededError: too many messages wait.
 
         """
         if self._incoming.qsize() >= self._incoming.maxsize - 1:
@@ -101,7 +101,7 @@ class RelayedCall:
             self._incoming.put_nowait(None)
 
     async def receive(self) -> pb.NodeMessage | None:
-        """Return the next message of the node; None if it sends no more."""
+        """Return the node's next message; None if it sends no more."""
         data = await self._incoming.get()
         if data is None:
             return None

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
 
 SLICE = 50
-"""The number of jobs or nodes to convert before other tasks run, which takes a few milliseconds."""
+"""How many jobs or nodes to convert before other tasks run; this takes a few milliseconds."""
 
 
 class Queries:
-    """The queries of one server. Each call raises `NotLeaderError` while it does not lead."""
+    """One server's queries. Each call raises `NotLeaderError` while the server does not lead."""
 
     def __init__(
         self, replica: Replica, clock: Clock, limits: Limits, facade: Facade | None = None
@@ -60,7 +60,7 @@ class Queries:
             return watched
 
     def watched(self, asked: str) -> JobView | None:
-        """Return the view of an observed job; None if there is none of this name."""
+        """Return the view of an observed job; None if there is none with this name."""
         return self._facade.view(asked) if self._facade is not None else None
 
     @property
@@ -73,7 +73,7 @@ class Queries:
         return self._facade.views() if self._facade is not None else ()
 
     async def check_known(self, asked: str) -> None:
-        """Raise the errors of `view`, without showing the job."""
+        """Raise the errors that `view` would raise, without showing the job."""
         try:
             await self.replica.driver.views.state(bounds.rdzv_id_of(asked, self.limits))
         except (UnknownJobError, InvalidRequestError):

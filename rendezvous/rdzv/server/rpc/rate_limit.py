@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RateLimit:
-    """The rate limit of one caller.
+    """One caller's rate limit.
 
     >>> allowed = RateLimit(burst=2, per_second=10)
     >>> [allowed.take(now_ms) for now_ms in (0, 0, 0, 99, 100, 100)]

@@ -1,8 +1,9 @@
 """The streams of the nodes behind one relay, in the relay's one call.
 
-Each is served as the node's own call would be: its caller is checked, and a `Conversation` holds
-it. The end of the relay's call, or its silence, is not the end or silence of its nodes: they are
-away, and come back by another way. Only an end that the relay reports is a node's own.
+Each stream is served as the node's own call would be: its caller is checked, and a `Conversation`
+holds it. If the relay's call ends or falls silent, that does not mean that its nodes have: they are
+away, and come back another way. Only if the relay reports the end of a stream has the node itself
+ended it.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[pb.FromRelay, pb.ToRelay]
 
 BEATS = 5
-"""Signs of life of a relay in the time after which it counts as silent."""
+"""How many heartbeats a relay sends within the time after which it counts as silent."""
 
 SILENT_MOST_MS = 10_000
-"""How long a relay may be silent. One that is only busy is not cut off, for that would make it
-busier: all its nodes would come at once. A node notices by then that its machine is gone."""
+"""How long a relay may be silent. A relay that is merely busy is not cut off, for that would make
+it busier: all its nodes would come back at once. By this time, nodes have noticed if its machine is
+gone."""
 
 ATTACH = "/rdzv.v1.Rendezvous/Attach"
 
@@ -50,7 +52,7 @@ log = logging.getLogger("rdzv.service")
 
 
 class RelayedStreams:
-    """One relay's call, with the driver that led when it was opened."""
+    """One relay's call, with the driver that led when the call was opened."""
 
     def __init__(
         self,
@@ -70,7 +72,8 @@ class RelayedStreams:
         self._relay = callers.present.get()
         lease_ms = config.nodes_tuning.lease_ms
         self._quiet_ms = config.nodes_tuning.quiet_for(lease_ms)
-        """After this silence of the relay, that of its nodes proves nothing; no lease has ended."""
+        """If the relay is silent for this long, its nodes' silence proves nothing; no lease has run
+        out."""
         self._calls: dict[int, RelayedCall] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._outgoing = Batches[pb.ToNode]()
@@ -84,12 +87,12 @@ class RelayedStreams:
         """Serve the nodes until either side ends the call.
 
         Raises:
-            RendezvousError: why this server has ended it.
+            RendezvousError: why this server has ended the call.
 
         """
         await self._greet(context)
         name = f"the relay at {host_of(context.peer())}, {self._relay}"
-        log.info("%s: its call is open", name)
+        log.info("%s: the call is open", name)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks_of_call = [
@@ -100,7 +103,7 @@ class RelayedStreams:
                     end = await self._ended
                 finally:
                     # This runs as well if the relay has died, because then the call is cancelled.
-                    log.info("%s: its call has ended, with %d streams", name, len(self._calls))
+                    log.info("%s: the call has ended, with %d streams", name, len(self._calls))
                     self._cut()
                     for task in tasks_of_call:
                         task.cancel()
@@ -205,7 +208,7 @@ class RelayedStreams:
             error = ended
         except Exception:
             # As in a call of the node's own, which gRPC would end: no other node is concerned.
-            log.exception("a relayed stream has ended by an error of this server")
+            log.exception("a relayed stream has ended because of an error in this server")
             error = RendezvousError("an error in this server has ended the stream; see its log")
         self._calls.pop(number, None)
         self._serving.pop(number, None)
@@ -214,7 +217,7 @@ class RelayedStreams:
             self._end(error)
 
     async def _checked_caller(self, opened: pb.RelayedCaller) -> Caller:
-        """Return the caller who has opened a stream, if it may."""
+        """Return the caller that has opened a stream, if it is allowed to."""
 
         def certified() -> Caller | None:
             return callers.relayed(opened.name, opened.roles, relay) if opened.name else None
@@ -237,7 +240,7 @@ class RelayedStreams:
             self._silence.arm(self._heard_ms + self._quiet_ms)
 
     def _look(self, due_ms: int) -> None:
-        """Excuse the nodes of a silent relay, or cut it off; after a pause, read all first."""
+        """Excuse a silent relay's nodes, or cut the relay off; after a pause, first read it all."""
         watch, now_ms = self._driver.loop_watch, self._clock.now_ms()
         if watch.late(due_ms):
             self._silence.arm(watch.settled_ms)
@@ -274,7 +277,7 @@ class RelayedStreams:
 
 
 async def _receive(context: Context) -> pb.FromRelay | None:
-    """Return the next message of a relay; None if its call has ended for any reason.
+    """Return a relay's next message; None if its call has ended for any reason.
 
     Raises:
         InvalidRequestError: the bytes are not a message.

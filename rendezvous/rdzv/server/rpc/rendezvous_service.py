@@ -1,7 +1,7 @@
-"""The Rendezvous service: the stream of each node, for all its jobs, also by way of a relay.
+"""The Rendezvous service: one stream per node for all its jobs, either direct or through a relay.
 
 An error about one job is sent to the node over its stream, which stays open. An error that ends the
-stream is raised and becomes the status of the call; see `gate_interceptor`.
+stream is raised, and becomes the status of the call; see `gate_interceptor`.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ LAST_WRITE_S = 1.0
 """How long a write may still take once its stream has ended."""
 
 _SHOWN = 3
-"""How many kinds of reports about a job a conversation keeps until it can process them."""
+"""How many kinds of reports about a job are kept until the node's beliefs are handled."""
 
 log = logging.getLogger("rdzv.service")
 
 
 class RendezvousService(pb_grpc.RendezvousServicer):
-    """The stream of each node, for all its jobs."""
+    """Serves each node's stream, which is for all its jobs."""
 
     def __init__(self, replica: Replica, clock: Clock, config: Config, gate: Gate) -> None:
         self._replica = replica
@@ -109,7 +109,7 @@ class RendezvousService(pb_grpc.RendezvousServicer):
 
 
 class Conversation:
-    """One node's stream, with the driver that led when it was opened."""
+    """One node's stream, with the driver that led when the stream was opened."""
 
     def __init__(
         self, driver: Driver, replica: Replica, clock: Clock, config: Config, version: str
@@ -121,9 +121,10 @@ class Conversation:
         self._timings = config.timings
         self._version = version
         self._early: dict[tuple[type, str], Callable[[], None]] = {}
-        """By kind and rdzv_id: reports, to be noted, from before its beliefs were handled."""
+        """By kind and rdzv_id: reports that came before the node's beliefs were handled, to be
+        noted then."""
         self._early_hung: dict[str, Hung] = {}
-        """By rdzv_id: likewise, reports of hung workers."""
+        """By rdzv_id: the same for reports of hung workers."""
         self._warned = False
         self._allowance = RateLimit(self._limits.commands_at_once, self._limits.commands_per_second)
 
@@ -169,7 +170,7 @@ class Conversation:
         return await stream.ended()
 
     async def _read(self, stream: Stream, inbox: Inbox, call: NodeCall) -> None:
-        """Read the node's messages; each renews the lease at once, even while the store is away."""
+        """Read the node's messages. Each renews the lease at once, even while the store is away."""
         try:
             while (message := await call.receive()) is not None:
                 self._driver.connections.heard(stream)
@@ -219,7 +220,7 @@ class Conversation:
             stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     def _take_shown(self, message: pb.NodeMessage, stream: Stream) -> None:
-        """Take a report that changes no job: an invalid one is logged, not refused."""
+        """Take a report that changes no job; an invalid one is logged, not refused."""
         reports, limits = self._driver.reports, self._limits
         try:
             match message.WhichOneof("body"):
@@ -260,7 +261,7 @@ class Conversation:
             self._early[key] = partial(note, stream, said)
 
     def _take_hung(self, said: Hung, stream: Stream) -> None:
-        """Note hung workers at once; a job that is not adopted yet has none."""
+        """Note hung workers at once; before its job is adopted, a report has to wait."""
         if stream.greeted:
             self._driver.reports.note_hung(stream, said)
         elif said.rdzv_id in self._early_hung or len(self._early_hung) < self._limits.beliefs:
@@ -285,7 +286,7 @@ class Conversation:
     def _warn(self, stream: Stream, error: InvalidRequestError) -> None:
         if not self._warned:
             self._warned = True
-            log.warning("%s: its report is ignored: %s", stream.node_id, error)
+            log.warning("%s: ignoring its report: %s", stream.node_id, error)
 
     def _queue(self, said: Said, stream: Stream, inbox: Inbox) -> None:
         if not isinstance(said, Holdings) and not self._allowance.take(self._clock.now_ms()):
@@ -326,11 +327,11 @@ class Conversation:
                 stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     async def _write(self, stream: Stream, call: NodeCall) -> None:
-        """Write the messages to a node, until its stream ends.
+        """Write messages to a node until its stream ends.
 
-        A write that is in progress then has a moment to finish. Cut short, the first one would cost
-        the node the reason for the end: gRPC does not know whether that write has sent the initial
-        metadata, and fails to send them again before the final status.
+        A write that is in progress at the end has a moment to finish. If the first write were cut
+        short, the node would not learn why the stream ended: gRPC does not know whether that write
+        has sent the initial metadata, and fails to send them again before the final status.
         """
         loop = asyncio.get_running_loop()
         with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""The queue of submitted jobs and their placement; drains, cordons and quarantine of nodes.
+"""The queue of submitted jobs and their placement; drains, cordons and quarantines of nodes.
 
 In: jobs, nodes and their holdings. Out: placements as commands to the engine. The rules are pure
 functions in `rdzv.core.fleet.placement` and `rdzv.core.fleet.quarantine`.

@@ -1,4 +1,4 @@
-"""Cordons and drains of nodes, as they are stored."""
+"""The stored cordons and drains of nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rdzv.server.engine.store_access import StoreAccess
 log = logging.getLogger("rdzv.scheduling")
 
 CORDONS = "cordons"
-"""The key-value record of the nodes that are cordoned or drained."""
+"""The name of the key-value record for cordoned and drained nodes."""
 
 
 class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -27,7 +27,7 @@ class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str
     at_ms: int
     due_ms: int | None = None
-    """When the node's remaining workers are killed; None if they may continue."""
+    """When the workers left on the node are killed; None if they may continue."""
 
     @property
     def drain(self) -> Drain | None:
@@ -44,7 +44,7 @@ def _read_cordons(data: bytes) -> dict[str, Cordon]:
 class Cordons:
     """The cordons and drains of one server's nodes.
 
-    Operators make them, and the store keeps them.
+    Operators order them, and the store keeps them.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Cordons:
         """Refuse a node that is neither known nor cordoned.
 
         Raises:
-            UnknownNodeError: it is neither.
+            UnknownNodeError: the node is neither.
 
         """
         if node_id not in self._records() and node_id not in self.by_node:
@@ -101,7 +101,7 @@ class Cordons:
 
         Raises:
             UnknownNodeError: no such node is known.
-            RendezvousError: it was not stored; retry.
+            RendezvousError: the change was not stored; retry.
 
         """
         self.check_known(node_id)
@@ -120,7 +120,7 @@ class Cordons:
         """Allow jobs on a node again; return the cordon that was lifted, if there was one.
 
         Raises:
-            RendezvousError: it was not stored; retry.
+            RendezvousError: the change was not stored; retry.
 
         """
         if (known := self.of(node_id)) is not None:
@@ -128,10 +128,10 @@ class Cordons:
         return known
 
     async def store(self, change: Callable[[dict[str, Cordon]], dict[str, Cordon]]) -> None:
-        """Store a change of cordons, before it takes effect.
+        """Store a change to the cordons before it takes effect.
 
         Raises:
-            RendezvousError: it was not stored; retry.
+            RendezvousError: the change was not stored; retry.
 
         """
         async with self._lock:

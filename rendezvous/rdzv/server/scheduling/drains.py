@@ -1,4 +1,4 @@
-"""Drains nodes: they leave all their jobs by a deadline, ordered by an operator or by themselves.
+"""Drains nodes: they leave all their jobs by a deadline, on an operator's order or their own.
 
 An operator's drain is stored with the cordons and announced to its node (`Drains.tell_changes`),
 which does the rest. A node's own drain (it is preempted, or its agent ends) is only in memory: the
@@ -40,7 +40,7 @@ class Drains:
         self._cordons = cordons
         self._send = send
         self._wishes: dict[str, Drain] = {}
-        """By node_id: the drain of a node that has announced that it will leave."""
+        """By node_id: the drains that nodes themselves have announced."""
 
     def of(self, node_id: str) -> Drain | None:
         """Return a node's drain with its earliest deadline; None if the node stays."""
@@ -53,7 +53,7 @@ class Drains:
         return node_id in self._wishes
 
     def all(self) -> dict[str, Drain]:
-        """Return the nodes that leave, or have left, all their jobs, with their drains."""
+        """Return the drains of all nodes that are leaving, or have left, all their jobs."""
         found = {node_id: self.of(node_id) for node_id in (*self._cordons.by_node, *self._wishes)}
         return {node_id: drain for node_id, drain in found.items() if drain is not None}
 
@@ -64,12 +64,13 @@ class Drains:
     ) -> None:
         """Make a node leave all its jobs by the deadline, and place nothing more on it.
 
-        `short` names the jobs that would be left with too few nodes; without it, none are checked.
+        `short` names the jobs that would be left with too few nodes; without it, jobs are not
+        checked.
 
         Raises:
             UnknownNodeError: no such node is known.
             TooFewNodesError: one of its jobs would be left with too few nodes.
-            RendezvousError: it was not stored; retry.
+            RendezvousError: the change was not stored; retry.
 
         """
         self._cordons.check_known(node_id)
@@ -84,14 +85,14 @@ class Drains:
 
         await self._cordons.store(drained)
         within = duration(deadline_ms)
-        log.warning("node %s is drained within %s: %s", node_id, within, reason or "no reason")
+        log.warning("draining node %s within %s: %s", node_id, within, reason or "no reason")
         self._record(NodeDrained(node_id, drain_words(reason), deadline_ms))
 
     async def lift(self, node_id: str) -> None:
         """Lift a node's drain, and its cordon.
 
         Raises:
-            RendezvousError: it was not stored; retry.
+            RendezvousError: the change was not stored; retry.
 
         """
         if (lifted := await self._cordons.lift(node_id)) is None:
@@ -140,7 +141,7 @@ class Drains:
         self._wishes[node_id] = Drain(draining.reason, self._clock.now_ms() + draining.left_ms)
 
     def note_lost(self, node_id: str) -> None:
-        """Forget the drain that a lost node had begun by itself."""
+        """Forget a drain that a lost node had begun on its own."""
         self._wishes.pop(node_id, None)
 
     def _record(self, event: NodeDrained | NodeUndrained) -> None:
@@ -151,5 +152,5 @@ class Drains:
 
 
 def takes_part(state: State, node_id: str) -> bool:
-    """Return whether a node is in a job or was selected for it."""
+    """Return whether a node is in a job, or was chosen for it."""
     return state.present(node_id) or node_id in state.placed

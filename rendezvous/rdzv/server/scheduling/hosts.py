@@ -1,4 +1,4 @@
-"""Nodes as placement sees them: their resources, those taken, and why a node is unusable."""
+"""Nodes as placement sees them: their resources, how much is taken, and why one is unusable."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Hosts:
         return hosts
 
     def _taken(self, states: Iterable[State]) -> dict[str, dict[tuple[str, str], int]]:
-        """Return by node_id the GPUs of each run that is placed there."""
+        """Return the GPUs of each run placed on each node, by node_id."""
         taken: dict[str, dict[tuple[str, str], int]] = {}
         for state in states:
             membership = state.membership

@@ -1,8 +1,8 @@
-"""Places submitted jobs: passes the known state to `core/fleet/placement`, carries out its plan.
+"""Places submitted jobs: passes what is known to `core/fleet/placement`, and carries out its plan.
 
 Placement knows what a node reports about itself (`known_nodes`), whether it is connected, and what
 operators have ordered for it (`cordons`, `drains`). Each placement is a command to the job's
-rendezvous, and is decided, stored and announced like every other. So a server that takes over
+rendezvous, and is decided, stored and announced like any other. So a server that takes over
 continues from the stored state, and this module keeps no state of its own.
 """
 
@@ -33,7 +33,7 @@ log = logging.getLogger("rdzv.scheduling")
 
 
 class JobQueue:
-    """Places one server's submitted jobs. Any change that may let a job be placed wakes it."""
+    """Places one server's submitted jobs, whenever a change may have made that possible."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class JobQueue:
     ) -> None:
         """`lock` is held while jobs are placed, so that no node is cordoned meanwhile.
 
-        For `settle_ms` after the start, nodes may still be reconnecting.
+        Nodes may still be reconnecting for `settle_ms` after the start.
         """
         self._engine = engine
         self._jobs = engine.jobs
@@ -86,7 +86,7 @@ class JobQueue:
         self._timer.cancel()
 
     def wake(self) -> None:
-        """Place jobs soon, once for all changes that come together."""
+        """Place jobs soon: once for all changes that come together."""
         if not self.stopped and (self._known or self._waits):
             self._timer.arm_by(self._clock.now_ms() + self._quiet_ms)
 
@@ -98,19 +98,21 @@ class JobQueue:
         self._tasks.start(self.place())
 
     async def place(self) -> None:
-        """Decide which jobs get which nodes now; store and announce that."""
+        """Decide which jobs get which nodes now; store and announce the decisions."""
         async with self._lock:
             await self._bar()
             done: list[tuple[str, Command]] = []
             while not self.stopped and await self._resolved() and (commands := self._decide()):
                 if commands == done:
-                    log.error("placing changes nothing, a bug in rdzvd: %s", commands)
+                    log.error(
+                        "a bug in rdzvd, please report it: placing changes nothing: %s", commands
+                    )
                     return
                 for rdzv_id, command in commands:
                     try:
                         await self._engine.submit(rdzv_id, command)
                     except RendezvousError as error:
-                        log.warning("job %s cannot be placed now, will retry: %s", rdzv_id, error)
+                        log.warning("cannot place job %s now, will retry: %s", rdzv_id, error)
                         self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
                         return
                 done = commands
@@ -127,19 +129,19 @@ class JobQueue:
                 await self._engine.submit(membership.rdzv_id, bar)
             except RendezvousError as error:
                 log.warning(
-                    "job %s cannot release nodes now, will retry: %s", membership.rdzv_id, error
+                    "cannot release nodes of job %s now, will retry: %s", membership.rdzv_id, error
                 )
                 self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
 
     async def _resolved(self) -> bool:
-        """Resolve every commit in doubt: it may have given nodes to a job."""
+        """Resolve every commit in doubt, as it may have given nodes to a job."""
         for rdzv_id in self._jobs.doubtful:
             try:
                 async with self._jobs.claim(rdzv_id):
                     pass
             except RendezvousError as error:
                 log.warning(
-                    "nothing is placed until the last commit of job %s is resolved: %s",
+                    "placing nothing until the last commit of job %s is resolved: %s",
                     rdzv_id,
                     error,
                 )
@@ -176,7 +178,7 @@ class JobQueue:
             self._timer.arm_by(min(later))
 
     def _vanished(self, states: Iterable[State]) -> dict[str, tuple[str, ...]]:
-        """Return by job the nodes that were selected, have not joined, and are no longer known."""
+        """Return the nodes, by job, that were chosen, have not joined, and are no longer known."""
         records = self._records()
         vanished = {
             state.membership.rdzv_id: tuple(n for n in awaited(state) if n not in records)
@@ -190,10 +192,10 @@ class JobQueue:
     def check_placeable(self, spec: JobSpec) -> None:
         """Refuse a job that no known node could ever take.
 
-        Passes while nodes may still be reconnecting to a server that has just started.
+        While nodes may still be reconnecting to a server that has just started, every job passes.
 
         Raises:
-            InvalidRequestError: no node could; the error names what the nearest one lacks.
+            InvalidRequestError: no node could take it; the error names what the best match lacks.
 
         """
         if self._clock.now_ms() < self.settled_at_ms:
@@ -201,8 +203,8 @@ class JobQueue:
         hosts = self._hosts.all(self._jobs.states)
         if (miss := nearest_miss(spec, hosts)) is not None:
             raise InvalidRequestError(
-                f"none of the nodes known here could ever take this job; of the nearest, "
-                f"{miss}. Ask for less, or start rdzv-agent on a node that has it first"
+                f"none of the nodes known here could ever take this job; the best match: {miss}. "
+                f"Ask for less, or first start rdzv-agent on a node that has it"
             )
 
     def short_without(self, node_id: str) -> str:
@@ -261,7 +263,7 @@ def _withdrawn_from(
 def _commands(
     decided: Plan, runs: Mapping[str, str], lost: Mapping[str, Collection[str]]
 ) -> list[tuple[str, Command]]:
-    """Convert a plan to commands; those that free nodes come first, as other jobs wait for them."""
+    """Convert a plan to commands; those that free nodes come first: other jobs wait for these."""
     commands: list[tuple[str, Command]] = []
     for rdzv_id, reason in decided.hopeless.items():
         commands.append((rdzv_id, GiveUp(runs[rdzv_id], reason)))

@@ -1,4 +1,4 @@
-"""The reports of nodes about themselves: resources, health, and the jobs they still hold."""
+"""What nodes report about themselves: resources, health, and the jobs they still hold."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ log = logging.getLogger("rdzv.scheduling")
 
 @struct(frozen=True)
 class KnownNode:
-    """A node's reports about itself."""
+    """What one node has reported about itself."""
 
     version: str
     resources: Resources | None
     holdings: tuple[Holding, ...] = ()
     metrics: str = ""
-    """The address at which its agent serves /metrics; empty if it does not."""
+    """The address at which its agent serves /metrics; empty if it serves none."""
     failing: tuple[FailingCheck, ...] = ()
     failing_since_ms: int = 0
 
@@ -32,7 +32,7 @@ class KnownNode:
 
 
 class KnownNodes:
-    """The nodes of one server with their reports, until they are lost."""
+    """One server's nodes with their reports, until they are lost."""
 
     def __init__(self, clock: Clock, on_change: Callable[[], None]) -> None:
         self._clock = clock
@@ -78,14 +78,14 @@ class KnownNodes:
         self._on_change()
 
     def note_health(self, node_id: str, failing: tuple[FailingCheck, ...]) -> None:
-        """Note which health checks of a node fail now; it is healthy if none does."""
+        """Note which of a node's health checks fail now; the node is healthy if none does."""
         known = self._known.get(node_id)
         if known is None or known.failing == failing:
             return
         since_ms = known.failing_since_ms if known.failing else self._clock.now_ms()
         now = self._known[node_id] = replace(known, failing=failing, failing_since_ms=since_ms)
         if failing:
-            log.warning("node %s is unhealthy, nothing is placed on it: %s", node_id, now.unhealthy)
+            log.warning("node %s is unhealthy, placing nothing on it: %s", node_id, now.unhealthy)
         else:
             log.warning("node %s is healthy again", node_id)
         self._on_change()

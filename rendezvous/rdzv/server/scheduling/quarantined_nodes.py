@@ -39,7 +39,7 @@ from rdzv.view.sentences import sentence
 log = logging.getLogger("rdzv.quarantine")
 
 QUARANTINE = "quarantine"
-"""The key-value record of the quarantined nodes, and of strikes against others."""
+"""The name of the key-value record for quarantined nodes, and for strikes against others."""
 
 
 def _read(data: bytes) -> Record:
@@ -47,7 +47,7 @@ def _read(data: bytes) -> Record:
 
 
 class Quarantine:
-    """The quarantined nodes of one server, and the strikes of all others."""
+    """One server's quarantined nodes, and the strikes against all others."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Quarantine:
 
     @property
     def bar(self) -> Bar:
-        """The command that bars nodes from a submitted job."""
+        """The command that bars quarantined nodes from a submitted job."""
         return Bar(
             tuple((name, f"quarantined: {held.reason}") for name, held in self.nodes.items())
         )
@@ -103,13 +103,13 @@ class Quarantine:
     async def judge(
         self, before: State, transition: Transition
     ) -> tuple[Bar | None, tuple[Row, ...]]:
-        """Judge the strikes in a step that is decided and not stored yet.
+        """Judge the strikes in a step that is decided but not yet stored.
 
-        Return the command that must precede the step if the job must release a node, and the rows
+        Return the command that must precede the step, if the job must release a node, and the rows
         for its history.
 
         Raises:
-            RendezvousConnectionError: it could not be stored; retry the step.
+            RendezvousConnectionError: the verdict could not be stored; retry the step.
 
         """
         after, now_ms = transition.state.membership, self._clock.now_ms()
@@ -142,10 +142,10 @@ class Quarantine:
         return verdict
 
     async def lift(self, node_id: str) -> bool:
-        """Allow a node again; return whether it was quarantined.
+        """Lift a node's quarantine; return whether it was quarantined.
 
         Raises:
-            RendezvousError: it was not stored; retry.
+            RendezvousError: the change was not stored; retry.
 
         """
         async with self._lock:
@@ -154,12 +154,14 @@ class Quarantine:
             if lifted != self._record:
                 await self._write(lifted)
         if held:
-            log.warning("node %s is no longer quarantined: an operator has lifted it", node_id)
+            log.warning(
+                "node %s is no longer quarantined: an operator has lifted the quarantine", node_id
+            )
             self._changed()
         return held
 
     async def _write(self, record: Record) -> None:
-        """Store a decision, before it takes effect."""
+        """Store a decision before it takes effect."""
         try:
             await self._document.swap(record, msgspec.json.encode(record))
         except RendezvousConnectionError:
@@ -168,7 +170,7 @@ class Quarantine:
             raise
         except RendezvousError as error:
             # Training goes on; only the record was not stored.
-            log.error("the record %s cannot be written: %s", QUARANTINE, error)
+            log.error("cannot write the record %s: %s", QUARANTINE, error)
             self._document.value = record
 
     def _changed(self) -> None:

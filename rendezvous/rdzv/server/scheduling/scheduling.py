@@ -1,4 +1,4 @@
-"""Puts the parts of scheduling together: nodes' resources and reports, restrictions, placement."""
+"""Puts together the parts of scheduling: nodes' resources and reports, restrictions, placement."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Scheduling:
         self.known_nodes.note_hello(hello)
 
     def note_health(self, node_id: str, failing: tuple[FailingCheck, ...]) -> None:
-        """Note which health checks of a node fail now; it is healthy if none does."""
+        """Note which of a node's health checks fail now; the node is healthy if none does."""
         self.known_nodes.note_health(node_id, failing)
 
     def note_holdings(self, node_id: str, holdings: tuple[Holding, ...]) -> None:

@@ -1,9 +1,9 @@
-"""The caller of a request: proven by the client's certificate, or by a token.
+"""The caller of a request, as proven by a client certificate or a token.
 
-A certificate gives the caller's name by its common name (CN), and the roles by those organizations
-(O) that are names of roles. A token takes precedence, since the certificate beside it may be the
-machine's. A service account's token has the name only; the configuration has its roles. If callers
-need no proof, each is `ANYBODY`.
+In a certificate, the common name (CN) is the caller's name, and those organizations (O) that are
+names of roles are its roles. A token takes precedence, since a certificate sent along with it may
+be the machine's. A service account's token has only the name; the configuration has its roles. If
+callers need no proof, each is `ANYBODY`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rdzv.transport.certificates import read_certificate
 
 
 class Role(StrEnum):
-    """A role of a caller; `roles` lists the calls that it permits."""
+    """A caller's role; `roles` lists the calls that it permits."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -40,7 +40,7 @@ IMPLIED = {
 permits only the node's own stream."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
-"""Names appear in logs, in events, and as account names."""
+"""Valid names; they appear in logs and events, and as account names."""
 
 
 _JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*")
@@ -48,12 +48,12 @@ _JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*")
 
 @struct(frozen=True)
 class Caller:
-    """One caller, with its own roles and all that these imply."""
+    """One caller, with its roles and all that these imply."""
 
     name: str
     roles: frozenset[Role]
     proof: str
-    """The proof of its name: `certificate`, `token` with its id, or `service account` with its
+    """How the name is proven: `certificate`, `token` with its id, or `service account` with its
     name."""
     token: str = ""
     """The id of the token that the caller has sent."""
@@ -64,12 +64,12 @@ class Caller:
 
     @property
     def admin(self) -> bool:
-        """Whether it may do anything, to any job or node."""
+        """Whether it may do anything to any job or node."""
         return Role.ADMIN in self.roles
 
     @property
     def shown(self) -> str:
-        """A description of its roles, without those that another one implies."""
+        """A description of its roles, without those that others imply."""
         own = [
             role
             for role in Role
@@ -83,10 +83,10 @@ class Caller:
 
 
 ANYBODY = Caller("", IMPLIED[Role.ADMIN], "anybody")
-"""Any caller of a server that requires no proof."""
+"""Any caller, at a server that requires no proof."""
 
 NOBODY = Caller("", frozenset(), "nobody")
-"""A caller without proof at a server that requires one."""
+"""A caller without proof, at a server that requires one."""
 
 present: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 """The caller whose call the present task serves."""
@@ -111,7 +111,7 @@ def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
     """Return the roles with these names, each once.
 
     Raises:
-        InvalidRequestError: there is no such role, or none was given.
+        InvalidRequestError: a role does not exist, or none was given.
 
     """
     known = {role.value: role for role in Role}
@@ -133,9 +133,9 @@ def implied(roles: Iterable[Role]) -> frozenset[Role]:
 
 
 def relayed(name: str, roles: Iterable[str], relay: str) -> Caller:
-    """Return the caller whose certificate a relay has verified, with the roles of a node's stream.
+    """Return the caller whose certificate a relay has verified, with the roles for a node's stream.
 
-    Other roles are left out: a relay can bring nodes, and is never an admin.
+    Other roles are left out: a relay can bring in nodes, but never an admin.
 
     Raises:
         UnauthenticatedError: no caller can have this name.
@@ -154,7 +154,7 @@ def certified(pem: bytes) -> Caller:
     """Return the caller with this certificate, which TLS has verified.
 
     Raises:
-        UnauthenticatedError: it contains no name.
+        UnauthenticatedError: the certificate contains no name.
 
     """
     try:
@@ -164,7 +164,7 @@ def certified(pem: bytes) -> Caller:
     name = certificate.common_name
     if not _NAME.fullmatch(name):
         raise UnauthenticatedError(
-            f"the certificate that was shown has the common name {name[:140]!r}; it needs one of "
+            f"the client certificate has the common name {name[:140]!r}; it needs one of "
             "letters, digits and . _ @ + -: the caller's name (`rdzvctl certs` makes such)"
         )
     known = {role.value: role for role in Role}
@@ -174,7 +174,7 @@ def certified(pem: bytes) -> Caller:
 
 
 def is_jwt(token: str) -> bool:
-    """Return whether this may be a JWT, which has three parts; a token of rdzvd has no dots."""
+    """Return whether this may be a JWT, which has three parts; rdzvd's own tokens have no dots."""
     return _JWT.fullmatch(token) is not None
 
 
@@ -182,7 +182,7 @@ def bearer(header: str) -> str:
     """Return the token in an `authorization` header.
 
     Raises:
-        UnauthenticatedError: it contains none.
+        UnauthenticatedError: the header contains no token.
 
     """
     kind, _, text = header.strip().partition(" ")

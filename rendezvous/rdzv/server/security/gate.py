@@ -1,4 +1,4 @@
-"""The gate: each call is checked here against the table of roles, before it is served.
+"""The gate, which checks each call against the table of roles before it is served.
 
 `Gate` identifies the caller, refuses calls that `roles` does not permit, and records who changed
 what: in the log, and in a history under a name that no job can have. gRPC calls reach it through
@@ -30,7 +30,7 @@ from rdzv.stores.base import Record
 log = logging.getLogger("rdzv.access")
 
 AUDIT = "@rdzvd"
-"""The name under which changes by operators are stored. No job's name can begin with `@`."""
+"""The name under which operators' changes are stored. No job's name can begin with `@`."""
 
 LOG_EVERY_MS = 1_000
 """The shortest time between log lines about refused calls, so that callers cannot fill a disk."""
@@ -38,7 +38,7 @@ LOG_EVERY_MS = 1_000
 
 @dataclass(slots=True)
 class Change:
-    """The change that the present call has made: old and new value; empty if there is none."""
+    """What the present call has changed: the old and the new value; empty if nothing."""
 
     text: str = ""
 
@@ -64,7 +64,7 @@ _VERBS = {
     "Relay": "relay streams of nodes",
     "ServerReflectionInfo": "ask which calls there are",
 }
-"""The words for calls whose name is not a verb with an object."""
+"""Plain words for calls whose names are not a verb with an object."""
 
 
 def verb_of(method: str) -> str:
@@ -78,7 +78,7 @@ def verb_of(method: str) -> str:
 
 
 class Leader(Protocol):
-    """The part of a leading server that the gate depends on."""
+    """The parts of a leading server that the gate depends on."""
 
     tokens: Tokens
     jobs: Jobs
@@ -93,11 +93,11 @@ class Leadership(Protocol):
         """The leader, while this server leads."""
 
     async def settled_driver(self, timeout_s: float) -> Leader:
-        """Return the leader; while no server leads, wait up to `timeout_s` for one."""
+        """Return the leader; if no server leads, wait up to `timeout_s` for one that does."""
 
 
 class Accounts(Protocol):
-    """Callers that another system proves: `service_accounts.ServiceAccounts`."""
+    """Callers proven by another system; implemented by `service_accounts.ServiceAccounts`."""
 
     async def caller(self, text: str) -> Caller:
         """Return the caller with this token."""
@@ -124,12 +124,12 @@ class Gate:
         self._unlogged = 0
 
     async def caller(self, header: str | None, certified: Callable[[], Caller | None]) -> Caller:
-        """Return the caller, identified by its `authorization` header or else by its certificate.
+        """Return the caller, identified by its `authorization` header or, without it, certificate.
 
         Raises:
             UnauthenticatedError: it sent neither, or nothing that is valid here.
-            NotLeaderError: it sent a token, and this server stands by and knows no tokens.
-            RendezvousConnectionError: it sent a service account's token, whose key is unknown and
+            NotLeaderError: it sent a token, but this server stands by and knows no tokens.
+            RendezvousConnectionError: it sent a service account's token whose key is unknown and
                 cannot be fetched now.
 
         """
@@ -157,7 +157,7 @@ class Gate:
         return await self._accounts.caller(text)
 
     async def admit(self, caller: Caller, row: Row, what: str, rdzv_id: str | None) -> None:
-        """Refuse a call that the table does not permit to the caller; `rdzv_id` names the job.
+        """Refuse a call that the table does not permit this caller; `rdzv_id` names the job.
 
         Raises:
             DeniedError: it may not make this call, or not for this job.
@@ -201,7 +201,7 @@ class Gate:
             await self._leadership.driver.history.append((row,))
         except RendezvousError as error:
             # This server no longer leads; only the log has the change.
-            log.warning("not in the history, for %s: %s", error, text)
+            log.warning("not in the history, because %s: %s", error, text)
 
 
 def signed(reason: str, caller: Caller) -> str:

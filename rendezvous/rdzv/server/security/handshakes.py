@@ -1,4 +1,4 @@
-"""Limits TLS handshakes: a connection that has not completed its handshake in time is closed.
+"""Limits TLS handshakes: connections that do not complete theirs in time are closed.
 
 `timings.handshake` applies to gRPC (TLS and the beginning of HTTP/2) and to HTTP with TLS alike.
 The number of open connections is limited at each port, by `limits.connections` and
@@ -11,7 +11,7 @@ from rdzv.server.settings.config import Timings
 
 
 def grpc_timeout_option(timings: Timings) -> tuple[str, int]:
-    """Return the gRPC server option that limits the time of a handshake."""
+    """Return the gRPC server option that limits how long a handshake may take."""
     return ("grpc.server_handshake_timeout_ms", timings.handshake_ms)
 
 

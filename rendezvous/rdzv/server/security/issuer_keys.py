@@ -1,4 +1,4 @@
-"""Fetches the public keys of an issuer of tokens, and keeps them while it cannot be reached.
+"""Fetches a token issuer's public keys, and keeps them while the issuer cannot be reached.
 
 One task fetches them, at most once every `RETRY_S`, however many calls arrive. A call whose key is
 unknown waits for the next fetch, at most `HOLD_S`.
@@ -33,10 +33,10 @@ FETCH_WITHIN_S = 5.0
 """How long a fetch may take: two requests."""
 
 HOLD_S = 8.0
-"""How long a call waits for an unknown key; nodes wait 10 s for an answer."""
+"""How long a call waits for an unknown key, given that nodes wait 10 s for an answer."""
 
 MOST_WAITING = 256
-"""Calls that may wait for a fetch at once."""
+"""How many calls may wait for a fetch at once."""
 
 MOST_BYTES = 256 * 1024
 """The largest response that is read from the issuer."""
@@ -50,7 +50,7 @@ ALGORITHMS = frozenset(
 
 Keys = Mapping[str, jwt.PyJWK]
 Fetch = Callable[[], Awaitable[Keys]]
-"""Returns the keys by `kid`; raises `FetchError`."""
+"""Returns the keys by `kid`, or raises `FetchError`."""
 
 
 class FetchError(Exception):
@@ -58,7 +58,7 @@ class FetchError(Exception):
 
 
 class IssuerKeys:
-    """The keys of one issuer. `following` creates it and keeps it current."""
+    """The keys of one issuer. `following` makes one and keeps it current."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class IssuerKeys:
         return self._keys.get(kid)
 
     async def follow(self) -> None:
-        """Fetch the keys whenever they are old, or a call needs an unknown one."""
+        """Fetch the keys whenever they are out of date, or a call needs an unknown one."""
         while True:
             self._wanted.clear()
             self._begun += 1
@@ -150,9 +150,9 @@ class IssuerKeys:
             if self._trouble != former:
                 left_s = max(0.0, self._fetched_s + self._kept_s - self._now_s())
                 also = (
-                    f"those that are known stay good for {duration(round(left_s * 1000))}"
+                    f"known keys stay valid for {duration(round(left_s * 1000))}"
                     if self._keys
-                    else "callers with a token of it are asked to retry"
+                    else "callers with a token from it are asked to retry"
                 )
                 log.warning("the keys of %s cannot be fetched: %s; %s", self._issuer, error, also)
             return
@@ -235,7 +235,7 @@ def read_keys(document: Mapping[str, object]) -> Keys:
     """Return the keys of a JWK set that are for signatures of `ALGORITHMS`, by `kid`.
 
     Raises:
-        FetchError: there is none.
+        FetchError: there is no such key.
 
     """
     listed = document.get("keys")

@@ -15,23 +15,23 @@ from rdzv.structs import struct
 
 
 class Whose(StrEnum):
-    """Which jobs or nodes a caller may use a call on, unless it is an admin."""
+    """On which jobs or nodes a caller that is not an admin may use a call."""
 
     ANY = "any"
     OWN_JOB = "own job"
     """A job that the caller has begun, or one that is not yet known."""
     OWN_NODE = "own node"
-    """The node with the caller's name; for `submit`, an rdzvrun of the caller."""
+    """The node with the caller's name; for `submit`, the caller's own rdzvrun."""
 
 
 @struct(frozen=True)
 class Row:
-    """The roles, any of which permits a call, and the jobs or nodes it may be used on."""
+    """The roles that each permit a call, and the jobs or nodes it may be used on."""
 
     roles: frozenset[Role]
     whose: Whose = Whose.ANY
     changes: bool = False
-    """Whether the call changes anything, or stops workers for a moment, and so is audited."""
+    """Whether the call is audited: it changes something, or stops workers for a moment."""
 
     @property
     def needed(self) -> str:
@@ -80,7 +80,7 @@ CALLS: dict[str, Row | None] = {
     "/grpc.health.v1.Health/Watch": OPEN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
 }
-"""The rows by the full name of a gRPC method."""
+"""The rows, by the full name of the gRPC method."""
 
 PATHS: dict[str, Row | None] = {
     "/healthz": OPEN,
@@ -105,15 +105,15 @@ PATHS: dict[str, Row | None] = {
     "/api/v1/stream": _READ,
     "/api/v1/openapi.json": _READ,
 }
-"""The rows by the path of the route, with the method if it does not only read; `/web/` stands for
-all files below it."""
+"""The rows, by the path of the route, preceded by the method if that does more than read; `/web/`
+stands for all files below it."""
 
 
 def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
     """Refuse a caller that has none of the roles that permit a call.
 
     Raises:
-        DeniedError: it has none of them.
+        DeniedError: the caller has none of them.
 
     """
     if not caller.has(row.roles):
@@ -124,12 +124,12 @@ def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
 
 
 def refuse_others_job(caller: Caller, state: State, what: str) -> None:
-    """Refuse a caller that is neither the owner of a job nor an admin.
+    """Refuse a caller that is neither a job's owner nor an admin.
 
-    A job that has ended and never had an owner may be begun by any caller.
+    Any caller may begin a job that has ended and never had an owner.
 
     Raises:
-        DeniedError: it is neither.
+        DeniedError: the caller is neither.
 
     """
     membership = state.membership
@@ -151,7 +151,7 @@ def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
     nodes' agents have joined; a submitter may bring foreground nodes to jobs of its own.
 
     Raises:
-        DeniedError: it may not.
+        DeniedError: the caller may not do that.
 
     """
     membership = state.membership
@@ -169,9 +169,9 @@ def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
 
 
 def owner_by(caller: Caller) -> str:
-    """Return the owner of a job that the caller begins.
+    """Return who owns a job that the caller begins.
 
-    It is empty for a job that a node begins by itself.
+    The result is empty for a job that a node begins by itself.
     """
     return caller.name if Role.SUBMIT in caller.roles else ""
 
@@ -180,7 +180,7 @@ def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str
     """Refuse a hello for a node that is not the caller's own.
 
     A node is identified by its name, and an rdzvrun on it by that name with a process id.
-    `bound_to` is the name of the caller that already speaks for this node_id, or None.
+    `bound_to` names the caller that already speaks for this node_id; None if none does.
 
     Raises:
         DeniedError: the node is not the caller's own.
@@ -193,8 +193,8 @@ def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str
         return
     if Role.SUBMIT not in caller.roles:
         raise DeniedError(
-            f"{caller} may not speak for node {node_id}: a caller with the role node speaks for "
-            f"the node of its own name alone; start the agent with --node-id={caller.name}, or "
+            f"{caller} may not speak for node {node_id}: a caller with the role node speaks only "
+            f"for the node of its own name; start the agent with --node-id={caller.name}, or "
             f"give it a certificate or token for {node_id}"
         )
     if not foreground:

@@ -1,8 +1,8 @@
 """Authenticates pods by the projected tokens of their Kubernetes service accounts.
 
-Such a token is a JWT that names account, namespace, pod and, since Kubernetes 1.30, the pod's node.
-It is never sent on. The table `[[oidc.account]]` gives the caller its roles, and selects which of
-these names is the caller's.
+Such a token is a JWT that names the account, its namespace, the pod and, since Kubernetes 1.30, the
+pod's node. It is never sent on. The table `[[oidc.account]]` gives the caller its roles, and
+selects which of these names becomes the caller's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _CLAIMS = ["iss", "sub", "aud", "exp"]
 
 
 _UNREADABLE = (jwt.PyJWTError, ValueError, TypeError, RecursionError, OverflowError)
-"""Errors that the library raises for invalid tokens; some are not its own."""
+"""Errors that the library lets through for invalid tokens; some are not of its own kind."""
 
 
 class KeySource(Protocol):
     """A source of the issuer's keys."""
 
     async def key(self, kid: str) -> jwt.PyJWK:
-        """Return a key; `IssuerKeys.key` has the errors."""
+        """Return a key, with the errors of `IssuerKeys.key`."""
 
 
 class ServiceAccounts:
@@ -46,11 +46,11 @@ class ServiceAccounts:
         self._accounts = {(one.namespace, one.name): one for one in oidc.accounts}
 
     async def caller(self, text: str) -> Caller:
-        """Return the caller with this token. No error quotes the token.
+        """Return the caller with this token. Errors never quote the token.
 
         Raises:
-            UnauthenticatedError: it is not valid, not for this server, or of an unknown account.
-            RendezvousConnectionError: the issuer's keys are not known, and cannot be fetched now.
+            UnauthenticatedError: it is not valid, not for this server, or for an unknown account.
+            RendezvousConnectionError: the issuer's keys are unknown and cannot be fetched now.
             LimitExceededError: too many callers wait for the issuer's keys.
 
         """
@@ -79,7 +79,7 @@ class ServiceAccounts:
         return self._known(self._checked(text, key))
 
     def _checked(self, text: str, key: jwt.PyJWK) -> Mapping[str, Any]:
-        """Return the claims of a token that is authentic, in time, and for this server."""
+        """Return a token's claims if it is authentic, unexpired, and meant for this server."""
         oidc = self._oidc
         try:
             claims: dict[str, Any] = jwt.decode(
@@ -120,7 +120,7 @@ class ServiceAccounts:
 
 
 def _name(account: OidcAccount, namespace: str, name: str, claims: Mapping[str, Any]) -> str:
-    """Return the name of the account's caller."""
+    """Return the name of a caller with this account."""
     if account.known_as != "node":
         return namespace if account.known_as == "namespace" else f"{name}@{namespace}"
     of_kubernetes = claims.get("kubernetes.io")
@@ -143,7 +143,7 @@ def _in_words(error: Exception, claims: Mapping[str, Any], oidc: Oidc) -> str:
         case jwt.ImmatureSignatureError():
             begins = claims.get("nbf", claims.get("iat"))
             return (
-                f"the token is good from {_time(begins)} on, and here it is {_time(_now())}; "
+                f"the token is valid from {_time(begins)} on, and here it is {_time(_now())}; "
                 "compare the clocks of the two machines"
             )
         case jwt.InvalidAudienceError():
@@ -157,7 +157,7 @@ def _in_words(error: Exception, claims: Mapping[str, Any], oidc: Oidc) -> str:
         case jwt.MissingRequiredClaimError():
             return f"the token has no {short(error.claim)!r}, which it needs"
         case _:
-            return "the token's signature is not by its issuer's key, or its claims are damaged"
+            return "the token was not signed with its issuer's key, or its claims are damaged"
 
 
 def _now() -> float:
@@ -165,7 +165,7 @@ def _now() -> float:
 
 
 def _time(stamp: object) -> str:
-    """Return a time of a token for people.
+    """Format a token's timestamp for people.
 
     >>> _time(0)
     '1970-01-01T00:00:00Z'
@@ -178,6 +178,6 @@ def _time(stamp: object) -> str:
 
 @asynccontextmanager
 async def proving(oidc: Oidc) -> AsyncIterator[ServiceAccounts]:
-    """Yield the accepted service accounts; their issuer's keys are kept current."""
+    """Yield the accepted service accounts, and keep their issuer's keys current."""
     async with following(oidc) as keys:
         yield ServiceAccounts(oidc, keys)

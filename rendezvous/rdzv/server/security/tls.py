@@ -1,4 +1,4 @@
-"""The server's certificate and key, and the CA of its clients; reloads them when they change.
+"""The server's certificate and key, and its clients' CA, reloaded when they change.
 
 The files are checked at each new connection and at SIGHUP. Open connections keep the old ones. If
 new files are unusable, the old ones stay in use, and the reason is logged. Only TLS 1.3 is allowed:
@@ -26,14 +26,14 @@ from rdzv.transport.certificates import Certificate, Stamp, stamp_of
 EXPIRY_WARNING = timedelta(days=14)
 
 READS = 3
-"""How often files that keep changing are read; after that, the next connection reads them."""
+"""How many times to read files that keep changing; after that, the next connection reads them."""
 
 log = logging.getLogger("rdzv.server")
 
 
 @struct(frozen=True)
 class _Loaded:
-    """One version of the files, as clients see it."""
+    """One version of the files, as clients see them."""
 
     stamp: Stamp
     shown: Certificate
@@ -43,7 +43,7 @@ class _Loaded:
 
 
 class Tls:
-    """The server's certificate, and the CA that verifies those of clients.
+    """The server's certificate, and the CA that verifies its clients' certificates.
 
     Used by the event loop and by gRPC's own threads.
     """
@@ -52,14 +52,14 @@ class Tls:
         """Read the files.
 
         Raises:
-            InvalidRequestError: they are unusable; the message names file, reason and remedy.
+            InvalidRequestError: a file is unusable; the message names it, reason and remedy.
 
         """
         self._files = files
         self._lock = threading.Lock()
         self._now = self._load()
         self._tried = self._now.stamp
-        """The state of the files at their last read, whether they were usable or not."""
+        """The state of the files when last read, whether usable or not."""
         self._warn()
         self.http = _context(files)
         """The TLS context for HTTP: each handshake uses the present files."""
@@ -72,16 +72,16 @@ class Tls:
         return self._now.shown
 
     def expires(self) -> datetime:
-        """Return when the certificate of a new connection expires."""
+        """Return when the certificate for new connections expires."""
         self.refresh()
         return self.shown.not_after
 
     def grpc_credentials(self, *, asks: bool) -> grpc.ServerCredentials:
-        """Return the credentials of a gRPC port; `asks`: clients must show a certificate."""
+        """Return the credentials for a gRPC port; with `asks`, clients must have a certificate."""
         told = self._now
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """Return, at a handshake, what has changed since the last call."""
+            """Return, at each handshake, what has changed since the last call."""
             nonlocal told
             with self._lock:
                 self._refresh()
@@ -94,7 +94,7 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(told.grpc, fetch, asks)  # type: ignore[arg-type]
 
     def refresh(self) -> None:
-        """Reload the files if they have changed; unusable ones do not replace the former."""
+        """Reload the files if they have changed; unusable ones do not replace those in use."""
         with self._lock:
             self._refresh()
 
@@ -107,11 +107,11 @@ class Tls:
             self._now = self._load()
         except InvalidRequestError as error:
             log.error(
-                "%s; the TLS files have changed, and new connections keep using the old ones",
+                "%s; the TLS files have changed, but new connections keep using the old ones",
                 error,
             )
             return
-        log.info("TLS files were reloaded: %s", self._now.shown.in_words)
+        log.info("reloaded the TLS files: %s", self._now.shown.in_words)
         self._warn()
 
     def _choose(
@@ -156,7 +156,7 @@ class Tls:
         # A key owned by another account, as in a Kubernetes secret, is read through its group.
         if key.st_mode & (0o077 if key.st_uid == os.geteuid() else 0o007):
             log.warning(
-                "TLS key %s can be read by others than its owner (mode %04o); chmod 600 it",
+                "TLS key %s is readable by others than its owner (mode %04o); chmod 600 it",
                 *(self._files.key, stat.S_IMODE(key.st_mode)),
             )
         if self._now.shown.not_after - datetime.now(UTC) < EXPIRY_WARNING:
@@ -174,7 +174,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 @functools.cache
 def quiet_handshakes() -> None:
-    """Keep Python from printing a traceback when the name in a hello is not text.
+    """Keep Python from printing a traceback when the server name in a TLS hello is not text.
 
     The handshake fails anyway. With `sni_callback` Python decodes the name itself, and reports an
     error only to this hook.

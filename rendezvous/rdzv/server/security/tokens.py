@@ -1,8 +1,9 @@
 """Tokens for callers without a certificate. A server stores only their hashes.
 
-A token's text is `rdzv_ID_SECRET`. The id is not secret: tokens are listed and revoked by it. The
+A token's text is `rdzv_ID_SECRET`. The id is not secret: it is for listing and revoking tokens. The
 secret has 256 random bits, so its plain hash cannot be inverted, and the secret cannot be guessed.
-One name may have several valid tokens: make the new one, distribute it, revoke the old one.
+One name may have several valid tokens, so one can make a new one, distribute it, and then revoke
+the old one.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.tokens")
 
 TOKENS = "tokens"
-"""The key-value record of all tokens."""
+"""The name of the key-value record for all tokens."""
 
 USE_STORED_EVERY_MS = 60 * MINUTE_MS
 """How often the last use of tokens is stored; no call waits for that commit."""
 
 EXPIRED_KEPT_MS = 30 * DAY_MS
-"""How long an expired token stays listed, so that people see why it no longer works."""
+"""How long an expired token stays listed, so that people can see why it no longer works."""
 
 _TEXT = re.compile(r"rdzv_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
 
 @struct(frozen=True)
 class Token:
-    """A token as it is stored."""
+    """A token as stored."""
 
     id: str
     name: str
@@ -83,9 +84,9 @@ def _hash(text: str) -> str:
 
 
 def text_in(file: Path) -> str:
-    """Return the token in a file; if there is no such file, create it with a new token.
+    """Return the token in a file; if the file does not exist, create it with a new token.
 
-    Only the account that runs rdzvd can read it.
+    Only the account that runs rdzvd can read the file.
 
     Raises:
         InvalidRequestError: the file cannot be read or created, or contains something else.
@@ -128,7 +129,7 @@ class Tokens:
         *,
         auth: bool,
     ) -> None:
-        """At most `most` tokens may exist; `on_revoke` receives the ids of revoked ones.
+        """Allow at most `most` tokens; `on_revoke` receives the ids of revoked ones.
 
         `auth` says whether callers must authenticate.
         """
@@ -145,7 +146,7 @@ class Tokens:
         """Read the stored tokens; with `admin_token`, make sure that an admin's token exists.
 
         Raises:
-            InvalidRequestError: there are tokens, but this server requires no authentication.
+            InvalidRequestError: tokens exist, but this server requires no authentication.
             RendezvousConnectionError: the store is away.
             RendezvousStateError: the stored tokens cannot be read.
 
@@ -153,8 +154,8 @@ class Tokens:
         await self._document.load()
         if not self._auth and self._document.revision > 0:
             raise InvalidRequestError(
-                "tokens were made for this server, and yet it would let every caller do "
-                "everything; start it with --auth=required"
+                "tokens were made for this server, but it would let any caller do anything; start "
+                "it with --auth=required"
             )
         if admin_token is not None:
             await self.ensure_admin(admin_token)
@@ -168,14 +169,14 @@ class Tokens:
         return tuple(sorted(self._tokens.values(), key=lambda token: token.created_ms))
 
     def has(self, token_id: str) -> bool:
-        """Return whether there is a token with this id; one that was revoked is not there."""
+        """Return whether a token with this id exists; a revoked one does not."""
         return token_id in self._tokens
 
     def caller(self, text: str) -> Caller:
-        """Return the caller for a token's text.
+        """Return the caller that a token's text identifies.
 
         Raises:
-            UnauthenticatedError: it is unknown, was revoked, or has expired.
+            UnauthenticatedError: the token is unknown, was revoked, or has expired.
 
         """
         now_ms = self._clock.now_ms()
@@ -191,17 +192,17 @@ class Tokens:
     async def create(
         self, name: str, roles: Sequence[Role], expires_in_ms: int
     ) -> tuple[Token, str]:
-        """Make a token and return it with its text; with an `expires_in_ms` of 0 it never expires.
+        """Make a token and return it with its text. If `expires_in_ms` is 0, it never expires.
 
         Raises:
             InvalidRequestError: this server checks no tokens, so callers must not rely on one.
             LimitExceededError: too many tokens.
-            RendezvousError: it was not stored; retry.
+            RendezvousError: the change was not stored; retry.
 
         """
         if not self._auth:
             raise InvalidRequestError(
-                "this server lets every caller do everything, so a token would protect nothing; "
+                "this server lets any caller do anything, so a token would protect nothing; "
                 "start rdzvd with --auth=required --init-admin-token=FILE"
             )
         text = new_text()
@@ -212,8 +213,8 @@ class Tokens:
         """Make the file's token an admin's, unless another admin's token exists.
 
         Raises:
-            InvalidRequestError: the file cannot be used.
-            RendezvousError: it was not stored.
+            InvalidRequestError: the file is unusable.
+            RendezvousError: the token was not stored.
 
         """
         now_ms = self._clock.now_ms()
@@ -223,11 +224,11 @@ class Tokens:
         log.warning("token %s in %s is an admin's: there was no other", token.id, file)
 
     async def revoke(self, id_or_name: str) -> tuple[Token, ...]:
-        """Revoke a token by its id, or all of one name; return them.
+        """Revoke one token by its id, or all tokens of one name; return those revoked.
 
         Raises:
             UnknownTokenError: there is no such token.
-            RendezvousError: they may not be revoked; retry.
+            RendezvousError: the tokens may still be valid; retry.
 
         """
         async with self._lock:
@@ -262,12 +263,12 @@ class Tokens:
             async with self._lock:
                 await self._write(self._tokens)
         except RendezvousError as error:
-            log.debug("the last use of tokens cannot be stored: %s", error)
+            log.debug("cannot store when tokens were last used: %s", error)
         finally:
             self._storing_use = False
 
     async def _write(self, tokens: dict[str, Token]) -> None:
-        """Store tokens and only then use them. After a failure, the stored ones stay in use."""
+        """Store tokens, and only then use them. After a failure, the stored ones stay in use."""
         data = msgspec.json.encode(_Document(tokens=tuple(tokens.values())))
         known = self._tokens
         await self._document.swap(tokens, data)
@@ -298,7 +299,7 @@ def decode(data: bytes) -> tuple[Token, ...]:
 
 
 def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
-    """Return the caller for this text. No error quotes the text, as it may be nearly right.
+    """Return the caller for this text. Errors never quote the text, as it may be nearly right.
 
     Raises:
         UnauthenticatedError: no valid token has this text.

@@ -1,4 +1,4 @@
 """The nodes of one server, on their streams: connections, leases, commands and reports.
 
-In: messages of nodes, as values. Out: messages to streams, commands to jobs. It speaks no gRPC.
+In: messages from nodes, as values. Out: messages to streams, commands to jobs. It knows no gRPC.
 """

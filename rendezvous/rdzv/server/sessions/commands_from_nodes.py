@@ -34,7 +34,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class NodeCommands:
-    """Submits the commands of nodes, and sends refusals back."""
+    """Submits nodes' commands, and sends refusals back."""
 
     def __init__(
         self, engine: Engine, node_jobs: NodeJobs, clock: Clock, limits: Limits, timings: Timings
@@ -56,7 +56,7 @@ class NodeCommands:
             await self.refuse(stream, belief, error)
 
     def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
-        """Refuse a node that is in too many jobs: one hello has to hold them all."""
+        """Refuse a node that is in too many jobs; a single hello has to name them all."""
         held, most = self._node_jobs.jobs_of(node_id), self._limits.beliefs
         if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
             raise LimitExceededError(
@@ -65,7 +65,7 @@ class NodeCommands:
             )
 
     async def latest(self, stream: Stream, rdzv_id: str) -> State:
-        """Return the present state of a job, which may include later steps than the node's own."""
+        """Return a job's present state, which may include steps later than the node's own."""
         state = await self.insist(stream, rdzv_id, Tick())
         return self._jobs.peek(rdzv_id) or state
 
@@ -73,7 +73,7 @@ class NodeCommands:
         """Submit a command until it is decided. While the store is away, this waits.
 
         Raises:
-            RendezvousError: it was refused.
+            RendezvousError: the command was refused.
 
         """
         guard = None
@@ -98,11 +98,11 @@ class NodeCommands:
             await sleep_ms(self._clock, self._timings.store_retry_ms)
 
     async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
-        """Submit a command that follows from a report; log it if it is refused."""
+        """Submit a command that follows from a report; if it is refused, log that."""
         try:
             await self.insist(stream, rdzv_id, command)
         except RendezvousError as error:
-            log.error("job %s could not be updated about %s: %s", rdzv_id, stream.node_id, error)
+            log.error("could not update job %s about %s: %s", rdzv_id, stream.node_id, error)
 
     async def refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
         """Send a node a refusal; if the reason is that its run is over, send how it ended.
@@ -113,9 +113,9 @@ class NodeCommands:
         try:
             await self._refuse_as_it_is(stream, belief, error)
         except (InvariantError, RendezvousStateError) as own:
-            log.error("job %s: a report of %s is lost: %s", belief.rdzv_id, stream.node_id, own)
+            log.error("job %s: lost a report from %s: %s", belief.rdzv_id, stream.node_id, own)
             if self._node_jobs.jobs_of(stream.node_id) - {belief.rdzv_id}:
-                reason = f"the server cannot decide anything about this job: {own}"
+                reason = f"the server can decide nothing about this job: {own}"
                 stream.send(Waiting(belief.rdzv_id, reason))
             else:
                 stream.send(Refused(belief.rdzv_id, own.code, str(own)))
@@ -142,9 +142,9 @@ class NodeCommands:
 
 
 def log_unknown(stream: Stream, belief: Belief) -> None:
-    """Log that a node runs a job that is unknown here; it is not told to stop."""
+    """Log that a node runs a job unknown here; the node is not told to stop."""
     log.warning(
-        "%s runs round %s of run %s of %s, which this server does not know; it is left alone",
+        "%s runs round %s of run %s of %s, which this server does not know; leaving it alone",
         stream.node_id,
         belief.round,
         belief.run or "(none)",

@@ -1,4 +1,4 @@
-"""Opens and closes the streams of nodes, and handles the loss of nodes."""
+"""Opens and closes nodes' streams, and handles the loss of nodes."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Connections:
         self._targets = targets
         self._watchers = watchers
         self._callers: dict[str, str] = {}
-        """By node_id, of known nodes: the name of the caller that speaks for the node."""
+        """By node_id, for known nodes: the name of the caller that speaks for the node."""
         self._numbers = itertools.count(1)
         self._standing_by = Servers(())
 
     def attach(self, hello: Hello, caller: Caller = ANYBODY) -> Stream:
-        """Open a node's stream; the first message in it is `Welcome`.
+        """Open a node's stream, whose first message is `Welcome`.
 
         Raises:
             DeniedError: the caller may not speak for this node.
@@ -136,9 +136,9 @@ class Connections:
             )
 
     def detach(self, stream: Stream, *, cut: bool = False) -> None:
-        """Note that a stream has ended. The node is away, and lost if it stays away.
+        """Note that a stream has ended. The node is away now, and lost if it stays away.
 
-        `cut` says that the way to the node has ended, and not the node's end of the stream.
+        `cut` says that the connection on the way was cut, not that the node ended its stream.
         """
         stream.close()
         if self._streams.remove(stream):
@@ -151,16 +151,16 @@ class Connections:
             self._leases.disconnect(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
     def heard(self, stream: Stream) -> None:
-        """Renew the lease of a node that has sent something."""
+        """Renew a node's lease because it has sent something."""
         self._meter.received()
         self._leases.hear(stream.node_id)
 
     def plan_away(self, stream: Stream, deadline_ms: int) -> None:
-        """Note that an agent leaves on purpose and will be back within `deadline_ms`."""
+        """Note that an agent goes away on purpose and will be back within `deadline_ms`."""
         self._leases.step(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
 
     def note_event(self, event: nodes.NodesEvent) -> None:
-        """Handle an event of the nodes core: pass it on to jobs, placement and streams."""
+        """Pass an event from the nodes core on to jobs, placement and streams."""
         match event:
             case nodes.NodeConnected():
                 self._streams.close(event.node_id, event.stale_stream, "a newer one is open")

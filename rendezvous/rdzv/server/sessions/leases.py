@@ -1,8 +1,8 @@
 """Nodes and their leases: the nodes core with its timers.
 
-The core works in memory and never waits, so it needs no lock. An expired lease is noticed here
-(`Leases.expire`), and the core decides that the node is lost. A *pause* of the server itself renews
-every lease, and no deadline counts until the messages that arrived meanwhile are read
+The core works in memory and never waits, so it needs no lock. Expired leases are noticed here
+(`Leases.expire`), and the core decides which nodes are lost. A *pause* of the server itself renews
+every lease, and no deadline counts until the messages that arrived meanwhile have been read
 (`LoopWatch`).
 """
 
@@ -29,7 +29,7 @@ class Leases:
         hear_every_ms: int,
         on_event: Callable[[nodes.NodesEvent], None],
     ) -> None:
-        """Heartbeats are handled together, every `hear_every_ms`."""
+        """Handle heartbeats in batches, every `hear_every_ms`."""
         self._clock = clock
         self._watch = watch
         self._hear_every_ms = hear_every_ms
@@ -44,7 +44,7 @@ class Leases:
         self._nodes = replace(self._nodes, leadership=leadership)
 
     def stop(self) -> None:
-        """Stop all timers of leases."""
+        """Stop all timers for leases."""
         self._timer.cancel()
         self._hear_timer.cancel()
 
@@ -68,12 +68,12 @@ class Leases:
         return self._nodes.tuning.interval_for(lease_ms)
 
     def hear(self, node_id: str) -> None:
-        """Renew the lease of a node that has sent something, in one batch with others."""
+        """Renew the lease of a node that has sent something, in a batch with others."""
         self._heard.add(node_id)
         self._hear_timer.arm_by(self._clock.now_ms() + self._hear_every_ms)
 
     def excuse(self, node_ids: frozenset[str], for_ms: int) -> None:
-        """Give up none of these connected nodes for a while: the way to them is blocked."""
+        """Do not give up these connected nodes for a while, because the way to them is blocked."""
         self.step(nodes.Excuse(node_ids, for_ms))
 
     def disconnect(self, command: nodes.Disconnect) -> None:
@@ -83,7 +83,7 @@ class Leases:
         self.step(command)
 
     def step(self, command: nodes.NodesCommand) -> None:
-        """Step the nodes core, and pass on its events."""
+        """Apply a command to the nodes core, and pass on its events."""
         transition = nodes.step(self._nodes, command, self._clock.now_ms())
         self._nodes = transition.nodes
         self._timer.arm(transition.wake_at_ms)
@@ -91,7 +91,7 @@ class Leases:
             self._on_event(event)
 
     def expire(self, due_ms: int) -> None:
-        """Give up nodes with expired leases; after a pause, only once all messages are read."""
+        """Give up nodes with expired leases; after a pause, wait until all messages are read."""
         if self._watch.late(due_ms):
             self._timer.arm_by(self._watch.settled_ms)
             return
@@ -105,6 +105,6 @@ class Leases:
             self.step(nodes.Hear(heard))
 
     def renew(self, late_ms: int) -> None:
-        """Renew every lease: silence during a pause of this server proves nothing."""
-        log.warning("this server was held up for %.1f s; leases are renewed", late_ms / 1000)
+        """Renew every lease, since silence while this server was paused proves nothing."""
+        log.warning("this server was held up for %.1f s; renewing leases", late_ms / 1000)
         self.step(nodes.Pause())

@@ -1,7 +1,7 @@
-"""Tracks which nodes are in which jobs, and updates the jobs about them.
+"""Tracks which nodes are in which jobs, and tells the jobs about changes to them.
 
-Each job learns when one of its nodes is away, back or lost. The command for that is computed again
-under the job's lock (`NodeJobs._mark_command`), so neither late nor repeated delivery does harm.
+Each job learns when one of its nodes is away, back or lost. The command for that is computed anew
+under the job's lock (`NodeJobs._mark_command`), so late or repeated delivery does no harm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ nodes, each loss takes 0.12 ms."""
 
 
 class NodeJobs:
-    """The nodes of each job of one server, and the jobs of each node."""
+    """The nodes of each job on one server, and the jobs of each node."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class NodeJobs:
         """By node_id: a superset of the jobs in which the node is present."""
         self._to_mark: dict[str, dict[str, nodes.NodeLost | None]] = {}
         """By rdzv_id, for jobs that are being updated: the nodes still to be marked, and how each
-        of them was given up, if it was."""
+        was given up, if it was."""
 
     @property
     def node_ids(self) -> Set[str]:
@@ -82,7 +82,7 @@ class NodeJobs:
                 del self._jobs_of[node_id]
 
     def note_step(self, job: Job, news: News) -> None:
-        """Record the nodes that have joined a job in a step."""
+        """Record the nodes that joined a job in a step."""
         if isinstance(news.command, Join | Resume):
             self._note_present(job, news.command)
         for event in news.events:
@@ -91,7 +91,7 @@ class NodeJobs:
                     self.add(job, node_id)
 
     def note_end(self, job: Job, news: News) -> None:
-        """Remove the nodes that are no longer in a job whose run has ended in this step."""
+        """After a step that ended a run, remove the nodes that are no longer in the job."""
         if any(isinstance(event, RunEnded) for event in news.events):
             for node_id in tuple(job.node_ids):
                 if not (news.after.present(node_id) or may_run_on(news.after, node_id)):
@@ -113,7 +113,7 @@ class NodeJobs:
         rdzv_ids: Iterable[str] | None = None,
         lost: nodes.NodeLost | None = None,
     ) -> None:
-        """Update jobs about a node: either those named, or all that it may be in."""
+        """Update jobs about a node: those named, or all that it may be in."""
         if rdzv_ids is None:
             rdzv_ids = tuple(self.jobs_of(node_id))
         for rdzv_id in rdzv_ids:
@@ -126,7 +126,7 @@ class NodeJobs:
                 to_mark[node_id] = lost or to_mark.get(node_id)
 
     async def _mark_all(self, rdzv_id: str) -> None:
-        """Mark a job's nodes as away, back or lost, until none is left to mark."""
+        """Mark a job's nodes as away, back or lost until none is left to mark."""
         to_mark = self._to_mark[rdzv_id]
         try:
             while to_mark and not self._streams.closed:
@@ -155,17 +155,17 @@ class NodeJobs:
                     for node_id, lost in marked.items()
                 ]
                 for refused in await self._engine.steps(job, choices):
-                    log.error("job %s could not be updated about %s: %s", rdzv_id, names, refused)
+                    log.error("could not update job %s about %s: %s", rdzv_id, names, refused)
         except RendezvousConnectionError:
             return False
         except RendezvousError as error:
-            log.error("job %s could not be updated about %s: %s", rdzv_id, names, error)
+            log.error("could not update job %s about %s: %s", rdzv_id, names, error)
         return True
 
     def _mark_command(
         self, job: Job, node_id: str, lost: nodes.NodeLost | None, state: State
     ) -> Command | None:
-        """Return the command that updates a job in this state about a node, if one is needed."""
+        """Return the command that tells a job in this state about a node, if one is needed."""
         held = state.incarnation(node_id)
         record = self._leases.records.get(node_id)
         if held is None and node_id in state.placed:
@@ -192,7 +192,7 @@ class NodeJobs:
         return MarkAway(node_id, held, record.until_ms, record.firm, may_run=outlives)
 
     def _mark_former(self, record: nodes.NodeRecord, held: int) -> Command | None:
-        """Give up a former instance, once its successor has sent its beliefs."""
+        """Give up a former instance once its successor has sent its beliefs."""
         stream = self._streams.of(record.node_id)
         if stream is not None and stream.greeted and stream.number == record.stream:
             reason = "a new instance of the node took its place"

@@ -1,7 +1,7 @@
-"""The messages that wait to be written to one node, which are written several at a time.
+"""Messages waiting to be written to one node, several at a time.
 
 gRPC's work for a message does not depend on its length, and is most of what a node costs a server.
-So messages that no node is in a hurry for wait a moment for others.
+So messages that are not urgent wait a moment for others.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import asyncio
 from rdzv.server.messages import Announcement, Joined, Lease, Servers, Waiting, Welcome
 
 LINGER_S = 0.05
-"""How long a message waits for others at most."""
+"""The longest that a message waits for others."""
 
 AT_ONCE = 64
-"""The most messages that are written at once."""
+"""The most messages written at once."""
 
 _PATIENT = (Welcome, Servers, Joined, Lease, Waiting)
-"""Messages that wait for others: what a node does soon after them, others tell it to."""
+"""Messages that may wait: a node does not act on them until others tell it to."""
 
 
 class Outbox:
     """A bounded queue with one reader. Messages keep their order."""
 
     def __init__(self, limit: int, *, lingers: bool) -> None:
-        """With `lingers`, messages may wait for others; without, each is due at once."""
+        """With `lingers`, messages may wait for others; without it, each is due at once."""
         self.limit = limit
         self._lingers = lingers
         self._waiting: list[Announcement] = []
@@ -44,17 +44,17 @@ class Outbox:
         return True
 
     def close(self) -> None:
-        """Write no more: the reader gets no more messages, and does not wait for them."""
+        """Write no more: the reader gets no more messages and does not wait for any."""
         self._closed = True
         self._due.set()
 
     async def take(self) -> list[Announcement]:
-        """Wait until a message is due, and take it with those that wait; none once it is closed."""
+        """Wait until a message is due, and take all that wait; return none once closed."""
         await self._due.wait()
         return [] if self._closed else self.take_now()
 
     def take_now(self) -> list[Announcement]:
-        """Take what waits, due or not."""
+        """Take all waiting messages, due or not."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,7 +1,7 @@
 """Reconciles the stored state with what nodes believe, after a start and after a reconnect.
 
 A job that is loaded waits for the nodes that hold its seats (`on_load`). In its hello, a node sends
-what it believes about each of its jobs. The job learns what it did not know, and the node receives
+what it believes about each of its jobs. The job learns what it did not know, and the node is sent
 what it has missed (`greet`).
 """
 
@@ -79,7 +79,7 @@ class Recovery:
                 self._tell_anew(job.state, stream, now_ms)
 
     def _tell_anew(self, state: State, stream: Stream, now_ms: int) -> None:
-        """Send a connected node the state of a job that was loaded again."""
+        """Send a connected node the state of a job that was reloaded."""
         membership = state.membership
         if membership.ended is None and state.incarnation(stream.node_id) != stream.incarnation:
             # Waiting nodes and takeovers of seats are not stored: the nodes report them.
@@ -98,8 +98,8 @@ class Recovery:
     ) -> None:
         """Handle what a node believes about its jobs, and send it what it has missed.
 
-        If the node is present as a former instance that no stream spoke for, that instance is lost.
-        `unread` are jobs whose beliefs could not be read.
+        If a former instance of the node is in a job and no stream speaks for it, it is lost.
+        `unread` are the jobs whose beliefs could not be read.
         """
         believed = set(unread)
         for said in beliefs:
@@ -112,7 +112,7 @@ class Recovery:
         self._node_jobs.mark_soon(stream.node_id)
 
     async def _hear_belief(self, stream: Stream, belief: Belief) -> Belief:
-        """Handle a node's belief about one job; return it with the run that the node has joined."""
+        """Handle a node's belief about one job; return the belief, with the run that it joined."""
         node_id, incarnation = stream.node_id, stream.incarnation
         joined = False
         try:
@@ -144,7 +144,7 @@ class Recovery:
         return belief
 
     def _is_of_another_run(self, belief: Belief) -> bool:
-        """Return whether a node's belief is about a run other than its job's present one.
+        """Return whether a belief is about a run other than the job's present one.
 
         That happens when a restored store brings back a run that the node had left long ago.
         """
@@ -168,7 +168,7 @@ class Recovery:
                 await self._commands.insist_or_log(stream, rdzv_id, lost)
 
     async def _tell_placements(self, stream: Stream) -> None:
-        """Announce to a returning node which submitted jobs it must run or release."""
+        """Tell a returning node which submitted jobs it must run or release."""
         node_id, held = stream.node_id, self._scheduling.known_nodes.held(stream.node_id)
         # Only jobs with placements are visited: beliefs cover the others, and thousands of nodes
         # may return.
@@ -182,7 +182,7 @@ class Recovery:
                 state = await self._commands.latest(stream, rdzv_id)
             except RendezvousError as error:
                 log.warning(
-                    "the placement of %s in %s cannot be announced: %s", node_id, rdzv_id, error
+                    "cannot announce the placement of %s on %s: %s", node_id, rdzv_id, error
                 )
                 continue
             if state.incarnation(node_id) not in (None, stream.incarnation):

@@ -1,7 +1,7 @@
-"""Reports of nodes that change no job by themselves: progress, hangs, health, holdings, drains.
+"""Nodes' reports that do not by themselves change a job: progress, hangs, health, holdings, drains.
 
-The logs and stacks that were requested arrive here as well. A report on a stream that a newer one
-has replaced is ignored.
+Requested logs and stacks arrive here as well. Reports on a stream that a newer one has replaced are
+ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rdzv.server.sessions.streams import Stream, Streams
 
 
 class Reports:
-    """Handles the reports of one server's nodes."""
+    """Handles reports from one server's nodes."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class Reports:
         self._watchers = watchers
 
     def note_progress(self, stream: Stream, said: Progress) -> None:
-        """Note the progress of a node's workers, if it is about the present round.
+        """Note the progress of a node's workers, if the report is about the present round.
 
         Raises:
-            InvalidRequestError: it names a worker that the node does not have.
+            InvalidRequestError: the report names a worker that the node does not have.
 
         """
         state = self._jobs.peek(said.rdzv_id)
@@ -78,10 +78,10 @@ class Reports:
         self._watchers.job_progressed(said.rdzv_id)
 
     def note_started(self, stream: Stream, said: WorkersStarted) -> None:
-        """Note how a node's workers were started for their round, if it is the present one.
+        """Note how a node's workers were started, if the report is about the present round.
 
         Raises:
-            InvalidRequestError: it is not about exactly the workers that the node has.
+            InvalidRequestError: the report does not name exactly the workers that the node has.
 
         """
         state = self._jobs.peek(said.rdzv_id)
@@ -91,7 +91,7 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_snapshots(self, stream: Stream, said: SnapshotsHeld) -> None:
-        """Note what a node holds of a job's state, if it takes part in the present round."""
+        """Note which snapshots a node holds, if it takes part in the job's present round."""
         state, now_ms = self._jobs.peek(said.rdzv_id), self._clock.now_ms()
         if state is None or not self._streams.is_current(stream):
             return
@@ -100,10 +100,10 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_arrivals(self, stream: Stream, said: Arrivals) -> None:
-        """Note when a node's workers entered collectives, if it is about the present round.
+        """Note when a node's workers entered collectives, if the report is about the present round.
 
         Raises:
-            InvalidRequestError: it names a worker that the node does not have.
+            InvalidRequestError: the report names a worker that the node does not have.
 
         """
         state = self._jobs.peek(said.rdzv_id)
@@ -117,10 +117,10 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_gpus(self, stream: Stream, said: WorkerGpus) -> None:
-        """Note the GPUs of a node's workers, if it is about the present round.
+        """Note the GPUs of a node's workers, if the report is about the present round.
 
         Raises:
-            InvalidRequestError: it names a worker that the node does not have.
+            InvalidRequestError: the report names a worker that the node does not have.
 
         """
         state = self._jobs.peek(said.rdzv_id)
@@ -131,12 +131,12 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:
-        """Pass on that workers of a node hang, or no longer do; see `Hangs.take_report`."""
+        """Pass on that a node's workers hang, or no longer hang; see `Hangs.take_report`."""
         if self._streams.is_current(stream):
             self._diagnosis.hangs.take_report(stream.node_id, stream.incarnation, said)
 
     def note_health(self, stream: Stream, failing: tuple[FailingCheck, ...]) -> None:
-        """Note which health checks of a node fail."""
+        """Note which of a node's health checks fail."""
         if self._streams.is_current(stream):
             self._scheduling.note_health(stream.node_id, failing)
 
@@ -148,9 +148,9 @@ class Reports:
                 self._watchers.job_changed(rdzv_id)
 
     async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
-        """Note which submitted jobs may have processes left on a node, in the order of its reports.
+        """Note, in the order of reports, which submitted jobs may still have processes on a node.
 
-        A job that the node has released continues without it: its last report may be lost.
+        A job that the node has released continues without it, even if its last report was lost.
         """
         if not self._streams.is_current(stream):
             return
@@ -181,6 +181,6 @@ class Reports:
             self._diagnosis.logs.take(stream.node_id, piece)
 
     def take_stacks_in(self, stream: Stream, said: Stacks) -> None:
-        """Pass stacks of workers to the collection that awaits them."""
+        """Pass workers' stacks to the collection that awaits them."""
         if self._streams.is_current(stream):
             self._diagnosis.stacks.take_in(stream.node_id, said)

@@ -1,4 +1,4 @@
-"""The open streams of nodes, each with a bounded outbox; all messages to nodes pass here."""
+"""Nodes' open streams, each with a bounded outbox; all messages to nodes pass through here."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from rdzv.server.sessions.outbox import Outbox
 
 
 class Stream:
-    """The outbox of one node's stream. It never blocks; a reader that is too slow loses its stream.
+    """One node's stream, with its outbox. It never blocks; a reader that is too slow loses it.
 
-    A slow reader affects nothing else: the node reconnects, and is sent what it has missed.
+    A slow reader affects nothing else: the node reconnects and is sent what it has missed.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Stream:
         """The caller that opened it, which is responsible for the node's messages."""
         self._on_send = on_send
         self.greeted = False
-        """Whether all of the node's beliefs were handled."""
+        """Whether all of the node's beliefs have been handled."""
         self.takes_several = takes_several
-        """Whether the node reads several messages in one."""
+        """Whether the node can read several messages packed into one."""
         self.outbox = Outbox(limit, lingers=takes_several)
         self._last: dict[str, Announcement] = {}
         self._ended: asyncio.Future[RendezvousError | None] = (
@@ -88,7 +88,7 @@ class Stream:
             )
 
     def _repeats(self, told: Announcement) -> bool:
-        """Return whether a message has the same state of a job as the last one."""
+        """Return whether a message only repeats the last one about the same job."""
         if isinstance(told, Joined | Closed | Refused):
             # The node has dropped messages about a round that came before it knew the run.
             self.forget(told.rdzv_id)
@@ -99,18 +99,18 @@ class Stream:
         return repeated
 
     def forget(self, rdzv_id: str) -> None:
-        """Forget the last message about a job that the node is no longer in."""
+        """Forget the last message about a job, because the node is no longer in it."""
         self._last.pop(rdzv_id, None)
 
     def close(self, error: RendezvousError | None = None) -> None:
-        """End the stream, with an error for the node; only the first end counts."""
+        """End the stream, with an error for the node if given; only the first call counts."""
         if self.open:
             self._ended.set_result(error)
             self.outbox.close()
 
     @contextlib.contextmanager
     def calling_on_end(self, call: Callable[[], object]) -> Iterator[None]:
-        """Call back soon after the stream's end, if that comes within the block."""
+        """Call back soon after the stream ends, if it ends within the body."""
         inside = True
         self._ended.add_done_callback(lambda _: inside and call())
         try:
@@ -132,7 +132,7 @@ class Streams:
         self._empty = asyncio.Event()
         self._empty.set()
         self.closed = False
-        """Whether all streams were closed, and none may open any more."""
+        """Whether all streams have been closed, and no more may open."""
 
     @property
     def open(self) -> Mapping[str, Stream]:
@@ -140,7 +140,7 @@ class Streams:
         return self._open
 
     def add(self, stream: Stream) -> None:
-        """Make a stream the one that speaks for its node, replacing an older one."""
+        """Make this the stream that speaks for its node, replacing an older one."""
         self._open[stream.node_id] = stream
         self._empty.clear()
 
@@ -162,7 +162,7 @@ class Streams:
         return self._open.get(stream.node_id) is stream
 
     async def wait_empty(self, timeout_s: float) -> None:
-        """Wait until no stream is open, but no longer than `timeout_s`."""
+        """Wait until no stream is open, but at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()

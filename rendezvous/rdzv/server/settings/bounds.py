@@ -1,4 +1,4 @@
-"""Checks names, numbers and texts from outside against bounds. Independent of protobuf.
+"""Checks names, numbers and texts from outside against bounds, independently of protobuf.
 
 Every refusal names the value, the reason and the remedy. Text for people (a reason, a traceback) is
 cut if it is too long, since a node's report must not be refused for its length.
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 def refusal(what: str, value: object, reason: str, remedy: str) -> InvalidRequestError:
-    """Return the error that names a value, why it is refused, and the remedy."""
+    """Return an error that names a value, why it is refused, and the remedy."""
     shown = repr(value) if len(str(value)) <= 80 else repr(str(value)[:77] + "...")
     return InvalidRequestError(f"{what} {shown} {reason}; {remedy}")
 
 
 def spelled(what: str, text: str, alphabet: re.Pattern[str], chars: int, allowed: str) -> str:
-    """Check that a text is not empty, not too long, and spelled with `alphabet`."""
+    """Check that a text is neither empty nor too long, and uses only `alphabet`."""
     if not text:
         raise refusal(what, text, "is empty", f"give {allowed}")
     if len(text) > chars:
@@ -37,7 +37,7 @@ def spelled(what: str, text: str, alphabet: re.Pattern[str], chars: int, allowed
 
 
 def name(what: str, text: str, limits: Limits) -> str:
-    """Check a name that people choose, and that becomes the name of a folder."""
+    """Check a name that people choose and that becomes the name of a folder."""
     allowed = "letters, digits and . _ : @ -, beginning with a letter, a digit or _"
     return spelled(what, text, _NAME, limits.name_chars, allowed)
 
@@ -53,14 +53,14 @@ def node_id_of(text: str, limits: Limits) -> str:
 
 
 def uid(what: str, text: str, limits: Limits, *, needed: bool = True) -> str:
-    """Check an id that a program has made; it may be empty if it is not `needed`."""
+    """Check an id that a program has made; it may be empty unless `needed`."""
     if not text and not needed:
         return ""
     return spelled(what, text, _UID, limits.uid_chars, "letters, digits, _ and -")
 
 
 def address(what: str, text: str, limits: Limits, *, needed: bool = True) -> str:
-    """Check a host name or IP address; it may be empty if it is not `needed`."""
+    """Check a host name or IP address; it may be empty unless `needed`."""
     if not text and not needed:
         return ""
     return spelled(what, text, _ADDRESS, limits.address_chars, "a host name or an IP address")
@@ -88,7 +88,7 @@ def within(what: str, value: int, lowest: int, highest: int) -> int:
 
 
 def one_of(what: str, value: int, known: Mapping[int, T]) -> T:
-    """Return the value that a number of the protocol stands for."""
+    """Return the value that a number in the protocol stands for."""
     if value not in known:
         allowed = ", ".join(str(number) for number in known)
         raise refusal(what, value, "is not known to this server", f"give one of {allowed}")
@@ -102,6 +102,6 @@ def sentence(text: str, limits: Limits) -> str:
 
 
 def traceback(text: str, limits: Limits) -> str:
-    """Cut a traceback to its end, which has the cause."""
+    """Cut a traceback down to its end, which has the cause."""
     cut = len(text) - limits.traceback_chars
     return text if cut <= 0 else "..." + text[cut + 3 :]

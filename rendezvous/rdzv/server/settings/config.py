@@ -1,4 +1,4 @@
-"""The configuration of a running rdzvd: its limits and timings, and checks across settings."""
+"""A running rdzvd's configuration: its limits and timings, and checks across settings."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ PROTOCOL_VERSION = protocol.VERSION
 
 
 def oldest_protocol_version(ours: int) -> int:
-    """Return the oldest protocol that a server of `ours` accepts.
+    """Return the oldest protocol version that a server with version `ours` accepts.
 
-    It is the one before, so that servers may be upgraded before agents.
+    That is the version before, so that servers can be upgraded before agents.
     """
     return max(ours - 1, 1)
 
@@ -40,7 +40,7 @@ def oldest_protocol_version(ours: int) -> int:
 OLDEST_PROTOCOL_VERSION = oldest_protocol_version(PROTOCOL_VERSION)
 
 OTLP_ENVIRONMENT = "env"
-"""Stands for the collector's address in OTEL_EXPORTER_OTLP_ENDPOINT."""
+"""The value that stands for the collector's address in OTEL_EXPORTER_OTLP_ENDPOINT."""
 
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
@@ -100,17 +100,18 @@ class Limits:
     args_bytes: int = 128 * 1024
     """The arguments of a submitted job, which are stored with it and sent to each node."""
     env_bytes: int = 128 * 1024
-    """The environment of a submitted job, likewise; Linux allows as much in one variable."""
+    """The environment of a submitted job, likewise; Linux allows the same amount in one variable.
+    """
     env_variables: int = 1_000
-    """Variables in that environment."""
+    """The variables in that environment."""
     labels: int = 64
-    """Labels of a node, and labels that a job requires."""
+    """Labels that a node has, or that a job requires."""
     gpus: int = 1_024
     """GPUs of a node; machines have 8 or 16."""
     capacity: int = 1_024
     """Jobs that a node takes at once."""
     priority: int = 1_000_000
-    """The largest priority, and the smallest with its sign changed."""
+    """The largest priority; the smallest is the same with a minus sign."""
     failing_checks: int = 16
     """Failing checks that one node reports; one is enough to keep jobs off it."""
     failures: int = 64
@@ -129,11 +130,11 @@ class Limits:
 
     # Bounds on what is kept for callers.
     commands_at_once: int = 2_048
-    """The burst of commands that `commands_per_second` allows a node: far more than a hello."""
+    """The burst of commands that `commands_per_second` allows a node: far more than a hello has."""
     calls_per_connection: int = 1_024
     """Concurrent calls on one connection; further ones wait."""
     metadata_bytes: int = 8 * 1024
-    """Metadata of one call: a token and a trace context need far less."""
+    """The metadata of one call: a token and a trace context need far less."""
     log_window_least: int = 4 * 1024
     """The least `log_window` if many nodes share `log_buffer`."""
     log_positions: int = 65_536
@@ -143,43 +144,43 @@ class Limits:
     stack_takings: int = 8
     """Rounds whose stacks are being collected at once; each may use `stack_bytes` of memory."""
     stack_bytes: int = 384 * 1024
-    """Stacks that are kept of one round: well below the limit of a key-value record."""
+    """Stacks kept from one round: well below the limit of a key-value record."""
     stack_groups: int = 256
-    """Groups of workers of one round that have the same stack."""
+    """Groups of workers in one round, each with the same stack."""
     stack_threads: int = 64
-    """Threads of one worker that are kept; others are cut."""
+    """Threads kept per worker; others are cut."""
     stack_frames: int = 128
-    """Frames of one thread that are kept; others are cut."""
+    """Frames kept per thread; others are cut."""
     stack_workers: int = 256
-    """Workers in one message of a node: it sends them one by one."""
+    """Workers in one message from a node, which sends them one by one."""
     arrivals: int = 1 << 17
-    """Times in one report of a node on when its workers entered collectives."""
+    """Times in one of a node's reports on when its workers entered collectives."""
     clock_reasons: int = 16
     """Reasons for the clock of one GPU; NVML knows eleven."""
     record_groups: int = 64
-    """Process groups of one worker whose collectives are kept; others are cut."""
+    """Process groups per worker whose collectives are kept; others are cut."""
     record_entries: int = 64
-    """Collectives of one of them, likewise."""
+    """Collectives kept per process group; others are cut."""
     history_default: int = 200
-    """Rows that ListEvents returns if the caller gives no number."""
+    """Rows that ListEvents returns if the caller names no number."""
     pending_rows: int = 256
-    """Rows of history that wait for the next commit of their job before they get their own."""
+    """Rows of history that may wait for their job's next commit before they get their own."""
     tokens: int = 2_000
-    """Tokens of callers; all of them are in one key-value record."""
+    """Callers' tokens; all of them are in one key-value record."""
     stream_frames: int = 512
-    """Events that may wait for a reader of the stream: a minute's worth in a busy fleet. A slower
-    reader is dropped."""
+    """Events that may wait for a reader of the stream: a minute's worth in a busy fleet. Slower
+    readers are dropped."""
     stream_bytes: int = 8 * 1024 * 1024
-    """Their bytes, over all readers: twice the first state of ten thousand jobs."""
+    """The bytes of those events, over all readers: twice the initial state of ten thousand jobs."""
     http_log_bytes: int = 1024 * 1024
-    """Logs in one answer, over all RANKs, unless they are followed."""
+    """Bytes of logs in one answer, over all RANKs, unless they are followed."""
     http_log_lines: int = 10_000
     """The most lines of each file that can be requested in one answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """The driver's own timings; those of the cores are in `Tuning` and `NodesTuning`."""
+    """The driver's own timings; the cores' timings are in `Tuning` and `NodesTuning`."""
 
     # Settings.
     hello_timeout_ms: int = 10_000
@@ -189,7 +190,7 @@ class Timings:
     deaf_after_ms: int = 500
     store_retry_ms: int = 1_000
     ended_kept_ms: int = 30 * DAY_MS
-    """No job timeout is longer, so no node of the job still waits to learn how it ended."""
+    """No job timeout is longer, so no node is still waiting to learn how its job ended."""
     prune_every_ms: int = 60 * MINUTE_MS
     log_answer_ms: int = 10_000
     """Longer than a lease."""
@@ -205,36 +206,37 @@ class Timings:
     hear_every_ms: int = 1_000
     """Heartbeats enter the nodes core in one batch: well below the shortest lease of 5 s."""
     show_progress_every_ms: int = 1_000
-    """How often watchers see changes of progress alone: nodes report it once a second."""
+    """How often watchers are shown mere progress, which nodes report once a second."""
     watch_every_ms: int = 250
     """How often the event loop checks whether it was held up."""
     settle_ms: int = 1_000
     """After a pause of `deaf_after_ms`, pending messages are read before any deadline counts."""
     place_quiet_ms: int = 20
-    """The delay between a change and placement: changes that come together are handled as one."""
+    """The delay between a change and placement, so that changes that come together are handled as
+    one."""
     stacks_answer_ms: int = 10_000
-    """How long nodes have to answer a request for stacks: py-spy needs some 20 ms per worker."""
+    """How long nodes have to answer a request for stacks: py-spy needs about 20 ms per worker."""
     hang_gather_ms: int = 2_000
-    """How long other nodes of a round have to report hanging workers, too: all check within one
+    """How long a round's other nodes have to report hanging workers, too: all check within one
     second of each other."""
     min_ping_interval_ms: int = 300
-    """Clients may ping this often; otherwise gRPC ends them with "Too many pings"."""
+    """Clients may ping this often; gRPC disconnects faster ones with "Too many pings"."""
     stream_beat_ms: int = 5_000
-    """How often the HTTP API's stream sends something, so that a reader notices its end."""
+    """How often the HTTP API's stream sends something, so that readers notice when it breaks."""
     stream_rest_ms: int = 250
     """How long changes are gathered before readers of the stream see them."""
     stream_write_ms: int = 20_000
     """How long such a reader may accept no data before it is dropped: pages reconnect."""
     log_answer_most_ms: int = 30_000
-    """How long one HTTP answer waits for logs in total; then it shows what has arrived."""
+    """How long one HTTP answer waits for logs in total, before it shows what has arrived."""
     traces_close_ms: int = 2_000
     """How long a collector has to accept the last traces when the server stops."""
 
 
 def alter(held: Limits | Timings, name: str, value: int) -> None:
-    """Change one limit or timing of a running server, for all parts that hold it, on a reload.
+    """On a reload, change one limit or timing for all parts of a running server that hold it.
 
-    It takes effect only where the value is read at each use: `server_settings` marks those.
+    The change takes effect only where the value is read at each use: `server_settings` marks those.
     """
     # They are frozen against all other changes; only the event loop's thread reads them.
     object.__setattr__(held, name, value)
@@ -244,7 +246,7 @@ def check_otlp(text: str) -> None:
     """Refuse text that is not the address of a collector.
 
     Raises:
-        InvalidRequestError: it is neither a URL nor `env`.
+        InvalidRequestError: the text is neither a URL nor `env`.
 
     """
     url = urlsplit(text)
@@ -256,10 +258,10 @@ def check_otlp(text: str) -> None:
 
 
 def check_grafana(text: str) -> None:
-    """Refuse text that is not the address of a Grafana.
+    """Refuse text that is not the address of a Grafana server.
 
     Raises:
-        InvalidRequestError: it is no http or https URL, or has a query or a fragment.
+        InvalidRequestError: the text is not an http or https URL, or has a query or a fragment.
 
     """
     url = urlsplit(text)
@@ -281,10 +283,10 @@ _EXAMPLE = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 def default_data_dir() -> Path:
-    """Return the data folder to use if no setting names one.
+    """Return the data folder that is used if no setting names one.
 
-    systemd's `$STATE_DIRECTORY` if it is set, `/var/lib/rdzv` for root, else
-    `$XDG_STATE_HOME/rdzv`, which is `~/.local/state/rdzv`.
+    This is systemd's `$STATE_DIRECTORY` if set, `/var/lib/rdzv` for root, and otherwise
+    `$XDG_STATE_HOME/rdzv`, by default `~/.local/state/rdzv`.
     """
     if state_directory := os.environ.get("STATE_DIRECTORY"):
         return Path(state_directory.split(":", maxsplit=1)[0])
@@ -296,12 +298,12 @@ def default_data_dir() -> Path:
 
 @struct(frozen=True)
 class TlsFiles:
-    """The files for TLS connections; all are in PEM format."""
+    """The files for TLS connections, all in PEM format."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
-    """The CA of callers' certificates; None if callers need no certificate."""
+    """The CA for callers' certificates; None if callers need no certificate."""
     http_requires: bool = True
     """Whether HTTP callers need a certificate as well, if there is a client CA."""
     token_listen: Listen | None = None
@@ -309,7 +311,7 @@ class TlsFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All of them."""
+        """All these files."""
         return (self.cert, self.key, *((self.client_ca,) if self.client_ca else ()))
 
     def check(self) -> Certificate:
@@ -332,7 +334,7 @@ class TlsFiles:
 
 @struct(frozen=True)
 class OidcAccount:
-    """A service account, or with an empty name all of a namespace, and what it may do."""
+    """A service account (or, with an empty name, all of a namespace) and what it may do."""
 
     namespace: str
     name: str
@@ -357,7 +359,7 @@ class Oidc:
     keys_kept_s: float = 86_400
 
     def check(self) -> None:
-        """Check what can be checked without the issuer.
+        """Check whatever can be checked without the issuer.
 
         Raises:
             InvalidRequestError: a file cannot be used, or PyJWT is missing.
@@ -382,13 +384,13 @@ class Notify:
     style: str = "json"
     """The kind of webhook: json, slack or discord."""
     queued_after_ms: int = 600_000
-    """Report a job that has waited in the queue for this long; 0 to report none."""
+    """Report jobs that have waited in the queue for this long; 0 to report none."""
 
     def read_url(self) -> str:
         """Return the address of the webhook, from its file.
 
         Raises:
-            InvalidRequestError: the file cannot be read, or holds no such address.
+            InvalidRequestError: the file cannot be read, or does not begin with an address.
 
         """
         from rdzv.stores.etcd_config import first_line
@@ -405,7 +407,7 @@ class Notify:
 
 @struct(frozen=True)
 class RelayTo:
-    """The servers that a relay carries streams to, and what it shows them."""
+    """The servers to which a relay carries streams, and the credentials that it uses."""
 
     servers: tuple[Endpoint, ...]
     ca: Path | None = None
@@ -415,7 +417,7 @@ class RelayTo:
     token_file: Path | None = None
 
     def credentials(self) -> Credentials:
-        """Return what the relay shows.
+        """Return the relay's credentials.
 
         Raises:
             InvalidRequestError: a file cannot be used.
@@ -431,35 +433,35 @@ class RelayTo:
 
 @struct(frozen=True)
 class Config:
-    """The configuration of one rdzvd."""
+    """One rdzvd's configuration."""
 
     listen: Listen
     data_dir: Path
     store: str = "sqlite"
     insecure: bool = False
     tls: TlsFiles | None = None
-    """How connections are encrypted; None if they are not."""
+    """How connections are encrypted; None if they are not encrypted."""
     advertise: Listen | None = None
-    """Where nodes and operators reach this server, if not at its listen address."""
+    """Where nodes and operators reach this server, if that is not its listen address."""
     etcd: EtcdConfig | None = None
-    """The etcd that several servers share; set only with the store `etcd`."""
+    """The etcd cluster that several servers share; set only with the store `etcd`."""
     http: Listen | None = None
-    """Where /healthz, /readyz, /metrics and /sd are served; None if they are not."""
+    """Where /healthz, /readyz, /metrics and /sd are served; None if nowhere."""
     auth: bool = False
     """Whether every caller must authenticate."""
     oidc: Oidc | None = None
-    """The service accounts whose tokens are accepted; None if no such tokens are."""
+    """The service accounts whose tokens are accepted; None if no such tokens are accepted."""
     init_admin_token: Path | None = None
     """The file for the first admin's token, used while there is no other admin."""
     grafana: str | None = None
     otlp: str | None = None
     """Where rounds are sent as traces, by OTLP over HTTP, or `env`; None if they are not sent."""
     notify: Notify | None = None
-    """Where notifications are posted; None if there are none."""
+    """Where notifications are posted; None if none are."""
     c10d: Listen | None = None
-    """Where torch's own store is served for torchrun's own rendezvous; None if it is not."""
+    """Where torch's own store is served for torchrun's own rendezvous; None if nowhere."""
     c10d_python: str = sys.executable
-    """The interpreter that runs it; it needs torch."""
+    """The interpreter that runs torch's store; it needs torch."""
     relay: RelayTo | None = None
     """The servers to relay to; None if this is a server itself."""
     log_level: str = "info"
@@ -474,13 +476,14 @@ class Config:
         """Refuse an unsafe configuration, and files that cannot be used.
 
         Raises:
-            InvalidRequestError: it is unsafe, or a file is unusable; the message has the remedy.
+            InvalidRequestError: the configuration is unsafe, or a file is unusable; the message
+                has the remedy.
 
         """
         if not self.listen.loopback and not self.insecure and self.open:
             raise InvalidRequestError(
                 f"{self.listen} can be reached from other machines, and {self.open}; listen on "
-                f"loopback ({_EXAMPLE}), {self._remedy}, or give --insecure if everyone who can "
+                f"loopback ({_EXAMPLE}), {self._remedy}, or give --insecure if anyone who can "
                 "reach this port may run and end jobs"
             )
         if self.http is not None and not self.http.loopback and not self.insecure and self.open:
@@ -518,9 +521,9 @@ class Config:
 
     @property
     def open(self) -> str:
-        """Why every caller may do everything; empty if not every caller may."""
+        """Why any caller may do anything; empty if that is not so."""
         if self.tls is None and self.auth:
-            return "nothing here is encrypted, so anyone on the way may take a token"
+            return "nothing here is encrypted, so anyone on the network path can steal a token"
         if self.tls is None:
             return "nothing here is encrypted or authenticated"
         if self.tls.client_ca is None and not self.auth:
@@ -529,7 +532,7 @@ class Config:
 
     @property
     def exposed(self) -> str:
-        """The same as `open`, but empty if only this machine can reach the server."""
+        """As `open`, but empty if only this machine can reach the server."""
         token_listen = None if self.tls is None else self.tls.token_listen
         reached = [listen for listen in (self.listen, self.http, token_listen) if listen]
         return "" if all(listen.loopback for listen in reached) else self.open
@@ -542,7 +545,7 @@ class Config:
         return "give --tls-client-ca (`rdzvctl certs` makes one) or --auth=required"
 
     def _check_replica(self) -> None:
-        """Refuse a server with a shared store that nodes of the other servers could not reach."""
+        """Refuse a server on a shared store if nodes of the other servers could not reach it."""
         if (self.store == "etcd") != (self.etcd is not None):
             raise InvalidRequestError(
                 "--store=etcd and --etcd-endpoints=HOST:PORT,... go together; one is missing"
@@ -559,7 +562,7 @@ class Config:
             raise InvalidRequestError(
                 f"--c10d {c10d} can be reached from other machines, and torch's store encrypts and "
                 f"authenticates nothing; give a loopback address ({_EXAMPLE}), or give --insecure "
-                "if everyone who can reach this port may run code on the nodes of its jobs"
+                "if anyone who can reach this port may run code on the nodes of its jobs"
             )
         if c10d == self.listen and c10d.port:
             raise InvalidRequestError(

@@ -1,8 +1,8 @@
-"""Builds the `Config` of one rdzvd from its settings, and reloads it.
+"""Builds one rdzvd's `Config` from its settings, and reloads it.
 
 The file and the command line take the same settings; the command line wins. A reload changes the
-`Limits` and `Timings` that all parts of the server hold (`config.alter`), so these need not know
-about reloads.
+`Limits` and `Timings` that all parts of the server hold (`config.alter`), so the parts need not
+know about reloads.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ DEFAULT_FILE = Path("/etc/rdzv/rdzvd.toml")
 
 
 def make_config(settings: RdzvdSettings) -> Config:
-    """Build the configuration that the server runs with, and check it as a whole.
+    """Build the configuration that the server runs with, and check all of it.
 
     Raises:
-        InvalidRequestError: a file that it names is unusable, or settings contradict each other.
+        InvalidRequestError: a file named there is unusable, or settings contradict each other.
 
     """
     auth, tls = settings.auth, settings.tls
@@ -152,13 +152,13 @@ def _etcd(settings: RdzvdSettings) -> EtcdConfig | None:
 
 
 class Configuration:
-    """The configuration of one rdzvd, from its start and through its reloads."""
+    """One rdzvd's configuration, from its start through all reloads."""
 
     def __init__(self, file: Path | None, given: Mapping[str, object]) -> None:
         """Read the file, and the values `given` on the command line, which win.
 
         Raises:
-            InvalidRequestError: it has errors; all of them are listed.
+            InvalidRequestError: the configuration has errors; all of them are listed.
 
         """
         self._file = file or _default_file()
@@ -168,7 +168,7 @@ class Configuration:
 
     @property
     def source(self) -> str:
-        """The source of the configuration, for people."""
+        """Where the configuration comes from, for people."""
         given = any(value is not None for value in self._given.values())
         parts = [str(self._file)] if self._file else []
         parts += ["the command line"] if given else []
@@ -177,7 +177,7 @@ class Configuration:
     def reload(self, set_up_logging: Callable[[str, str], None]) -> bool:
         """Read the file again, apply what can be applied, and log the outcome.
 
-        If it has any error, nothing is changed. Return whether it was valid.
+        If the file has any error, nothing is changed. Return whether it was valid.
         """
         file = self._file or _default_file()
         try:
@@ -186,14 +186,14 @@ class Configuration:
             make_config(wanted.settings)
             change = compare(self.loaded, wanted)
         except InvalidRequestError as error:
-            log.error("the configuration is not reloaded, and nothing was changed: %s", error)
+            log.error("did not reload the configuration, nothing was changed: %s", error)
             return False
         self._file, self.loaded = file, change.loaded
         for line in change.lines:
             log.warning("configuration: %s", line)
         self._apply(change.applied, set_up_logging)
         log.info(
-            "the configuration is reloaded from %s: %d applied, %d wait for a restart",
+            "reloaded the configuration from %s: %d applied, %d waiting for a restart",
             *(self.source, len(change.applied), len(change.waiting)),
         )
         return True

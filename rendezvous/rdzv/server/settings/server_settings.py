@@ -1,6 +1,6 @@
-"""The settings of rdzvd: everything that rdzvd.toml may hold, with bounds, defaults and reasons.
+"""rdzvd's settings: everything that rdzvd.toml may have, with bounds, defaults and reasons.
 
-A setting with `sets` gives those fields of a `Config` their value, and has their default. A reload
+A setting with `sets` gives its value to those fields of a `Config`, and has their default. A reload
 changes only values that are read at each use.
 """
 
@@ -32,11 +32,11 @@ PARTS: dict[str, Any] = {
     "nodes_tuning": NodesTuning(),
     "quarantine": QuarantineTuning(),
 }
-"""By name, the parts of a `Config` that settings change, with their defaults."""
+"""The parts of a `Config` that settings change, by name, with their defaults."""
 
 
 def _sets(*fields: str, reason: str, **more: Any) -> Meta:
-    """Describe a setting that is the value of `Config` fields, named `part.field`."""
+    """Describe a setting whose value goes to these `Config` fields, each named `part.field`."""
     defaults = {getattr(PARTS[part], name) for part, name in (f.split(".") for f in fields)}
     assert len(defaults) == 1, f"{fields} have several defaults"
     default = defaults.pop() / 1000 if fields[0].endswith("_ms") else defaults.pop()
@@ -111,7 +111,7 @@ def _account(settings: "OidcAccount") -> str:
 
 
 class OidcAccount(Table, frozen=True, kw_only=True):
-    """A service account of Kubernetes, or all of one namespace, and what they may do."""
+    """One Kubernetes service account, or all of a namespace, and what they may do."""
 
     rules = (Rule(("roles", "known_as"), _account),)
 
@@ -121,7 +121,7 @@ class OidcAccount(Table, frozen=True, kw_only=True):
         check=_kubernetes_name, default_words="every account of the namespace", reason="""
         The account. A table with a name wins over the one of its namespace without.""")] = None
     roles: Annotated[tuple[str, ...], setting(check=_role, reason="""
-        The roles of the account, of read, submit, node, relay and admin.""")]
+        The account's roles: any of read, submit, node, relay and admin.""")]
     known_as: Annotated[Literal["account", "namespace", "node"], setting(reason="""
         The caller's name, and so whose jobs are its own: ACCOUNT@NAMESPACE; the namespace, whose
         accounts then share their jobs; or the node that its pod runs on, for agents.""",
@@ -129,7 +129,7 @@ class OidcAccount(Table, frozen=True, kw_only=True):
 
 
 class Oidc(Table, frozen=True):
-    """Callers that are proven by Kubernetes: pods with a token of their service account."""
+    """Callers proven by Kubernetes: pods with a token for their service account."""
 
     issuer: Annotated[str | None, setting(
         unit="https URL", check=_issuer, default_words="none: such tokens are refused", reason="""
@@ -200,8 +200,8 @@ class Notify(Table, frozen=True):
     """A webhook for notifications: a run has ended, a node is quarantined, a job waits too long."""
 
     url_file: Annotated[Path | None, setting(default_words="no notifications", reason="""
-        The webhook's address: the first line of this file. Whoever knows it may post there, so only
-        rdzvd should be able to read it.""")] = None
+        The webhook's address: the first line of this file. Anyone who knows it can post there, so
+        only rdzvd should be able to read it.""")] = None
     style: Annotated[Literal["json", "slack", "discord"], setting(reason="""
         The body that is posted: json has the event's fields and a sentence in `text`; slack (also
         for Mattermost and Rocket.Chat) has the sentence in `text`, discord in `content`.""",
@@ -239,14 +239,14 @@ class Lease(Table, frozen=True):
 
 
 class Forming(Table, frozen=True):
-    """How rounds form."""
+    """When rounds form."""
 
     gather_quiet: Annotated[Duration, _sets(
         "tuning.gather_quiet_ms", ge=0, le=10 * MINUTE, reason="""
         New nodes are admitted to a running job when no other has come for this time, so that
         several cost one restart.""")]
     gather: Annotated[Duration, _sets("tuning.gather_ms", ge=0, le=HOUR, reason="""
-        They are admitted at the latest this long after the first of them.""")]
+        They are admitted no later than this long after the first of them.""")]
     claims_quiet: Annotated[Duration, _sets("tuning.claims_quiet_ms", ge=1, le=HOUR, reason="""
         A server without memory learns a round from the reports of its nodes: when no new report has
         come for this time, nodes that sent none are given up.""")]
@@ -318,7 +318,7 @@ class Retention(Table, frozen=True):
 
 
 class LimitSettings(Table, frozen=True):
-    """Limits of what is accepted, and kept for callers."""
+    """Limits on what is accepted, and on what is kept for callers."""
 
     jobs: Annotated[int, _sets(
         "limits.jobs", ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
@@ -388,7 +388,7 @@ class LimitSettings(Table, frozen=True):
 
 
 class TimingSettings(Table, frozen=True):
-    """The server's own times."""
+    """The server's own timings."""
 
     ping_interval: Annotated[Duration, _sets("timings.ping_interval_ms", ge=1, le=HOUR, reason="""
         How often a silent connection is pinged; keep it below the idle timeout of firewalls on the
@@ -476,7 +476,7 @@ def _oidc_together(settings: "RdzvdSettings") -> str:
         return "`oidc.issuer` without any [[oidc.account]] lets nobody in; give both"
     named = [f"{one.namespace}/{one.name or 'every account'}" for one in oidc.account]
     if twice := sorted({name for name in named if named.count(name) > 1}):
-        return f"[[oidc.account]] has {', '.join(twice)} twice; leave one table of it"
+        return f"[[oidc.account]] has {', '.join(twice)} twice; leave only one table"
     if settings.tls.cert is None:
         return "tokens are taken by TLS alone; with `oidc.issuer`, give `tls.cert` and `tls.key`"
     if settings.auth == "none":
@@ -511,7 +511,7 @@ def _relay_alone(settings: "RdzvdSettings") -> str:
 
 # fmt: off
 class RdzvdSettings(Table, frozen=True, kw_only=True):
-    """Everything that rdzvd.toml may hold."""
+    """Everything that rdzvd.toml may have."""
 
     program = "rdzvd"
     rules = (
@@ -548,12 +548,12 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         Send rounds as traces to this OpenTelemetry collector, by OTLP over HTTP; `env`: to
         OTEL_EXPORTER_OTLP_ENDPOINT. Needs rdzv[otel].""")] = None
     insecure: Annotated[bool, setting(reason="""
-        Listen beyond loopback without encryption or authentication: everyone who reaches the port
-        may run and end jobs.""")] = False
+        Listen beyond loopback without encryption or authentication: anyone who can reach the
+        port can run and end jobs.""")] = False
     auth: Annotated[Literal["none", "required"] | None, setting(
         default_words="required with `tls.client_ca` or `oidc.issuer`, else none", reason="""
         Whether callers must authenticate, by a client certificate or a token; docs/roles.md says
-        what each may do then. `none`: everyone may do everything.""")] = None
+        what each may do then. `none`: anyone may do anything.""")] = None
     init_admin_token: Annotated[Path | None, setting(default_words="none", reason="""
         While no admin token exists, the token in this file becomes one; a missing file is created.
         Only with `auth` = required.""")] = None

@@ -1,4 +1,4 @@
-"""The /metrics of jobs that form in torch's own store, from observations of that store."""
+"""The /metrics of jobs that form in torch's own store, as observed there."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rdzv.core.model import JobState, NodeState
 
 _LIVE = (JobState.JOINING, JobState.RUNNING)
 _HERE = (NodeState.SEATED, NodeState.WAITING, NodeState.SPARE, NodeState.LOST)
-"""States of a node there. A lost node counts, since its loss does not make the group re-form."""
+"""States of a node that counts. A lost node does: its loss does not make the group re-form."""
 
 
 def c10d_metrics(views: Iterable[JobView]) -> Iterator[Metric]:
-    """Yield the metrics of these jobs; none for those that are closed."""
+    """Yield the metrics of these jobs, except for closed ones."""
     live = [view for view in views if view.state in _LIVE]
     jobs = Tally(view.state for view in live)
     family = GaugeMetricFamily(

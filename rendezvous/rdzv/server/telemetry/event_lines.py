@@ -1,4 +1,4 @@
-"""Converts events to rows of history and to log lines, both with the same fields."""
+"""Converts events to rows of history and to log lines, with the same fields in both."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def records(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tup
 
 
 def publish(rows: Sequence[Record], events: Sequence[Event]) -> None:
-    """Write one line to the log for each event."""
+    """Write a log line for each event."""
     for row, event in zip(rows, events, strict=True):
         extra = {"rdzv_id": row.rdzv_id, "run": row.run, "event": row.name}
         log.log(_level(event), "%s: %s", row.rdzv_id, sentence(kept(event)), extra=extra)

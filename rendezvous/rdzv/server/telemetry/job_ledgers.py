@@ -1,4 +1,4 @@
-"""Sums the ledgers of a server's jobs, for /metrics: how the jobs spend their time.
+"""Sums up the ledgers of a server's jobs for /metrics: how the jobs spend their time.
 
 A job counts from the moment this server learns of it, over all its runs.
 """
@@ -16,12 +16,12 @@ from rdzv.view import history
 from rdzv.view.ledger import Book
 
 _NO_MATTER = frozenset({"NodeStopped", "NodeSucceeded"})
-"""Events of single nodes that do not change how time is spent."""
+"""Events about single nodes that do not change how time is spent."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """The present or last run of a job, and the sums of the runs before it."""
+    """A job's present or last run, and the sums over the runs before it."""
 
     book: Book
     earlier: Counter[str] = field(default_factory=Counter)

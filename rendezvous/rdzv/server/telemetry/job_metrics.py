@@ -1,7 +1,7 @@
 """The /metrics of each job: its counters and its present state.
 
 They are written as text here, without prometheus-client: there may be hundreds of thousands of
-lines, and nodes wait for the event loop meanwhile. One job takes a fraction of a millisecond.
+lines, and nodes wait for the event loop meanwhile. This takes a fraction of a millisecond per job.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CHANGES = ("joined", "left", "lost", "replaced")
 """The kinds of change in a job's membership."""
 
 STOP, FORM = "stop", "form"
-"""Phases of a recovery: until the last node has stopped; from then until the next round."""
+"""Phases of a recovery: until the last node has stopped, and from then until the next round."""
 
 # ------------------------------------------------------------------ one job's counters
 
 
 @dataclass(slots=True)
 class Sum:
-    """The number and total duration of one kind of event."""
+    """How often one kind of event happened, and its total duration."""
 
     count: int = 0
     ms: int = 0
@@ -44,18 +44,18 @@ class Sum:
 
 @dataclass(slots=True)
 class JobTally:
-    """Counters of one run of a job, since this server knows it."""
+    """Counters for one run of a job, since this server learned of it."""
 
     since_ms: int
     ended_ms: int | None = None
     final: JobState | None = None
-    """The state in which it ended; None if it has not ended."""
+    """The state in which the run ended; None if it has not ended."""
     running_ms: int = 0
-    """How long rounds were live, except for the present one."""
+    """How long rounds were live, not counting the present one."""
     running_since_ms: int | None = None
     round_ended_ms: int | None = None
     settled_ms: int | None = None
-    """When all nodes had stopped after the last round; None if unknown."""
+    """When the last node had stopped after the last round; None if unknown."""
     failures: int = 0
     restarts: int = 0
     completed: int = 0
@@ -89,7 +89,7 @@ class JobTally:
         return self.running_ms + max(now_ms - since_ms, 0)
 
     def elapsed_until(self, now_ms: int) -> int:
-        """Return the time in milliseconds for which this run was counted."""
+        """Return for how many milliseconds this run was counted."""
         return max((now_ms if self.ended_ms is None else self.ended_ms) - self.since_ms, 0)
 
 
@@ -97,7 +97,7 @@ class JobTally:
 
 
 def node_states(state: State) -> Tally[NodeState]:
-    """Count a job's nodes by state, as `status` shows them, without describing each."""
+    """Count a job's nodes by state, as shown by `status`, without describing each."""
     membership, away = state.membership, state.away
     round_ = membership.round
     found: Tally[NodeState] = Tally()
@@ -130,9 +130,9 @@ def missing_nodes(state: State) -> int:
 
 
 def why_not_running(state: State) -> str:
-    """Return in a few words why no round is live; empty if one is, or if the run has ended.
+    """Say in a few words why no round is live; empty if one is, or if the run has ended.
 
-    `explain` makes a more detailed sentence from the same state.
+    `explain` gives a more detailed sentence for the same state.
     """
     match job_state(state):
         case JobState.QUEUED | JobState.STOPPING as present:
@@ -212,7 +212,7 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
     ),
     "rdzv_job_straggling_ranks": (
         "gauge",
-        "Workers that are slow for a while: by their rate, or by when they enter collectives.",
+        "Workers that have been slow for a while, by their rate or by when they enter collectives.",
     ),
     "rdzv_job_straggler_wait_ratio": (
         "gauge",
@@ -220,12 +220,12 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
     ),
     "rdzv_job_snapshot_step": (
         "gauge",
-        "Newest step of which participants hold every part in memory; absent if there is none.",
+        "Newest step for which participants hold every part in memory; absent if there is none.",
     ),
     "rdzv_job_snapshot_age_seconds": ("gauge", "Time since that step became whole."),
     "rdzv_job_snapshot_lost_steps": (
         "gauge",
-        "Steps that would be done again if all workers failed now.",
+        "Steps that would be redone if all workers failed now.",
     ),
     "rdzv_job_snapshots": (
         "gauge",
@@ -262,7 +262,7 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "Time after a round's end: until all have stopped, and from then to the next round.",
     ),
 }
-"""The metrics of each job: type and help text. The label `rdzv_id` names the job."""
+"""The metrics of each job, with type and help text. The label `rdzv_id` names the job."""
 
 
 class JobPage:
@@ -301,7 +301,7 @@ class JobPage:
             self._add_progress(job, progress)
 
     def _add_budgets(self, job: str, membership: Membership) -> None:
-        """Write what a job has spent of its budgets other than restarts, and their limits."""
+        """Write how much of its budgets (other than restarts) a job has spent, and their limits."""
         spent, settings = membership.spent, membership.settings
         for name, value in (
             ("preemptions_spent", spent.preemptions),
@@ -315,7 +315,7 @@ class JobPage:
                 self._add(f"rdzv_job_{name}", job, value)
 
     def add_straggling(self, state: State, stragglers: Sequence[Straggler]) -> None:
-        """Write how many of a live job's workers straggle, and for how long others wait."""
+        """Write how many of a live job's workers straggle, and how much others wait for them."""
         job = _label("rdzv_id", state.membership.rdzv_id)
         self._add("rdzv_job_straggling_ranks", job, len(stragglers))
         most = max((one.wait_share or 0.0 for one in stragglers), default=0.0)
@@ -324,7 +324,7 @@ class JobPage:
     def add_snapshots(
         self, state: State, snapshots: SnapshotsKnown, progress: Sequence[RankProgress], now_ms: int
     ) -> None:
-        """Write what nodes hold in memory of a live job's state."""
+        """Write which snapshots of a live job's state nodes hold in memory."""
         job, add = _label("rdzv_id", state.membership.rdzv_id), self._add
         if (mark := snapshots.whole) is not None:
             add("rdzv_job_snapshot_step", job, mark.step)
@@ -337,7 +337,7 @@ class JobPage:
             add("rdzv_job_snapshot_bytes", job, sum(one.bytes for one in held))
 
     def _add_progress(self, job: str, progress: Sequence[RankProgress]) -> None:
-        """Write extremes and median of a job's workers; a series per worker would be unbounded."""
+        """Write extremes and median over a job's workers; a series for each would be unbounded."""
         add = self._add
         steps = sorted(one.step for one in progress)
         ages = [one.age_ms for one in progress]
@@ -398,14 +398,14 @@ class JobPage:
         self._lines[name].append(f"{name}{{{labels}}} {value}\n")
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the text of one metric at a time, and free each at once: freeing all takes long."""
+        """Yield the metrics' text one by one, and free each at once: freeing all takes long."""
         for name, (kind, text) in JOB_METRICS.items():
             head = f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
             yield (head + "".join(self._lines.pop(name))).encode()
 
 
 def _label(name: str, value: str) -> str:
-    r"""Write a label with its value, escaped as necessary.
+    r"""Format a label with its value, escaped as necessary.
 
     >>> print(_label("rdzv_id", 'a "b"\\c'))
     rdzv_id="a \"b\"\\c"

@@ -1,10 +1,10 @@
-"""The /metrics page of rdzvd; `docs/metrics.md` lists it.
+"""rdzvd's /metrics page; `docs/metrics.md` lists the metrics.
 
-Counters and histograms are fed by the events that make log and history, so they always agree. They
+Counters and histograms are fed by the same events as log and history, so they always agree. They
 count from the start of this process, so in a server that takes over they start from zero. Gauges
 are computed from the present state at each scrape.
 
-The server's own metrics use prometheus-client. Those of the jobs come from `job_metrics`, a slice
+The server's own metrics use prometheus-client. The jobs' metrics come from `job_metrics`, a slice
 of jobs at a time.
 """
 
@@ -59,22 +59,22 @@ from rdzv.stores.base import Record
 from rdzv.view.answers import event_in
 
 SLICE_JOBS = 50
-"""The number of jobs written before other tasks run; it takes two or three milliseconds."""
+"""How many jobs are written before other tasks run; this takes two or three milliseconds."""
 
 ENDED_JOBS = 1_000
 """The most ended jobs that are still shown."""
 
 KEPT, NEW = "kept", "new"
-"""The workers of a round: those that took part in the one before, and the others."""
+"""Workers of a round: those that took part in the one before, and the others."""
 
 STARTS = tuple(WorkerStart)
-"""How workers were started for their rounds, as their nodes report."""
+"""How workers were started for their rounds, as reported by nodes."""
 
 FIRST, AGAIN = "first", "again"
 """Kinds of formation: of a run's first round, and of any later one."""
 
 NO_CAUSE = "none"
-"""The cause given to a hang if the records show none."""
+"""The cause named for a hang if the records show none."""
 
 _LIVE_STATES = (JobState.QUEUED, JobState.JOINING, JobState.RUNNING, JobState.STOPPING)
 _RESULT_STATE = {result: JobState(result.value) for result in Result}
@@ -99,7 +99,7 @@ class Metrics(Meter, Collector):
         c10d: Callable[[], Iterable[JobView]] | None = None,
         expires: Callable[[], datetime] | None = None,
     ) -> None:
-        """`look` returns the server's present figures, or None while it does not lead.
+        """`look` returns the server's current figures, or None while it does not lead.
 
         `c10d` returns the jobs in torch's own store; it is None if this server serves no such
         store. `expires` returns the expiry of the server's certificate; it is None if it has no
@@ -116,7 +116,7 @@ class Metrics(Meter, Collector):
         self._tallies: dict[str, JobTally] = {}
         self._ledgers = JobLedgers()
         self._ended: dict[str, JobTally] = {}
-        """Jobs that have ended, in the order of their ends."""
+        """Jobs that have ended, in the order in which they ended."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._count_events(self._registry)
@@ -237,7 +237,7 @@ class Metrics(Meter, Collector):
         tally.follow(state, now_ms)
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Record how jobs spend their time, how workers started, and hangs: no step has these."""
+        """Record what no step contains: how jobs spend time, how workers started, and hangs."""
         self._ledgers.recorded(rows)
         for row in rows:
             if row.name == "StacksTaken":
@@ -357,21 +357,21 @@ class Metrics(Meter, Collector):
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Time the commit in the body; one that raises does not count."""
+        """Time the commit in the body; a commit that raises does not count."""
         began_s = self._now_s()
         yield
         self._commits.observe(self._now_s() - began_s)
 
     def store_failed(self, *, writes: bool) -> None:
-        """Count a call that the store did not answer, or a write that it did not take."""
+        """Count a call that the store did not answer, or a write that it did not accept."""
         self._store_errors.labels("write" if writes else "read").inc()
 
     def call_refused(self, code: str) -> None:
-        """Count a call that its caller may not make, by the code of the refusal."""
+        """Count a refused call, by the error code of the refusal."""
         self._calls_refused.labels(code).inc()
 
     def loop_late(self, late_ms: int) -> None:
-        """Record by how much the event loop was late for a timer."""
+        """Record how late the event loop was for a timer."""
         self._lag.observe(max(late_ms, 0) / 1000)
 
     def stream_opened(self) -> None:
@@ -467,7 +467,7 @@ class Metrics(Meter, Collector):
         )
         yield by_label(
             "rdzv_nodes_barred",
-            "Nodes on which no submitted job is placed until an operator lifts that.",
+            "Nodes on which no submitted job is placed until an operator allows it.",
             "by",
             room.nodes_barred,
         )
@@ -528,12 +528,12 @@ class Metrics(Meter, Collector):
 
 
 def _known(states: Iterable[State]) -> Iterator[State]:
-    """Yield jobs that nodes have joined and that have not ended."""
+    """Yield the jobs that nodes have joined and that have not ended."""
     return (s for s in states if s.membership.run and s.membership.ended is None)
 
 
 def _replaced(last: Round, round_: Round) -> int:
-    """Count the seats of a round that another node holds in the next."""
+    """Count the seats of a round that other nodes hold in the next."""
     before = {participant.node_id for participant in last.participants}
     after = {participant.node_id for participant in round_.participants}
     return min(len(before - after), len(after - before))

@@ -1,6 +1,6 @@
 """The interface through which the driver reports to metrics.
 
-`Meter` counts nothing; `metrics.Metrics` does. So a server without /metrics loads no metrics
+`Meter` itself counts nothing; `metrics.Metrics` does. So a server without /metrics loads no metrics
 library.
 """
 
@@ -21,14 +21,14 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Room:
-    """Resources of all nodes for submitted jobs, and their free share."""
+    """All nodes' resources for submitted jobs, and how much of them is free."""
 
     gpus: Mapping[str, int] = field(default_factory=dict)
-    """GPUs by state: free, taken, or unusable, on a node where nothing can be placed now."""
+    """GPUs by state: free, taken, or unusable (on a node where nothing can be placed now)."""
     places: Mapping[str, int] = field(default_factory=dict)
-    """Slots for jobs that nodes run at once, by the same states."""
+    """How many jobs nodes can run at once, by the same states."""
     nodes_barred: Mapping[str, int] = field(default_factory=dict)
-    """Nodes on which nothing is placed until an operator allows it, by what bars them."""
+    """Nodes on which nothing is placed until an operator allows it, by what bars each."""
     drains: Mapping[str, int] = field(default_factory=dict)
     """Nodes that leave all their jobs, by progress: draining, drained."""
 
@@ -44,26 +44,26 @@ class Figures:
     nodes_away: int
     watchers: int
     store_away_ms: int
-    """How long the store has been away; 0 while it is there."""
+    """How long the store has been away; 0 while it is available."""
     states: tuple[State, ...]
-    """Every job in memory, which is every job that has not ended."""
+    """Every job in memory, which includes all that have not ended."""
     straggling: Callable[[State], Sequence[Straggler]] = lambda state: ()
-    """The workers of a job that straggle."""
+    """Returns the stragglers of a job."""
     snapshots: Callable[[State], SnapshotsKnown] = lambda state: SnapshotsKnown()
-    """What is known of the snapshots of a job's state in memory."""
+    """Returns what is known about a job's snapshots in memory."""
     progress: Callable[[State], Sequence[RankProgress]] = lambda state: ()
-    """The progress of a job's workers, as far as reported."""
+    """Returns the progress of a job's workers, as far as reported."""
     lease_ms: int = 0
     """The lease that a node gets if it connects now."""
     silence_ms: int = 0
     """The longest silence of any node with a stream."""
     room: Callable[[], Room] = Room
-    """Resources of all nodes for submitted jobs; computing them looks at every job and every
-    node."""
+    """Returns all nodes' resources for submitted jobs, after looking at every job and every node.
+    """
 
 
 class Meter:
-    """Receives all events through the same calls that write log and history. Never waits."""
+    """Receives all events, through the same calls that write log and history. It never waits."""
 
     def loaded(self, state: State, now_ms: int) -> None:
         """Note a job that was loaded from the store."""
@@ -82,10 +82,10 @@ class Meter:
         return nullcontext()
 
     def store_failed(self, *, writes: bool) -> None:
-        """Note a call that the store did not answer, or a write that it did not take."""
+        """Note a call that the store did not answer, or a write that it did not accept."""
 
     def loop_late(self, late_ms: int) -> None:
-        """Note by how much the event loop was late for a timer."""
+        """Note how late the event loop was for a timer."""
 
     def stream_opened(self) -> None:
         """Note a node's new stream."""

@@ -1,8 +1,8 @@
 """Posts notifications to a webhook: a run has ended, a node is quarantined, a job waits too long.
 
-They are made from the same rows as log and history, and are posted as JSON. No step waits for
-them: they go into a bounded queue, from which a task posts them one by one. A post that fails
-is repeated a few times, then dropped and logged.
+They are made from the same rows as log and history, and posted as JSON. No step waits for them:
+they go into a bounded queue, from which a task posts them one by one. A post that fails is repeated
+a few times, then dropped and logged.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rdzv.view.answers import event_in
 log = logging.getLogger("rdzv.notifications")
 
 WAITING = 200
-"""The size of the queue of notifications."""
+"""The most notifications that may wait in the queue."""
 
 WITHIN_S = 10.0
 """How long the webhook may take to answer."""
 
 RETRY_AFTER_S = (1.0, 5.0, 30.0)
-"""The waits before a post that failed is repeated."""
+"""How long to wait before each repetition of a failed post."""
 
 CLOSE_WITHIN_S = 2.0
-"""How long a stopping server continues to post."""
+"""How long a server that is stopping continues to post."""
 
 _REPORTED = ("RunEnded", "NodeQuarantined")
 
@@ -71,14 +71,14 @@ class Notification:
 
 
 Post = Callable[[Notification], Awaitable[None]]
-"""Posts a notification; raises `OSError`, `aiohttp.ClientError` or `TimeoutError` if it failed."""
+"""Posts a notification; raises `OSError`, `aiohttp.ClientError` or `TimeoutError` on failure."""
 
 
 class Notifications(Meter):
-    """Makes notifications from rows of history and posts them. `notifying` creates it."""
+    """Makes notifications from rows of history, and posts them. Made by `notifying`."""
 
     def __init__(self, post: Post, queued_after_s: float) -> None:
-        """Report jobs that have waited in the queue for `queued_after_s`, unless that is 0."""
+        """Report jobs once they have waited in the queue for `queued_after_s`, unless that is 0."""
         self._post = post
         self._queued_after_s = queued_after_s
         self._waiting: deque[Notification] = deque()
@@ -93,7 +93,7 @@ class Notifications(Meter):
                 self._put(notification)
 
     def forget_jobs(self) -> None:
-        """Forget all jobs: this server no longer leads, and another one reports on them now."""
+        """Forget all jobs: this server no longer leads, so another one reports on them now."""
         for timer in self._queued.values():
             timer.cancel()
         self._queued.clear()
@@ -151,12 +151,12 @@ class Notifications(Meter):
             await self.drain()
 
     async def drain(self) -> None:
-        """Post all notifications that wait."""
+        """Post all waiting notifications."""
         while self._waiting:
             await self._deliver(self._waiting[0])
             self._waiting.popleft()
             if self._dropped:
-                log.warning("%d notifications were dropped: too many at once", self._dropped)
+                log.warning("dropped %d notifications: too many at once", self._dropped)
                 self._dropped = 0
 
     async def _deliver(self, notification: Notification) -> None:
@@ -168,14 +168,14 @@ class Notifications(Meter):
             except (OSError, aiohttp.ClientError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
             if wait_s is None:
-                log.warning("a notification is dropped (%s): %s", why, notification.text)
+                log.warning("dropped a notification (%s): %s", why, notification.text)
             else:
                 await asyncio.sleep(wait_s)
 
 
 @asynccontextmanager
 async def notifying(notify: Notify) -> AsyncIterator[Notifications]:
-    """Post notifications until the body ends, and those still waiting for `CLOSE_WITHIN_S` more.
+    """Post notifications until the body ends, then post waiting ones for up to `CLOSE_WITHIN_S`.
 
     Raises:
         InvalidRequestError: the address of the webhook cannot be read.
@@ -207,4 +207,4 @@ async def _finish(notifications: Notifications) -> None:
         async with asyncio.timeout(CLOSE_WITHIN_S):
             await notifications.drain()
     except TimeoutError:
-        log.warning("the last notifications are dropped: the webhook does not take them in time")
+        log.warning("dropped the last notifications: the webhook did not accept them in time")

@@ -1,7 +1,7 @@
-"""Sends spans to an OpenTelemetry collector, by OTLP over HTTP, from the SDK's own thread.
+"""Sends spans to an OpenTelemetry collector by OTLP over HTTP, from the SDK's own thread.
 
 OTEL_* variables set further options: headers, certificates, timeouts, sampling, limits, resource
-names. This module needs the extra `rdzv[otel]`, and is loaded only where traces are sent.
+names. This module needs the extra `rdzv[otel]`, and is loaded only if traces are sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PATH = "/v1/traces"
 
 
 class _Names(IdGenerator):
-    """Generates ids from the next span's names, so that all servers generate the same ones."""
+    """Derives ids from the next span's names, so that all servers generate the same ones."""
 
     def __init__(self) -> None:
         self.trace_id = self.span_id = 0
@@ -63,10 +63,10 @@ def _digest(size: int, *names: str) -> int:
 
 
 class OtlpSender:
-    """Queues spans and sends them from a thread. Drops spans if too many wait, or if refused."""
+    """Queues spans and sends them from a thread. Spans are dropped if refused, or if too many."""
 
     def __init__(self, endpoint: str, version: str) -> None:
-        """Send to `endpoint`, or with `env` to the address in OTEL_EXPORTER_OTLP_ENDPOINT.
+        """Send to `endpoint` or, if that is `env`, to the address in OTEL_EXPORTER_OTLP_ENDPOINT.
 
         Raises:
             InvalidRequestError: an OTEL_* variable is invalid.
@@ -107,7 +107,7 @@ class OtlpSender:
         made.end(_ns(span.until_ms))
 
     def _below(self, span: TraceSpan, key: str) -> Context:
-        """Return the context of the parent span, which is sent later, and whether it is sampled."""
+        """Return the context of the parent span, which is sent later; it says whether to sample."""
         trace_id = trace_id_of(span)
         decision = self._provider.sampler.should_sample(None, trace_id, span.name).decision
         sampled = decision is Decision.RECORD_AND_SAMPLE
@@ -133,7 +133,7 @@ class OtlpSender:
             async with asyncio.timeout(within_ms / 1000):
                 await done.wait()
         except TimeoutError:
-            log.warning("the last traces are dropped: %s does not accept them", self._to)
+            log.warning("dropped the last traces: %s does not accept them", self._to)
 
 
 def _ns(ms: int) -> int:

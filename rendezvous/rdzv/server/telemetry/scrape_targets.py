@@ -1,7 +1,7 @@
-"""The addresses at which agents serve /metrics, as they have reported them; /sd lists them.
+"""The addresses at which agents, by their own reports, serve /metrics; /sd lists them.
 
 A lost node stays on the list for a while: if it were removed at once, Prometheus would forget it,
-and no alert would report that it no longer answers.
+and no alert would say that it no longer answers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class ScrapeTargets:
         self._most = most
         self._present: dict[str, str] = {}
         self._lost: dict[str, tuple[str, int]] = {}
-        """By node_id: the address and the time of the loss, in the order of the losses."""
+        """By node_id: the address and the time of the loss, in the order of losses."""
 
     def note(self, node_id: str, address: str) -> None:
-        """Record the address of a node that connects, unless it is empty."""
+        """Record the address of a node that has connected, unless the address is empty."""
         self._lost.pop(node_id, None)
         self._present.pop(node_id, None)
         if address:

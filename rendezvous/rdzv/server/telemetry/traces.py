@@ -3,7 +3,7 @@
 Spans are made from the same rows as log and history, by the same mapping as in `rdzvctl trace`. A
 round is sent once all nodes have stopped after it, and a run when it has ended.
 
-No step waits for them: rows go into a bounded queue, from which a task takes them. The task keeps
+No step waits for this: rows go into a bounded queue, from which a task takes them. The task keeps
 only the last round of a run. A run that this server has not seen from its beginning is first read
 from history. Ids derive from names, so spans sent by another server belong to the same trace.
 """
@@ -29,23 +29,22 @@ from rdzv.view.spans import Span, about, spans_of, went_wrong
 log = logging.getLogger("rdzv.traces")
 
 ROWS = 10_000
-"""Rows that may wait to be processed: more than the largest job makes in one round."""
+"""How many rows may wait to be processed: more than the largest job makes in one round."""
 
 PAST = 500
-"""How many rows of history are read for a run that began before this server led."""
+"""How many rows of history to read for a run that began before this server led."""
 
 HAPPENINGS = 100
-"""The most rows that one round shows. The first ones count, since the cause of an end comes
-first."""
+"""The most rows that one round shows: the first ones, since the cause of its end comes first."""
 
 ENDED = 1_000
-"""How many sent runs are remembered, so that late rows do not open them again."""
+"""How many sent runs are remembered, so that late rows do not reopen them."""
 
 SLICE = 100
-"""The number of rows processed before other tasks run; it takes less than a millisecond."""
+"""How many rows are processed before other tasks run; this takes less than a millisecond."""
 
 SUMMED_UP = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
-"""Events that each node has in each round; spans have the number of nodes instead."""
+"""Events that every node has in every round; spans give the number of nodes instead."""
 
 Attribute = str | int | Sequence[str]
 
@@ -57,20 +56,20 @@ class TraceSpan:
     rdzv_id: str
     run: str
     key: str
-    """The span's key, unique in its trace; empty for the span of the run itself."""
+    """The span's key, unique within its trace; empty for the run's own span."""
     parent: str | None
     name: str
     since_ms: int
     until_ms: int
     attributes: Mapping[str, Attribute]
     wrong: str = ""
-    """Why it ended badly; empty if it did not."""
+    """What went wrong; empty if nothing did."""
     happenings: tuple[tuple[int, str, str], ...] = ()
-    """Events of the span, each as its time, its name and its line."""
+    """Events of the span, each with its time, name and line."""
 
 
 Send = Callable[[TraceSpan], None]
-"""Takes a span at once, or drops it; never waits."""
+"""Accepts a span at once, or drops it; never waits."""
 
 ReadHistory = Callable[[str, int], Awaitable[Sequence[Record]]]
 
@@ -85,15 +84,15 @@ class _Tale:
 
 
 class Traces(Meter):
-    """Makes spans from rows of history. `tracing` creates it."""
+    """Makes spans from rows of history. Made by `tracing`."""
 
     def __init__(self, history: ReadHistory, send: Send, most_rows: int = ROWS) -> None:
-        """`history` reads a run's past, `send` takes spans."""
+        """`history` reads a run's past; `send` accepts spans."""
         self._history = history
         self._send = send
         self._most_rows = most_rows
         self._rows: deque[Record | None] = deque()
-        """None marks the point from which all known facts about runs are out of date."""
+        """None marks the point where all known facts about runs become out of date."""
         self._news = asyncio.Event()
         self._dropped = 0
         self._tales: dict[str, _Tale] = {}
@@ -101,7 +100,7 @@ class Traces(Meter):
         self._ended: dict[tuple[str, str], None] = {}
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Queue rows of history. Too many at once are dropped, and logged."""
+        """Queue rows of history. If too many come at once, drop them, and log that."""
         for row in rows:
             if not row.run or row.name in SUMMED_UP:
                 continue
@@ -118,7 +117,7 @@ class Traces(Meter):
 
     @property
     def known(self) -> dict[str, Run]:
-        """The run of each job that has not ended, with the facts kept about it."""
+        """The run of each job that has not ended, with the known facts about it."""
         return {rdzv_id: tale.run for rdzv_id, tale in self._tales.items()}
 
     async def run(self) -> None:
@@ -142,9 +141,7 @@ class Traces(Meter):
             if number % SLICE == 0:
                 await asyncio.sleep(0)
         if self._dropped:
-            log.warning(
-                "%d rows of history were left out of traces: too many at once", self._dropped
-            )
+            log.warning("left %d rows of history out of traces: too many at once", self._dropped)
             self._dropped = 0
 
     async def _take(self, row: Record | None) -> None:
@@ -222,7 +219,7 @@ def _tidy(tale: _Tale) -> None:
 
 
 def trace_spans(rdzv_id: str, run: Run, sent: int = -1) -> Iterator[TraceSpan]:
-    """Yield the spans of all rounds after `sent`, and that of the run if it has ended."""
+    """Yield the spans of all rounds after `sent`, and the run's own span if it has ended."""
     until_ms = _latest_ms(run)
     spans = list(spans_of(run, until_ms))
     rounds = [r for r in run.rounds if r.number > sent]
@@ -289,7 +286,7 @@ def _round_spans(
 
 
 def _named(*groups: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """Rename attributes to OpenTelemetry's names; unknown ones are left out."""
+    """Rename attributes to their names in OpenTelemetry; leave out unknown ones."""
     return {
         f"rdzv.{name.replace(' ', '_')}": value
         for group in groups

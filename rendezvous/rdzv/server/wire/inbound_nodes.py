@@ -1,4 +1,4 @@
-"""Converts messages of nodes to values, bounded and validated."""
+"""Converts nodes' messages to values, bounded and validated."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _offer(message: pb.Offer, limits: Limits, least_port: int) -> Offer:
 
 
 def _failures(messages: Iterable[pb.WorkerFailure], limits: Limits) -> tuple[FailureReport, ...]:
-    """Read reports of failed workers. Of too many, the earliest are kept; suspects come last."""
+    """Read reports of failed workers; if there are too many, keep the earliest, suspects last."""
     reports = [_failure(message, limits) for message in messages]
     earliest = sorted(reports, key=lambda report: (report.suspect, -report.age_ms))
     return tuple(earliest[: limits.failures])
@@ -107,7 +107,7 @@ def _failure(message: pb.WorkerFailure, limits: Limits) -> FailureReport:
 def _kept(
     messages: Collection[pb.KeptWorker], local_world_size: int, limits: Limits
 ) -> tuple[KeptWorker, ...]:
-    """Read the parked workers that a node offers, in the order of their LOCAL_RANKs."""
+    """Read the parked workers that a node offers, ordered by LOCAL_RANK."""
     if len(messages) > local_world_size:
         raise bounds.refusal(
             "kept",
@@ -214,7 +214,7 @@ def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
 
 
 def _endpoint(what: str, text: str, limits: Limits) -> str:
-    """Read a HOST:PORT that other machines can connect to; empty if there is none."""
+    """Read a HOST:PORT to which other machines can connect; empty if there is none."""
     if not text:
         return ""
     try:
@@ -228,7 +228,7 @@ def _endpoint(what: str, text: str, limits: Limits) -> str:
 
 
 def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
-    """Read the failing checks of a node. Of too many, the first are kept."""
+    """Read a node's failing checks. If there are too many, keep the first."""
     return tuple(
         FailingCheck(bounds.sentence(one.name, limits), bounds.sentence(one.reason, limits))
         for one in message.failing[: limits.failing_checks]
@@ -299,9 +299,9 @@ _WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
 def _recovery_report(
     assignment: pb.RoundCompleted, join: Join, limits: Limits
 ) -> RecoveryReport | None:
-    """Read the assignment that was announced to the node; None if no round can be rebuilt from it.
+    """Read the assignment announced to a node; None if no round can be rebuilt from it.
 
-    An unusable report does not make the rest of the hello invalid: it may not be needed.
+    An unusable report does not make the rest of the hello invalid, because it may not be needed.
     """
     try:
         return _checked_report(assignment, join, limits)
@@ -349,7 +349,7 @@ def _checked_report(assignment: pb.RoundCompleted, join: Join, limits: Limits) -
 
 
 def command_of(message: pb.NodeMessage, speaker: Speaker, limits: Limits) -> tuple[str, Command]:
-    """Read a message about a job: its rdzv_id, and the node's command."""
+    """Read a message about a job: the rdzv_id, and the node's command."""
     body = message.WhichOneof("body")
     match body:
         case "join":
@@ -382,7 +382,7 @@ def _job(message: _AboutJob, limits: Limits) -> str:
 
 
 def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
-    """Return the rdzv_id of a message that may be invalid, for use in the refusal."""
+    """Return the rdzv_id in a message that may be invalid, for use in the refusal."""
     if isinstance(message, pb.Belief):
         return message.join.rdzv_id
     body = message.WhichOneof("body")
@@ -414,9 +414,9 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
 
 
 def _secret(message: pb.Join, limits: Limits) -> str:
-    """Read a job's secret, and return a hash of it that is valid for this job only.
+    """Read a job's secret, and return a hash of it that is valid only for this job.
 
-    A reader of the hash can guess secrets, so a short one is refused.
+    Anyone who can read the hash can try to guess the secret, so short ones are refused.
     """
     if not message.secret:
         return ""

@@ -1,4 +1,4 @@
-"""Converts requests of operators to values, bounded and validated."""
+"""Converts operators' requests to values, bounded and validated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def stacks_wanted_of(message: pb.TakeStacksRequest, limits: Limits) -> tuple[str, int | None]:
-    """Read the run and the round whose stacks are requested; None stands for the last round."""
+    """Read the run and the round whose stacks are requested; None means the last round."""
     run = bounds.uid("run", message.run, limits, needed=False)
     return run, message.round if message.HasField("round") else None
 
@@ -120,7 +120,7 @@ def _env(messages: Sequence[pb.EnvironmentVariable], limits: Limits) -> tuple[tu
 def _sized(what: str, texts: Iterable[str], most: int) -> None:
     size = sum(len(text.encode()) for text in texts)
     if size > most:
-        remedy = f"give at most {most}; what is larger belongs into a file"
+        remedy = f"give at most {most}; put larger data into a file"
         raise bounds.refusal(what, f"of {size} bytes", "is too large", remedy)
 
 
@@ -130,7 +130,7 @@ def cordon_of(message: pb.CordonNodeRequest, limits: Limits) -> tuple[str, str]:
 
 
 def drain_of(message: pb.DrainNodeRequest, limits: Limits) -> tuple[str, int, str]:
-    """Read the node to drain, the time for that, and the reason."""
+    """Read the node to drain, the time it has, and the reason."""
     deadline_ms = bounds.within("deadline_ms", message.deadline_ms, 0, limits.timeout_ms)
     reason = bounds.sentence(message.reason, limits) or "an operator asked for it"
     return bounds.node_id_of(message.node_id, limits), deadline_ms, reason
@@ -163,7 +163,7 @@ def history_limit(asked: int, limits: Limits) -> int:
 
 
 TOKEN_LIFE_MOST_MS = 3_650 * DAY_MS
-"""Ten years. A token that is needed for longer should not expire at all."""
+"""Ten years. A token that is needed for longer should never expire."""
 
 
 def token_life_of(message: pb.CreateTokenRequest, limits: Limits) -> int:

@@ -1,4 +1,4 @@
-"""Settings and labels in messages of nodes and operators alike, bounded and validated."""
+"""Converts settings and labels, from nodes and operators alike, bounded and validated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 
 def settings_of(message: pb.Settings, limits: Limits) -> Settings:
-    """Read the settings of a run."""
+    """Read a run's settings."""
     min_nodes, max_nodes = nnodes_of(message, limits, "--nnodes: ")
     return Settings(
         min_nodes=min_nodes,
@@ -55,7 +55,7 @@ def settings_of(message: pb.Settings, limits: Limits) -> Settings:
 
 
 def _backoff_ms(message: pb.Settings, name: str, limits: Limits) -> int:
-    """Read a waiting time; if the node does not set it, the server's default applies."""
+    """Read a waiting time; if the node does not set one, the server's default applies."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return int(getattr(_DEFAULT, name))
     return bounds.within(name, getattr(message, name), 0, limits.timeout_ms)
@@ -82,7 +82,7 @@ def nnodes_of(
 
 
 def labels_of(messages: Sequence[pb.Label], limits: Limits) -> tuple[tuple[str, str], ...]:
-    """Read labels, by name."""
+    """Read labels, sorted by name."""
     if len(messages) > limits.labels:
         raise bounds.refusal(
             "labels", len(messages), "are too many", f"give at most {limits.labels}"

@@ -60,13 +60,14 @@ _BODIES: Mapping[type, str] = {
     KeepCopies: "keep_copies",
     UndrainNode: "undrain",
 }
-"""The field of a `ServerMessage` for each announcement that has the same fields as its message."""
+"""The field of `ServerMessage` for each kind of announcement that has the same fields as its
+message."""
 
 
 def server_message(
     told: Sequence[Announcement], leadership: int, server_version: str, now_ms: int
 ) -> pb.ServerMessage:
-    """Write one or several announcements to a node, as one message."""
+    """Convert one or several announcements to a node into one message."""
     message = pb.ServerMessage(leadership=leadership)
     _write(message, told[0], server_version, now_ms)
     for other in told[1:]:
@@ -169,11 +170,11 @@ def job_status(status: answers.JobStatus) -> pb.JobStatus:
 
 
 _OF_NODE = frozenset({"node_id", "address"})
-"""The fields of a failure that identify the node; the others identify the worker."""
+"""The fields of a failure that identify its node; the others identify the worker."""
 
 
 def _failure(failure: answers.WorkerFailure, age_ms: int | None) -> pb.NodeFailure:
-    """Write one failure; failures that are shown together have the same age."""
+    """Write one failure; failures shown together have the same age."""
     message = pb.NodeFailure(node_id=failure.node_id, address=failure.address or "")
     to_message(message.failure, failure, without=_OF_NODE)
     message.failure.age_ms = age_ms or 0
