@@ -38,9 +38,9 @@ READY_TIMEOUT_S = 120.0
 LOOK_EVERY_S = 1.0
 """torch's store does not notify of changed keys, so it is polled: the only poll in rdzv."""
 SLOW_AFTER_S = 30.0
-"""A slower answer is logged, and still awaited."""
+"""A slower answer is logged, but still awaited."""
 RESTART_AFTER_S = (1.0, 30.0)
-"""The wait before the process is restarted, which doubles from the first to the second..."""
+"""The shortest and longest wait before the process is restarted; it doubles in between..."""
 STEADY_AFTER_S = 60.0
 """... and starts over once the process has lived this long."""
 END_TIMEOUT_S = 5.0
@@ -145,7 +145,7 @@ class Facade:
                 closed = await self._take(answer)
             except Exception:
                 # The store is still served, and other jobs are still watched.
-                log.exception("c10d: a bug in rdzvd, please report it: one check is lost")
+                log.exception("c10d: a bug in rdzvd, please report it: lost one check")
 
     async def _take(self, answer: _Answer) -> tuple[str, ...]:
         """Record an answer; return the jobs that are closed now."""
@@ -292,7 +292,7 @@ class _StoreServer:
             raise _EndedError(self._how_it_ended() + (f": {words}" if words else "")) from None
 
     async def _end(self) -> None:
-        """Wait until the process has ended, as it normally does at once; else kill it."""
+        """Wait until the process has ended, which is normally at once; if it does not, kill it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._process.wait()
@@ -319,7 +319,7 @@ class _StoreServer:
         return "".join(char if char.isprintable() else " " for char in line)
 
     async def kill(self) -> None:
-        """End the process, if it has not ended, and clean up after it."""
+        """End the process if it has not ended, and clean up after it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()
@@ -348,7 +348,7 @@ def listening_socket(listen: Listen) -> socket.socket:
     """Listen for torch's clients.
 
     Raises:
-        InvalidRequestError: it is not possible to listen on the address.
+        InvalidRequestError: the address cannot be used for listening.
 
     """
     try:
@@ -391,7 +391,7 @@ async def serving_c10d(
     facade = Facade(bound, python, clock)
     log.info("c10d: torch's store is served on %s by pid %d", bound, server.pid)
     if not bound.loopback:
-        log.warning("insecure: everyone who reaches %s may run code on the nodes there", bound)
+        log.warning("insecure: anyone who can reach %s can run code on the nodes there", bound)
     keeping = asyncio.create_task(facade.keep(server))
     try:
         yield facade

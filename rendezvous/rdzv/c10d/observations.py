@@ -1,7 +1,7 @@
 """Converts the state of torch's own rendezvous to the job views that `rdzvctl` shows.
 
 The nodes form the groups; this module only reports what they have written. Clocks are not compared:
-a node is alive if its heartbeat has changed since the last poll, by this server's clock.
+a node is alive if its heartbeat has changed since the last poll.
 
 Theory: `closed` is final, and does not imply success. A round is complete or joining; the next one
 begins when all participants have left it. A participant whose keep-alive has run out is dropped
@@ -27,7 +27,7 @@ in its state."""
 GIVEN_UP_MS = 600_000
 """A job whose nodes are all silent for this long counts as stopped, although it was not closed."""
 STALE_MS = 5_000
-"""The store is read once a second; a view older than this is marked as stale."""
+"""The store is read once a second; views older than this are marked as stale."""
 MOST_CLOSED = 1_000
 """How many closed jobs are still shown; the store never deletes them."""
 
@@ -235,7 +235,7 @@ def _seen(
 
 
 def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
-    """Return the fate of a node that is no longer in the state."""
+    """Return what became of a node that is no longer in the state."""
     if seen.state in (NodeState.LOST, NodeState.LEFT):
         return seen
     silent_ms = now_ms - seen.heard_ms

@@ -120,7 +120,7 @@ def serve(fd: int) -> Any:
 
 
 def prepare_for_many() -> None:
-    """Let this process hold a connection of each agent, and not ask DNS who they are.
+    """Let this process hold a connection from each agent without asking DNS who they are.
 
     The agent's store_host.py says why.
     """
@@ -219,7 +219,7 @@ class Looks:
 
 
 def text(value: bytes) -> str | None:
-    """Return a state as text, which base64 is; None if it is not text."""
+    """Return a state as text, since base64 is text; None if it is not."""
     if len(value) > MOST_STATE_BYTES:
         return None
     try:

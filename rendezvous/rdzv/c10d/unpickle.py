@@ -1,11 +1,11 @@
 """Reads the state of torch's rendezvous without executing anything in it.
 
 `torch.distributed.elastic.rendezvous.dynamic_rendezvous` keeps `base64(pickle(_RendezvousState))`
-under one key for each job. Every caller that reaches the store can write that key, and unpickling
-can call anything. So a separate machine runs the pickle: it knows the opcodes that Python writes
-for this one class, compares class names with five known ones, and builds values that are defined
-here. It imports and calls nothing by name, hashes nothing before it knows the types, and limits
-size, depth and counts. It refuses everything but exactly such a state.
+under one key for each job. Anyone who can reach the store can write that key, and unpickling can
+call anything. So a virtual machine of our own runs the pickle: it knows only the opcodes that
+Python writes for this one class, compares class names with five known ones, and builds values that
+are defined here. It imports and calls nothing by name, hashes nothing before it knows the types,
+and limits size, depth and counts. It refuses everything but exactly such a state.
 
 The machine parses the bytes itself: `pickletools.genops` takes twice as long (200 ms for 4,096
 nodes), and also parses opcodes that are refused here.
@@ -63,7 +63,7 @@ class State:
     waiting: frozenset[Node]
     spare: frozenset[Node]
     heartbeats: Mapping[Node, bytes]
-    """The last heartbeat of each node, by its own clock; only for telling two apart."""
+    """The last heartbeat of each node, by its own clock; only for telling heartbeats apart."""
 
 
 def decode(value: bytes) -> State | None:

@@ -31,7 +31,7 @@ class Taint:
 
 @struct(frozen=True)
 class Machine:
-    """A node of Kubernetes. It is not called node here, since a pod may be a node of rdzvd."""
+    """A Kubernetes node. It is not called a node here, since a pod may be a node of rdzvd."""
 
     name: str
     unschedulable: bool = False

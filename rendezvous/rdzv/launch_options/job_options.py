@@ -1,4 +1,4 @@
-"""Reads the options that concern the job, or refuses them with a remedy.
+"""Reads the options that concern the job, or refuses them and names a remedy.
 
 Nothing here depends on the machine, because the machine that reads a command line may not be the
 node that launches the job. So `rdzvctl submit` and rdzvrun refuse the same words in the same way.
@@ -333,7 +333,7 @@ def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
 
 
 def snapshot_memory(gb: float | None) -> int | None:
-    """Read how much memory snapshots may use, in bytes; None if it is not said.
+    """Read how much memory snapshots may use, in bytes; None if that is not given.
 
     >>> snapshot_memory(1.5), snapshot_memory(None)
     (1500000000, None)
@@ -348,7 +348,7 @@ def snapshot_memory(gb: float | None) -> int | None:
 
 
 def check_snapshot_dir(every_s: float, keep: int) -> None:
-    """Refuse how often snapshots are written, or how many stay, if it makes no sense."""
+    """Refuse a nonsensical interval between written snapshots, or number of steps to keep."""
     if every_s and not MIN_SNAPSHOT_S <= every_s <= MAX_CONF_S:
         raise InvalidRequestError(
             f"--snapshot-dir-every={every_s:g}: give a number of seconds from {MIN_SNAPSHOT_S} to "

@@ -73,7 +73,7 @@ class Timer:
             self._pending = self._clock.call_at(at_ms, self._fire)
 
     def arm_by(self, at_ms: int) -> None:
-        """Fire at `at_ms` at the latest."""
+        """Fire no later than `at_ms`."""
         self.arm(at_ms if self._due_ms is None else min(self._due_ms, at_ms))
 
     def cancel(self) -> None:
@@ -106,7 +106,7 @@ class LoopWatch:
         settle_ms: int,
         on_look: Callable[[int], None] = lambda late_ms: None,
     ) -> None:
-        """Call `on_pause` with the length of each pause, `on_look` with how late each check is."""
+        """Call `on_pause` with the length of each pause; `on_look` with each check's delay."""
         self._clock = clock
         self._on_pause = on_pause
         self._on_look = on_look

@@ -25,7 +25,7 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Parts:
-    """The parts of a page that are computed on request. Each may fail by itself.
+    """The parts of a page that are computed on request. Each may fail independently.
 
     A failed part is left out, reported by a metric at each scrape, and logged once until it is
     fixed.

@@ -19,7 +19,7 @@ ASK_TIMEOUT_S = 5.0
 """How long systemd may take to answer which job is queued."""
 
 WATCHDOG_BEATS = 3
-"""How many signs of life are sent in each watchdog interval."""
+"""How many keep-alives are sent in each watchdog interval."""
 
 
 def notify(*lines: str) -> bool:
@@ -61,7 +61,7 @@ def watchdog_s() -> float:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Send signs of life from this event loop while the body runs, if systemd expects them.
+    """Send keep-alives from this event loop while the body runs, if systemd expects them.
 
     The loop itself sends them: if it hangs, they stop and systemd ends the process.
     """

@@ -1,4 +1,4 @@
-"""Settings for people: a configuration as TOML with comments, and the documentation."""
+"""Settings for people: a configuration as TOML with comments, and its documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rdzv.settings.toml_files import Loaded
 def render(loaded: Loaded[Any]) -> str:
     """Write a configuration as TOML, each setting with its description.
 
-    The text is a valid file, and holds the same configuration.
+    The text is a valid file with the same configuration.
     """
     title = f"The configuration of {loaded.settings.program}, as it is in effect."
     lines = [*_comment(title), "", *_rendered(loaded.settings, loaded.sources)]

@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from msgspec import NODEFAULT, Meta, Struct
 
 Duration = Annotated[float, Meta(extra={"unit": "seconds"})]
-"""A number of seconds, or a text such as "250 ms", "5 min", "30 d"; down to a millisecond."""
+"""A number of seconds, or a text such as "250 ms", "5 min", "30 d", to the millisecond."""
 
 Size = Annotated[int, Meta(extra={"unit": "bytes"})]
 """A whole number of bytes, or a text such as "64 MiB"."""
@@ -34,10 +34,10 @@ SIZE_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 class Rule(Struct, frozen=True):
-    """A condition on several settings together."""
+    """A condition on several settings at once."""
 
     keys: tuple[str, ...]
-    """The settings that it concerns; it is checked only if each is valid by itself."""
+    """The settings that the rule concerns; it is checked only if each is valid by itself."""
     broken: Callable[[Any], str]
     """Takes the table; returns the problem and its remedy, or an empty text."""
 
@@ -86,7 +86,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     choices: tuple[str, ...] = ()
     """All values allowed for a text."""
     check: Callable[[str], object] | None = None
-    """Refuses a text, also one in a list or table, with an `InvalidRequestError`."""
+    """Refuses an invalid text, including one in a list or table, with an `InvalidRequestError`."""
     each: type[Table] | None = None
     """The class of each table, for a list of tables."""
     required: bool = False

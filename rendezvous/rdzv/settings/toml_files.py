@@ -1,7 +1,7 @@
-"""Reads TOML files of settings, checks them as a whole, and compares them for a reload.
+"""Reads settings from TOML files, checks them as a whole, and compares them for a reload.
 
 msgspec decodes each value as its type. This module adds units, a list of all problems, and the
-nearest known key for each unknown one. It reads only the one file.
+nearest known key for each unknown one. It reads a single file.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def load(
     All other settings have their defaults; without `path` no file is read.
 
     Raises:
-        ConfigurationError: the file cannot be read, or it or `given` has errors: it lists them.
+        ConfigurationError: the file cannot be read, or it or `given` has errors, which are listed.
 
     """
     reading = _Reading(table, [], {})
@@ -135,7 +135,7 @@ def _unusable(source: str, text: str) -> ConfigurationError:
 
 
 class _Reading(Generic[T]):
-    """The values read so far of one configuration, or of one table in a list of tables."""
+    """The values read so far for one configuration, or for one table in a list of tables."""
 
     def __init__(
         self, table: type[T], problems: list[Problem], sources: dict[str, str], where: str = ""
@@ -212,7 +212,7 @@ class _Reading(Generic[T]):
 
 
 def _built(table: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """Make a table of values by key."""
+    """Make a table from values by key."""
     found = {}
     for name, (annotation, _) in fields_of(table).items():
         key = f"{prefix}{name}"

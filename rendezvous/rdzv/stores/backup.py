@@ -1,9 +1,9 @@
 """Backups: the whole contents of a store, as lines of JSON that any kind of store can restore.
 
 A backup has a header, the documents, every job followed by its history, and a trailer with counts
-and the SHA-256 of all bytes before it. So people can read it, and a file that was cut, changed or
-put together by hand is detected. Each job and each document is as of one commit, but two of them
-may be from different moments.
+and the SHA-256 of all bytes before it. So people can read it, and a file that was truncated,
+changed or put together by hand is detected. Each job and each document is as of one commit, but
+different ones may be from different moments.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EVERY_ROW = 2**31 - 1
 _MOST_READS = 10
 """The most attempts to read a job that keeps changing."""
 _MOST_LINE_BYTES = 64 * 1024 * 1024
-"""Far above the membership of the largest job. A file that is no backup may have no lines at
+"""Far above the membership of the largest job. A file that is not a backup may have no line ends at
 all."""
 _ROWS_AT_ONCE = 100
 """History rows restored in one commit, because some stores limit their transactions."""
@@ -49,7 +49,7 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="backup"):
     source: str
     """A description of where the data was, such as `/var/lib/rdzv (sqlite)`."""
     leadership: int
-    """The number of the server that wrote it; a restored store gives higher ones."""
+    """The leadership number of the server that wrote it; a restored store gives higher ones."""
     unix_ms: int
     format: int = FORMAT
 
@@ -145,8 +145,8 @@ class _Tally:
 async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
     """Yield the lines of a backup, each with its line end.
 
-    No more than one job is in memory at a time. The backup holds only committed data, without
-    history that still waits for a commit.
+    Only one job at a time is in memory. The backup holds only committed data, without history that
+    is still waiting for a commit.
 
     Raises:
         RendezvousConnectionError: the store is away, or a job keeps changing.
@@ -198,7 +198,7 @@ def verify(file: BinaryIO, name: str) -> Summary:
     """Read a backup to its end, job by job; return its contents. `name` appears in errors.
 
     Raises:
-        RendezvousStateError: it is no backup, was cut or changed, or a newer rdzvd wrote it.
+        RendezvousStateError: it is not a backup, is truncated or changed, or from a newer rdzvd.
 
     """
     header: Header | None = None
@@ -304,7 +304,7 @@ def _refused(name: str, reason: str, remedy: str = "take another backup") -> Ren
 
 
 async def restore(store: Store, file: BinaryIO, name: str) -> Summary:
-    """Fill an empty store from a backup that can be read twice; return what was restored.
+    """Fill an empty store from a backup file that can be read twice; return what was restored.
 
     The whole file is verified first; if it or the store is refused, nothing is written. The
     store's leadership numbers continue above that of the server that wrote the file.

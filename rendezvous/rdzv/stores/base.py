@@ -1,8 +1,8 @@
 """The contract of every store, and the errors that a store may raise.
 
-An error is *definite* if certainly nothing was written. It is *indefinite* if something may have
-been written; the caller then reads back before it decides again. When in doubt, a store raises the
-indefinite error, a plain `RendezvousConnectionError`.
+An error is *definite* if it is certain that nothing was written. It is *indefinite* if something
+may have been written; the caller then reads back before deciding again. When in doubt, a store
+raises the indefinite error, a plain `RendezvousConnectionError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rdzv.errors import (
 from rdzv.structs import struct
 
 HISTORY_ROWS = 10_000
-"""Rows of history kept for each job: months of a calm job, at about 200 bytes a row."""
+"""Rows of history kept for each job: enough for months of a calm job, at about 200 bytes a row."""
 
 DOCUMENT_BYTES = 1024 * 1024
 """The largest document, and so the largest write: etcd accepts 1.5 MiB at once."""
@@ -35,9 +35,9 @@ class StoreRefusedError(RendezvousConnectionError):
 
 
 class DeposedError(StoreRefusedError):
-    """This server is not the leader, or no longer is. Nothing was written, and nothing will be.
+    """This server does not lead, or no longer leads. Nothing was written, and nothing will be.
 
-    The store stays refused for this server's term: the next leader opens another.
+    The store stays unusable for the rest of this server's term; the next term opens another.
     """
 
 
@@ -87,7 +87,7 @@ class Record:
 
 
 def check_document(name: str, data: bytes) -> None:
-    """Refuse a document that no store accepts. Names are rdzvd's own, never a user's.
+    """Refuse a document that no store accepts. Names are chosen by rdzvd, never by users.
 
     Raises:
         InvalidRequestError: the name is not valid.
@@ -120,7 +120,7 @@ class Store(Protocol):
         """Return a job as last written; None if it was never written.
 
         Raises:
-            RendezvousStateError: it is there and cannot be read; it is left untouched.
+            RendezvousStateError: the job exists but cannot be read; it is left untouched.
 
         """
         ...
@@ -211,5 +211,5 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None:
-        """Finish the calls under way and release the data. Later calls are refused."""
+        """Finish the calls in progress and release the data. Later calls are refused."""
         ...

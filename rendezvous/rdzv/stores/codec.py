@@ -1,4 +1,4 @@
-"""Encodes memberships as JSON in an envelope that names its format, so that people can read it.
+"""Encodes memberships as JSON, which people can read, in an envelope that names the format.
 
 For stores that limit the size of a value, `pack` compresses large values.
 """
@@ -13,7 +13,7 @@ from rdzv.core.model import Membership
 from rdzv.errors import RendezvousStateError
 
 FORMAT = 3
-"""Raised whenever an older server would misread, or silently drop, data of this one."""
+"""Raised whenever an older server would misread, or silently drop, data from this one."""
 
 OLDEST_FORMAT = 1
 """The oldest format that can still be read: fields added since have defaults."""
@@ -22,7 +22,7 @@ PACK_ABOVE_BYTES = 16 * 1024
 """Smaller values stay JSON: they fit anywhere, and people can read them."""
 
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
-"""Far above the membership of the largest job; stops damaged bytes from filling the memory."""
+"""Far above the membership of the largest job; keeps damaged bytes from filling memory."""
 
 _LEVEL = 3
 """Memberships are so repetitive that higher levels gain little, and take much longer."""
@@ -47,7 +47,7 @@ def decode(data: bytes, where: str) -> Membership:
     """Return the encoded membership; `where` names it in errors (file and job).
 
     Raises:
-        RendezvousStateError: the bytes are damaged, or of a format that this server cannot read.
+        RendezvousStateError: the bytes are damaged, or in a format that this server cannot read.
 
     """
     try:

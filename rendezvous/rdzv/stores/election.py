@@ -31,7 +31,7 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.election")
 
 RENEWALS_PER_TTL = 6
-"""Enough to repeat a lost renewal at another member, even while etcd elects its own leader."""
+"""Enough to repeat a lost renewal with another member, even while etcd elects its own leader."""
 
 ANSWER_S = 0.5
 """The least time a member has to answer a renewal before the next member is asked."""
@@ -40,13 +40,13 @@ RETRY_S = 0.1
 """Pause after a failed request to etcd."""
 
 WORDS_PER_TTL = 5
-"""Long enough for a read that etcd answers late, short enough for another server to wait for."""
+"""Long enough for etcd to answer a read late; short enough for another server to wait it out."""
 
 READS_PER_WORD = 4
-"""How often a leader reads its key while its word holds."""
+"""How often a leader reads its key within the time for which its word holds."""
 
 RESIGN_S = 1.0
-"""How long to try to revoke the lease before it is left to expire."""
+"""How long to try revoking the lease before leaving it to expire."""
 
 REPLICAS_PER_PAGE = 100
 
@@ -71,7 +71,7 @@ class _Session:
         """Why it ended; None while it holds."""
         self.over = asyncio.Event()
         self.word_until_s = 0.0
-        """Until then this leader may tell nodes something: see `rdzv.stores.leader_key`."""
+        """Until when this leader may send to nodes: see `rdzv.stores.leader_key`."""
         self.word_s = ttl_s / WORDS_PER_TTL
         self.renewed(sent_s)
 
@@ -81,21 +81,21 @@ class _Session:
         self.proven_until_s = sent_s + self.ttl_s * (1 - _MARGIN)
 
     def lead(self, fence: Fence, sent_s: float) -> None:
-        """Begin the term that a transaction sent at this time has created."""
+        """Begin the term created by a transaction that was sent at this time."""
         self.fence = fence
         self.read(sent_s)
 
     def read(self, sent_s: float) -> None:
-        """Give word for a while: a read sent at this time has shown the key to be its own."""
+        """Extend the leader's word: a read sent at this time has shown the key to be its own."""
         self.word_until_s = sent_s + self.word_s
 
     @property
     def leads(self) -> bool:
-        """Whether the term holds, by its lease."""
+        """Whether the term still holds, judging by its lease."""
         return self.fence is not None and self.lost is None and _now_s() < self.proven_until_s
 
     def lose(self, reason: str) -> None:
-        """End it for a reason; the first reason stands."""
+        """End the session for a reason; the first reason stands."""
         if self.lost is None:
             self.lost = reason
             self.over.set()
@@ -120,7 +120,7 @@ class Election:
         self._seen_revision = -1
         """... at this revision; -1 if it was never seen."""
         self._news = _News()
-        """Told whenever one of the above changes."""
+        """Notified whenever one of the above changes."""
         self._last_loss = "this server has not led yet"
         self._outage = _Outage()
 
@@ -131,8 +131,8 @@ class Election:
     ) -> AsyncIterator[Election]:
         """Take part under `address` until the body ends; then resign and deregister at once.
 
-        Returns as soon as the tasks run: etcd need not be reachable. It survives every temporary
-        failure of etcd, and logs when etcd is away and when it is back.
+        This returns as soon as the tasks run: etcd need not be reachable. The election survives
+        every temporary failure of etcd, and logs when etcd is away and when it is back.
         """
         election = cls(client, address, version)
         try:
@@ -165,7 +165,7 @@ class Election:
 
     @property
     def proven(self) -> bool:
-        """Whether this process leads, and can prove it at this moment.
+        """Whether this process leads and can prove it at this moment.
 
         True only between `campaign` and the end of `lost`, and not when the newest renewal is too
         old, even if `lost` has not yet returned. Never blocks, so it may be called before every
@@ -175,7 +175,7 @@ class Election:
 
     @property
     def may_speak(self) -> bool:
-        """Whether this process leads, and no other can before this moment, even by deposing it.
+        """Whether this process leads and no other can lead by now, even by deposing this one.
 
         Unlike `proven`, it may be False for a moment, until etcd has answered the next read.
         """
@@ -183,7 +183,7 @@ class Election:
         return session is not None and session.leads and _now_s() < session.word_until_s
 
     async def regain_word(self) -> bool:
-        """Wait until this process may speak, or no longer leads; return whether it may speak."""
+        """Wait until this process may speak or no longer leads; return whether it may speak."""
         if not self.may_speak:
             await self._until(lambda: self.may_speak or not self.proven)
         return self.may_speak
@@ -191,8 +191,8 @@ class Election:
     async def depose(self, leader: Leader) -> bool:
         """End the term of a leader that was found dead; return whether this was done here.
 
-        This is sound even if it lives: its writes are refused from now on, and its key is deleted,
-        so that another may lead, once its word has ended.
+        This is safe even if the leader is alive: its writes are refused from now on, and its key is
+        deleted, so that another may lead, only once its word has ended.
 
         Raises:
             RendezvousConnectionError: perhaps it was done.
@@ -215,8 +215,8 @@ class Election:
     async def campaign(self, head_start_s: Callable[[], float] = lambda: 0.0) -> Fence:
         """Wait, by watch, until this process leads; return the fence of its term.
 
-        `head_start_s` is asked, once nobody leads, how long to leave the leadership to others.
-        It may be cancelled and called again. A term that is not yet lost is returned unchanged.
+        Once no server leads, `head_start_s` returns how long to leave the leadership to others. It
+        may be cancelled and called again. A term that is not yet lost is returned unchanged.
         """
         while True:
             await self._until(self._may_lead)
@@ -242,7 +242,7 @@ class Election:
                 return fence
 
     def _may_lead(self) -> bool:
-        """Return whether to try: there is no leader, or this very session is the leader."""
+        """Return whether to try to lead: there is no leader, or this very session is the leader."""
         session = self._session
         if session is None or session.lost is not None or self._seen_revision < 0:
             return False
@@ -415,7 +415,7 @@ class Election:
         self._news.tell()
 
     async def _keep_word(self) -> None:
-        """While this process leads, read its key so often that it may always speak."""
+        """While this process leads, read its key often enough to be always allowed to speak."""
         while True:
             await self._until(lambda: self.proven)
             session, sent_s = self._session, _now_s()
@@ -424,7 +424,7 @@ class Election:
             try:
                 held, revision = await self._client.get(self._key, session.word_s)
             except RendezvousConnectionError as error:
-                log.debug("the leader key was not read: %s", error)
+                log.debug("cannot read the leader key: %s", error)
             else:
                 self._see(held, revision)
                 if session.fence.matches(held):
@@ -433,7 +433,7 @@ class Election:
             await asyncio.sleep(sent_s + session.word_s / READS_PER_WORD - _now_s())
 
     async def _lift_deposals(self) -> None:
-        """Delete the key of each deposed leader, once its word has ended by this clock, too."""
+        """Delete a deposed leader's key once the leader's word has ended, by this clock, too."""
         while True:
             await self._until(lambda: self._deposed() is not None)
             held = self._deposed()
@@ -460,7 +460,7 @@ class Election:
 
 
 class _News:
-    """Wakes those who wait for something to hold, whenever something has changed."""
+    """Wakes waiters to check their conditions again, whenever something has changed."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
@@ -498,7 +498,7 @@ def _read_replica(kv: KeyValue) -> Replica | None:
     try:
         return msgspec.json.decode(kv.value, type=Replica)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        log.warning("%s is not a replica that can be read", kv.key.decode(errors="replace"))
+        log.warning("cannot read the replica at %s", kv.key.decode(errors="replace"))
         return None
 
 
@@ -512,7 +512,7 @@ async def _happens(event: asyncio.Event, within_s: float) -> bool:
 
 
 def _now_s() -> float:
-    """Return a time that continues while the machine sleeps, like etcd's."""
+    """Return a time that, like etcd's, goes on while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

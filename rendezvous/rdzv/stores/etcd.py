@@ -1,10 +1,10 @@
 """The store of replicated servers: an etcd v3 cluster.
 
-Below the prefix: `jobs/ID` holds a membership, `history/ID/...` history records of one job,
+Below the prefix, `jobs/ID` holds a membership, `history/ID/...` a job's history records,
 `documents/NAME` a document, `leadership` the number of the latest takeover, and `leader` the
-present leader. Every write is one transaction, compared with the leader key as this server's term
-created it: once another leads, nothing that this server sends is written, however late it
-arrives.
+present leader. Every write is one transaction, conditional on the leader key being the one that
+this server's term created: once another server leads, nothing that this one sends is written,
+however late it arrives.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ JOBS_PER_PAGE = 10
 """A membership may have 1.5 MiB, and a whole page must fit into one answer."""
 
 BATCHES_PER_PAGE = 500
-"""The size of a page of history: at most some 12 MiB, and rarely above 100 KiB."""
+"""The size of a page of history: at most about 12 MiB, and rarely above 100 KiB."""
 
 BATCH_BYTES = 24 * 1024
 """The data of one history key; longer data continues in the next key."""
 
 _HISTORY_BYTES = 256 * 1024
-"""The compressed history in one transaction; the membership needs the rest."""
+"""The most compressed history in one transaction; the membership needs the rest."""
 
 _SLOW_BYTES = 64 * 1024
 """Larger stored values are inflated in a thread, ..."""
@@ -266,7 +266,7 @@ class EtcdStore:
     async def _swap(
         self, fence: Fence, what: str, key: bytes, revision: int, operations: Sequence[Operation]
     ) -> int:
-        """Do operations if this server leads and `key` has this revision; return the new one."""
+        """Apply operations if this server leads and `key` has this revision; return the new one."""
         done = await self._client.txn(
             (*fence.conditions, Modified(key, revision)), operations, (Get(fence.key), Get(key))
         )
@@ -290,7 +290,7 @@ class EtcdStore:
             raise self._deposed(done.found[0])
 
     def _refused(self, done: TxnResult, fence: Fence) -> KeyValue | None:
-        """Return the key after a failed transaction; raise if the cause is the fence."""
+        """Return the key after a failed transaction; raise if it failed because of the fence."""
         leader, held = done.found
         if not fence.matches(leader):
             raise self._deposed(leader)
@@ -337,7 +337,7 @@ class EtcdStore:
         return plan
 
     def _account(self, plan: _Plan) -> None:
-        """Note that a plan was written; without this, its rows are counted again."""
+        """Note that a plan was written; without this, its rows would be counted again."""
         self._unpruned |= plan.unpruned
 
     async def _pruning(self, folder: str, rows: int) -> tuple[Delete, ...]:
@@ -416,13 +416,13 @@ def _below(folder: str) -> tuple[bytes, bytes]:
 
 
 def _rows_in(key: bytes) -> int:
-    """Return the number of rows in a history key: its name ends in that number."""
+    """Return the number of rows in a history key, whose name ends in that number."""
     rows = key.rpartition(b"-")[2]
     return int(rows) if rows.isdigit() else 1
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Split records where their text becomes too long for one key."""
+    """Split records into batches whose text fits into one key."""
     batch: list[Record] = []
     size = 0
     for record in records:

@@ -1,11 +1,11 @@
 """A client of etcd's public gRPC API, with plain values and our own errors.
 
-Only this module uses etcd's messages; with `etcd_errors` alone it uses gRPC. Each endpoint has its
-own channel, so the client knows where a call was sent: a repeatable call goes to the next endpoint,
-and a transaction is repeated only while it has certainly not been sent.
+Only this module uses etcd's messages, and only it and `etcd_errors` use gRPC with etcd. Each
+endpoint has its own channel, so the client knows where a call was sent: a repeatable call goes to
+the next endpoint, and a transaction is repeated only while it has certainly not been sent.
 
-The package `etcd3` cannot be imported beside a current protobuf, and uses one endpoint; other
-clients have no TLS, or are refused for good once a token has expired.
+The package `etcd3` cannot be imported alongside a current protobuf, and uses a single endpoint;
+other clients have no TLS, or are refused for good once a token has expired.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_OPERATIONS = 128
 """The most operations of one transaction; etcd's own limit (`--max-txn-ops`)."""
 
 MAX_REQUEST_BYTES = 1_500_000
-"""The most bytes of one request: a little below etcd's own 1.5 MiB (`--max-request-bytes`)."""
+"""The most bytes in one request: a little below etcd's own 1.5 MiB (`--max-request-bytes`)."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # etcd is inside the cluster; an Internet proxy would answer instead.
@@ -127,7 +127,7 @@ class EtcdClient:
             await client.close()
 
     async def close(self) -> None:
-        """Close all connections; calls under way fail."""
+        """Close all connections; calls in progress fail."""
         for channel in self._channels:
             await channel.close()
 
@@ -226,9 +226,8 @@ class EtcdClient:
     ) -> AsyncGenerator[tuple[Change, ...]]:
         """Yield the changes of one key from `revision` on; first (), once the watch is active.
 
-        The member is asked every `every_s` whether it is still there, so a member that is stopped
-        or cut off is noticed in about twice that time. Nothing is queued here: a slow reader delays
-        the stream.
+        The member is pinged every `every_s`, so if it is stopped or cut off, this is noticed in
+        about twice that time. Nothing is queued here: a slow reader delays the stream.
 
         Raises:
             CompactedError: those revisions are gone.
@@ -276,7 +275,7 @@ class EtcdClient:
         request: Request,
         timeout_s: float | None = None,
     ) -> Response:
-        """Call until an endpoint answers or time is up; only for calls that may be done twice."""
+        """Call until an endpoint answers or time is up; only for calls that may run twice."""
         timeout_s = timeout_s or self._timeout_s
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -300,7 +299,7 @@ class EtcdClient:
                 await asyncio.sleep(RETRY_S)
 
     async def _once(self, method: _Method[Request, Response], request: Request) -> Response:
-        """Call an endpoint with a connection; a call that is under way is never repeated."""
+        """Call a connected endpoint; a call that was sent is never repeated."""
         index = await self._connection()
         try:
             return await self._attempt(index, method, request, self._timeout_s)
@@ -364,7 +363,7 @@ class EtcdClient:
         """Return an endpoint with a connection, starting with the one in use.
 
         Raises:
-            StoreRefusedError: none connected in time.
+            StoreRefusedError: no endpoint connected in time.
 
         """
         loop = asyncio.get_running_loop()
@@ -446,7 +445,7 @@ class EtcdClient:
     # ---------------------------------------------------------------- errors
 
     async def _open(self) -> None:
-        """Read a key, to tell a configuration error from an etcd that is away."""
+        """Read a key, to distinguish a configuration error from an unreachable etcd."""
         try:
             await self.get(f"{self.config.prefix}/leader".encode())
         except RefusedError as error:
@@ -515,7 +514,7 @@ _AUTHENTICATE = _Method(
 )
 
 _REQUIRE_LEADER = ("hasleader", "true")
-"""Makes a member that is cut off from the others end the stream instead of staying silent."""
+"""Makes a member that is cut off from the others end the stream instead of falling silent."""
 
 # For a watch, some versions report denied permission when only the token has expired.
 _TOKEN_REFUSAL = re.compile(
@@ -550,7 +549,7 @@ async def _within(seconds: float, work: Awaitable[bool]) -> bool:
 async def _watch_requests(
     key: bytes, revision: int, every_s: float, over: asyncio.Event
 ) -> AsyncIterator[pb.WatchRequest]:
-    """Request a watch, then ask regularly whether it is still active, until it is over."""
+    """Yield the request for a watch, then regular requests for its progress until it is over."""
     create = pb.WatchCreateRequest(key=key, start_revision=revision)
     yield pb.WatchRequest(create_request=create)
     while not await _within(every_s, over.wait()):

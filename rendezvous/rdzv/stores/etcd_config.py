@@ -33,7 +33,7 @@ def first_line(file: Path, what: str = "etcd password file") -> str:
 
 @struct(frozen=True)
 class EtcdConfig:
-    """How etcd is reached, and where in it rdzv keeps its data."""
+    """How to reach etcd, and where in it rdzv keeps its data."""
 
     endpoints: tuple[Endpoint, ...]
     prefix: str = "/rdzv"
@@ -47,8 +47,8 @@ class EtcdConfig:
     cert: Path | None = None
     key: Path | None = None
     ttl_s: int = 3
-    """How long to wait for a silent leader. etcd raises values below one and a half of its
-    election timeouts to that."""
+    """How long to wait for a silent leader. etcd raises it to at least one and a half times its
+    election timeout."""
     timeout_ms: int = 3_000
     """The time limit of one call, with all its repetitions."""
 
@@ -118,7 +118,7 @@ class EtcdConfig:
 
 
 def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
-    """Parse `HOST:PORT,HOST:PORT`, with or without scheme; return the endpoints and if https.
+    """Parse `HOST:PORT,HOST:PORT`, with or without scheme; return endpoints and whether https.
 
     >>> parse_endpoints("https://a:1,https://[::1]")
     ((Endpoint(host='a', port=1), Endpoint(host='::1', port=2379)), True)

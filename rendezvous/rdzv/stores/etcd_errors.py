@@ -1,4 +1,4 @@
-"""Errors of etcd's calls: which of them are refusals, and what an operator can do about them."""
+"""Errors from calls to etcd: which are refusals, and what an operator can do about them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEFINITE = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-"""Statuses with which etcd has certainly done nothing. With all others the outcome is unknown."""
+"""Statuses that prove that etcd has done nothing. With all others the outcome is unknown."""
 
 
 class RefusedError(StoreRefusedError):
@@ -33,7 +33,7 @@ class RefusedError(StoreRefusedError):
 
 
 def judged(config: EtcdConfig, error: grpc.aio.AioRpcError) -> Exception:
-    """Return etcd's refusal as a `RefusedError`; any other error unchanged."""
+    """Return a refusal by etcd as a `RefusedError`, and any other error unchanged."""
     said = error.details() or ""
     by_etcd = said.startswith("etcdserver: ") or error.code() is grpc.StatusCode.UNIMPLEMENTED
     if by_etcd and error.code() in _DEFINITE:

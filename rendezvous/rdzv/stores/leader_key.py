@@ -1,9 +1,10 @@
 """The leader key in etcd: who leads, since when, and for how long its word counts.
 
-A leader proves itself in two ways. Its *lease* holds while it renews it, and ends by itself. Its
-*word* holds for `word_ms` after each read that has shown the key to be its own; only while it
-holds does the leader tell nodes anything. So a key that another server has overwritten ends the
-word of its leader, dead or alive, after that time: nobody needs to wait for the lease.
+A leader's claim rests on two things. Its *lease* holds as long as the leader renews it, and
+otherwise expires. Its *word* holds for `word_ms` after each read that has shown the key to be its
+own; only while its word holds does the leader send anything to nodes. So once another server has
+overwritten the key, the word of its leader, dead or alive, ends after that time: nobody needs to
+wait for the lease.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Fence:
 
     @property
     def conditions(self) -> tuple[Created, Leased]:
-        """Hold while the term lasts. A key that is deposed has lost its lease."""
+        """The conditions that hold while the term lasts. A deposed key has lost its lease."""
         return Created(self.key, self.create_revision), Leased(self.key, self.lease)
 
     def matches(self, held: KeyValue | None) -> bool:
@@ -36,20 +37,20 @@ class Fence:
 
 @struct(frozen=True)
 class Leader:
-    """The leader. Its times are by its own clock, and only shown to people."""
+    """The leader. Its times are by its own clock, and are only shown to people."""
 
     address: str
     since_unix_ms: int
     leadership: int
     """Its number; 0 until it has taken over the store."""
     word_ms: int = 0
-    """How long its word may outlive its key; 0: an older server, which only its lease ends."""
+    """How long its word may outlive its key; 0 for an older server, which only its lease ends."""
     deposed: bool = False
     """Another server has ended its term; this key is deleted once its word has ended."""
 
 
 def read_leader(kv: KeyValue) -> Leader:
-    """Return a leader key's data about its leader; an unreadable one has no name."""
+    """Return what a leader key says about its leader; if unreadable, the leader has no name."""
     try:
         return msgspec.json.decode(kv.value, type=Leader)
     except (msgspec.DecodeError, UnicodeDecodeError):

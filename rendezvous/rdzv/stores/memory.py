@@ -1,4 +1,4 @@
-"""A store that is lost when its process ends: for tests and for `--standalone`."""
+"""A store that is lost when its process ends, for tests and for `--standalone`."""
 
 from __future__ import annotations
 

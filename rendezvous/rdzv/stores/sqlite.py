@@ -2,7 +2,8 @@
 
 It uses a write-ahead log and `synchronous=FULL`, so an acknowledged commit survives a power cut.
 `sqlite_connection` has the thread and the commits, `sqlite_statements` the statements,
-`sqlite_directory` the lock, `sqlite_file` the schema and the migration from older ones.
+`sqlite_directory` the lock, `sqlite_schema` the schema, and `sqlite_file` the file and its
+migration.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class SqliteStore:
         self._directory = directory
         self._history_rows = history_rows
         self._locked = ExitStack()
-        """Resources that are released when the file is closed."""
+        """Resources to release when the file is closed."""
         self._used_by = ""
         self.connection = Connection(directory / "rdzv.db")
         self._tables = Tables(self.connection, history_rows)
@@ -39,7 +40,7 @@ class SqliteStore:
     ) -> SqliteStore:
         """Open the data directory, creating it if needed, and lock it against other servers.
 
-        A file of an older schema is migrated, and a copy of it is kept. A refused file is left
+        A file with an older schema is migrated, and a copy of it is kept. A refused file is left
         unchanged, byte for byte.
 
         Raises:
@@ -62,7 +63,7 @@ class SqliteStore:
 
         Raises:
             InvalidRequestError: it cannot be read.
-            RendezvousStateError: it has no data of this rdzvd, or the data is damaged.
+            RendezvousStateError: it has no data that this rdzvd can read, or the data is damaged.
 
         """
         store = cls(directory, history_rows)
@@ -161,6 +162,6 @@ class SqliteStore:
         return await self.connection.call(self._tables.survey, self._used_by)
 
     async def close(self) -> None:
-        """Finish the calls under way, close the file and release the directory."""
+        """Finish the calls in progress, close the file and release the directory."""
         if await self.connection.close():
             self._locked.close()

@@ -1,7 +1,7 @@
-"""One SQLite file, used by one thread; writes that wait share a commit.
+"""One SQLite file, used by a single thread; waiting writes share a commit.
 
-The event loop never waits for a disk, and SQLite never sees two threads. While a commit is under
-way further writes wait, and are then written in one commit. Each commit is counted in the file and
+The event loop never waits for a disk, and SQLite never sees two threads. Writes that come during a
+commit wait, and are then written together in one commit. Each commit is counted in the file and
 beside it (`sqlite_mark`).
 """
 
@@ -36,9 +36,10 @@ from rdzv.stores.sqlite_schema import SCHEMA_VERSION
 log = logging.getLogger("rdzv.stores")
 
 _MOST_AT_ONCE = 256
-"""Writes in one commit: more would not be faster, and the first would wait for the last."""
+"""The most writes in one commit: more would not be faster, and the first would wait for the last.
+"""
 _MOST_WAITING = 65_536
-"""Writes waiting for a commit: far above one for each job."""
+"""The most writes that may wait for a commit: far more than one for each job."""
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ class _Write:
     error: Exception | None = None
 
     def run(self) -> None:
-        """Write, inside a transaction. A lost race writes nothing, and affects no other write."""
+        """Write inside a transaction. A lost race writes nothing and affects no other write."""
         self.result, self.error = None, None
         try:
             self.result = self.apply()
@@ -62,7 +63,7 @@ class _Write:
 
 
 class Connection:
-    """The connection to one file, and its thread. Methods with `async` are for the event loop."""
+    """The connection to one file, and its thread. Its `async` methods are for the event loop."""
 
     db: sqlite3.Connection
     """Used only by the thread, inside `call` and `write`."""
@@ -73,9 +74,9 @@ class Connection:
         self.path = path
         self.schema_version = SCHEMA_VERSION
         self.lost = ""
-        """The commits that the file has lost; set only if it is opened read-only."""
+        """Which commits the file has lost; set only if it is opened read-only."""
         self.on_rollback: Callable[[], None] = lambda: None
-        """Called in the thread when a transaction was dropped."""
+        """Called in the thread when a transaction has been rolled back."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
         self._opened = ExitStack()
         """The connection and its files; used by the thread."""
@@ -123,7 +124,7 @@ class Connection:
         await self.call(self._commit_whole)
 
     async def close(self) -> bool:
-        """Finish the calls under way and close the file; return False if it was closed before."""
+        """Finish the calls in progress and close the file; return False if already closed."""
         if self._closed:
             return False
         self._closed = True
@@ -138,7 +139,7 @@ class Connection:
     # ---------------------------------------------------- in the thread
 
     def open(self) -> None:
-        """Open the file to read and write; create or migrate it if needed."""
+        """Open the file for reading and writing; create or migrate it if needed."""
         prepare(self.path)
         with self.reading():
             self.db = self._opened.enter_context(closing(connect(self.path, "rw")))
@@ -160,7 +161,7 @@ class Connection:
             self._mark_file.write(mark)
 
     def open_to_read(self, *, beside_server: bool) -> None:
-        """Open the file and change nothing; with `beside_server` a server may be using it now."""
+        """Open the file read-only; with `beside_server`, a server may be using it now."""
         if not has_data(self.path):
             raise InvalidRequestError(f"{self.path} holds no data yet; rdzvd will create it")
         # This is read before the file, because a server may be writing to both.
@@ -197,7 +198,7 @@ class Connection:
         loop.call_soon_threadsafe(_answer, batch)
 
     def _commit(self, batch: Sequence[_Write]) -> None:
-        """Write a batch as a whole. Until COMMIT begins, every failure is definite."""
+        """Write a batch in one transaction. Until COMMIT begins, every failure is definite."""
         try:
             if not self._whole:
                 self._begin()

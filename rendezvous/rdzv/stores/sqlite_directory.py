@@ -1,4 +1,4 @@
-"""Locks the data directory of one rdzvd, and refuses network file systems."""
+"""Locks an rdzvd's data directory, and refuses network file systems."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _NETWORK_FILESYSTEMS = frozenset(
     | {"beegfs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.cephfs", "fuse.s3fs"}
 )
 """File systems whose files another machine may use at the same time: flock, the write-ahead log's
-shared memory and fsync do not work as on a disk. 9p is one of them, as it keeps locks within its
-guest; virtiofs is not, as it is the local disk of many containers."""
+shared memory and fsync do not work there as on a local disk. 9p is one of them, because it keeps
+locks within its guest; virtiofs is not, because it is the local disk of many containers."""
 
 
 def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:

@@ -1,8 +1,8 @@
 """Creates the SQLite file, inspects it without changing it, and replaces it to migrate it.
 
 A refused file stays unchanged, byte for byte, with its write-ahead log beside it. So a file is
-first inspected through separate links, and is never changed in place: a new file, or a migrated
-one, is made beside it and then replaces it as a whole.
+first inspected through separate links, and never changed in place: a new or migrated file is made
+beside it, and then replaces it as a whole.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _LOOKING = ".look-"
 _OWNER_ALONE = 0o600
 
 _ROOM_BYTES = 64 * 1024
-"""Bytes written at start to test for space: with less room nothing can be stored."""
+"""How many bytes are written at start to test for space: with less, nothing can be stored."""
 
 _MOST_PROBLEMS = 20
 
 
 def prepare(path: Path) -> None:
-    """Ensure that a complete file of the present schema exists.
+    """Ensure that a complete file with the present schema exists.
 
     The caller has locked its directory. If this raises, the file is unchanged.
 
@@ -88,7 +88,7 @@ def inspect(path: Path) -> int | None:
 
 
 def why_incomplete(path: Path, lost: str) -> str:
-    """Explain that a file has lost commits, which files to look at, and the remedies."""
+    """Explain that a file has lost commits, naming the files to look at and the remedies."""
     wal, mark = beside(path, _WAL), beside(path, sqlite_mark.SUFFIX)
     log = "damaged, or of another time" if wal.exists() else "missing"
     return (

@@ -1,14 +1,14 @@
-"""Stores beside an SQLite file how many commits it must have, to detect lost commits.
+"""Records, beside an SQLite file, how many commits it must have, to detect lost commits.
 
 SQLite treats a write-ahead log that is missing, cut or damaged as one that ends earlier, without
 an error. So every commit counts itself in the file (table `mark`), and the number is also written
 into `rdzv.db-mark`, after the commit and before any caller learns of it. A file with fewer commits
 than that number has lost some.
 
-The number is never flushed: it costs no fsync. It outlives the process, and after a power cut it is
-at most as high as what SQLite had flushed before, so a power cut alone is never refused. Not
-detected: commits lost together with the number, as on a disk that was cut off or set back as a
-whole, and damage inside a page that exists.
+The number is never flushed, so it costs no fsync. It outlives the process, and after a power cut it
+is never higher than what SQLite had flushed, so a power cut alone never causes a refusal. Not
+detected are commits lost together with the number, as on a disk that was cut off or rolled back as
+a whole, and damage inside an existing page.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Mark:
 
 
 def make_table(db: sqlite3.Connection) -> None:
-    """Make a file count its commits from now on, if it does not yet; inside a transaction."""
+    """Make a file count its commits from now on, unless it already does; inside a transaction."""
     db.execute(TABLE)
     db.execute("INSERT OR IGNORE INTO mark VALUES (1, ?, 0)", (secrets.token_hex(8),))
 
@@ -79,7 +79,7 @@ class MarkFile:
     """The mark beside a file, kept open to be written repeatedly."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        """Open it until the stack is closed, and create it if needed.
+        """Open the mark file until the stack is closed, creating it if needed.
 
         Raises:
             OSError: it cannot be opened.
@@ -95,7 +95,7 @@ class MarkFile:
         """Overwrite the present mark; all marks have the same length.
 
         Raises:
-            OSError: the mark is the one before, or unreadable.
+            OSError: the mark is still the previous one, or unreadable.
 
         """
         number = f"{mark.number:020}"

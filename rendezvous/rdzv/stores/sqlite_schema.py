@@ -14,7 +14,7 @@ SCHEMA_VERSION = 3
 """Kept in `PRAGMA user_version`. A newer version is refused."""
 
 APPLICATION_ID = int.from_bytes(b"rdzv", "big")
-"""Kept in `PRAGMA application_id` from schema 2 on, to recognize other programs' files."""
+"""Kept in `PRAGMA application_id` since schema 2, to recognize other programs' files."""
 
 DOCUMENTS_SINCE = 3
 """The schema that added documents; a file opened read-only may be older."""

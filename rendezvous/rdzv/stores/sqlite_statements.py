@@ -17,12 +17,12 @@ from rdzv.stores.sqlite_schema import DOCUMENTS_SINCE
 from rdzv.structs import struct
 
 JOBS_PER_PAGE = 100
-"""Jobs per page: ended ones take some milliseconds; the largest live ones have a megabyte each."""
+"""Jobs per page: ended ones take a few milliseconds; the largest live ones have a megabyte each."""
 
 
 @struct(frozen=True)
 class Survey:
-    """The result of a check requested by an operator."""
+    """The result of a check that an operator requested."""
 
     path: Path
     schema_version: int
@@ -39,7 +39,7 @@ class Tables:
     """Jobs, history, documents and leadership in one file."""
 
     def __init__(self, connection: Connection, history_rows: int) -> None:
-        """Keep at most about `history_rows` rows of each job's history."""
+        """Keep about `history_rows` rows of each job's history."""
         self._connection = connection
         self._path = connection.path
         self._history_rows = history_rows
@@ -205,7 +205,7 @@ class Tables:
             self._prune(rdzv_id)
 
     def _prune(self, rdzv_id: str) -> None:
-        """Prune a job's history to its limit. Not done for every row, because it takes a scan."""
+        """Prune a job's history to its limit; not done for every row, because it takes a scan."""
         if self._unpruned[rdzv_id] <= self._history_rows // 10:
             return
         self._connection.db.execute(

@@ -1,7 +1,7 @@
 """The rendezvous handler that torch's agent calls.
 
-torch calls it from one thread, its main one. Messages of the server arrive in a second one, and a
-signal is noticed in a third; one lock guards their shared state (`conversation`).
+torch calls it from one thread, its main one. Messages from the server arrive in a second thread,
+and a signal is noticed in a third; one lock guards their shared state (`conversation`).
 
 One process may have many handlers, one after another or at once: a notebook calls
 `elastic_launch(...)()` repeatedly. Each is a node of its own, and leaves when its launch is over,
@@ -53,7 +53,7 @@ STOP_TIMEOUT_MS = 30_000
 ignores --shutdown-timeout there (`LocalElasticAgent._stop_workers`).
 """
 EXPLAIN_TIMEOUT_S = 10.0
-"""How long to wait for the server to explain a failed store: its host was lost."""
+"""How long to wait for the server to explain why a store failed: its host was lost."""
 
 
 class RdzvHandler(RendezvousHandler):
@@ -318,8 +318,8 @@ class RdzvHandler(RendezvousHandler):
         self._talk.on_success()
         if not self._news.wait_for(lambda: self._talk.round_is_over, self._options.close_timeout_s):
             log.warning(
-                "the other nodes of %s have not succeeded within %g s (close_timeout); "
-                "no longer waiting for them",
+                "the other nodes of %s have not succeeded within %g s (close_timeout); not "
+                "waiting any longer",
                 self._options.rdzv_id,
                 self._options.close_timeout_s,
             )
@@ -359,7 +359,7 @@ def _local_address(server: Endpoint) -> str:
 
 
 def _own_name() -> str:
-    """Return this machine's name if it resolves to more than loopback, else an empty text."""
+    """Return this machine's name if it resolves to more than loopback; empty otherwise."""
     name = socket.gethostname()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)

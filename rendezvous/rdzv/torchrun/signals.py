@@ -1,4 +1,4 @@
-"""Detects at once the signals that end torchrun.
+"""Notices at once the signals that end torchrun.
 
 torch's signal handler only raises an exception in the main thread, and nothing else is notified
 before the workers have been stopped (`torch/distributed/launcher/api.py`, `launch_agent`;

@@ -68,7 +68,7 @@ class NodeStream:
         self._told_lost = False
         self._closing = threading.Event()
         self._cut: threading.Timer | None = None
-        """Cancels a closed stream that does not end by itself."""
+        """The timer that cancels a closed stream if it does not end by itself."""
         self._thread = threading.Thread(target=self._run, name="rdzv-stream", daemon=True)
 
     def open(self) -> None:

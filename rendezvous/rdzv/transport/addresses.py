@@ -1,6 +1,6 @@
-"""This machine's identity and addresses, and the listening socket of a node's c10d store.
+"""This machine's identity and addresses, and the listening socket for a node's c10d store.
 
-Shared by everything that joins as a node. Nothing here waits for a name service: the caller
+All programs that join as a node share this. Nothing here waits for a name service: the caller
 resolves names and passes the addresses in.
 """
 
@@ -51,7 +51,7 @@ def leads_beyond_loopback(found: AddressInfo) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is reachable from this machine alone.
+    """Return whether an address is reachable only from this machine.
 
     >>> [is_loopback(a) for a in ("127.0.0.1", "::1", "localhost", "10.0.0.5", "n1")]
     [True, True, True, False, False]
@@ -69,7 +69,7 @@ BACKLOG = (1 << 16) - 1
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listen where torchrun's store would: on loopback if `host` names it, else on all addresses.
+    """Listen where torchrun's store would: on loopback if `host` is that, otherwise everywhere.
 
     A host's name may resolve to loopback on the host itself.
 
@@ -88,7 +88,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 class StoreSocket:
-    """The listening socket that a node holds ready for the c10d store of its next round.
+    """The listening socket that a node keeps ready for the c10d store of its next round.
 
     Clients may connect as soon as the port is announced; the store host serves them once it is
     up. A port is never offered twice, so that no client of an old round reaches a newer store.
@@ -113,7 +113,7 @@ class StoreSocket:
         return _port_of(self._socket)
 
     def take(self) -> socket.socket | None:
-        """Hand the socket over to the caller, who closes it."""
+        """Hand the socket over to the caller, which closes it."""
         taken, self._socket = self._socket, None
         return taken
 

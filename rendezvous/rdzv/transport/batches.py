@@ -1,4 +1,4 @@
-"""Frames of many streams that share one gRPC call, written as many at a time as are ready."""
+"""Frames of many streams that share one gRPC call; all that are ready are written together."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 BATCH_BYTES = 256 * 1024
-"""The size from which a batch is full. One frame may be larger, and is then alone."""
+"""The size at which a batch is full. A frame that is larger is written alone."""
 
 FRAME_BYTES = 64
-"""The most that a frame adds to its message."""
+"""The most bytes that a frame adds to its message."""
 
 F = TypeVar("F")
 
 
 class Batches(Generic[F]):
-    """Frames that wait to be written. Frames keep their order.
+    """Frames waiting to be written. They keep their order.
 
     A stream waits for each of its frames to be written before it adds the next, so that no stream
     can fill the call that it shares with others.
@@ -28,7 +28,7 @@ class Batches(Generic[F]):
         self._ready = asyncio.Event()
 
     def put_now(self, frame: F, size: int = 0) -> None:
-        """Add a frame without waiting; for frames that a stream has only once."""
+        """Add a frame without waiting; only for frames that a stream has once."""
         self._waiting.append((frame, size, None))
         self._ready.set()
 
@@ -44,7 +44,7 @@ class Batches(Generic[F]):
     ) -> None:
         """Write batches until cancelled, or until `write` fails.
 
-        With `beat_s`, an empty batch is written whenever nothing was ready for that time.
+        With `beat_s`, write an empty batch whenever nothing has been ready for that time.
         """
         while True:
             try:

@@ -1,8 +1,8 @@
-"""Checks that certificates and keys in PEM files can be used, and reads names, roles and dates.
+"""Checks that PEM files have usable certificates and keys, and reads names, roles and dates.
 
-Python's own TLS library loads the files first: in gRPC, a bad file makes handshakes fail without a
-reason. The fields of a certificate are parsed here from its DER, since the library `cryptography`
-costs each program that connects by TLS 36 ms and 10 MiB.
+Python's own TLS library loads the files first, because in gRPC a bad file makes handshakes fail
+without a reason. The fields of a certificate are parsed here from its DER, because the library
+`cryptography` would cost each program that connects over TLS 36 ms and 10 MiB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REASONS = {
     "BAD_DECRYPT": "the key has a passphrase",
     "NO_CERTIFICATE_OR_CRL_FOUND": "it holds no certificate in PEM",
 }
-"""The TLS library's reasons in plain words; others are shown unchanged."""
+"""Reasons of the TLS library in plain words; others are shown unchanged."""
 
 
 Stamp = tuple[tuple[int, int, int], ...]
@@ -76,7 +76,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def check_authorities(path: Path, what: str) -> None:
-    """Refuse a file without certificates of trusted authorities; `what` names it in errors.
+    """Refuse a file without certificates of trusted CAs; `what` names the file in errors.
 
     Raises:
         InvalidRequestError: it cannot be read, or holds no certificate.
@@ -143,7 +143,7 @@ def read_certificate(pem: bytes, what: str) -> Certificate:
 
 
 def _read_der(der: bytes) -> Certificate:
-    """Read the needed fields of RFC 5280's TBSCertificate."""
+    """Read the fields that are needed from RFC 5280's TBSCertificate."""
     fields = list(_parts(_first(_first(der))))
     if fields[0][0] == 0xA0:  # The version, which is optional.
         del fields[0]

@@ -1,4 +1,4 @@
-"""Opens channels to rdzvd, plain or by TLS, with the client's credentials.
+"""Opens channels to rdzvd, in plaintext or over TLS, with the client's credentials.
 
 Files are read again for each channel, so a certificate or token that is renewed on disk is used
 from the next connection on.
@@ -35,7 +35,7 @@ VARIABLES = {
     "key": "RDZV_TLS_KEY",
     "token_file": "RDZV_TOKEN_FILE",
 }
-"""Environment variables for credentials that the command line leaves out."""
+"""The environment variables for credentials that the command line leaves out."""
 
 TOKEN_VARIABLE = "RDZV_TOKEN"
 
@@ -43,7 +43,7 @@ TOKEN_METADATA_KEY = "authorization"
 """Call metadata under which a token travels, as `Bearer TOKEN`."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,4096}")
-"""A token of rdzvd, or of a service account of Kubernetes, which has about 1,200 characters."""
+"""A token from rdzvd, or of a Kubernetes service account, which has about 1,200 characters."""
 
 
 Metadata = tuple[tuple[str, str], ...]
@@ -53,7 +53,7 @@ Metadata = tuple[tuple[str, str], ...]
 class Credentials:
     """A client's credentials: its CA, its certificate or its token.
 
-    Without any of them the connection is plain.
+    Without any of them, connections are in plaintext.
 
     A token is sent only over TLS or to loopback, so that others cannot read it.
     """
@@ -67,7 +67,7 @@ class Credentials:
 
     @classmethod
     def parse(cls, given: Mapping[str, Path | None], environ: Mapping[str, str]) -> Credentials:
-        """Read the credentials from the given files, and the rest from the environment.
+        """Read the credentials from the given files and, for those not given, the environment.
 
         Raises:
             InvalidRequestError: the options conflict, or a file cannot be used.
@@ -122,7 +122,7 @@ class Credentials:
         return grpc.secure_channel(server.target, self._credentials(), options=options)
 
     def aio_channel(self, server: Endpoint, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
-        """Open a channel of the running event loop."""
+        """Open a channel for the running event loop."""
         if not self.tls:
             return grpc.aio.insecure_channel(server.target, options=options)
         return grpc.aio.secure_channel(server.target, self._credentials(), options=options)
@@ -205,7 +205,7 @@ PLAIN = Credentials()
 # ------------------------------------------------------------------------------------ in words
 
 _NEVER = "failed to connect to all addresses.*"
-"""Matches gRPC's message if a connection was never established, as opposed to one that ended."""
+"""Matches gRPC's message for a connection that was never established, not for one that ended."""
 
 _UNTRUSTED = re.compile("unable to get (local )?issuer|self.signed|unable to verify", re.I)
 _EXPIRED = re.compile("certificate has expired", re.I)
@@ -220,8 +220,8 @@ def handshake_trouble(
 ) -> tuple[str, str] | None:
     """Return why a handshake failed, and the remedy; None if the failure was something else.
 
-    `details` is gRPC's message. It gives no reason when a server hangs up after the handshake:
-    then the server refused the client's certificate, or its lack of one.
+    `details` is gRPC's message. gRPC gives no reason when a server hangs up after the handshake;
+    then the server refused the client's certificate, or the lack of one.
     """
     if not credentials.tls:
         if not _CLOSED.search(details):

@@ -1,4 +1,4 @@
-"""Server endpoints as users write them; free of gRPC, so that a command line parses quickly."""
+"""Server endpoints as users write them; without gRPC, so that a command line parses quickly."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Listen:
 
     @property
     def unspecified(self) -> bool:
-        """Whether it stands for every address of this machine, to which nothing can connect."""
+        """Whether it means every address of this machine, which is not an address to connect to."""
         try:
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
@@ -157,7 +157,7 @@ class Listen:
 
 
 def cannot_listen(listen: Listen, error: OSError, option: str) -> InvalidRequestError:
-    """Return the error for an address that cannot be listened on; `option` sets another."""
+    """Return the error for an address that nothing can listen on; `option` sets another."""
     advice = f"give another address with {option}"
     if isinstance(error, socket.gaierror):
         reason = f"host {listen.host}: {error.strerror}"

@@ -1,7 +1,8 @@
 """The job secret: every participant of a job presents it, so that no other process can join.
 
-It is passed only in the environment, or in a file that the environment names: everyone on a machine
-can read a command line. Workers get neither the secret nor a token: many people read their output.
+It is passed only in the environment, or in a file that the environment names, because anyone on a
+machine can read command lines. Workers get neither the secret nor a token, because many people read
+their output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A node's stream to rdzvd, for every kind of agent: options, attempts, errors."""
+"""A node's stream to rdzvd, for all kinds of agents: options, attempts, errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OWN_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
-"""Options of a node's stream whose server runs in the same process."""
+"""Options of a node's stream to a server in the same process."""
 
 STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     *OWN_SERVER_OPTIONS,
@@ -86,7 +86,7 @@ _DEFAULT = Settings(min_nodes=1, max_nodes=1)
 
 
 def settings_message(settings: Settings) -> pb.Settings:
-    """Encode a job's launch settings; every node of it, with whichever agent, sends the same."""
+    """Encode a job's launch settings; all its nodes send the same, whichever agent they run."""
     # Older nodes do not send the backoff, so omitting the defaults keeps settings equal.
     backoff = ("restart_backoff_ms", "restart_backoff_max_ms")
     omitted = {name for name in backoff if getattr(settings, name) == getattr(_DEFAULT, name)}
@@ -95,10 +95,10 @@ def settings_message(settings: Settings) -> pb.Settings:
 
 
 class Rota:
-    """Chooses which of several servers to ask next: the leader last named, else each in turn.
+    """Chooses which of several servers to ask next: the leader last named, or else each in turn.
 
     A server that stands by names the leader, which need not be among the given endpoints. If the
-    leader is unreachable, the others are tried again: first those that it has named.
+    leader is unreachable, the others are tried again, first those that it has named.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -106,7 +106,8 @@ class Rota:
         self._turn = 0
         self._leader: Endpoint | None = None
         self._led = False
-        """Another server named the one asked last, so a redirection from it may lead in circles."""
+        """Another server named the one asked last, so a redirection from that one may lead in
+        circles."""
 
     @property
     def present(self) -> Endpoint:
@@ -138,7 +139,7 @@ class Rota:
 
 @struct(frozen=True)
 class Backoff:
-    """The waits of a node between attempts to open its stream."""
+    """How long a node waits between attempts to open its stream."""
 
     first_s: float = 0.1
     """The shortest wait; it doubles with each failed attempt."""
@@ -149,7 +150,7 @@ class Backoff:
     steady_s: float = 5.0
     """After a stream that lasted this long, the next attempt follows at once."""
     spread: Callable[[float, float], float] = random.uniform
-    """Chooses a wait between two bounds, so that nodes do not all return at once."""
+    """Picks a wait between two bounds, so that nodes do not all return at once."""
 
 
 BACKOFF = Backoff()
@@ -263,7 +264,7 @@ def error_from_status(
     timeout_s: float,
     credentials: Credentials = PLAIN,
 ) -> RendezvousError:
-    """Convert the status of a failed call to the matching error.
+    """Convert a failed call's status to the matching error.
 
     A code in the trailing metadata decides. Without one, the answer is not from rdzvd: the server
     was unreachable, did not answer in time, or is another program.

@@ -1,4 +1,4 @@
-"""Copies fields of the same names between values and messages.
+"""Copies fields of the same name between values and messages.
 
 A field that may be None becomes None if it is empty or 0 in a source that cannot hold None. In a
 message, only a field that is declared as optional can be unset.
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Message)
 _Read = Callable[[Any], Any]
 
 _READERS: dict[tuple[type, type], tuple[tuple[str, _Read], ...]] = {}
-"""By kind and source type: how each field is read. Computed once, since lists are long."""
+"""By kind and source type: how to read each field. Computed once, since lists are long."""
 
 
 class _Type(NamedTuple):
@@ -40,7 +40,7 @@ class _Type(NamedTuple):
 
 
 def from_value(kind: type[T], source: object, **given: Any) -> T:
-    """Make a `kind` of the fields of another struct; fields that are `given` are not read."""
+    """Make a `kind` from the fields of another struct; fields that are `given` are not read."""
     key = (kind, type(source))
     if key not in _READERS:
         has = _types(type(source))
@@ -49,7 +49,7 @@ def from_value(kind: type[T], source: object, **given: Any) -> T:
 
 
 def from_message(kind: type[T], message: Message, **given: Any) -> T:
-    """Make a `kind` of the fields of a message; fields that are `given` are not read."""
+    """Make a `kind` from the fields of a message; fields that are `given` are not read."""
     key = (kind, type(message))
     if key not in _READERS:
         has = message.DESCRIPTOR.fields_by_name
@@ -90,7 +90,7 @@ def _extend(
 
 
 def sendable(text: str) -> str:
-    """Escape characters that cannot be sent: file names may have bytes that are not valid text."""
+    """Escape characters that cannot be sent, since file names may have bytes that are not text."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 

@@ -6,7 +6,7 @@ from rdzv.core.spent import MAX_RESTART_AGES, Spent, Tally
 from rdzv.v1 import rdzv_pb2 as pb
 
 MAX_AGE_MS = 1 << 62
-"""More than any clock has counted; a store can hold a time this far back."""
+"""More than any clock has counted; a stored time can be this far back."""
 
 
 def tally_message(tally: Tally, since_ms: int = 0) -> pb.Tally:

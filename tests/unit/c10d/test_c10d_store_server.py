@@ -301,7 +301,7 @@ async def test_a_bug_in_a_look_costs_nobody_the_store(
     monkeypatch.setattr(facade, "_decoded", broken)
     script(config, "say(b'{\"ready\": true}')", "while hear(): say(b'{}')")
     async with serving_c10d(config.c10d, config.c10d_python, MonotonicClock()):
-        await until_logged(caplog, "please report it: one check is lost")
+        await until_logged(caplog, "please report it: lost one check")
     assert "have lost their store" not in caplog.text
 
 
