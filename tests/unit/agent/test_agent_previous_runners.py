@@ -75,5 +75,5 @@ async def test_a_folder_that_can_not_be_written_costs_no_job(
 ) -> None:
     (tmp_path / "runners").touch()
     Runners(tmp_path).note(os.getpid())
-    assert "cannot be recorded for the next agent" in caplog.text
+    assert "cannot record runner pid" in caplog.text
     await Runners(tmp_path).former_gone()

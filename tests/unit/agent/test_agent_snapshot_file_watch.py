@@ -157,7 +157,7 @@ async def test_what_can_not_be_seen_counts_as_changed_and_warns_once(
     await began(seen)
     assert [await ended(seen) for _ in range(5)] == [True, True, False, True, True]
     assert [record.getMessage() for record in caplog.records] == [
-        "--snapshot=/data cannot be examined (Permission denied); that counts as progress"
+        "cannot examine --snapshot=/data (Permission denied); counting that as progress"
     ]
 
 

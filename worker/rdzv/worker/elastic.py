@@ -21,7 +21,7 @@ def elastic(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> Callable[..., Any]:
-    """Have a function `train(state, round, ...)` called in each round.
+    """Decorate `train(state, round, ...)` so that it is called in every round.
 
     The script calls it as `train(state, ...)`. In each round the default process group is made,
     with torch's `backend` ("gloo" on CPUs, "cpu:gloo,cuda:nccl" with GPUs) and `timeout`, and the

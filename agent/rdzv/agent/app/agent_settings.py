@@ -366,7 +366,7 @@ def _check_metrics_listen(settings: "AgentSettings") -> str:
     return (
         f"`metrics_listen` = {str(listen)!r} can be reached from other machines, without "
         "encryption or authentication; listen on loopback, or set insecure = true if "
-        "everyone who can reach it may read this node's metrics"
+        "anyone who can reach it may read this node's metrics"
     )
 
 
@@ -447,8 +447,8 @@ class AgentSettings(Table, frozen=True, kw_only=True):
         Serve /metrics and /healthz here; the server's /sd lists it if other machines can reach it.
         Port 0 picks a free port. Any address other than loopback needs `insecure`.""")] = None
     insecure: Annotated[bool, setting(reason="""
-        Listen beyond loopback without encryption or authentication: everyone who can reach
-        `metrics_listen` may read this node's metrics.""")] = False
+        Listen beyond loopback without encryption or authentication: anyone who can reach
+        `metrics_listen` can read this node's metrics.""")] = False
     pass_env: Annotated[tuple[str, ...], setting(check=_pattern, reload=True, reason="""
         The variables of the agent's own environment that submitted jobs get; a star at the end
         matches any suffix. Jobs get no others.""")] = PASSED_ON

@@ -306,7 +306,7 @@ class Daemon:
             try:
                 await self._reload_once()
             except Exception:
-                log.exception("the configuration was not reloaded because of a bug in rdzv-agent")
+                log.exception("did not reload the configuration because of a bug in rdzv-agent")
 
     async def _reload_once(self) -> None:
         """Reload the configuration; an invalid one changes nothing."""
@@ -316,7 +316,7 @@ class Daemon:
             found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
             change = compare(self._config.loaded, found.loaded)
         except (ConfigurationError, InvalidRequestError, TimeoutError) as error:
-            log.error("the configuration was not reloaded; nothing was changed: %s", error)
+            log.error("did not reload the configuration, nothing was changed: %s", error)
             systemd.notify("READY=1", "STATUS=the configuration has errors; see the log")
             return
         for line in change.lines or ("nothing in it has changed",):
@@ -347,7 +347,7 @@ class Daemon:
                 )
             except Exception:
                 # No error here may affect jobs.
-                log.exception("old logs cannot be removed")
+                log.exception("cannot remove old logs")
             else:
                 for path in removed:
                     log.info("removed the old logs in %s", path)

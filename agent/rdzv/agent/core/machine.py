@@ -231,7 +231,7 @@ def _note_server_lost(work: _Step, event: ServerLost) -> None:
 
 
 def _start(work: _Step, assignment: Assignment) -> None:
-    """Start the workers of a round that is new to this node."""
+    """Start the workers of a round that this node did not know yet."""
     state = work.state
     stale = state.left_round is not None and assignment.round <= state.left_round
     if state.phase is not Phase.JOINING or stale or (state.run and assignment.run != state.run):
@@ -867,7 +867,7 @@ def _check_deadlines(work: _Step) -> None:
 
 
 def _store_host_due_ms(state: AgentState) -> int | None:
-    """Return when a store host that is not ready counts as failed; None if none is needed."""
+    """Return when a store host that is not ready yet counts as failed; None if none is needed."""
     return state.store_host_due_ms if state.phase in _NEEDS_STORE else None
 
 

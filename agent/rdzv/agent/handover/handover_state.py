@@ -1,4 +1,4 @@
-"""The state of a job that its runner keeps, so that the next agent can continue the job.
+"""The job state that a runner keeps, so that the next agent can continue the job.
 
 It is kept by the runner rather than in a file, so it exists exactly as long as the workers and is
 never older than the last request to the runner. Newer agents can read the state of older ones: new

@@ -1,8 +1,8 @@
-"""Runners of the previous agent that this one has not adopted. They end, but not at once.
+"""Runners of the previous agent that this one has not adopted. They will end, but not at once.
 
-A runner that cannot be adopted ends at its orphan timeout at the latest, unless a process is stuck
-in the kernel. Until then its GPUs must not be given to other jobs. So each runner is recorded in
-the state directory, and the next agent starts no job before the runners recorded there have ended.
+A runner that cannot be adopted ends no later than its orphan timeout, unless a process is stuck in
+the kernel. Until then its GPUs must not be given to other jobs. So each runner is recorded in the
+state directory, and the next agent starts no job before the runners recorded there have ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Runners:
             self._folder.mkdir(exist_ok=True)
             (self._folder / str(pid)).write_text(self._started_at(pid), encoding="ascii")
         except OSError as error:
-            log.warning("runner pid %d cannot be recorded for the next agent: %s", pid, error)
+            log.warning("cannot record runner pid %d for the next agent: %s", pid, error)
 
     def forget(self, pid: int) -> None:
         """Remove the record of a runner that has ended."""

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 @struct(frozen=True)
 class UsedGpu:
-    """A GPU, or a MIG device with the clocks of its GPU, and who uses it."""
+    """A GPU, or a MIG device with its GPU's clocks, and the processes that use it."""
 
     state: GpuState
     pids: tuple[int, ...] | None

@@ -237,7 +237,7 @@ class JobDriver:
             context.runner.keep_zygote(context.workers.zygote)
 
     async def hand_over(self, within_ms: int) -> None:
-        """Leave the job to the next agent, which is expected within that time."""
+        """Leave the job to the next agent, which is expected within `within_ms`."""
         if self._keeper is None:
             return
         self._keeper.outlive(within_ms)

@@ -16,7 +16,7 @@ class StoreOffer:
 
     def __init__(self, fixed: Offer) -> None:
         self.fixed = fixed
-        """The part that is the same in every round: everything but the port."""
+        """The part of the offer that is the same in every round: everything but the port."""
         only_loopback = is_loopback(fixed.address) and not fixed.host_name
         self._socket = StoreSocket(loopback_only=only_loopback)
 

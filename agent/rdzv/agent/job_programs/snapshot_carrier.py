@@ -141,7 +141,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
-        """Return once so many bytes may be sent."""
+        """Return once `count` more bytes may be sent."""
         if not self._rate:
             return
         with self._lock:
@@ -174,7 +174,7 @@ def receive(sock: socket.socket, into: memoryview, until: float) -> None:
 
 
 def received(sock: socket.socket, count: int, until: float) -> bytes:
-    """Return so many bytes of the peer's."""
+    """Receive `count` bytes from the peer."""
     buffer = bytearray(count)
     receive(sock, memoryview(buffer), until)
     return bytes(buffer)
@@ -294,7 +294,7 @@ class Fetch:
             self._threads.append(thread)
 
     def run(self) -> str:
-        """Return once all are fetched, or given up; then why, else nothing."""
+        """Fetch all copies; return why any were given up, or an empty text."""
         for thread in self._threads:
             thread.start()
         for thread in self._threads:
@@ -302,7 +302,7 @@ class Fetch:
         return "; ".join(self.reasons)[:500]
 
     def end(self) -> None:
-        """Have it end soon."""
+        """Make the fetch end soon."""
         self._ended = True
         for sock in tuple(self._sockets):
             with suppress(OSError):

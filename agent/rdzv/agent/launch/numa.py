@@ -163,7 +163,8 @@ class _Machine:
     def core_complex_of(self, cpu: int) -> int:
         """Identify the cores that share a CPU's last-level cache by their first CPU.
 
-        That is the L3 if the kernel lists one; else the next lower level, as in torch.
+        That is the L3 cache if the kernel lists one, and otherwise the next lower level, as in
+        torch.
         """
         caches = sorted((self.sysfs / f"devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"))
         levels = {

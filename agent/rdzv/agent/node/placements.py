@@ -371,7 +371,7 @@ class Placements:
                     "%s: not taken up: %s", held.name, held.given_back or "this agent is ending"
                 )
         except Exception as error:
-            log.exception("%s: a bug in rdzv-agent ended it on this node", held.name)
+            log.exception("%s: ended on this node by a bug in rdzv-agent", held.name)
             self._decline(held, f"a bug in its rdzv-agent: {error!r}")
 
     def _let_go(self, held: _Held) -> None:
@@ -472,7 +472,7 @@ class Placements:
         except Exception as error:
             if held.driver is None:
                 raise
-            log.exception("%s: a bug in rdzv-agent ended it on this node", held.name)
+            log.exception("%s: ended on this node by a bug in rdzv-agent", held.name)
             bug = error
         finally:
             held.driver, held.closing = None, True

@@ -161,7 +161,7 @@ async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator
 
 
 def _warn(endpoint: Endpoint) -> None:
-    log.warning("insecure: everyone who can reach %s may run and end jobs there", endpoint)
+    log.warning("insecure: anyone who can reach %s can run and end jobs there", endpoint)
 
 
 def _listen_at(endpoint: Endpoint) -> socket.socket | None:

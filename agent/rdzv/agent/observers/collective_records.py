@@ -53,8 +53,8 @@ HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
 """The names of torch's handlers for the record, newest first."""
 
 LONG_WAIT_MS = 10_000
-"""The last answer of a worker that is gone counts if the worker had waited this long in a
-collective: twice the longest pause between two requests, so it ended without leaving it.
+"""The last answer from a dead worker counts if the worker had waited this long in a collective:
+twice the longest pause between two requests, so it ended without leaving the collective.
 """
 
 _NAME = re.compile(r"collectives\.(\d+)\.([0-9a-f]{8}|why)")
@@ -140,7 +140,7 @@ class RecordReader:
     def left(
         self, file: str, pid: int, entries: int = ENTRIES, *, gone: bool = True
     ) -> LeftRecord | None:
-        """Return the record that a worker left at its end; None if there is none.
+        """Return the record that a worker left when it ended; None if there is none.
 
         If it is `gone` and left none, its last answer is used if that is still meaningful.
         """
@@ -163,7 +163,7 @@ class RecordReader:
             if answer and read_record(answer, at_ns).waiting_ms >= LONG_WAIT_MS:
                 return LeftRecord("", read_record(answer, time.time_ns(), entries))
         except ValueError:
-            log.debug("the last answer of pid %d cannot be read", pid)
+            log.debug("cannot read the last answer from pid %d", pid)
         return None
 
     def forget(self) -> None:
@@ -193,7 +193,7 @@ def _read(reader: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 async def _ask_first(folder: Path, pid: int, identity: Identity | None) -> bytes:
-    """Return the answer of the first socket that has one: the worker's own, else a descendant's."""
+    """Return the first answer from a socket: the worker's own or, failing that, a descendant's."""
     with acting_as(identity):
         sockets, whys = _names(folder, pid)
     last: OSError | None = None

@@ -24,7 +24,7 @@ log = logging.getLogger("rdzv.agent")
 FIRST_S, LEAST_S = 10.0, 30.0
 """The wait before the first look, and the shortest pause between two, ..."""
 PAUSE_PER_LOOK = 250
-"""... which is this many times what the last one took."""
+"""... which is this many times as long as the last query took."""
 PER_NODE_S = 0.01
 """The shortest pause per node of a round, so that one job sends at most 100 reports a second."""
 WITHIN_S = 20.0

@@ -66,7 +66,7 @@ class _Worker:
     first: int | None = None
     """How many collectives it had completed when it first answered."""
     completed: int | None = None
-    """The number at its last answer, once it is known to complete some; else None."""
+    """The number in its last answer; None until it is known to complete any."""
     answered_ms: int = 0
 
 
@@ -192,7 +192,7 @@ class HangWatch:
         return max((self._timeout.ms or AUTO_LEAST_MS) // LOOKS_PER_TIMEOUT, ASK_LEAST_MS)
 
     def _ask(self, now_ms: int) -> None:
-        """Ask the workers without a progress file for their collectives, if that is due."""
+        """Ask workers without a progress file for their collectives, if that is due."""
         reader, due = self._records, now_ms - self._asked_ms >= self._ask_every_ms
         if reader is None or not reader.on or not due or self._asking is not None:
             return

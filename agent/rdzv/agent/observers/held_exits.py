@@ -51,7 +51,7 @@ class HeldExits:
             self._assignment, self._over = assignment, asyncio.Event()
 
     def close_round(self) -> None:
-        """Process the exit that is held back, if any, and hold back no more."""
+        """Process the exit that is held back, if any, and stop holding back exits."""
         self._assignment = None
         self._over.set()
 

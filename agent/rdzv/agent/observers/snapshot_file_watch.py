@@ -122,5 +122,5 @@ class SnapshotFileWatch:
         self._last = None
         if not self._warned:
             self._warned = True
-            text = "--snapshot=%s cannot be examined (%s); that counts as progress"
+            text = "cannot examine --snapshot=%s (%s); counting that as progress"
             log.warning(text, self._path, getattr(seen, "strerror", None) or seen)

@@ -402,7 +402,7 @@ def _from_proc(target: Target, note: str) -> WorkerStack | None:
 
 
 def _kernel(pid: int) -> tuple[str, ...]:
-    """Return where a process sleeps in the kernel: the full stack for root, else one function."""
+    """Return where a process sleeps in the kernel: the full stack for root, or one function."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/stack").read_text().splitlines()
         # `[<0>] futex_wait_queue+0x61/0x90`

@@ -88,7 +88,7 @@ class LogReading:
         """Send pieces with `say`, which waits until there is room for one."""
         self._say = say
         self.past: Callable[[str], Written | None] = lambda _: None
-        """Finds the output of a job that is no longer here; called in the thread."""
+        """Finds the output of a job that has left this node; called in the thread."""
         self._written: dict[str, Written] = {}
         self._requests: dict[int, _Request] = {}
         self._watches: Watches | None = None
@@ -100,7 +100,7 @@ class LogReading:
         self._written[rdzv_id] = written
 
     def forget(self, rdzv_id: str) -> None:
-        """Treat a job as one that is no longer here."""
+        """Treat a job as one that has left this node."""
         self._written.pop(rdzv_id, None)
 
     def read(self, request: ReadRequest) -> None:
@@ -161,7 +161,7 @@ class LogReading:
 
 
 class _Request:
-    """One request that is being answered."""
+    """A request that is being answered."""
 
     def __init__(
         self,

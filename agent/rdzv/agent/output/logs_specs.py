@@ -117,7 +117,7 @@ class LogsSpecs:
 
 
 def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int]:
-    """Encode one value for all workers as -1, else one for each: torch's classes may care."""
+    """Encode a common value under -1, and differing ones per worker: torch's classes may care."""
     values = set(by_rank.values())
     if len(values) == 1 and by_rank.keys() == set(range(local_world_size)):
         return {-1: values.pop()}

@@ -167,7 +167,7 @@ class RunFolders:
                     return False
                 path.rename(gone)
         except OSError as error:
-            log.warning("the old logs in %s cannot be removed: %s", path, error)
+            log.warning("cannot remove the old logs in %s: %s", path, error)
             return False
         _remove_tree(gone)
         with contextlib.suppress(OSError):  # The job has other runs.

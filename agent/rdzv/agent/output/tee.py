@@ -413,7 +413,7 @@ class _Pump:
     """Copies the lines of any number of files to one descriptor, from a thread of its own."""
 
     def __init__(self, fd: int, name: str, watches: Watches) -> None:
-        """Take over a descriptor, which is closed when the pump is over."""
+        """Take over a descriptor, which is closed when the pump ends."""
         self._sink = _Sink(fd)
         self._name = name
         self._watches = watches

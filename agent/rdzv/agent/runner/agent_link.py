@@ -58,7 +58,7 @@ class AgentLink:
         obey: Callable[[Mapping[str, object]], None],
         on_lost: Callable[[bool], None],
     ) -> None:
-        """Take a request handler, and `on_lost`, which is told whether the agent was in charge."""
+        """Call `obey` for each request, and `on_lost` with whether the agent was in charge."""
         self._loop = loop
         self._obey = obey
         self._on_lost = on_lost

@@ -76,7 +76,7 @@ class Child:
     ) -> None:
         self.pid = pid
         self.on_exit = on_exit
-        """Called with its exit code, which is negative for a signal."""
+        """Called with the child's exit code, which is negative for a signal."""
         self.spared = spared
         """Whether it survives the end of a round."""
         self.launch = launch

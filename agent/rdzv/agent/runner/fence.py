@@ -31,7 +31,7 @@ class Fence:
         self._alarm = Alarm()
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when `check` is to be called."""
+        """Return the descriptor that becomes readable when `check` must be called."""
         return self._alarm.fileno()
 
     def renew(self, request: Mapping[str, object]) -> None:

@@ -114,7 +114,7 @@ class WarmStart(ABC):
     outlives_rounds = False
     """Whether it survives the end of a round."""
     replaced_after_exit = False
-    """Whether a cold start has to wait until the fork is gone."""
+    """Whether a cold start must wait until the fork is gone."""
 
     def __init__(self, owner: ColdStarter, within_s: float) -> None:
         self.owner = owner

@@ -104,7 +104,7 @@ class WarmRestarts:
         self._loop.watch(self._socket.fileno(), self._read)
 
     def watched(self, program: Program) -> Program:
-        """Return a program that reports its import of torch, if that is of interest."""
+        """Return the program, made to report its import of torch if that is of interest."""
         if self._socket is None:
             return program
         path = program.env.get("PYTHONPATH")

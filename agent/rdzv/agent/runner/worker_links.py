@@ -152,7 +152,7 @@ class WorkerLink:
         return session_of(pid) == self.pid or has_variable(pid, MARK_VARIABLE, self.mark)
 
     def has_left(self, pid: int) -> bool:
-        """The same; a process that is being killed soon shows neither session nor mark."""
+        """As `owns`, also for a process being killed, which soon shows neither session nor mark."""
         return pid in self.left or self.owns(pid)
 
     def kill(self) -> None:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Workers:
-    """The workers of the round that is held, if any."""
+    """The workers of the round that the runner holds, if any."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Workers:
     # ------------------------------------------------------------------ warm
 
     def _start_warm(self, started: Round, specs: Sequence[WorkerSpec]) -> None:
-        """Fork workers, now or once the zygote is ready; else start them cold."""
+        """Fork workers now or once the zygote is ready, or start them cold if it cannot help."""
         if not specs or started.kill_at is not None:
             return
         within_s = self._forks.within_s()
@@ -253,9 +253,9 @@ class Workers:
     def begin_stop(
         self, stopping: Round, signum: int, grace_s: float, *, keep: bool = False
     ) -> None:
-        """Signal the workers of a round, which is killed when the grace is over.
+        """Signal the workers of a round; when the grace is over, they are killed.
 
-        With `keep` those that were asked to park are not signalled, and have a time of their own.
+        With `keep`, workers that were asked to park are not signalled, and have their own deadline.
         """
         kill_at = time.monotonic() + grace_s
         if stopping.kill_at is None or kill_at < stopping.kill_at:
@@ -322,7 +322,7 @@ class Workers:
     # ------------------------------------------------------------------ time
 
     def check_fence(self) -> None:
-        """Kill what has reached the fence; else be called again when it comes."""
+        """Kill workers if the fence has been reached; otherwise arrange to be called when it is."""
         self._fence.check(self.round, self.parked)
 
     def wake_times(self) -> Iterator[float | None]:
@@ -341,7 +341,7 @@ class Workers:
 def _signal_groups(
     children: Children, stopping: Round, signum: int, but: Collection[int] = ()
 ) -> None:
-    """Signal the process groups of a round's workers, also of those that have exited."""
+    """Signal the process groups of a round's workers, including those that have exited."""
     for pid in stopping.running.difference(but):
         signal_group(pid, signum)
     if not stopping.exited:

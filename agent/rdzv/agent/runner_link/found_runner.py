@@ -22,7 +22,7 @@ _BUSY_RETRY_S = 0.05
 
 
 class NotAdoptableError(Exception):
-    """A runner cannot be adopted, and is left to end by itself; the message says why."""
+    """A runner cannot be adopted and is left to end by itself; the message says why."""
 
 
 class FoundRunner:

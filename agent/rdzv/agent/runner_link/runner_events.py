@@ -75,7 +75,7 @@ class WorkerResumed:
 
 @struct(frozen=True)
 class WorkersGone:
-    """After a stop or a failed start: nothing takes part in the round any more but its store host.
+    """After a stop or a failed start: only the store host takes part in the round any more.
 
     The workers in `kept` are parked. All other processes of the round are gone.
     """
@@ -86,7 +86,7 @@ class WorkersGone:
 
 @struct(frozen=True)
 class WorkerNotKept:
-    """A worker was asked to park, and is killed instead."""
+    """A worker was asked to park, but is killed instead."""
 
     round: int
     local_rank: int
@@ -215,8 +215,9 @@ class RunnerRefused:
 class RunnerExited:
     """The runner is gone, and with it its workers; the last event. Negative codes are signals.
 
-    The exit code of an adopted runner is unknown: 0 if it was asked to end, else None. If it was
-    not, descendants of its workers may be left: in a subreaper, `sweep_orphans` kills them.
+    The exit code of an adopted runner is unknown: it is given as 0 if the runner was asked to end,
+    and as None otherwise. In the latter case descendants of its workers may be left; in a
+    subreaper, `sweep_orphans` kills them.
     """
 
     exit_code: int | None

@@ -298,7 +298,7 @@ def gone(line: pb.RoundCompleted) -> pb.NodeMessage:
 
 
 def placed(message: pb.Placed) -> Placed:
-    """Decode a job that this node has to take up."""
+    """Decode a job that this node must take up."""
     return from_message(Placed, message)
 
 

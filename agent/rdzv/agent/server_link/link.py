@@ -201,7 +201,7 @@ class ServerLink:
 
     @property
     def tolerated_ms(self) -> int:
-        """How much silence of this node the server tolerates: the last lease, else the default."""
+        """How long the server tolerates silence from this node: the last lease, or the default."""
         return self._last_lease_ms or NodesTuning().lease_ms
 
     @property
@@ -226,7 +226,7 @@ class ServerLink:
             self.say(pb.NodeMessage(holdings=encoding.holdings(self.placements.holdings())))
 
     def say_health(self) -> None:
-        """Report the failing health checks of this node, or that none fails any more."""
+        """Report which of this node's health checks fail, or that none does any more."""
         if self.placements is not None:
             self.say(pb.NodeMessage(health=encoding.health(self.placements.failing)))
 
@@ -432,7 +432,7 @@ class ServerLink:
         self.outbox.heartbeat_interval_s = interval_s
 
     def _check_fence(self, job: JobPort, lease_ms: int) -> bool:
-        """Refuse a fence that is too late for the lease, as a server that knew of it would."""
+        """Refuse a fence that comes too late for the lease, as a server that knew it would."""
         try:
             check_fence(job.fence_after_ms, lease_ms)
         except InvalidRequestError as error:

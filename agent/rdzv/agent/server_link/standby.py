@@ -1,4 +1,4 @@
-"""A connection to the server that is asked next, made before it is needed.
+"""A connection to the server that this node would ask next, made before it is needed.
 
 It costs that server a connection, with its handshake, and no call. Nodes that lose their server all
 at once would otherwise wait for thousands of handshakes.

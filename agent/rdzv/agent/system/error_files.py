@@ -76,7 +76,7 @@ def unread(error: Exception) -> WorkerError:
 
 
 def _touch(folder: Path) -> int | None:
-    """Return the time by the clock of a folder's file system; None if unknown.
+    """Return the time on the clock of a folder's file system; None if unknown.
 
     That may be a file server's clock, which is not this machine's. The folder of an error file
     belongs to its worker, so it may be touched.

@@ -38,7 +38,7 @@ class Alarm:
     """
 
     def __init__(self) -> None:
-        """Create an alarm that is not set; `OSError` if that fails."""
+        """Create an alarm that is not set. Raises `OSError` if that fails."""
         self._fd: int = libc.timerfd_create(time.CLOCK_BOOTTIME, os.O_CLOEXEC | os.O_NONBLOCK)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")

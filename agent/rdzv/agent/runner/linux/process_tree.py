@@ -109,7 +109,7 @@ class OwnChildren:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def pids(self) -> list[int]:
-        """List them, zombies included; `OSError` if that is not possible now."""
+        """List the children, including zombies. Raises `OSError` if that is impossible now."""
         listed = b""
         while part := os.pread(self._fd, 1 << 16, len(listed)):
             listed += part
@@ -121,9 +121,9 @@ class OwnChildren:
 
 
 def signal_group(leader: int, signum: int) -> None:
-    """Signal the process group of a child that was forked to lead one and is not reaped.
+    """Signal the process group of a child that was forked to lead one and is not yet reaped.
 
-    Until the child leads one, no process is in the group with that number.
+    Until the child leads its group, no process is in a group with that number.
     """
     with suppress(OSError):
         try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 
 _LIVE = ("01", "02")
-"""The states of a connection that is established, or about to be."""
+"""The states of connections that are established or about to be."""
 
 
 def live_connection(pid: int, endpoints: Collection[Endpoint]) -> Endpoint | None:
