@@ -20,7 +20,7 @@ class Contents:
     """The entries of a state, divided into modules, optimizers, other objects and plain values."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
-        """Take the entries; `WorkerError` for those that a round would break."""
+        """Take the entries. Raises `WorkerError` for any that a new round would break."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
@@ -72,7 +72,7 @@ class Contents:
         ]
 
     def optimizer_state(self) -> list[tuple[tuple[str, int, str], Any]]:
-        """List what optimizers hold for their parameters, by optimizer, parameter's place, name."""
+        """List the optimizers' state, by optimizer, place of the parameter, and name."""
         return [
             ((name, place, str(key)), value)
             for name, optimizer in self.optimizers.items()
@@ -81,7 +81,7 @@ class Contents:
         ]
 
     def replicated(self) -> list[tuple[str, Tensor]]:
-        """Name every tensor in which ranks that are at the same step are equal."""
+        """Name every tensor that is equal on all ranks at the same step."""
         import torch
 
         held = [
@@ -92,7 +92,7 @@ class Contents:
         return [*self.parameters(), *self.outside(), *held]
 
     def manifest(self) -> list[list[str]]:
-        """Describe what has to be alike on all ranks before a tensor is sent."""
+        """Describe what must be the same on all ranks before a tensor is sent."""
         kinds = (
             ("module", self.modules),
             ("optimizer", self.optimizers),
@@ -133,7 +133,7 @@ class Contents:
 
 
 def described(contents: Contents) -> tuple[list[list[str]], str]:
-    """Return what has to be alike on all ranks, and a hash of it."""
+    """Return a description of what must be the same on all ranks, and its hash."""
     manifest = contents.manifest()
     return manifest, hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16).hexdigest()
 
@@ -163,7 +163,7 @@ def put_settings(optimizer: Any, settings: list[dict[str, Any]]) -> None:
 
 
 def load_object(name: str, entry: Any, state: Any) -> None:
-    """Load an entry's state; a gradient scaler also forgets the step that was broken off."""
+    """Load an entry's state; a gradient scaler also forgets the interrupted step."""
     # A disabled scaler has an empty state, and refuses to load it.
     if state or not hasattr(entry, "_per_optimizer_states"):
         entry.load_state_dict(state)
@@ -173,7 +173,7 @@ def load_object(name: str, entry: Any, state: Any) -> None:
 
 
 def copied(name: str, what: Any, copy: Callable[[Any], Any]) -> Any:
-    """Copy an entry; `CannotBroadcastError` names it if that is not possible."""
+    """Copy an entry. Raises `CannotBroadcastError`, which names it, if that is impossible."""
     try:
         return copy(what)
     except Exception as error:
@@ -197,7 +197,7 @@ def packed(parts: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
-    """Read what `packed` has made, in another rank of the same job."""
+    """Read, on another rank of the same job, what `packed` has made."""
     import torch
 
     return {

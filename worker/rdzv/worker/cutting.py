@@ -1,4 +1,4 @@
-"""How the collectives of a round are broken off, for each back-end of torch."""
+"""Breaks off the collectives of a round, for each of torch's backends."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .tcp import Address, drop_in_child, knock, let_go, stop_reading
 
 
 class Backend(Protocol):
-    """A back-end whose collectives can be broken off from another thread."""
+    """A backend whose collectives can be broken off from another thread."""
 
     def cut(self) -> None:
-        """Make every collective that is under way fail; may be called again and again."""
+        """Make every collective in progress fail. May be called repeatedly."""
 
     def release(self) -> None:
-        """Give back what `cut` held on to: nothing is under way any more."""
+        """Release what `cut` has kept, since no collective is in progress any more."""
 
 
 class Cut:
     """Whether a round's collectives are broken off, and how: a state, not an event.
 
-    From the first `cut` on, until the worker has parked, no new group is made, and `cut` is called
-    again and again for connections that come late.
+    From the first `cut` until the worker has parked, no new group is made, and `cut` is called
+    repeatedly for connections that come late.
     """
 
     def __init__(self, backends: list[Backend]) -> None:
@@ -40,14 +40,14 @@ class Cut:
         return self._is_cut
 
     def add(self, backend: Backend) -> None:
-        """Have one more back-end cut, at once if the others are."""
+        """Add a backend to cut; it is cut at once if the others already are."""
         with self._lock:
             self._backends.append(backend)
             if self._is_cut:
                 backend.cut()
 
     def cut(self) -> None:
-        """Break off what is under way, from any thread."""
+        """Break off all collectives in progress, from any thread."""
         with self._lock:
             self._is_cut = True
             for backend in self._backends:
@@ -67,7 +67,7 @@ class Cut:
 
 
 class GlooCut:
-    """gloo has no abort that unblocks anybody, so its connections are shut down.
+    """Shuts down gloo's connections, because gloo has no abort that unblocks waiters.
 
     They are known by the addresses that the round's groups have published in its store. The store's
     own connection is one of them, since a rank may wait in the store for others.
@@ -86,7 +86,7 @@ class GlooCut:
 
     @property
     def addresses(self) -> set[Address]:
-        """All addresses of the round: those of its ranks, and its store's."""
+        """All addresses of the round: those of its ranks and of its store."""
         return self._store | set(self._published.addresses)
 
     def cut(self) -> None:
@@ -105,16 +105,16 @@ class GlooCut:
         let_go(self._held)
 
     def drop_in_child(self) -> None:
-        """Let go of the round's connections in a forked child."""
+        """Close a forked child's copies of the round's connections."""
         drop_in_child(self.addresses)
 
 
 class NcclCut:
-    """NCCL is aborted by torch, which brackets all groups; one abort after another deadlocks."""
+    """Has torch abort all NCCL groups together; aborting one after another deadlocks."""
 
     def __init__(self) -> None:
         self.aborted: list[weakref.ref[Any]] = []
-        """The groups that were aborted: torch does not know them any more."""
+        """The groups that were aborted, which torch no longer knows."""
 
     def cut(self) -> None:
         """Abort all groups, once, if one of them uses NCCL."""
@@ -126,4 +126,4 @@ class NcclCut:
             c10d._abort_process_group()
 
     def release(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to release."""

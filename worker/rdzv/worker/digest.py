@@ -17,7 +17,7 @@ _MULTIPLIER = 0x2545F4914F6CDD1D
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return a digest of names, types, shapes and bits.
 
-    It tells tensors apart that differ by accident. It is not made against an adversary.
+    It distinguishes tensors that differ by accident, but does not protect against an adversary.
     """
     import torch
 

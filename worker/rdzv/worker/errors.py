@@ -21,7 +21,7 @@ class WorkerError(RuntimeError):
 
 
 class NoRoundError(WorkerError):
-    """A call that belongs to a round was made while no round is under way."""
+    """A call that belongs to a round was made while no round was live."""
 
 
 class MismatchError(WorkerError):
@@ -33,7 +33,7 @@ class CannotBroadcastError(WorkerError):
 
 
 class StaleGroupError(WorkerError):
-    """A process group, or a wrapper on one, was made outside of the round that would use it."""
+    """A process group, or a wrapper around one, was made outside the round that would use it."""
 
 
 class UnsupportedError(WorkerError):
@@ -41,4 +41,4 @@ class UnsupportedError(WorkerError):
 
 
 class NoSourceError(WorkerError):
-    """No rank of the round holds the step from which it was to go on."""
+    """No rank holds the step from which the round was to continue."""

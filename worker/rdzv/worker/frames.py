@@ -13,7 +13,7 @@ from typing import Any
 MAX_FRAME_BYTES = 64 << 10
 MAX_FDS = 2
 WITH_FDS = ("go", "slots")
-"""The messages that descriptors come with."""
+"""The messages that come with descriptors."""
 MAX_RECEIVED_BYTES = 1 << 20
 """A frame from the runner carries a whole environment, so it may be longer than a worker's."""
 
@@ -35,7 +35,7 @@ def encode(message: Mapping[str, object]) -> bytes:
 
 
 class Received:
-    """Bytes and descriptors that have arrived, taken apart into messages."""
+    """Splits received bytes and descriptors into messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -60,9 +60,9 @@ class Received:
         self._bytes += data
 
     def next_message(self) -> tuple[Mapping[str, Any], list[int]] | None:
-        """Return the next whole message with the descriptors that came with it, if there is one.
+        """Return the next complete message, if any, with the descriptors that came with it.
 
-        The caller owns the descriptors. `BrokenLinkError` for what is not a frame.
+        The caller owns the descriptors. Raises `BrokenLinkError` for anything but a frame.
         """
         if len(self._bytes) < 4:
             return None

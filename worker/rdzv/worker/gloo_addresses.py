@@ -14,14 +14,14 @@ _STORAGE_BYTES = 128
 
 @dataclass
 class Published:
-    """The addresses of all groups of a round, as they were seen on their way through the store."""
+    """The addresses of all groups of a round, as seen on their way through the store."""
 
     addresses: set[Address] = field(default_factory=set)
     own: list[tuple[Address, list[bytes]]] = field(default_factory=list)
     """Where this rank listens, and the ids with which its peers introduce themselves."""
 
     def note(self, value: bytes, *, own: bool) -> None:
-        """Take note of a value of the store, if it is one of gloo's."""
+        """Note a value from the store, if it is one of gloo's."""
         found = parse(value)
         if found is None:
             return

@@ -1,4 +1,4 @@
-"""The process groups of one round: made on the round's store, broken off, destroyed."""
+"""Makes the process groups of one round on its store, breaks them off, and destroys them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Options:
 
 
 class RoundGroups:
-    """The default group of a round and all that the script makes beside it."""
+    """The default group of a round, and all groups that the script makes."""
 
     def __init__(self, round_: Round, options: Options, link: Link | None) -> None:
         self.round = round_
@@ -53,7 +53,7 @@ class RoundGroups:
         self._excepthook = sys.excepthook
 
     def open(self) -> None:
-        """Make the default group; blocks until all ranks of the round do.
+        """Make the default group. Blocks until all ranks of the round do so.
 
         `RoundOver` or a collective's exception if the round ends meanwhile.
         """
@@ -79,9 +79,9 @@ class RoundGroups:
         self.cut.refuse()
 
     def before_step(self) -> None:
-        """Return once the collectives of a step have come to their end; `RoundOver` if cut.
+        """Return once the collectives of a step have ended. Raises `RoundOver` if they are cut.
 
-        On a GPU they have only been started as the backward pass returns.
+        On a GPU, they have only been started when the backward pass returns.
         """
         import torch
 
@@ -114,13 +114,13 @@ class RoundGroups:
         sys.excepthook = self._excepthook
 
     def watch(self) -> list[weakref.ref[Any]]:
-        """Return weak references to all groups of the round, also to those that were aborted."""
+        """Return weak references to all groups of the round, including aborted ones."""
         import torch.distributed.distributed_c10d as c10d
 
         return [*self._nccl.aborted, *(weakref.ref(group) for group in c10d._world.pg_map)]
 
     def drop_in_child(self) -> None:
-        """Let go of the round's connections in a forked child."""
+        """Close a forked child's copies of the round's connections."""
         if self._gloo is not None:
             self._gloo.drop_in_child()
 
@@ -164,9 +164,9 @@ def refuse_groups_from_outside() -> None:
 
 
 def refuse_old_groups(groups: list[weakref.ref[Any]], number: int) -> None:
-    """Raise `StaleGroupError` if a group of a round that is over is still referred to.
+    """Raise `StaleGroupError` if anything still refers to a group of a finished round.
 
-    It would be used again over the old connections, as long as both ends live.
+    The group would still be used over the old connections, as long as both ends live.
     """
     free_groups(groups)
     holders = {
@@ -194,7 +194,7 @@ def free_groups(groups: list[weakref.ref[Any]]) -> None:
 
 
 def _forget_meshes() -> None:
-    """Empty the caches of DTensor, which refer to device meshes, and so to groups."""
+    """Empty DTensor's caches, which refer to device meshes and so to groups."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     import torch
@@ -246,7 +246,7 @@ def _default_backend() -> str:
 
 
 def _keep_nccl_quiet() -> None:
-    """Have NCCL's watchdog and monitor not end a process that is to be kept.
+    """Keep NCCL's watchdog and monitor from ending a process that is to be kept.
 
     "1", which every launcher sets, ends the process at the first error of a collective.
     """

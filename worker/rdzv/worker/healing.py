@@ -1,4 +1,4 @@
-"""How the ranks of a round come to one state: the furthest of those that took part before."""
+"""Brings the ranks of a round to one state: the furthest of those that took part before."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Offer:
     oldest_step: int | None = None
     """The oldest step to which it can go back, if its part of the state is sharded."""
     lineage: int = 0
-    """The round in which its training began or went on with new processes alone."""
+    """The round in which its training began, or continued with only new processes."""
     nonce: str = ""
-    """What tells that lineage from another one of the same number."""
+    """Distinguishes the lineage from another one with the same number."""
 
     @property
     def sealed(self) -> int:
@@ -58,7 +58,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Healed:
-    """Where the state of this round has come from, and whether this rank received it."""
+    """Where this round's state came from, and whether this rank received it."""
 
     source: int
     step: int | None
@@ -167,7 +167,7 @@ def heal(
 def _exchange(
     sealing: Sealing, round_: Round, store: Store, name: str
 ) -> tuple[list[Offer], list[list[str]]]:
-    """Publish this rank's offer, and wait for all."""
+    """Publish this rank's offer, and wait for all others."""
     manifest, hashed = described(sealing.contents)
     mine = Offer(
         # One that never came so far as to train has nothing to offer, like a new process.
@@ -191,7 +191,7 @@ def compare_manifests(
     round_: Round,
     first_manifest: Callable[[], bytes],
 ) -> None:
-    """Raise on every rank if one describes its state otherwise than rank 0 does."""
+    """Raise an error on every rank if any describes its state differently from rank 0."""
     others = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if not others:
         return
@@ -215,7 +215,7 @@ def compare_manifests(
 
 
 def _settle(sealing: Sealing, offers: list[Offer], source: int, round_: Round) -> None:
-    """Put what is this rank's own to where the source's step ends."""
+    """Bring this rank's own part of the state to the end of the source's step."""
     mine, step = offers[round_.rank], offers[source].sealed
     if not mine.kept:
         return
@@ -247,7 +247,7 @@ def _transfer(
     round_: Round,
     store: Store,
 ) -> None:
-    """Send the source's state to those that need it, over a group of their own."""
+    """Send the source's state to the ranks that need it, over a group of their own."""
     import torch
     import torch.distributed as dist
 
@@ -272,7 +272,7 @@ def _sent(sealing: Sealing) -> list[tuple[str, Tensor]]:
 
 
 def _head(sealing: Sealing) -> bytes:
-    """Return everything but tensors at fixed places, and a description of those to create."""
+    """Return everything but the tensors in fixed places, and a description of those to create."""
     import torch
 
     contents = sealing.contents
@@ -354,7 +354,7 @@ def _made_optimizer_state(
 ) -> list[tuple[Any, Any]]:
     """Return the source's optimizer state, with tensors to receive into.
 
-    They are those that are held here already where they fit, unless they have to be `fresh`.
+    Tensors that exist here are reused where they fit, unless they must be `fresh`.
     """
     import torch
 
@@ -396,7 +396,7 @@ def _put_optimizer_state(sealing: Sealing, held: list[tuple[Any, Any]]) -> None:
 
 
 def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
-    """Send tensors from one rank of the group to the others, in place; small ones together."""
+    """Broadcast tensors from one rank of the group to the others, in place; small ones together."""
     import torch
     import torch.distributed as dist
 
@@ -413,7 +413,7 @@ def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide tensors into lists of one type and device that are sent at once, in the same order."""
+    """Divide tensors into lists of one type and device, in order; each list is sent at once."""
     bucket: list[Tensor] = []
     octets = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The socket between a worker and its runner: what is said on it, and the thread that listens."""
+"""The socket between a worker and its runner: its messages, and the thread that listens."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PROTOCOL = 1
 VERSION = "0.1.0"
 
 _CUT_AGAIN_MS = 20
-"""How often late connections of a round that is cut are looked for."""
+"""How often to look for late connections of a round that is cut."""
 _SEND_TIMEOUT_S = 10.0
-"""A runner that reads nothing for this time is gone."""
+"""A runner that reads nothing for this long counts as gone."""
 _ANSWER_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Go:
-    """The runner's word that this worker takes part in the next round."""
+    """The runner's message that this worker takes part in the next round."""
 
     round: int
     env: Mapping[str, str]
@@ -42,7 +42,7 @@ class Go:
 
 @dataclass(frozen=True)
 class Release:
-    """The runner's word that this worker's failure counts: it raises its exception, and ends."""
+    """The runner's message that this worker's failure counts: it raises its exception, and ends."""
 
     reason: str
 
@@ -67,7 +67,7 @@ class Watermark:
 
 
 class Link:
-    """A worker's end. All methods are safe in any thread; those that wait release the GIL."""
+    """A worker's end of the socket. All methods are thread-safe; waiting ones release the GIL."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Take over a connected socket; `listen` starts the thread."""
@@ -85,7 +85,7 @@ class Link:
         self._closed = False
         self._slots: GivenSlots | None = None
         self.watermark: Watermark | None = None
-        """None as long as nobody says which steps are whole."""
+        """None until the runner says which steps are whole."""
         self.pinned: tuple[int, int] | None = None
         """Lineage and step of what is being written to disk."""
 
@@ -101,7 +101,7 @@ class Link:
         return self._closed
 
     def begin(self, number: int, cut: Cut) -> None:
-        """Have a round cut as soon as it is over, at once if it already is."""
+        """Cut a round as soon as it is over, at once if it already is."""
         with self._changed:
             self._round = number
             self._cut, self._lost_wait = cut, LostWait()
@@ -114,7 +114,7 @@ class Link:
         return self._over_through >= self._round
 
     def wait_until_over(self, timeout_s: float) -> bool:
-        """Wait a while for the word that the round is over, and return whether it is."""
+        """Wait up to `timeout_s` for the round to be over; return whether it is."""
         with self._changed:
             return self._changed.wait_for(self.is_over, timeout_s)
 
@@ -136,11 +136,11 @@ class Link:
         )
 
     def parked(self, number: int, connections: list[list[Any]], **state: Any) -> None:
-        """Say that nothing of this worker takes part in the round any more, and what it holds."""
+        """Report that this worker no longer takes part in the round, and what it holds."""
         self._send({"type": "parked", "round": number, "connections": connections[:500], **state})
 
     def resumed(self, **what: Any) -> None:
-        """Say that the script's function is about to be called."""
+        """Report that the script's function is about to be called."""
         self._send({"type": "resumed", **what})
 
     def reserve(self, size: int) -> GivenSlots:
@@ -160,7 +160,7 @@ class Link:
         self._send({"type": "saved", "slot": slot, **what})
 
     def wait_for_word(self) -> Go | Release | None:
-        """Wait, parked, for what comes next; None if the runner is gone."""
+        """Wait, parked, for the next message; None if the runner is gone."""
         with self._changed:
             self._changed.wait_for(lambda: self._word is not None or self._closed)
             word, self._word = self._word, None
@@ -202,7 +202,7 @@ class Link:
             self._close()
 
     def _report_lost_wait(self) -> None:
-        """Say once in a round that it cannot park."""
+        """Report, once per round, that this worker cannot park."""
         if self._lost_wait is not None and (place := self._lost_wait.place()):
             self._lost_wait = None
             self._send({"type": "stuck", "round": self._round, "place": place[-500:]})

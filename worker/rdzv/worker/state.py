@@ -129,7 +129,7 @@ class State:
         self._running("check").check(between_steps=False)
 
     def on_park(self, callback: Callable[[Round], object]) -> Callable[[Round], object]:
-        """Have a function called with the round that is over, before the wait for the next.
+        """Register a function to call with each round that is over, before waiting for the next.
 
         It makes writers in the background finish or give up, and returns soon: a worker that has
         not parked within the job's --keep-timeout is ended. Can be used as a decorator.

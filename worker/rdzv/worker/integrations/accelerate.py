@@ -11,8 +11,8 @@ from accelerate.state import AcceleratorState, GradientState
 def round_accelerator(**options: Any) -> Accelerator:
     """Make the Accelerator of this round, with Accelerator's own options.
 
-    Accelerate remembers rank and size of the group for as long as the process lives. A worker that
-    is kept has others in each round.
+    Accelerate remembers the group's rank and size as long as the process lives, but for a kept
+    worker they differ from round to round.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

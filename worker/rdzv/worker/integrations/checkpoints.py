@@ -1,4 +1,4 @@
-"""Which checkpoint of Hugging Face's Trainer to go on from."""
+"""Finds the checkpoint of Hugging Face's Trainer to continue from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 def newest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the newest whole checkpoint of a Trainer, or None: for `resume_from_checkpoint`.
 
-    A worker that is killed while it saves leaves a part of one, which Trainer's own search returns,
-    and then fails to load at every restart. Trainer writes `trainer_state.json` last.
+    A worker that is killed while saving leaves a partial checkpoint, which Trainer's own search
+    returns and then fails to load at every restart. Trainer writes `trainer_state.json` last.
     """
     found: list[tuple[int, str]] = []
     names = os.listdir(output_dir) if os.path.isdir(output_dir) else []  # noqa: PTH112, PTH208

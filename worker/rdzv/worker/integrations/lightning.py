@@ -15,8 +15,8 @@ from .progress import report_step
 def this_round() -> dict[str, int]:
     """Return `devices` and `num_nodes` of this round, for `Trainer(**this_round())`.
 
-    Lightning refuses a group of any other size than it was told, and the size of an elastic job
-    changes.
+    Lightning refuses a group whose size differs from what it was told, and the size of an elastic
+    job changes.
     """
     environ = os.environ
     return {
@@ -26,7 +26,7 @@ def this_round() -> dict[str, int]:
 
 
 class RdzvCallback(Callback):  # type: ignore[misc]
-    """Reports progress, and has all ranks save before this node leaves or after SIGTERM.
+    """Reports progress, and makes all ranks save before this node leaves or after SIGTERM.
 
     It saves `last.ckpt` beside the checkpoints of Trainer's ModelCheckpoint, whose `dirpath` must
     be given: the default is another folder at each start. A worker whose node leaves ends once that
@@ -53,7 +53,7 @@ class RdzvCallback(Callback):  # type: ignore[misc]
         self._folder = str(folder)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Report the step that the checkpoint was of.
+        """Report the step of the checkpoint.
 
         Lightning's own handler of SIGTERM broadcasts from wherever it interrupts the training,
         which waits for ever if not all ranks get the signal, so it is replaced.

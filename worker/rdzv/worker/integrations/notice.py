@@ -1,4 +1,4 @@
-"""Whether this worker is to save and end: its node was told to leave, or SIGTERM has come."""
+"""Whether this worker should save and end: its node was told to leave, or SIGTERM has come."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Notice:
-    """A notice to this worker, which all ranks act upon in the same step.
+    """A notice to this worker that all ranks act on in the same step.
 
     The ranks of one node alone may get a notice, and a checkpoint needs all ranks. So a loop asks
     `agreed` after each step, on every rank:
@@ -31,10 +31,10 @@ class Notice:
         self._waits_for_sigterm = False
 
     def wait_for_sigterm(self) -> None:
-        """Take SIGTERM as a notice from now on, in place of the end of the process.
+        """Treat SIGTERM as a notice from now on, instead of ending the process.
 
-        Launchers send it to workers of a round that is to end, and so does Slurm at its time limit.
-        In a thread other than the main one Python has no handlers, and nothing is changed.
+        Launchers send SIGTERM to workers of a round that is to end, as does Slurm at its time
+        limit. Outside the main thread Python cannot set handlers, so nothing is changed.
         """
         if threading.current_thread() is threading.main_thread() and not self._waits_for_sigterm:
             self._former_handler = signal.signal(signal.SIGTERM, self._note)
@@ -50,11 +50,11 @@ class Notice:
 
     @property
     def given(self) -> bool:
-        """Whether this worker has got a notice."""
+        """Whether this worker has received a notice."""
         return self._terminated or _node_leaves()
 
     def agreed(self) -> bool:
-        """Say whether any rank has got a notice. All ranks call it, at the same place.
+        """Return whether any rank has received a notice. All ranks must call it at the same place.
 
         It is one collective of four bytes; with NCCL alone it waits for the GPU.
         """
@@ -70,7 +70,7 @@ class Notice:
         return bool(told.item())
 
     def saved(self) -> None:
-        """Wait until all ranks have saved, and end this worker if it has got a notice.
+        """Wait until all ranks have saved; end this worker if it has received a notice.
 
         All ranks call it, after each `agreed` that was true. A worker whose node leaves exits with
         0. After SIGTERM it exits with 143, so that the job does not count as done.
@@ -87,7 +87,7 @@ class Notice:
         self._terminated = True
 
     def _at_exit(self) -> None:
-        """Let SIGTERM end a process that an exception ends, as without a handler.
+        """Let SIGTERM end a process that is exiting because of an exception, as without a handler.
 
         Python takes seconds to tidy up what a framework has imported. Others may wait for this
         worker meanwhile: a peer was lost, its collective failed, and its round is to end.

@@ -15,7 +15,7 @@ __all__ = ["RdzvCallback", "newest_checkpoint"]
 
 
 class RdzvCallback(TrainerCallback):  # type: ignore[misc]
-    """Reports progress, and has all ranks save before this node leaves or after SIGTERM.
+    """Reports progress, and makes all ranks save before this node leaves or after SIGTERM.
 
     A worker whose node leaves ends once the checkpoint is written; the others train on. In a
     function under @elastic, give it the state: then a worker is kept when the group changes, and
@@ -28,12 +28,12 @@ class RdzvCallback(TrainerCallback):  # type: ignore[misc]
         self._agreed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step that the checkpoint was of."""
+        """Report the step of the checkpoint."""
         report_step(state.global_step)
         self._notice.wait_for_sigterm()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step, and have all ranks save it if one of them got a notice."""
+        """Report the step, and make all ranks save it if one of them has received a notice."""
         report_step(state.global_step)
         if self._state is not None:
             self._state.commit()
@@ -41,7 +41,7 @@ class RdzvCallback(TrainerCallback):  # type: ignore[misc]
             self._agreed = control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End this worker if it got a notice, now that its work is saved."""
+        """End this worker if it has received a notice, now that its work is saved."""
         if self._agreed:
             self._agreed = False
             self._notice.saved()
