@@ -36,7 +36,7 @@ class Memory:
 
     watermark = pinned = None
 
-    def reserve(self, size: int) -> GivenSlots:
+    def reserve(self, size: int, *, copies: bool = False) -> GivenSlots:
         """Make two."""
         fds = [os.memfd_create(f"slot {number}") for number in range(2)] if size else []
         for fd in fds:

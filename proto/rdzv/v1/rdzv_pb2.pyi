@@ -1119,16 +1119,20 @@ class CopyCarrier(google.protobuf.message.Message):
 
     PORT_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
     port: builtins.int
     token: builtins.str
     """Proves to it, and to whoever fetches, that the other belongs to the job's present round."""
+    fingerprint: builtins.str
+    """SHA-256 of its certificate, in hexadecimal, if it speaks TLS."""
     def __init__(
         self,
         *,
         port: builtins.int = ...,
         token: builtins.str = ...,
+        fingerprint: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["port", b"port", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "port", b"port", "token", b"token"]) -> None: ...
 
 global___CopyCarrier = CopyCarrier
 
@@ -2389,11 +2393,13 @@ class CopySource(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     PORT_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
     SNAPSHOTS_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     address: builtins.str
     port: builtins.int
     token: builtins.str
+    fingerprint: builtins.str
     @property
     def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Snapshot]:
         """As that node has reported them, but with the `local_rank` here that reads the copy, and `copy_of`."""
@@ -2405,9 +2411,10 @@ class CopySource(google.protobuf.message.Message):
         address: builtins.str = ...,
         port: builtins.int = ...,
         token: builtins.str = ...,
+        fingerprint: builtins.str = ...,
         snapshots: collections.abc.Iterable[global___Snapshot] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "node_id", b"node_id", "port", b"port", "snapshots", b"snapshots", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "fingerprint", b"fingerprint", "node_id", b"node_id", "port", b"port", "snapshots", b"snapshots", "token", b"token"]) -> None: ...
 
 global___CopySource = CopySource
 

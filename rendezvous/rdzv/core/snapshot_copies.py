@@ -24,6 +24,8 @@ class CopyCarrier:
     port: int
     token: str
     """Each side proves to the other that it knows this token."""
+    fingerprint: str = ""
+    """SHA-256 of its certificate, in hexadecimal; empty if it does not encrypt."""
 
 
 @struct(frozen=True)
@@ -43,6 +45,7 @@ class CopySource:
     port: int
     token: str
     snapshots: tuple[Snapshot, ...]
+    fingerprint: str = ""
 
 
 @struct(frozen=True)

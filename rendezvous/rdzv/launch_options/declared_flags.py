@@ -55,9 +55,9 @@ OWN = frozenset(
         *("--log-line-prefix-template", "--max-preemptions", "--max-store-failures"),
         *("--no-progress-restarts", "--no-collective-trace", "--no-warm", "--node-id"),
         *("--notice-signal", "--park-timeout", "--preemption-file", "--restart-backoff"),
-        *("--restart-window", "--snapshot", "--snapshot-dir", "--snapshot-dir-every"),
-        *("--snapshot-dir-keep", "--snapshot-memory", "--tls-ca", "--tls-cert", "--tls-key"),
-        *("--token-file", "--topology", "--version", "--warm"),
+        *("--restart-window", "--snapshot", "--snapshot-copy-rate", "--snapshot-dir"),
+        *("--snapshot-dir-every", "--snapshot-dir-keep", "--snapshot-memory", "--tls-ca"),
+        *("--tls-cert", "--tls-key", "--token-file", "--topology", "--version", "--warm"),
     }
 )
 """Flags that torchrun lacks: they never change the meaning of torchrun's abbreviations."""
@@ -327,6 +327,14 @@ def _keeping() -> list[Option]:
             "the most memory of this node for what state.save() saves; 0: none (default: half of "
             "what is free at the first save)",
             type=float,
+        ),
+        value(
+            "--snapshot-copy-rate",
+            "MB",
+            "how many megabytes of snapshots of a sharded state a node sends to others in a "
+            "second, at most, so that they keep copies; 0: no copies (default 200)",
+            type=float,
+            default=200.0,
         ),
         value(
             "--snapshot-dir",

@@ -29,6 +29,7 @@ MAX_FENCE_S = 3_600
 
 MIN_SNAPSHOT_S = 1
 MAX_SNAPSHOT_GB = 1_000_000
+MAX_SNAPSHOT_MB_S = 100_000
 MIN_HANG_S = 1
 MAX_HANG_S = 86_400
 
@@ -84,6 +85,7 @@ def check_words(args: argparse.Namespace) -> None:
         check_printable("--snapshot-dir", str(args.snapshot_dir))
     check_snapshot_dir(args.snapshot_dir_every, args.snapshot_dir_keep)
     snapshot_memory(args.snapshot_memory)
+    snapshot_copy_rate(args.snapshot_copy_rate)
     if args.module and args.no_python:
         raise InvalidRequestError("-m and --no-python exclude each other; leave one of them out")
     if args.module and args.run_path:
@@ -345,6 +347,20 @@ def snapshot_memory(gb: float | None) -> int | None:
             f"--snapshot-memory={gb:g}: give a number of gigabytes from 0 to {MAX_SNAPSHOT_GB}"
         )
     return round(gb * 1e9)
+
+
+def snapshot_copy_rate(mb: float) -> int:
+    """Read how fast snapshots are sent to other nodes, in bytes a second; 0: not at all.
+
+    >>> snapshot_copy_rate(200), snapshot_copy_rate(0)
+    (200000000, 0)
+    """
+    if mb and not 1 <= mb <= MAX_SNAPSHOT_MB_S:
+        raise InvalidRequestError(
+            f"--snapshot-copy-rate={mb:g}: give a number of megabytes a second from 1 to "
+            f"{MAX_SNAPSHOT_MB_S}, or 0 to have no copies on other nodes"
+        )
+    return round(mb * 1e6)
 
 
 def check_snapshot_dir(every_s: float, keep: int) -> None:

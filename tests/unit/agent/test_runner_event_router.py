@@ -40,7 +40,7 @@ async def test_the_end_of_a_killed_runner_is_told_once_its_processes_are_killed(
     )
     disk: Any = SimpleNamespace(note_runner_gone=lambda: None)
     meter: Any = SimpleNamespace(runner_said=lambda _: None)
-    router = RunnerEventRouter(context, disk, None, lambda: meter, context)
+    router = RunnerEventRouter(context, disk, context, None, lambda: meter, context)
     ended = router.hear(RunnerExited(-9))
     assert ended is not None
     await ended

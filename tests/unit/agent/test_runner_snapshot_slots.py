@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,14 +30,17 @@ class Link:
         self.local_rank = local_rank
         self.given: list[tuple[int, list[int]]] = []
         self.refused: list[str] = []
+        self.copies: list[int] = []
         self.watermarks: list[Any] = []
         self.pinned: list[Any] = []
 
-    def give_slots(self, size: int, fds: list[int]) -> None:
-        self.given.append((size, fds))
+    def give_slots(self, size: int, fds: Sequence[int], copies: Sequence[int]) -> None:
+        self.given.append((size, list(fds)))
+        self.copies += copies
 
-    def refuse_slots(self, reason: str) -> None:
+    def refuse_slots(self, reason: str, copies: Sequence[int]) -> None:
         self.refused.append(reason)
+        self.copies += copies
 
     def tell_watermark(self, watermark: Any) -> None:
         self.watermarks.append(watermark)

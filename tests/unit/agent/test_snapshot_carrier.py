@@ -83,8 +83,11 @@ class Program:
         with theirs:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self.port = self.hear()["port"]
-        self.send({"type": "token", "token": token})
+        self.trust(token)
         self._numbers = itertools.count(1)
+
+    def trust(self, token: str, pem: str = "") -> None:
+        self.send({"type": "credentials", "token": token, "pem": pem})
 
     def send(self, message: dict[str, Any], *fds: int) -> None:
         payload = json.dumps({**message, "fds": len(fds)}).encode()
@@ -100,10 +103,13 @@ class Program:
         self.send({"type": "slots", "local_rank": 0, "bytes": len(slots[0])}, *fds)
         return fds
 
-    def fetch(self, port: int, *wanted: dict[str, Any], token: str = "secret") -> list[int]:
+    def fetch(
+        self, port: int, *wanted: dict[str, Any], token: str = "secret", fingerprint: str = ""
+    ) -> list[int]:
         """Begin to fetch; return the memory for it."""
         fds = [memory(one["bytes"] + 100) for one in wanted]
         source = {"node_id": "n1", "address": "127.0.0.1", "port": port, "token": token}
+        source["fingerprint"] = fingerprint
         sources = [{**source, "snapshots": list(wanted)}]
         self.send({"type": "fetch", "id": next(self._numbers), "sources": sources}, *fds)
         return fds
@@ -173,7 +179,7 @@ def test_who_does_not_know_the_token_gets_nothing(pair: tuple[Program, Program])
     assert two.ends_with() == "n1: the other side has ended the connection"
     assert held_in(fd) == bytes(SIZE + 100)
     # That of an earlier round is worth nothing, either.
-    one.send({"type": "token", "token": "of the next round"})
+    one.trust("of the next round")
     two.fetch(one.port, asked(40))
     assert two.ends_with() == "n1: the other side has ended the connection"
     two.fetch(one.port, asked(40), token="of the next round")
@@ -223,7 +229,7 @@ class Peer:
     """A sender in this process whose bytes go through a function."""
 
     def __init__(self, slot: bytes, change: Any = None) -> None:
-        sender = carrier.Sender(carrier.TokenBucket(0), None)
+        sender = carrier.Sender(carrier.TokenBucket(0))
         sender.token = "secret"
         sender.slots[0] = [carrier.Memory(memory(slot), len(slot))]
         ours, self.socket = socket.socketpair()
@@ -323,7 +329,7 @@ def test_a_slot_that_is_overwritten_on_the_way_is_not_taken() -> None:
 
     peer = Peer(bytes(slot), None)
     peer.socket.close()
-    sender = carrier.Sender(carrier.TokenBucket(0), None)
+    sender = carrier.Sender(carrier.TokenBucket(0))
     sender.token = "secret"
     sender.slots[0] = [carrier.Memory(os.dup(fd), len(slot))]
     ours, theirs = socket.socketpair()

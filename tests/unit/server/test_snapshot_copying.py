@@ -129,6 +129,19 @@ async def test_nodes_without_a_carrier_are_asked_nothing() -> None:
         assert p.heard(p.n1) == p.heard(p.n2) == WHOLE_40
 
 
+async def test_copies_are_asked_for_once_a_carrier_is_there() -> None:
+    """It starts after the first snapshot, which may stay the last for long."""
+    async with pair() as p:
+        p.note(p.n1, says(part(0, 40), port=None))
+        p.note(p.n2, says(part(1, 40), port=None))
+        assert p.heard(p.n1) == p.heard(p.n2) == WHOLE_40
+        p.note(p.n1, says(part(0, 40)))
+        assert p.heard(p.n1) == p.heard(p.n2) == []
+        p.note(p.n2, says(part(1, 40), port=7001))
+        assert p.heard(p.n1) == [KeepCopies("job-7", "run-1", mark(40), (FROM_N2,))]
+        assert p.heard(p.n2) == [KeepCopies("job-7", "run-1", mark(40), (FROM_N1,))]
+
+
 async def test_a_node_is_asked_once_on_each_of_its_streams() -> None:
     async with pair() as p:
         p.note(p.n1, says(part(0, 40)))

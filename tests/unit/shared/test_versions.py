@@ -398,6 +398,9 @@ def _samples_of_stacks() -> Iterator[tuple[str, pb.NodeMessage]]:
     missing = pb.MissingCopies(mark=mark, reason="n2: it does not know the token")
     copies = pb.SnapshotsHeld(**job, snapshots=[copy], carrier=carrier, missing=missing)
     yield "snapshots_held:copies", pb.NodeMessage(snapshots_held=copies)
+    carrier = pb.CopyCarrier(port=40_000, token="secret", fingerprint="ab12")
+    encrypted = pb.SnapshotsHeld(**job, snapshots=[held], carrier=carrier)
+    yield "snapshots_held:encrypted", pb.NodeMessage(snapshots_held=encrypted)
     yield "hung", pb.NodeMessage(hung=pb.Hung(**job, round=2, workers=[hung]))
     yield "hung:none", pb.NodeMessage(hung=pb.Hung(**job, round=2))
     yield "stacks", pb.NodeMessage(stacks=pb.Stacks(request=5, workers=[stack]))
@@ -464,6 +467,20 @@ def _samples_of_health() -> Iterator[tuple[str, pb.NodeMessage]]:
     yield "declined:passing", pb.NodeMessage(declined=passing)
 
 
+def keep_copies(mark: pb.SnapshotMark, fingerprint: str) -> pb.KeepCopies:
+    """Order one copy."""
+    copy = pb.Snapshot(local_rank=1, mark=mark, shard=0, bytes=1 << 30, digest="f01", copy_of=0)
+    source = pb.CopySource(
+        node_id="n1",
+        address="10.0.0.1",
+        port=40_000,
+        token="secret",
+        fingerprint=fingerprint,
+        snapshots=[copy],
+    )
+    return pb.KeepCopies(rdzv_id="job-7", run="feed", mark=mark, sources=[source])
+
+
 def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     """Yield every message of a server, with every field set."""
 
@@ -505,11 +522,8 @@ def samples_of_servers() -> Iterator[tuple[str, pb.ServerMessage]]:
     mark = pb.SnapshotMark(lineage=2, step=40, series="2.a1b2", shards=2, world_size=4)
     watermark = pb.SnapshotWatermark(**job, mark=mark)
     yield "snapshot_watermark", message(snapshot_watermark=watermark)
-    copy = pb.Snapshot(local_rank=1, mark=mark, shard=0, bytes=1 << 30, digest="f01", copy_of=0)
-    source = pb.CopySource(
-        node_id="n1", address="10.0.0.1", port=40_000, token="secret", snapshots=[copy]
-    )
-    yield "keep_copies", message(keep_copies=pb.KeepCopies(**job, mark=mark, sources=[source]))
+    for name, fingerprint in (("keep_copies", ""), ("keep_copies:encrypted", "ab12")):
+        yield name, message(keep_copies=keep_copies(mark, fingerprint))
     loads = _line()
     loads.MergeFrom(pb.RoundCompleted(snapshot=mark, snapshot_loads=1, origin=1, lineage=2))
     yield "round_completed:loads", message(round_completed=loads)

@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 
+from rdzv.worker.contents import Contents
 from rdzv.worker.link import GivenSlots
 from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
 from rdzv.worker.sealing import Sealing
+from rdzv.worker.shards import Parts, Place
 from rdzv.worker.snapshot_slot import TENSORS_AT
 from rdzv.worker.snapshots import Snapshots
 
@@ -38,16 +40,24 @@ class Runner:
         self.size = 0
         self.said: list[tuple[int, dict[str, Any]]] = []
         self.refuses = ""
+        self.copies: list[int] = []
 
-    def reserve(self, size: int) -> GivenSlots:
+    def keep_copies_of(self, other: Runner) -> None:
+        """Have what the other one holds, as its carrier brings it."""
+        self.copies = [os.memfd_create(f"copy {n}") for n in range(2)]
+        for fd, of in zip(self.copies, other.fds, strict=True):
+            os.write(fd, os.pread(of, other.size, 0))
+
+    def reserve(self, size: int, *, copies: bool = False) -> GivenSlots:
+        given = [os.dup(fd) for fd in self.copies] if copies else []
         if self.refuses or (not size and not self.fds):
-            return GivenSlots(0, [], self.refuses or "nothing is held")
+            return GivenSlots(0, [], self.refuses or "nothing is held", given)
         if size > self.size:
             self.close()
             self.fds, self.size = [os.memfd_create(f"slot {n}") for n in range(2)], size
             for fd in self.fds:
                 os.ftruncate(fd, size)
-        return GivenSlots(self.size, [os.dup(fd) for fd in self.fds])
+        return GivenSlots(self.size, [os.dup(fd) for fd in self.fds], copies=given)
 
     def saved(self, slot: int, **what: Any) -> None:
         self.said.append((slot, what))
@@ -59,9 +69,9 @@ class Runner:
         os.pwrite(self.fds[slot], bytes([octet ^ 4]), place)
 
     def close(self) -> None:
-        for fd in self.fds:
+        for fd in (*self.fds, *self.copies):
             os.close(fd)
-        self.fds = []
+        self.fds, self.copies = [], []
 
 
 @pytest.fixture
@@ -154,6 +164,66 @@ def test_new_processes_come_to_the_last_step(runners: list[Runner]) -> None:
     assert [one.step for one in new] == [3, 3]
     assert [one.contents.values["step"] for one in new] == [3, 3]
     assert bits(new[0]) == bits(last[0]) != bits(sealing_of())
+
+
+def sharded(rank: int) -> tuple[Sealing, Parts]:
+    """A state as a rank of two has it: all of one module, and a part of another."""
+    torch.manual_seed(rank)
+    sealing, part = sealing_of(), nn.Linear(4, 2)
+    parts = Parts.__new__(Parts)
+    parts.contents = Contents({"part": part})
+    parts._tensors, parts._buffers = parts.contents.outside(), []
+    parts.place = Place(rank, 2)
+    return sealing, parts
+
+
+def save_part(runner: Runner, rank: int, steps: int) -> None:
+    """Save a few steps of a sharded state; each fills a part with its number, and that of RANK."""
+    sealing, parts = sharded(rank)
+    sealing.begin_round(rank, 2, lambda: None)
+    sealing.add(parts, holds_last=False)
+    snapshots = Snapshots(sealing, runner, 1)  # type: ignore[arg-type]
+    snapshots.begin_round(round_of(0, rank))
+    for _ in range(steps):
+        with torch.no_grad():
+            parts.contents.modules["part"].weight.fill_(10 * rank + (sealing.step or 0) + 1)
+        sealing.commit()
+        snapshots.committed()
+        snapshots.finish()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_part_is_read_from_its_copy_if_nobody_else_has_it(
+    runners: list[Runner], damaged: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The node of part 1 is lost, and the one of part 0 has kept a copy."""
+    here, lost = runners
+    save_part(here, 0, 3), save_part(lost, 1, 3)
+    here.keep_copies_of(lost)
+    lost.close()
+    if damaged:
+        (slot,) = [slot for slot, what in lost.said if what.get("step") == 3]
+        octet = os.pread(here.copies[slot], 1, TENSORS_AT + 3)[0]
+        os.pwrite(here.copies[slot], bytes([octet ^ 1]), TENSORS_AT + 3)
+    sealings, found = resume(runners)
+    step = 2 if damaged else 3
+    assert found == [True, True]
+    assert sorted(sealings[0].shards.all_held(step)) == [0, 1]
+    assert sealings[1].shards.all_held(step) == {}
+    image = sealings[0].shards.all_held(step)[1]
+    assert any(torch.equal(one, torch.full((2, 4), 10.0 + step)) for _, one in image.tensors())
+    said = capsys.readouterr().err
+    assert f"goes on from the snapshot of step {step} in memory (copies of parts 1)" in said
+    assert ("step 3 in memory is damaged, and is not used" in said) == damaged
+
+
+def test_a_copy_is_not_read_if_its_saver_is_there(runners: list[Runner]) -> None:
+    here, there = runners
+    save_part(here, 0, 2), save_part(there, 1, 2)
+    here.keep_copies_of(there)
+    sealings, found = resume(runners)
+    assert found == [True, True]
+    assert [sorted(one.shards.all_held(2)) for one in sealings] == [[0], [1]]
 
 
 @pytest.mark.parametrize(

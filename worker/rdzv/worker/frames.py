@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_FRAME_BYTES = 64 << 10
-MAX_FDS = 2
-WITH_FDS = ("go", "slots")
+MAX_FDS = 18
+WITH_FDS = ("go", "slots", "no_slots")
 """The messages that come with descriptors."""
 MAX_RECEIVED_BYTES = 1 << 20
 """A frame from the runner carries a whole environment, so it may be longer than a worker's."""

@@ -55,6 +55,8 @@ class GivenSlots:
     fds: list[int]
     reason: str = ""
     """Why there are none."""
+    copies: list[int] = field(default_factory=list)
+    """Descriptors of copies of other nodes' snapshots."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +145,16 @@ class Link:
         """Report that the script's function is about to be called."""
         self._send({"type": "resumed", **what})
 
-    def reserve(self, size: int) -> GivenSlots:
-        """Ask for the slots of this worker, of at least this size; 0: those that are in use."""
+    def reserve(self, size: int, *, copies: bool = False) -> GivenSlots:
+        """Ask for the slots of this worker, of at least this size; 0: those that are in use.
+
+        With `copies`, ask for those of other nodes' snapshots as well.
+        """
         if SNAPSHOTS_VARIABLE not in os.environ:
             return GivenSlots(0, [], "its runner holds no snapshots")
         with self._changed:
             self._slots = None
-        self._send({"type": "reserve", "bytes": size})
+        self._send({"type": "reserve", "bytes": size, "copies": copies})
         with self._changed:
             self._changed.wait_for(lambda: self._slots or self._closed, _ANSWER_TIMEOUT_S)
             slots, self._slots = self._slots, None
@@ -225,7 +230,8 @@ class Link:
             )
             return
         if kind in ("slots", "no_slots"):
-            slots = GivenSlots(int(message.get("bytes", 0)), fds, str(message.get("reason", "")))
+            count, reason = 2 if kind == "slots" else 0, str(message.get("reason", ""))
+            slots = GivenSlots(int(message.get("bytes", 0)), fds[:count], reason, fds[count:])
             with self._changed:
                 self._slots = slots
                 self._changed.notify_all()

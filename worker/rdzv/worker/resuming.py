@@ -90,6 +90,8 @@ class Found(Protocol):
     where: str
     """As in "the snapshot of step 3 in memory"."""
     bytes: int
+    is_copy: bool
+    """Whether another node has saved it: it is of use if nobody else holds that part."""
 
     def is_sound(self) -> bool:
         """Whether it is as it was written; reads all of it once."""
@@ -105,10 +107,11 @@ class InMemory:
     """A snapshot in one of this rank's slots."""
 
     where = "in memory"
+    is_copy = False
 
     def __init__(self, held: HeldSlots, number: int, header: Header) -> None:
         self._held, self._number = held, number
-        self._slot: Slot = held.slots[number]
+        self._slot = held.slots[number]
         self.header = header
         self.key = Key(header.lineage, header.step, header.series, header.shards)
         self.bytes = header.bytes
@@ -126,8 +129,35 @@ class InMemory:
         self._held.clear(self._number)
 
 
+class Copied:
+    """A copy of what another node has saved, in this node's memory."""
+
+    where = "in memory"
+    is_copy = True
+
+    def __init__(self, slot: Slot, header: Header) -> None:
+        self._slot = slot
+        self.header = header
+        self.key = Key(header.lineage, header.step, header.series, header.shards)
+        self.bytes = header.bytes
+
+    def is_sound(self) -> bool:
+        """Whether it is as it was written; reads all of it once."""
+        return self._slot.is_sound(self.header)
+
+    def read(self) -> tuple[Content, int, int]:
+        """Return it, and the rank and world size that it was saved with."""
+        return self._slot.read(self.header), self.header.rank, self.header.world_size
+
+    def give_up(self) -> None:
+        """Have it hold nothing."""
+        self._slot.clear()
+
+
 class OnDisk:
     """A part of a step on disk."""
+
+    is_copy = False
 
     def __init__(self, step: WholeStep, shard: int) -> None:
         self._step = step
@@ -157,19 +187,23 @@ class Resuming:
         self._held = held
         self._sealing = sealing
         self._round = round_
-        self._in_memory: list[InMemory] = []
+        self._in_memory: list[InMemory | Copied] = []
         self._loaded: Sequence[Found] = ()
         self._own: Mapping[str, Any] | None = None
         self.key: Key | None = None
         """What is gone on from."""
-        if held is not None and held.ask(0):
-            headers = [(number, slot.header()) for number, slot in enumerate(held.slots)]
+        if held is not None:
+            copies = [(slot, slot.header()) for slot in held.find()]
+            own = [(number, slot.header()) for number, slot in enumerate(held.slots)]
+            found: list[InMemory | Copied] = [
+                *(InMemory(held, number, header) for number, header in own if header),
+                *(Copied(slot, header) for slot, header in copies if header),
+            ]
             self._in_memory = [
-                InMemory(held, number, one)
-                for number, one in headers
-                if one
-                and may_be_used(one.lineage, one.step, os.environ)
-                and self._fits(one, "in memory")
+                one
+                for one in found
+                if may_be_used(one.header.lineage, one.header.step, os.environ)
+                and self._fits(one.header, one.where)
             ]
 
     def load(self, store: Store) -> bool:
@@ -203,7 +237,9 @@ class Resuming:
             for number in range(len(self._held.slots)):
                 self._held.clear(number)
         for one in self._loaded:
-            if isinstance(one, OnDisk):
+            if isinstance(one, Copied):
+                one.give_up()
+            elif isinstance(one, OnDisk):
                 self._say(
                     f"the snapshot {one.where} does not fit to what the script adds to its state: "
                     "move it away, or give another --snapshot-dir"
@@ -214,14 +250,22 @@ class Resuming:
         begun = time.monotonic()
         attempt, are_sound = 0, False
         while not are_sound:
-            mine = [(one.key, one.header.shard) for one in found if one.header.shards]
+            mine = [(one.key, one.header.shard, one.is_copy) for one in found if one.header.shards]
             said = self._exchange(store, f"{name}/{attempt}", mine)
-            held = [[(Key(*key), shard) for key, shard in one] for one in said]
-            newest = newest_whole(itertools.chain(*held))
+            held = [[(Key(*key), shard, is_copy) for key, shard, is_copy in one] for one in said]
+            newest = newest_whole((key, shard) for key, shard, _ in itertools.chain(*held))
             if newest is None:
                 return False
             key = newest
-            chosen = [one for one in found if _is_of(one, key)]
+            # Nobody reads a copy of what is there without it.
+            lost = set(range(key.shards)) - {
+                shard for of, shard, is_copy in itertools.chain(*held) if of == key and not is_copy
+            }
+            chosen = [
+                one
+                for one in found
+                if _is_of(one, key) and (not one.is_copy or one.header.shard in lost)
+            ]
             damaged = [one for one in chosen if not self._is_sound(one)]
             found = [one for one in found if one not in damaged]
             are_sound = all(self._exchange(store, f"{name}/sound/{attempt}", not damaged))
@@ -229,12 +273,17 @@ class Resuming:
         for one in chosen:
             self._read(one)
         self.key, self._loaded = key, chosen
-        holders = [rank for rank, one in enumerate(held) if key in (other for other, _ in one)]
-        if self._round.rank == holders[0]:
+        readers = [
+            rank
+            for rank, one in enumerate(held)
+            if any(of == key and (not is_copy or shard in lost) for of, shard, is_copy in one)
+        ]
+        if self._round.rank == readers[0]:
             size = sum(one.bytes for one in chosen)
+            parts = f" (copies of parts {', '.join(map(str, sorted(lost)[:8]))})" if lost else ""
             self._say(
-                f"goes on from the snapshot of step {key.step} {chosen[0].where}, not from a "
-                f"checkpoint: {size / 1e6:.1f} MB in {time.monotonic() - begun:.2f} s"
+                f"goes on from the snapshot of step {key.step} {chosen[0].where}{parts}, not from "
+                f"a checkpoint: {size / 1e6:.1f} MB in {time.monotonic() - begun:.2f} s"
             )
         return True
 

@@ -27,7 +27,7 @@ class Claim:
 
     shard: int
     shards: int
-    held_shard: int | None
+    held: list[int]
     held_shards: int
     manifest: str
 
@@ -38,16 +38,17 @@ def add_parts(
     """Bring what the script has added to where the state is; all ranks call it together.
 
     A rank that holds its part receives nothing. A rank that does not receives it from one that has
-    the same part (HSDP). Blocks as long as ranks are missing. `MismatchError` if ranks have added
-    different things, and `NoSourceError` if a part is held nowhere, on all ranks.
+    the same part (HSDP), or has found a copy of it. Blocks as long as ranks are missing.
+    `MismatchError` if ranks have added different things, and `NoSourceError` if a part is held
+    nowhere, on all ranks.
     """
     shards, step = sealing.shards, sealing.step
-    held = shards.held(step)
+    held = shards.all_held(step)
     manifest, hashed = described(parts.contents)
     mine = Claim(
         shard=parts.place.shard,
         shards=parts.place.shards,
-        held_shard=shards.place.shard if held else None,
+        held=sorted(held),
         held_shards=shards.place.shards,
         manifest=hashed,
     )
@@ -70,19 +71,20 @@ def sources(claims: list[Claim]) -> dict[int, int]:
 
     `NoSourceError` if a part has none, or the state is divided in another way than before.
 
-    >>> sources([Claim(0, 2, None, 1, ""), Claim(1, 2, 1, 2, ""), Claim(0, 2, 0, 2, "")])
+    >>> sources([Claim(0, 2, [], 1, ""), Claim(1, 2, [1], 2, ""), Claim(0, 2, [0, 1], 2, "")])
     {1: 1, 0: 2}
     """
     found: dict[int, int] = {}
     for rank, claim in enumerate(claims):
-        if claim.held_shard is None:
+        if not claim.held:
             continue
         if claim.held_shards != claim.shards:
             raise NoSourceError(
                 f"the state was sharded in {claim.held_shards} parts, and is in {claim.shards} "
                 "now: the job has to go on from its checkpoint, in new processes"
             )
-        found.setdefault(claim.held_shard, rank)
+        for shard in claim.held:
+            found.setdefault(shard, rank)
     for rank, claim in enumerate(claims):
         if claim.shard not in found:
             raise NoSourceError(
@@ -93,7 +95,7 @@ def sources(claims: list[Claim]) -> dict[int, int]:
 
 
 def _transfer(
-    held: Image | None,
+    held: Mapping[int, Image],
     claims: list[Claim],
     holders: Mapping[int, int],
     round_: Round,
@@ -102,20 +104,19 @@ def _transfer(
     """Return this rank's part, and send those that others lack, each over a group of its own."""
     import torch.distributed as dist
 
-    image = held if claims[round_.rank].shard == claims[round_.rank].held_shard else None
+    image = held.get(claims[round_.rank].shard)
     for shard, source in holders.items():
         to = [
             rank
             for rank, claim in enumerate(claims)
-            if claim.shard == shard != claim.held_shard and rank != source
+            if claim.shard == shard and shard not in claim.held
         ]
         if not to:
             continue
         # Every rank calls this, also those that are not in it.
         group: Any = dist.new_group(sorted([source, *to]))
         if round_.rank == source:
-            assert held is not None
-            _send(held, shard, source, group, store)
+            _send(held[shard], shard, source, group, store)
         elif round_.rank in to:
             image = _receive(shard, source, round_, group, store)
         if round_.rank in (source, *to):

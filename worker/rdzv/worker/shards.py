@@ -79,6 +79,8 @@ class Shards:
         """Whether others have a sharded state, and this rank does not have its part yet."""
         self._held: dict[int, Image] = {}
         """Between rounds, by step; at most the last two that were sealed."""
+        self._copies: dict[int, Image] = {}
+        """Other parts, of which a snapshot was found here, until the script adds its objects."""
         self._last: Image | None = None
         """The part before the latest optimizer step."""
         self.small: dict[str, Any] = {}
@@ -91,9 +93,22 @@ class Shards:
         """Return the part of a sealed step as it is held between rounds."""
         return self._held.get(step or 0)
 
+    def all_held(self, step: int | None) -> dict[int, Image]:
+        """Return all parts of a sealed step that are held here, by their number."""
+        found = {n: one for n, one in self._copies.items() if one.step == (step or 0)}
+        if (own := self.held(step)) is not None:
+            found[self.place.shard] = own
+        return found
+
     def hold(self, place: Place, image: Image) -> None:
-        """Hold a part that comes from a snapshot, until the script adds its objects."""
-        self.place, self._held = place, {image.step: image}
+        """Hold a part that comes from a snapshot, until the script adds its objects.
+
+        Further parts are held for other ranks.
+        """
+        if self._held:
+            self._copies[place.shard] = image
+        else:
+            self.place, self._held = place, {image.step: image}
 
     def oldest_step(self, step: int | None) -> int | None:
         """Return the oldest step to which this rank can go back from a sealed one."""
@@ -103,7 +118,7 @@ class Shards:
         """Load the state of the step that the round resumes at into the added objects."""
         self.parts, self.place = parts, parts.place
         self._holds_last = holds_last
-        self._held, self._last, self.is_touched = {}, None, False
+        self._held, self._copies, self._last, self.is_touched = {}, {}, None, False
         self.small = parts.small()
         self.is_missing = False
 

@@ -29,7 +29,7 @@ from .staging import copiers, copy_all, events, set_aside
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .link import Link
+    from .link import GivenSlots, Link
     from .rounds import Round
     from .sealing import Sealing
 
@@ -65,7 +65,30 @@ class HeldSlots:
         """
         if self.refused is not None and size >= self.refused:
             return False
-        given = self.link.reserve(size)
+        if not self._map(self.link.reserve(size)):
+            self.refused = size or None
+            return False
+        return True
+
+    def find(self) -> list[Slot]:
+        """Ask the runner for the slots that have something in them, if there are such.
+
+        Returns the copies of other nodes' snapshots that this rank is to read.
+        """
+        given = self.link.reserve(0, copies=True)
+        self._map(given)
+        copies = []
+        for fd in given.copies:
+            try:
+                copies.append(Slot(mapped(fd, os.fstat(fd).st_size)))
+            except OSError as error:
+                self.reason = f"copies of snapshots: {error.strerror}"
+            finally:
+                os.close(fd)
+        return copies
+
+    def _map(self, given: GivenSlots) -> bool:
+        """Map the slots that were given, and return whether there are some."""
         self.reason = given.reason
         try:
             slots = [Slot(mapped(fd, given.size)) for fd in given.fds]
@@ -74,11 +97,9 @@ class HeldSlots:
         finally:
             for fd in given.fds:
                 os.close(fd)
-        if len(slots) < 2:
-            self.refused = size or None
-            return False
-        self.slots = slots
-        return True
+        if len(slots) == 2:
+            self.slots = slots
+        return len(slots) == 2
 
     def clear(self, number: int) -> None:
         """Have a slot hold nothing, and say so."""

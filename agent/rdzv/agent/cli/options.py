@@ -42,6 +42,7 @@ from rdzv.launch_options.job_options import (
     parse_streams,
     read_settings,
     shutdown_timeout_ms,
+    snapshot_copy_rate,
     snapshot_memory,
     unknown_keys,
 )
@@ -77,9 +78,6 @@ def parse_launch(
     environ = dict(os.environ if environ is None else environ)
     args = flags.parse(argv, environ, legacy=legacy)
     check_words(args)
-    script_args = tuple(args.training_script_args)
-    if legacy and not args.use_env:
-        script_args = (_LOCAL_RANK_ARGUMENT, *script_args)
     conf = _conf(args.rdzv_conf)
     meeting = backends.choose(_wish(args, conf))
     python = _python(environ, chdir)
@@ -91,7 +89,7 @@ def parse_launch(
     return Launch(
         job=job,
         script=args.training_script,
-        args=script_args,
+        args=_script_args(args, legacy=legacy),
         module=args.module,
         no_python=no_python,
         run_path=args.run_path,
@@ -101,6 +99,7 @@ def parse_launch(
         snapshot=_path("--snapshot", args.snapshot, chdir),
         snapshot_files=_snapshot_files(args, chdir),
         snapshot_memory=snapshot_memory(args.snapshot_memory),
+        snapshot_copy_rate=snapshot_copy_rate(args.snapshot_copy_rate),
         preemption_file=_path("--preemption-file", args.preemption_file, chdir),
         role=args.role,
         topology=args.topology,
@@ -116,6 +115,11 @@ def parse_launch(
         output=_output(args, size, environ, chdir),
         event_log=EventSink(args.event_log_handler, _backend(args.rdzv_backend, meeting)),
     ), meeting
+
+
+def _script_args(args: argparse.Namespace, *, legacy: bool) -> tuple[str, ...]:
+    first = (_LOCAL_RANK_ARGUMENT,) if legacy and not args.use_env else ()
+    return (*first, *args.training_script_args)
 
 
 def _may_restart(settings: Settings) -> bool:

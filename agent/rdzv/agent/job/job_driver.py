@@ -20,6 +20,7 @@ from rdzv.agent.handover import leaked_processes
 from rdzv.agent.handover.handover_state import Keeping, KeptState, KeptStop, keep_output
 from rdzv.agent.handover.state_keeper import StateKeeper
 from rdzv.agent.job.context import JobContext
+from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.job.decisions import Decisions, now_ms
 from rdzv.agent.job.job_log import log_event
 from rdzv.agent.job.reports import Belief, Reports
@@ -105,6 +106,7 @@ class JobDriver:
         self._runner_event_router = RunnerEventRouter(
             self._context,
             self._disk,
+            CopiesOfSnapshots(launch, encrypted=link.encrypts),
             None if keeping is None else keeping.socket,
             lambda: self.meter,
             self._starts,

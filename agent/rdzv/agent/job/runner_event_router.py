@@ -12,6 +12,7 @@ from rdzv.agent.agent_metrics_interface import JobMeter
 from rdzv.agent.core import events
 from rdzv.agent.handover import leaked_processes
 from rdzv.agent.job.context import JobContext
+from rdzv.agent.job.copies_of_snapshots import CopiesOfSnapshots
 from rdzv.agent.job.snapshots_on_disk import SnapshotsOnDisk
 from rdzv.agent.job.worker_starts import WorkerStarts
 from rdzv.agent.system.error_files import WorkerError, describe_exit, signal_name
@@ -32,6 +33,7 @@ class RunnerEventRouter:
         self,
         context: JobContext,
         disk: SnapshotsOnDisk,
+        copies: CopiesOfSnapshots,
         socket: Path | None,
         meter: Callable[[], JobMeter],
         starts: WorkerStarts,
@@ -42,6 +44,7 @@ class RunnerEventRouter:
         """
         self._context = context
         self._disk = disk
+        self._copies = copies
         self._rdzv_id = context.launch.job.rdzv_id
         self._socket = socket
         self._meter = meter
@@ -121,7 +124,8 @@ class RunnerEventRouter:
                 age_ms = max(runner_link.boottime_ms() - event.at_ms, 0)
                 post(events.Fenced(event.round, age_ms))
             case runner_link.SnapshotsHeld():
-                post(events.SnapshotsHeld(event.snapshots))
+                self._copies.note(self._context, event)
+                post(events.SnapshotsHeld(event.snapshots, event.carrier, event.missing))
             case runner_link.StoreHostReady():
                 post(events.StoreHostReady(event.round))
             case runner_link.StoreHostExited():

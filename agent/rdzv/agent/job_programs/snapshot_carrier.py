@@ -1,14 +1,15 @@
 """The carrier: sends a job's snapshots on this node to other nodes, and fetches theirs from there.
 
-    python snapshot_carrier.py --fd N [--rate BYTES] [--tls-cert F --tls-key F --tls-ca F]
+    python snapshot_carrier.py --fd N [--rate BYTES]
 
 Run by path with the job's interpreter and account, so it needs the standard library alone, and
 supports older Pythons than rdzv itself. N is a socket to the runner, with frames as in channel.py
 of the runner. From the runner:
 
-    token   {token}                       who proves to know it may fetch; replaces the one before
+    credentials {token, pem}              who proves to know the token may fetch; replaces those
+                                          before. With a key and a certificate, TLS is spoken
     slots   {local_rank, bytes}           and two memfds: what this node's worker saves
-    fetch   {id, sources: [{node_id, address, port, token, snapshots: [...]}]}
+    fetch   {id, sources: [{node_id, address, port, token, fingerprint, snapshots: [...]}]}
                                           and a memfd for each snapshot, in order; ends the fetch
                                           before, if that goes on
 
@@ -18,12 +19,13 @@ To the runner:
     fetched   {id, number}                the memfd of this number has its copy
     done      {id, reason}                nothing more of it follows; empty: all are there
 
-Between carriers, over TCP or TLS: both prove that they know the token of the node that sends, then
-the fetching side asks for one snapshot after the other. The bytes that the seal covers come first
-(snapshot_slot.py of the worker has the layout), with a digest that is keyed with what both have
-proven; the seal is sent only if the slot still has it after that, and written last. So a copy with
-a seal is what the other node held, and is what the server was told of: step, layout and digest are
-compared with what was asked for. Its content is verified once more by the worker that loads it.
+Between carriers, over TCP, or TLS with the certificate that the server was told of: both prove that
+they know the token of the node that sends, then the fetching side asks for one snapshot after the
+other. The bytes that the seal covers come first (snapshot_slot.py of the worker has the layout),
+with a digest that is keyed with what both have proven; the seal is sent only if the slot still has
+it after that, and written last. So a copy with a seal is what the other node held, and is what the
+server was told of: step, layout and digest are compared with what was asked for. Its content is
+verified once more by the worker that loads it.
 """
 
 from __future__ import annotations
@@ -191,9 +193,9 @@ def keyed(key: bytes) -> Any:
 class Sender:
     """Serves the snapshots of this node's workers."""
 
-    def __init__(self, rate: TokenBucket, context: ssl.SSLContext | None) -> None:
+    def __init__(self, rate: TokenBucket) -> None:
         self._rate = rate
-        self._context = context
+        self.context: ssl.SSLContext | None = None
         self.token = ""
         self.slots: dict[int, Sequence[Memory]] = {}
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -210,8 +212,8 @@ class Sender:
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(STALL_TIMEOUT_S)
-            if self._context is not None:
-                sock = self._context.wrap_socket(sock, server_side=True)
+            if self.context is not None:
+                sock = self.context.wrap_socket(sock, server_side=True)
             self.serve(sock)
         except (OSError, ValueError, CopyError):
             pass  # The other side says what is missing.
@@ -275,12 +277,16 @@ class Fetch:
         fds: list[int],
         report: Callable[[int], object],
         rate: int,
-        context: ssl.SSLContext | None,
+        *,
+        encrypted: bool,
     ) -> None:
-        """Fetch into `fds`, and call `report` with the number of each that has its copy."""
+        """Fetch into `fds`, and call `report` with the number of each that has its copy.
+
+        With `encrypted`, nothing is fetched from a node that does not encrypt.
+        """
         self._report = report
         self._rate = rate
-        self._context = context
+        self._encrypted = encrypted
         self._sockets: list[socket.socket] = []
         self._ended = False
         self.reasons: list[str] = []
@@ -320,10 +326,12 @@ class Fetch:
 
     def _fetch(self, source: dict[str, Any], todo: list[tuple[int, int]]) -> None:
         address = (source["address"], source["port"])
+        if self._encrypted and not source["fingerprint"]:
+            raise CopyError("it does not encrypt, and this node does")
         sock = socket.create_connection(address, timeout=STALL_TIMEOUT_S)
         try:
-            if self._context is not None:
-                sock = self._context.wrap_socket(sock)
+            if source["fingerprint"]:
+                sock = encrypt(sock, source["fingerprint"])
             self._sockets.append(sock)
             key = greet_sender(sock, source["token"])
             for asked in source["snapshots"]:
@@ -341,6 +349,20 @@ class Fetch:
                 self._report(number)
         finally:
             sock.close()
+
+
+def encrypt(sock: socket.socket, fingerprint: str) -> ssl.SSLSocket:
+    """Speak TLS with the holder of a certificate; `CopyError` if the peer has another one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Nobody has signed it but itself: it is known by its digest.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    encrypted = context.wrap_socket(sock)
+    found = encrypted.getpeercert(binary_form=True)
+    if found is None or hashlib.sha256(found).hexdigest() != fingerprint:
+        encrypted.close()
+        raise CopyError("its certificate is not the one that the server was told of")
+    return encrypted
 
 
 def greet_sender(sock: socket.socket, token: str) -> bytes:
@@ -393,13 +415,12 @@ def fetch(
 class Carrier:
     """Obeys the runner."""
 
-    def __init__(self, control: socket.socket, rate: int, tls: tuple[str, str, str]) -> None:
+    def __init__(self, control: socket.socket, rate: int) -> None:
         self._control = control
         self._rate = rate
         self._fetching: Fetch | None = None
         self._fetcher: threading.Thread | None = None
-        self._context = client_context(*tls) if all(tls) else None
-        self._sender = Sender(TokenBucket(rate), server_context(*tls) if all(tls) else None)
+        self._sender = Sender(TokenBucket(rate))
         self._sending = threading.Lock()
 
     def run(self) -> None:
@@ -424,7 +445,8 @@ class Carrier:
 
     def _obey(self, message: dict[str, Any], fds: list[int]) -> None:
         kind = message["type"]
-        if kind == "token":
+        if kind == "credentials":
+            self._sender.context = server_context(message["pem"]) if message["pem"] else None
             self._sender.token = message["token"]
         elif kind == "slots":
             memories = [Memory(fd, message["bytes"]) for fd in fds]
@@ -446,7 +468,11 @@ class Carrier:
             self._say({"type": "fetched", "id": number, "number": place})
 
         self._fetching = fetching = Fetch(
-            message["sources"], fds, report, self._rate, self._context
+            message["sources"],
+            fds,
+            report,
+            self._rate,
+            encrypted=self._sender.context is not None,
         )
 
         def run() -> None:
@@ -469,21 +495,17 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def server_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
-    """Return the sending side of TLS: peers need a certificate of the same authority."""
+def server_context(pem: str) -> ssl.SSLContext:
+    """Return the sending side of TLS, with this key and certificate; peers have the token."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
-    context.load_verify_locations(ca)
-    context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def client_context(cert: str, key: str, ca: str) -> ssl.SSLContext:
-    """Return the fetching side. Certificates of nodes name no addresses; the token is the job's."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.load_cert_chain(cert, key)
-    context.load_verify_locations(ca)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # The library reads them from a file alone, and this one is in memory.
+    fd = os.memfd_create("rdzv certificate")
+    try:
+        os.write(fd, pem.encode())
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
     return context
 
 
@@ -500,8 +522,6 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Copy snapshots from node to node.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the runner")
     parser.add_argument("--rate", type=int, default=0, help="the most bytes to send in a second")
-    for name in ("--tls-cert", "--tls-key", "--tls-ca"):
-        parser.add_argument(name, default="", help="PEM file; with all three, TLS is used")
     return parser.parse_args(argv)
 
 
@@ -509,9 +529,9 @@ def main() -> None:
     """Carry until the runner is gone."""
     die_with_parent()
     options = parse_options()
-    tls = (options.tls_cert, options.tls_key, options.tls_ca)
+    os.nice(10)  # Training goes first.
     try:
-        Carrier(socket.socket(fileno=options.fd), options.rate, tls).run()
+        Carrier(socket.socket(fileno=options.fd), options.rate).run()
     except OSError as error:
         sys.exit(f"rdzv snapshot carrier: {error}")
 

@@ -108,6 +108,8 @@ class Launch:
     """None: snapshots are not written to disk."""
     snapshot_memory: int | None = None
     """The most bytes of memory for snapshots here; None: half of what is free at first."""
+    snapshot_copy_rate: int = 0
+    """The most bytes of snapshots that this node sends to others in a second; 0: none."""
     preemption_file: Path | None = None
     """The file that announces a preemption of this machine; None if this job has none."""
     role: str = "default"

@@ -21,7 +21,9 @@ Both directions carry the frames of channel.py; requests.py lists the requests. 
     zygote_lost       {reason, retry_s}               null: no other is tried
     started_cold      {round, local_ranks, reason}    these were to be warm
     snapshots_held    {snapshots: [{local_rank, lineage, step, series, shard, shards, world_size,
-                                    bytes, digest}]}  all, whenever something has changed
+                                    bytes, digest, copy_of}], carrier: {port, token, fingerprint},
+                       missing: {mark, reason}}       all, whenever something has changed; of copies
+                                                      to an agent alone that knows them
     snapshot_refused  {local_rank, reason}            its worker gets no memory for snapshots
     snapshots_written {lineage, step, series, reason} what is held of this step is on disk, unless
                                                       there is a reason
@@ -67,6 +69,8 @@ class AgentLink:
         """Whether the connected agent gives orders and receives events."""
         self.hears_of_snapshots = False
         """Whether this agent has asked to be told of snapshots; an older one does not know them."""
+        self.hears_of_copies = False
+        """Whether it also knows copies of other nodes' snapshots."""
         self.numbers_events = False
         """Whether events are remembered until an agent has confirmed them."""
         self._events = 0
@@ -91,7 +95,7 @@ class AgentLink:
         self._channel.close()
         self._channel = None
         was_in_charge, self.in_charge = self.in_charge, False
-        self.hears_of_snapshots = False
+        self.hears_of_snapshots = self.hears_of_copies = False
         self._on_lost(was_in_charge)
 
     def read(self) -> None:

@@ -13,7 +13,15 @@ events):
     renew_fence       {fence_at_ms}
     keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity, spare_forks,
                        after_import}                  once
-    hold_snapshots    {limit_bytes}                   null: half of the memory that is free
+    hold_snapshots    {limit_bytes, copies}           null: half of the memory that is free; copies:
+                                                      the agent knows of copies
+    carry_copies      {argv, env, identity, token, fingerprint, pem}
+                                                      starts the carrier unless it runs, and tells
+                                                      it its token, key and certificate
+    fetch_copies      {mark, sources: [{node_id, address, port, token, fingerprint,
+                                        snapshots: [{local_rank, copy_of, mark, shard, bytes,
+                                                     digest}]}]}
+                                                      copies of one mark that this node is to keep
     watermark         {lineage, step, series}         all parts of this step are saved
     write_snapshots   {argv, env, cwd, identity, lineage, step, series}
                                                       what is held of this step, to disk

@@ -18,6 +18,7 @@ from .linux.process_tree import SWEEP_INTERVAL_S, become_subreaper, sweep_descen
 from .loop import Loop
 from .next_agent import NextAgent
 from .requests import PROTOCOL_VERSION, RequestError, read_field
+from .snapshot_copies import SnapshotCopies
 from .snapshot_slots import SnapshotSlots
 from .snapshot_writers import SnapshotWriters
 from .spawn import SIGNALS_FOR_WORKERS
@@ -46,6 +47,7 @@ class Runner:
         self._children = Children(loop)
         self.forks = WarmForks(loop, self._children, self.agent)
         self._slots = SnapshotSlots(self.agent)
+        self._slots.copies = copies = SnapshotCopies(loop, self._children, self._slots)
         writers = SnapshotWriters(self._children, self.agent, self._slots)
         self._workers = Workers(
             loop, self._children, self.agent, self._fence, self.forks, self._slots
@@ -65,6 +67,8 @@ class Runner:
             "keep_zygote": self.forks.zygote.keep,
             "hold_snapshots": self._slots.hold,
             "watermark": self._slots.announce,
+            "carry_copies": copies.carry,
+            "fetch_copies": copies.fetch,
             "write_snapshots": writers.write,
             "serve": self.next_agent.serve,
             "keep": self.next_agent.keep,
@@ -184,6 +188,7 @@ class Runner:
             "zygote": self.forks.zygote.spec is not None,
             "snapshots": True,
             "writes_snapshots": True,
+            "carries_copies": True,
         }
 
 

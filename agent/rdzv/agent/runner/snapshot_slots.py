@@ -5,6 +5,8 @@ writes its state into one after the other, and says so. The runner never reads t
 what was said, for the agent. A worker that is started later, as the same LOCAL_RANK, is given the
 same slots. They are freed when the runner ends, and have no name by which anything else opens them.
 
+Copies of other nodes' snapshots are kept beside them (snapshot_copies.py).
+
 Their pages are allocated by the worker, in a thread, since that takes a second for each gigabyte,
 which the runner does not have. So they count as used from the moment they are handed over.
 """
@@ -22,9 +24,11 @@ from .spawn import reason_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import Any
 
     from .agent_link import AgentLink
+    from .snapshot_copies import SnapshotCopies
     from .worker_links import WorkerLink
 
 SLOTS = 2
@@ -63,10 +67,7 @@ class Slots:
         """Whether a worker has said that there is anything in them."""
         try:
             for number in range(SLOTS):
-                flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-                self.fds.append(os.memfd_create(f"rdzv snapshot {number}", flags))
-                os.ftruncate(self.fds[-1], size)
-                fcntl.fcntl(self.fds[-1], fcntl.F_ADD_SEALS, _SEALS)
+                self.fds.append(memory_file(f"rdzv snapshot {number}", size))
         except OSError:
             self.close()
             raise
@@ -82,6 +83,18 @@ class Slots:
         self.fds = []
 
 
+def memory_file(name: str, size: int) -> int:
+    """Make memory whose size stays; `OSError` if that fails."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
 class SnapshotSlots:
     """The slots of all workers of this runner."""
 
@@ -94,8 +107,10 @@ class SnapshotSlots:
         """Slots that have become too small, until something is in the larger ones."""
         self._links: dict[int, WorkerLink] = {}
         self._limit: int | None = None
-        self._watermark: dict[str, object] | None = None
+        self._watermark: dict[str, Any] | None = None
         self._pinned: Mapping[str, object] | None = None
+        self.copies: SnapshotCopies | None = None
+        """What is kept of other nodes' snapshots; None if nothing can be."""
 
     # ------------------------------------------------------------------ the agent's requests
 
@@ -107,7 +122,8 @@ class SnapshotSlots:
                 raise RequestError(f"limit_bytes: expected 0 to {MAX_SLOT_BYTES}, got {limit}")
             self._limit = limit
         self._agent.hears_of_snapshots = True
-        self._tell()
+        self._agent.hears_of_copies = request.get("copies") is True
+        self.tell()
 
     def announce(self, request: Mapping[str, object]) -> None:
         """Obey `watermark`: tell all workers which step is whole."""
@@ -140,19 +156,23 @@ class SnapshotSlots:
 
     # ------------------------------------------------------------------ the workers' frames
 
-    def give(self, link: WorkerLink, size: int) -> None:
+    def give(self, link: WorkerLink, size: int, *, with_copies: bool = False) -> None:
         """Give a worker its slots, or say why not; with size 0 those that have something in them.
 
-        If it has smaller ones already, it gets new ones. The smaller ones are freed once there is
+        With `with_copies`, it also gets the copies of others' snapshots that it is to read. If it
+        has smaller ones already, it gets new ones. The smaller ones are freed once there is
         something in the new ones.
         """
         self._links[link.local_rank] = link
+        copies = []
         try:
+            if with_copies and self.copies is not None:
+                copies = self.copies.for_worker(link.local_rank)
             slots = self._reserved(link.local_rank, size) if size else self._used(link.local_rank)
-            fds = [os.dup(fd) for fd in slots.fds]
+            fds = dup_fds(*slots.fds)
         except (NoSlotsError, OSError) as error:
             reason = reason_of(error) if isinstance(error, OSError) else str(error)
-            link.refuse_slots(reason)
+            link.refuse_slots(reason, copies)
             if size and self._agent.hears_of_snapshots:
                 self._agent.tell("snapshot_refused", local_rank=link.local_rank, reason=reason)
         else:
@@ -160,7 +180,7 @@ class SnapshotSlots:
                 link.tell_watermark(self._watermark)
             if self._pinned is not None:
                 link.tell_pinned(self._pinned)
-            link.give_slots(slots.size, fds)
+            link.give_slots(slots.size, fds, copies)
 
     def note(self, local_rank: int, number: int, snapshot: SavedSnapshot | None) -> None:
         """Note which snapshot a worker has in a slot; None: none, or one without state."""
@@ -172,10 +192,28 @@ class SnapshotSlots:
         if snapshot is not None and replaced is not None:
             del self._replaced[local_rank]
             replaced.close()
-        self._tell()
+        self.tell()
+
+    # ------------------------------------------------------------------ the copies
+
+    def all(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield LOCAL_RANK, size and descriptors of all slots that workers write to."""
+        for local_rank, slots in self._slots.items():
+            yield local_rank, slots.size, slots.fds
+
+    def is_outdated(self, mark: Mapping[str, Any]) -> bool:
+        """Whether a newer step than this one is whole everywhere."""
+        known = self._watermark
+        if known is None:
+            return False
+        return bool((known["lineage"], known["step"]) > (mark["lineage"], mark["step"]))
+
+    # ------------------------------------------------------------------ memory
 
     def close(self) -> None:
         """Free all."""
+        if self.copies is not None:
+            self.copies.close()
         for slots in (*self._slots.values(), *self._replaced.values()):
             slots.close()
 
@@ -189,8 +227,10 @@ class SnapshotSlots:
         held = self._slots.get(local_rank)
         if held is not None and held.size >= size:
             return held
-        self._refuse_too_large(SLOTS * size)
+        self.refuse_too_large("two slots need", SLOTS * size)
         self._slots[local_rank] = made = Slots(size)
+        if self.copies is not None:
+            self.copies.send_slots(local_rank, size, made.fds)
         if held is not None:
             if held.is_used:
                 self._replaced[local_rank] = held
@@ -198,32 +238,49 @@ class SnapshotSlots:
                 held.close()
         return made
 
-    def _refuse_too_large(self, wanted: int) -> None:
+    def refuse_too_large(self, what: str, wanted: int) -> None:
+        """Raise `NoSlotsError` if there is no memory; what holds nothing is freed before."""
+        try:
+            self._refuse_too_large(what, wanted)
+        except NoSlotsError:
+            if self.copies is None or not self.copies.free():
+                raise
+            self._refuse_too_large(what, wanted)
+
+    def _refuse_too_large(self, what: str, wanted: int) -> None:
         free = self._free()
         if self._limit is None and free is not None:
             self._limit = free // 2
         all_slots = [*self._slots.values(), *self._replaced.values()]
         reserved = sum(SLOTS * slots.size for slots in all_slots)
+        untouched = sum(slots.untouched for slots in all_slots)
+        if self.copies is not None:
+            reserved += self.copies.reserved()
+            untouched += self.copies.untouched()
         if self._limit is not None and reserved + wanted > self._limit:
             raise NoSlotsError(
-                f"two slots need {_amount(wanted)}, and of the {_amount(self._limit)} that "
+                f"{what} {_amount(wanted)}, and of the {_amount(self._limit)} that "
                 f"snapshots may use on this node {_amount(max(self._limit - reserved, 0))} are left"
             )
-        if free is not None and wanted > (left := free - sum(one.untouched for one in all_slots)):
+        if free is not None and wanted > (left := free - untouched):
             raise NoSlotsError(
-                f"two slots need {_amount(wanted)}, and {_amount(max(left, 0))} of memory are free"
+                f"{what} {_amount(wanted)}, and {_amount(max(left, 0))} of memory are free"
             )
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Tell the agent of all snapshots, if it wants to know."""
         if self._agent.hears_of_snapshots:
-            snapshots = [
+            snapshots: list[dict[str, object]] = [
                 {"local_rank": local_rank, **asdict(snapshot)}
                 for local_rank, slots in sorted((self._slots | self._replaced).items())
                 for snapshot in slots.snapshots
                 if snapshot is not None
             ]
-            self._agent.tell("snapshots_held", snapshots=snapshots)
+            more: dict[str, object] = {}
+            if self._agent.hears_of_copies and self.copies is not None:
+                snapshots += self.copies.held()
+                more = self.copies.described()
+            self._agent.tell("snapshots_held", snapshots=snapshots, **more)
 
 
 def _amount(count: int) -> str:

@@ -9,8 +9,9 @@ directions carry the frames of channel.py. From the worker, each of at most 64 K
     parked   {round, step, torn, shard, shards, oldest_step, connections}
                                                      it takes part in no round, and waits
     resumed  {round, step, source, healed, init_ms, heal_ms}     it goes on in a new round
-    reserve  {bytes}                                 it wants two slots for snapshots of that size
+    reserve  {bytes, copies}                         it wants two slots for snapshots of that size
                                                      (snapshot_slots.py); 0: those with something in
+                                                     them; copies: and those of others' snapshots
     saved    {slot, lineage, step, series, shard, shards, world_size, bytes, digest}
                                                      slot 0 or 1 has this snapshot; without a step:
                                                      it holds none, or one without state
@@ -22,7 +23,8 @@ To the worker:
                                                      stderr, if the round has files for them
     release    {reason}                              it has to raise the exception that it reported
     slots      {bytes}                               the answer to `reserve`, with two memfds
-    no_slots   {reason}                              the other answer
+    no_slots   {reason}                              the other answer; with both, the memfds of
+                                                     copies, if it has asked for them
     watermark  {lineage, step, series}               all parts of this step are saved somewhere
     pinned     {lineage, step, series}               this step is being written to disk; without
                                                      fields: none is
@@ -47,7 +49,7 @@ from .snapshot_slots import MAX_SLOT_BYTES, SavedSnapshot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from .agent_link import AgentLink
     from .child_exits import Child
@@ -227,13 +229,13 @@ class WorkerLink:
         """Tell it to raise the exception that it has reported."""
         self._send({"type": "release", "reason": reason})
 
-    def give_slots(self, size: int, fds: list[int]) -> None:
-        """Hand over its slots; the link owns `fds`."""
-        self._send({"type": "slots", "bytes": size}, tuple(fds))
+    def give_slots(self, size: int, fds: Sequence[int], copies: Sequence[int]) -> None:
+        """Hand over its slots, and copies of others' snapshots; the link owns all descriptors."""
+        self._send({"type": "slots", "bytes": size}, (*fds, *copies))
 
-    def refuse_slots(self, reason: str) -> None:
-        """Tell it why it gets no slots."""
-        self._send({"type": "no_slots", "reason": reason})
+    def refuse_slots(self, reason: str, copies: Sequence[int]) -> None:
+        """Tell it why it gets no slots; it may get copies of others' snapshots."""
+        self._send({"type": "no_slots", "reason": reason}, tuple(copies))
 
     def tell_watermark(self, watermark: Mapping[str, object]) -> None:
         """Tell it which step of which series is whole."""
@@ -294,7 +296,8 @@ class WorkerLink:
             self._hello = True
         elif kind == "reserve" and self._hello:
             size = _optional_number(frame, "bytes") or 0
-            self._slots.give(self, min(size, MAX_SLOT_BYTES))
+            copies = frame.get("copies") is True
+            self._slots.give(self, min(size, MAX_SLOT_BYTES), with_copies=copies)
         elif kind == "saved" and self._hello:
             number = 1 if _optional_number(frame, "slot") else 0
             snapshot = _snapshot(frame) if "step" in frame else None

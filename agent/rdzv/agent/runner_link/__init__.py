@@ -43,9 +43,15 @@ from rdzv.agent.runner_link.runner_events import (
     ZygoteLost,
     ZygoteReady,
 )
-from rdzv.agent.runner_link.runner_link import Hello, RunnerLink, StartedRunner
+from rdzv.agent.runner_link.runner_link import (
+    CopyCredentials,
+    Hello,
+    RunnerLink,
+    StartedRunner,
+)
 
 __all__ = [
+    "CopyCredentials",
     "FoundRunner",
     "Hello",
     "KeepSpec",

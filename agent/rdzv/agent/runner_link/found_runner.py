@@ -144,6 +144,7 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
             zygote=bool(said["zygote"]),
             snapshots=bool(said.get("snapshots")),
             writes_snapshots=bool(said.get("writes_snapshots")),
+            carries_copies=bool(said.get("carries_copies")),
             kept={str(name): str(value) for name, value in said["kept"].items()},
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 from rdzv.agent.core.model import KeptWorker
 from rdzv.agent.runner.channel import MalformedFrameError
 from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.core.snapshot_copies import CopyCarrier, MissingCopies
 from rdzv.structs import struct
 
 
@@ -174,9 +175,16 @@ class StoreHostExited:
 
 @struct(frozen=True)
 class SnapshotsHeld:
-    """All snapshots that workers say are in the runner's memory, after a change."""
+    """All snapshots that workers say are in the runner's memory, after a change.
+
+    With them the copies of other nodes' snapshots, which have a `copy_of`.
+    """
 
     snapshots: tuple[Snapshot, ...]
+    carrier: CopyCarrier | None = None
+    """From whom other nodes can fetch copies of them."""
+    missing: MissingCopies | None = None
+    """The copies that this node was last asked to keep, and does not get."""
 
 
 @struct(frozen=True)
@@ -274,7 +282,13 @@ EVENTS: Mapping[str, Callable[..., RunnerEvent]] = {
     "zygote_lost": ZygoteLost,
     "store_host_ready": StoreHostReady,
     "store_host_exited": StoreHostExited,
-    "snapshots_held": lambda snapshots: SnapshotsHeld(tuple(_snapshot(one) for one in snapshots)),
+    "snapshots_held": lambda snapshots, carrier=None, missing=None: SnapshotsHeld(
+        tuple(_snapshot(one) for one in snapshots),
+        None if carrier is None else CopyCarrier(**carrier),
+        None
+        if missing is None
+        else MissingCopies(SnapshotMark(**missing["mark"]), missing["reason"]),
+    ),
     "snapshot_refused": SnapshotRefused,
     "snapshots_written": SnapshotsWritten,
     "serve_failed": ServeFailed,
@@ -290,6 +304,7 @@ def _snapshot(said: Mapping[str, Any]) -> Snapshot:
         shard=said["shard"],
         bytes=said["bytes"],
         digest=said["digest"],
+        copy_of=said.get("copy_of"),
     )
 
 

@@ -47,6 +47,7 @@ log = logging.getLogger("rdzv.agent.runner")
 
 _PROGRAM = Path(runner.__file__).with_name("__main__.py")
 _STORE_HOST = Path(job_programs.__file__).with_name("store_host.py")
+_SNAPSHOT_CARRIER = Path(job_programs.__file__).with_name("snapshot_carrier.py")
 _KILL_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
 """How long a runner that has started nothing may take to end."""
@@ -73,6 +74,19 @@ class Hello:
     """Whether it holds snapshots."""
     writes_snapshots: bool = False
     """Whether it can have them written to disk."""
+    carries_copies: bool = False
+    """Whether it can keep copies of other nodes' snapshots."""
+
+
+@struct(frozen=True)
+class CopyCredentials:
+    """By what a node's carrier of snapshots is known to those of other nodes."""
+
+    token: str
+    fingerprint: str = ""
+    """SHA-256 of its certificate, in hexadecimal; empty if it does not encrypt."""
+    pem: str = ""
+    """The certificate and its key."""
 
 
 class StartedRunner:
@@ -149,6 +163,8 @@ class RunnerLink:
         self._holds_snapshots = adopted is None or adopted.snapshots
         self.writes_snapshots = adopted is None or adopted.writes_snapshots
         """Whether it can have snapshots written to disk: an older one is never asked to."""
+        self.carries_copies = adopted is None or adopted.carries_copies
+        """Whether it can keep copies of other nodes' snapshots: an older one is never asked to."""
         self._log = RunnerLog(self._pid)
         self._asked_to_end = False
         self._last_event = self._heard = 0
@@ -309,7 +325,7 @@ class RunnerLink:
         what is asked for later. To be called again after an adoption. An older runner holds none.
         """
         if self._holds_snapshots:
-            self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes})
+            self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes, "copies": True})
 
     def announce_watermark(self, mark: SnapshotMark) -> None:
         """Tell the workers that all parts of this step are saved, so that older ones may go.
@@ -337,6 +353,24 @@ class RunnerLink:
         how = _portable({"argv": list(argv), "env": env, "cwd": where, "identity": whose})
         fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
         self._send({"type": "write_snapshots", **how, **fields})
+
+    def carry_copies(
+        self,
+        python: str,
+        env: Mapping[str, str],
+        identity: Identity | None,
+        rate: int,
+        credentials: CopyCredentials,
+    ) -> None:
+        """Have other nodes fetch what is held here, and be able to fetch from them.
+
+        Starts a process of the job's account for it, unless there is one; `rate` is the most bytes
+        that it sends in a second. Its credentials are replaced.
+        """
+        whose = None if identity is None else asdict(identity)
+        argv = [python, "-I", "-S", str(_SNAPSHOT_CARRIER), "--rate", str(rate)]
+        how = _portable({"argv": argv, "env": env, "identity": whose})
+        self._send({"type": "carry_copies", **how, **as_dict(credentials)})
 
     def fetch_copies(self, mark: SnapshotMark, sources: Sequence[CopySource]) -> None:
         """Fetch copies of what other nodes hold of a state, and keep them.

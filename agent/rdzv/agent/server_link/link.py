@@ -145,6 +145,11 @@ class ServerLink:
         """The node and the agent at this end of the stream."""
         return self._identity
 
+    @property
+    def encrypts(self) -> bool:
+        """Whether its connections are encrypted."""
+        return self._credentials.tls
+
     def certificate_expires(self) -> datetime | None:
         """Return when this node's client certificate expires; None if it has none."""
         return self._credentials.expires()

@@ -22,6 +22,8 @@ class Copying:
         self._run = run
         self._participants = {one.node_id: one for one in round_.participants}
         self._carriers: dict[str, CopyCarrier] = {}
+        self._has_grown = False
+        """Whether a node carries copies that did not when the present mark was begun with."""
         self._orders: dict[str, tuple[CopySource, ...]] = {}
         """What nodes are still to copy of the present mark."""
         self._sent: set[str] = set()
@@ -43,6 +45,7 @@ class Copying:
         if said.carrier is None:
             self._carriers.pop(node_id, None)
         else:
+            self._has_grown |= node_id not in self._carriers
             self._carriers[node_id] = said.carrier
         if sources := self._orders.get(node_id):
             wanted = [one for source in sources for one in source.snapshots]
@@ -53,8 +56,9 @@ class Copying:
                 del self._orders[node_id]
         if not self._orders:
             self._settle()
-            if held.whole_in_round is not None and held.whole_in_round != self._mark:
-                self._begin(held.whole_in_round, held)
+            mark = held.whole_in_round
+            if mark is not None and (mark != self._mark or self._has_grown):
+                self._begin(mark, held)
 
     def unsent(self) -> Iterator[tuple[str, KeepCopies]]:
         """Yield the orders that have not been sent yet, each with its node."""
@@ -72,7 +76,7 @@ class Copying:
         self._sent.discard(node_id)
 
     def _begin(self, mark: SnapshotMark, held: HeldByNodes) -> None:
-        self._mark, self._orders, self._sent = mark, {}, set()
+        self._mark, self._orders, self._sent, self._has_grown = mark, {}, set(), False
         self._wanted, self.missing = False, {}
         able = {name: held.held_by(name) for name in self._participants if name in self._carriers}
         for order in orders(mark, list(self._participants.values()), able):
@@ -95,4 +99,6 @@ class Copying:
 
     def _source(self, node_id: str, snapshots: tuple[Snapshot, ...]) -> CopySource:
         carrier, address = self._carriers[node_id], self._participants[node_id].offer.address
-        return CopySource(node_id, address, carrier.port, carrier.token, snapshots)
+        return CopySource(
+            node_id, address, carrier.port, carrier.token, snapshots, carrier.fingerprint
+        )

@@ -75,6 +75,7 @@ def _carrier(message: pb.CopyCarrier, limits: Limits) -> CopyCarrier:
     return CopyCarrier(
         port=bounds.within("carrier: port", message.port, 1, 65535),
         token=_printable("carrier: token", message.token, limits),
+        fingerprint=bounds.label("carrier: fingerprint", message.fingerprint, limits),
     )
 
 

@@ -1,0 +1,344 @@
+"""Copies of other nodes' snapshots: memory for them, and the process that fetches and sends them.
+
+The process is snapshot_carrier.py of the agent's job programs. It runs as the job, is started when
+the agent asks for it, is spared at the end of a round, and ends with the runner. The runner opens
+no connection itself, and reads no copy.
+
+Copies are of one mark. Those of a newer one are fetched into other memory, so that nothing whole is
+overwritten by what may never be; only once all nodes have a newer mark may the older copies go.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+from .channel import Channel, MalformedFrameError
+from .linux.descriptors import close_fds, dup_fds, write_line
+from .requests import RequestError, read_argv, read_env, read_field, read_identity
+from .snapshot_slots import MAX_SLOT_BYTES, NoSlotsError, SavedSnapshot, memory_file
+from .spawn import Program, reason_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .child_exits import Child, Children
+    from .loop import Loop
+    from .snapshot_slots import SnapshotSlots
+
+MAX_COPIES = 200
+"""As many descriptors as fit into a message."""
+MAX_COPIES_OF_WORKER = 16
+"""More are not read: the server asks for three."""
+_MAX_FRAME_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A snapshot of another node that this node is to have a copy of."""
+
+    local_rank: int
+    """Who reads it here."""
+    copy_of: int
+    snapshot: SavedSnapshot
+
+
+@dataclass(slots=True)
+class _Copy:
+    of: Wanted
+    fd: int
+    is_there: bool = False
+
+
+@dataclass(slots=True)
+class _Copies:
+    """What is kept, or fetched, of one mark."""
+
+    mark: Mapping[str, object]
+    """As the agent names it."""
+    all: list[_Copy] = field(default_factory=list)
+
+
+class SnapshotCopies:
+    """What this node keeps of other nodes' snapshots."""
+
+    def __init__(self, loop: Loop, children: Children, slots: SnapshotSlots) -> None:
+        self._loop = loop
+        self._children = children
+        self._slots = slots
+        self._kept: _Copies | None = None
+        """The newest mark of which all copies are there that were asked for."""
+        self._coming: _Copies | None = None
+        """A newer one, which is being fetched."""
+        self._spare: list[int] = []
+        """Memory that holds nothing."""
+        self._carrier: Child | None = None
+        self._channel: Channel | None = None
+        self._port: int | None = None
+        self._said: Mapping[str, str] = {}
+        """What the carrier was told of its credentials."""
+        self._fetches = 0
+        self._missing: Mapping[str, object] | None = None
+
+    # ------------------------------------------------------------------ for the slots
+
+    def reserved(self) -> int:
+        """Return how many bytes copies may use."""
+        return sum(os.fstat(fd).st_size for fd in self._fds())
+
+    def untouched(self) -> int:
+        """Return how many of these have no page yet."""
+        return self.reserved() - sum(512 * os.fstat(fd).st_blocks for fd in self._fds())
+
+    def free(self) -> bool:
+        """Free all that is not whole here; return whether there was anything."""
+        if not self._spare:
+            return False
+        close_fds(self._spare)
+        self._spare = []
+        return True
+
+    def described(self) -> dict[str, object]:
+        """Return the fields of `snapshots_held`, beside those of this node's own."""
+        carrier = None if self._port is None else {"port": self._port, **self._said}
+        return {"carrier": carrier, "missing": self._missing}
+
+    def held(self) -> list[dict[str, object]]:
+        """List the copies that are there, as `snapshots_held` has them."""
+        return [
+            {"local_rank": one.local_rank, "copy_of": one.copy_of, **asdict(one.snapshot)}
+            for one in (copy.of for copy in self._there())
+        ]
+
+    def for_worker(self, local_rank: int) -> list[int]:
+        """Duplicate the descriptors of the copies that a worker is to read."""
+        fds = [one.fd for one in self._there() if one.of.local_rank == local_rank]
+        return list(dup_fds(*fds[:MAX_COPIES_OF_WORKER]))
+
+    def send_slots(self, local_rank: int, size: int, fds: list[int]) -> None:
+        """Have the carrier send from these slots of this node's worker."""
+        self._tell({"type": "slots", "local_rank": local_rank, "bytes": size}, *dup_fds(*fds))
+
+    def close(self) -> None:
+        """Free everything."""
+        close_fds(self._fds())
+        self._kept = self._coming = None
+        self._spare = []
+        self._hang_up()
+
+    # ------------------------------------------------------------------ the agent's requests
+
+    def carry(self, request: Mapping[str, object]) -> None:
+        """Obey `carry_copies`: start the carrier if there is none, and give it its credentials."""
+        argv, env = tuple(read_argv(request)), read_env(request)
+        identity, pem = read_identity(request), read_field(request, "pem", str)
+        token = read_field(request, "token", str)
+        self._said = {"token": token, "fingerprint": read_field(request, "fingerprint", str)}
+        if self._channel is None and self._carrier is not None:
+            return  # It is being killed; once it is gone, the agent is told.
+        if self._channel is None:
+            try:
+                self._start(Program(argv=argv, env=env, identity=identity))
+            except OSError as error:
+                write_line(f"no copies of snapshots: their process cannot start: {error}")
+                return
+            for local_rank, size, fds in self._slots.all():
+                self.send_slots(local_rank, size, fds)
+        self._tell({"type": "credentials", "token": token, "pem": pem})
+        self._slots.tell()
+
+    def fetch(self, request: Mapping[str, object]) -> None:
+        """Obey `fetch_copies`; what becomes of it is in the next `snapshots_held`."""
+        mark = read_field(request, "mark", dict)
+        sources = [_read_source(one) for one in read_field(request, "sources", list)]
+        wanted = [one for _, snapshots in sources for one in snapshots]
+        if not 0 < len(wanted) <= MAX_COPIES:
+            raise RequestError(f"sources: expected 1 to {MAX_COPIES} snapshots, got {len(wanted)}")
+        self._give_up_coming()
+        if self._channel is None:
+            self._lack(mark, "no process is there to fetch them")
+            return
+        if self._kept is not None and self._slots.is_outdated(self._kept.mark):
+            self._spare += [one.fd for one in self._kept.all]
+            self._kept = None
+        self._coming = _Copies(mark)
+        self._missing = None
+        try:
+            for one in wanted:
+                fd = self._memory_for(one.snapshot.bytes)
+                self._coming.all.append(_Copy(one, fd))
+            fds = dup_fds(*(copy.fd for copy in self._coming.all))
+        except (NoSlotsError, OSError) as error:
+            self._give_up_coming()
+            reason = reason_of(error) if isinstance(error, OSError) else str(error)
+            self._lack(mark, f"there is no memory: {reason}")
+            return
+        self._fetches += 1
+        asked = [
+            {**source, "snapshots": [asdict(one.snapshot) for one in snapshots]}
+            for source, snapshots in sources
+        ]
+        self._tell({"type": "fetch", "id": self._fetches, "sources": asked}, *fds)
+        # Memory that is left over is of sizes that nothing has any more.
+        self.free()
+
+    def _memory_for(self, size: int) -> int:
+        """Return memory for a copy: some that holds nothing, or else new."""
+        fitting = [fd for fd in self._spare if os.fstat(fd).st_size >= size]
+        if fitting:
+            fd = min(fitting, key=lambda one: os.fstat(one).st_size)
+            self._spare.remove(fd)
+            return fd
+        larger = size + size // 16 + (1 << 20)  # Plain values grow.
+        self._slots.refuse_too_large("a copy needs", larger)
+        return memory_file("rdzv copy", larger)
+
+    # ------------------------------------------------------------------ the carrier
+
+    def _start(self, program: Program) -> None:
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours, takes_fds=False, max_bytes=_MAX_FRAME_BYTES)
+        try:
+            with theirs:
+                fd = theirs.fileno()
+                self._loop.watch(channel.fileno(), self._read)
+                started = Program(
+                    argv=(*program.argv, "--fd", str(fd)),
+                    env=program.env,
+                    pass_fds=(fd,),
+                    identity=program.identity,
+                )
+                name = "the process that copies snapshots"
+                self._carrier = self._children.start(name, started, self._end, spared=True)
+        except OSError:
+            self._loop.unwatch(channel.fileno())
+            channel.close()
+            raise
+        self._channel = channel
+
+    def _tell(self, message: Mapping[str, object], *fds: int) -> None:
+        if self._channel is None:
+            close_fds(fds)
+            return
+        try:
+            self._channel.send({**message, "fds": len(fds)}, *fds)
+            self._loop.watch_channel(self._channel)
+        except (OSError, BufferError, ValueError):
+            self._hang_up()
+
+    def _read(self) -> None:
+        channel = self._channel
+        if channel is None:
+            return
+        try:
+            channel.flush()
+            self._loop.watch_channel(channel)
+            channel.receive()
+            while self._channel is channel and (message := channel.next_message()) is not None:
+                self._take(message)
+        except (EOFError, OSError, MalformedFrameError, RequestError):
+            # It is the job's own process, so nothing that it sends is trusted.
+            self._hang_up()
+
+    def _take(self, message: Mapping[str, object]) -> None:
+        kind = message.get("type")
+        if kind == "listening":
+            self._port = read_field(message, "port", int)
+            self._slots.tell()
+        elif self._coming is None or message.get("id") != self._fetches:
+            return  # Something else is fetched by now.
+        elif kind == "fetched":
+            number = read_field(message, "number", int)
+            if 0 <= number < len(self._coming.all):
+                self._coming.all[number].is_there = True
+        elif kind == "done":
+            self._finish(read_field(message, "reason", str))
+
+    def _finish(self, reason: str) -> None:
+        assert self._coming is not None
+        if reason or not all(one.is_there for one in self._coming.all):
+            mark = self._coming.mark
+            self._give_up_coming()
+            self._lack(mark, reason or "not all have come")
+            return
+        if self._kept is not None:
+            self._spare += [one.fd for one in self._kept.all]
+        self._kept, self._coming = self._coming, None
+        self._slots.tell()
+
+    def _end(self, child: Child, code: int) -> None:
+        if child is self._carrier:
+            self._carrier = None
+            how = child.failure or (f"exit code {code}" if code >= 0 else f"signal {-code}")
+            self._hang_up(f"the process that fetches them has ended: {how}")
+
+    def _hang_up(self, reason: str = "the process that fetches them has hung up") -> None:
+        """Let go of the carrier, which then ends; what it was to fetch is not there."""
+        if self._channel is not None:
+            self._loop.unwatch(self._channel.fileno())
+            self._channel.close()
+            self._channel = None
+        if self._carrier is not None:
+            # Else it might write to memory that something else is fetched into by then.
+            with suppress(OSError):
+                self._carrier.kill()
+        self._port = None
+        mark = None if self._coming is None else self._coming.mark
+        self._give_up_coming()
+        if mark is not None:
+            self._missing = {"mark": mark, "reason": reason}
+        self._slots.tell()
+
+    # ------------------------------------------------------------------ inside
+
+    def _there(self) -> list[_Copy]:
+        return [] if self._kept is None else self._kept.all
+
+    def _fds(self) -> list[int]:
+        sets = [one for one in (self._kept, self._coming) if one is not None]
+        return [*self._spare, *(copy.fd for one in sets for copy in one.all)]
+
+    def _give_up_coming(self) -> None:
+        if self._coming is not None:
+            self._spare += [one.fd for one in self._coming.all]
+            self._coming = None
+
+    def _lack(self, mark: Mapping[str, object], reason: str) -> None:
+        self._missing = {"mark": mark, "reason": reason}
+        self._slots.tell()
+
+
+def _read_source(said: object) -> tuple[dict[str, object], list[Wanted]]:
+    """Parse a node, and what of it is to be fetched."""
+    if not isinstance(said, dict):
+        raise RequestError(f"sources: expected objects, got {said!r:.80}")
+    names = ("node_id", "address", "token", "fingerprint")
+    source: dict[str, object] = {name: read_field(said, name, str) for name in names}
+    source["port"] = read_field(said, "port", int)
+    return source, [_read_wanted(one) for one in read_field(said, "snapshots", list)]
+
+
+def _read_wanted(said: object) -> Wanted:
+    if not isinstance(said, dict):
+        raise RequestError(f"snapshots: expected objects, got {said!r:.80}")
+    mark = read_field(said, "mark", dict)
+    size = read_field(said, "bytes", int)
+    if not 0 < size <= MAX_SLOT_BYTES:
+        raise RequestError(f"bytes: expected 1 to {MAX_SLOT_BYTES}, got {size}")
+    return Wanted(
+        local_rank=read_field(said, "local_rank", int),
+        copy_of=read_field(said, "copy_of", int),
+        snapshot=SavedSnapshot(
+            lineage=read_field(mark, "lineage", int),
+            step=read_field(mark, "step", int),
+            series=read_field(mark, "series", str),
+            shard=read_field(said, "shard", int),
+            shards=read_field(mark, "shards", int),
+            world_size=read_field(mark, "world_size", int),
+            bytes=size,
+            digest=read_field(said, "digest", str),
+        ),
+    )

@@ -1,0 +1,274 @@
+"""Copies that a runner keeps: its memory for them, and a carrier that lies, stalls or dies.
+
+The carriers are real processes, each with a runner's loop in this one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rdzv.agent import job_programs
+from rdzv.agent.job.copy_certificate import certified
+from rdzv.agent.runner.child_exits import Children
+from rdzv.agent.runner.loop import Loop
+from rdzv.agent.runner.requests import RequestError
+from rdzv.agent.runner.snapshot_copies import SnapshotCopies
+from rdzv.agent.runner.snapshot_slots import SavedSnapshot, SnapshotSlots
+from tests.unit.agent.test_runner_snapshot_slots import MIB, Agent, Link
+from tests.unit.agent.test_snapshot_carrier import SIZE, asked, snapshot
+
+PROGRAM = Path(job_programs.__path__[0]) / "snapshot_carrier.py"
+PATIENCE_S = 60.0
+SLOT = SIZE + 4096
+
+
+class Node:
+    """A runner as far as it deals with copies."""
+
+    def __init__(self, loop: Loop, children: Children, *, free: int = 1000 * MIB) -> None:
+        self.loop = loop
+        self.agent: Any = Agent(loop)
+        self.slots = SnapshotSlots(self.agent, lambda: free)
+        self.slots.copies = self.copies = SnapshotCopies(loop, children, self.slots)
+        self.link = Link(0)
+        self.slots.hold({"limit_bytes": None, "copies": True})
+
+    def carry(self, token: str, pem: str = "", fingerprint: str = "", argv: Any = None) -> None:
+        self.copies.carry(
+            {
+                "argv": argv or [sys.executable, "-I", "-S", str(PROGRAM)],
+                "env": dict(os.environ),
+                "token": token,
+                "fingerprint": fingerprint,
+                "pem": pem,
+            }
+        )
+        if argv is None:
+            self.until(lambda: self.said["carrier"] is not None)
+
+    def until(self, holds: Callable[[], Any]) -> None:
+        """Run the loop until something holds."""
+        end = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < end, self.said
+            for call in self.loop.wait(0.05):
+                call()
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What the agent was told last."""
+        return [one for one in self.agent.told if one["type"] == "snapshots_held"][-1]
+
+    def save(self, *steps: int) -> None:
+        """Save as this node's worker does."""
+        self.slots.give(self.link, SLOT)  # type: ignore[arg-type]
+        _, fds = self.link.given[-1]
+        for number, step in enumerate(steps):
+            os.pwrite(fds[number], snapshot(step), 0)
+            of = asked(step)
+            self.slots.note(0, number, SavedSnapshot(**{**of, "world_size": 2}))
+
+    def order(self, source: Node, step: int, **other: Any) -> None:
+        """Order to fetch a step of another node."""
+        of = {**asked(step), **other}
+        mark = {name: of[name] for name in ("lineage", "step", "series", "shards", "world_size")}
+        wanted = {"local_rank": 0, "copy_of": 1, "mark": mark}
+        wanted |= {name: of[name] for name in ("shard", "bytes", "digest")}
+        address = {"node_id": "n1", "address": "127.0.0.1", **source.said["carrier"]}
+        sources = [{**address, "snapshots": [wanted]}]
+        self.copies.fetch({"mark": mark, "sources": sources})
+
+    def copied(self) -> list[int]:
+        """Return the steps of which copies are there."""
+        return [one["step"] for one in self.said["snapshots"] if "copy_of" in one]
+
+    def read(self) -> list[bytes]:
+        """Return the copies as a worker gets them."""
+        fds = self.copies.for_worker(0)
+        found = [os.pread(fd, SIZE, 0) for fd in fds]
+        for fd in fds:
+            os.close(fd)
+        return found
+
+    def close(self) -> None:
+        self.slots.close()
+        for _, fds in self.link.given:
+            for fd in fds:
+                os.close(fd)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Node, Node]]:
+    loop = Loop()
+    children = Children(loop)
+    children.listen()
+    one, two = Node(loop, children), Node(loop, children)
+    yield one, two
+    one.close()
+    two.close()
+    one.until(lambda: not children.known())
+    signal.set_wakeup_fd(-1)
+    children.close()
+    loop.close()
+    names = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # It was the list itself.
+            names.append(str(link.readlink()))
+    assert not [name for name in names if "rdzv" in name]
+
+
+def test_a_copy_is_there_bit_for_bit_and_replaced_once_a_newer_one_is(
+    pair: tuple[Node, Node],
+) -> None:
+    one, two = pair
+    one.carry("secret"), two.carry("another")
+    one.save(40, 50)
+    two.order(one, 40)
+    two.until(lambda: two.copied() == [40])
+    assert two.read() == [bytes(snapshot(40))] and two.said["missing"] is None
+    two.order(one, 50)
+    assert two.copied() == [40]
+    two.until(lambda: two.copied() == [50])
+    assert two.read() == [bytes(snapshot(50))]
+
+
+def test_the_copy_stays_if_a_newer_one_does_not_come(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    one.carry("secret"), two.carry("another")
+    one.save(40, 50)
+    two.order(one, 40)
+    two.until(lambda: two.copied() == [40])
+    two.order(one, 60)
+    two.until(lambda: two.said["missing"] is not None)
+    assert two.said["missing"]["mark"]["step"] == 60
+    assert two.said["missing"]["reason"] == "n1: it does not hold part 1 of step 60 any more"
+    assert two.copied() == [40] and two.read() == [bytes(snapshot(40))]
+
+
+def test_with_certificates_copies_are_encrypted_and_another_one_is_refused(
+    pair: tuple[Node, Node],
+) -> None:
+    one, two = pair
+    first, second = certified(), certified()
+    one.carry("secret", first.pem, first.fingerprint)
+    two.carry("another", second.pem, second.fingerprint)
+    one.save(40, 50)
+    two.order(one, 40)
+    two.until(lambda: two.copied() == [40])
+    assert two.read() == [bytes(snapshot(40))]
+    port = one.said["carrier"]["port"]
+    with socket.create_connection(("127.0.0.1", port)) as plain:
+        plain.settimeout(PATIENCE_S)
+        plain.sendall(bytes(64))
+        heard = b""
+        with suppress(ConnectionError):
+            heard = plain.recv(4096)
+        assert b"rdzvcpy" not in heard
+    # Somebody else at that address, though it knows the token.
+    one.agent.told[-1]["carrier"]["fingerprint"] = second.fingerprint
+    two.order(one, 50)
+    two.until(lambda: two.said["missing"] is not None)
+    reason = "n1: its certificate is not the one that the server was told of"
+    assert two.said["missing"]["reason"] == reason
+    one.agent.told[-1]["carrier"]["fingerprint"] = ""
+    two.order(one, 50)
+    two.until(lambda: two.said["missing"]["reason"] != reason)
+    assert two.said["missing"]["reason"] == "n1: it does not encrypt, and this node does"
+
+
+def test_a_killed_carrier_is_said_and_may_be_started_again(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    one.carry("secret"), two.carry("another")
+    one.save(40, 50)
+    two.order(one, 40)
+    two.until(lambda: two.copied() == [40])
+    # It stands still, as it may for lack of memory, and is killed.
+    (pid,) = [child.pid for child in [two.copies._carrier] if child is not None]
+    os.kill(one.copies._carrier.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    two.order(one, 50)
+    os.kill(pid, signal.SIGKILL)
+    two.until(lambda: two.said["carrier"] is None)
+    assert two.said["missing"]["mark"]["step"] == 50
+    assert two.copied() == [40] and two.read() == [bytes(snapshot(40))]
+    two.order(one, 50)
+    assert two.said["missing"]["reason"] == "no process is there to fetch them"
+    os.kill(one.copies._carrier.pid, signal.SIGCONT)  # type: ignore[union-attr]
+    two.until(lambda: two.copies._carrier is None)
+    two.carry("a third")
+    two.order(one, 50)
+    two.until(lambda: two.copied() == [50])
+
+
+def test_a_carrier_that_sends_nonsense_is_killed(pair: tuple[Node, Node]) -> None:
+    """It is a process of the job, which the job may have changed."""
+    one, two = pair
+    one.carry("secret")
+    one.save(40, 50)
+    program = "import os, sys, time; os.write(int(sys.argv[-1]), b'\\xff' * 100); time.sleep(600)"
+    two.carry("x", argv=[sys.executable, "-c", program])
+    two.until(lambda: two.copies._carrier is None)
+    two.order(one, 40)
+    assert two.said["missing"]["reason"] == "no process is there to fetch them"
+
+
+def test_copies_have_the_memory_that_a_limit_leaves(pair: tuple[Node, Node]) -> None:
+    """What is whole is not given up for what is not; once it is outdated, its memory is used."""
+    one, two = pair
+    one.carry("secret"), two.carry("another")
+    one.save(40, 50)
+    two.slots.hold({"limit_bytes": 8 * MIB, "copies": True})
+    two.order(one, 40)
+    two.until(lambda: two.copied() == [40])
+    two.order(one, 50)
+    reason = two.said["missing"]["reason"]
+    assert reason.startswith("there is no memory: a copy needs 4.5 MB, and of the 8.4 MB that")
+    assert two.copied() == [40]
+    two.slots.announce({"lineage": 2, "step": 50, "series": "a"})
+    two.order(one, 50)
+    two.until(lambda: two.copied() == [50])
+    assert two.said["missing"] is None
+
+
+def test_an_older_agent_hears_nothing_of_copies(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    one.carry("secret"), two.carry("another")
+    one.save(40, 50)
+    two.order(one, 40)
+    two.until(lambda: two.copied() == [40])
+    two.slots.hold({"limit_bytes": None})
+    assert two.said == {"type": "snapshots_held", "snapshots": []}
+
+
+@pytest.mark.parametrize(
+    "request_", [{}, {"mark": {}, "sources": []}, {"mark": {}, "sources": [{"node_id": 1}]}]
+)
+def test_a_request_that_makes_no_sense_is_refused(
+    pair: tuple[Node, Node], request_: dict[str, Any]
+) -> None:
+    with pytest.raises(RequestError):
+        pair[0].copies.fetch(request_)
+
+
+def test_links_offer_copies_to_workers_that_know_them(pair: tuple[Node, Node]) -> None:
+    one, two = pair
+    one.carry("secret"), two.carry("another")
+    one.save(40, 50)
+    two.order(one, 40)
+    two.until(lambda: two.copied() == [40])
+    for with_copies in (False, True):
+        two.slots.give(two.link, 0, with_copies=with_copies)  # type: ignore[arg-type]
+        # It has saved nothing itself.
+        assert two.link.refused[-1] == "nothing is held"
+        assert len(two.link.copies) == with_copies
+    for fd in two.link.copies:
+        os.close(fd)
