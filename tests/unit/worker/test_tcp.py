@@ -61,11 +61,13 @@ def test_a_connection_that_is_stopped_reads_its_end_and_its_peer_hears_nothing_y
     one, other = connections
     held: dict[int, socket.socket] = {}
     before = open_files()
+    one.ours.setblocking(False)
     # Both ends belong to this process, and each has the address; a held connection is held once.
     stop_reading({one.address}, held)
     stop_reading({one.address}, held)
     assert len(held) == 2
     assert open_files() == before + 2
+    assert not os.get_blocking(one.ours.fileno())
     assert one.ours.recv(1) == b""
     one.ours.sendall(b"still heard")
     other.ours.sendall(b"x")

@@ -20,7 +20,8 @@ def stop_reading(addresses: Collection[Address], held: dict[int, socket.socket])
         inode = os.fstat(connection.fileno()).st_ino
         if inode in held:
             continue
-        held[inode] = connection.dup()
+        # socket.dup() would make the connection block, and its owner's thread with it.
+        held[inode] = socket.socket(fileno=os.dup(connection.fileno()))
         with contextlib.suppress(OSError):  # It has ended by itself.
             connection.shutdown(socket.SHUT_RD)
 
