@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from rdzv.client import ControlClient, parse_endpoints
+from rdzv.demo.programs import descendants
 from rdzv.errors import RendezvousError
 from rdzv.view.answers import Event, JobStatus
 from tests.faults import history, sources
@@ -536,17 +537,6 @@ def wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> int:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         raise StuckError(f"pid {process.pid} does not end within {timeout_s:g} s") from None
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the pids of all descendants of a process."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                for child in map(int, (task / "children").read_text().split()):
-                    found += [child, *descendants(child)]
-    return found
 
 
 def command_line(pid: int) -> str:

@@ -22,6 +22,7 @@ from ports import free_port
 from waiting import pause_s
 
 from rdzv.client import ControlClient, parse_endpoints
+from rdzv.demo.programs import descendants
 from rdzv.errors import RendezvousError
 from rdzv.transport.channels import PLAIN
 from rdzv.view.answers import JobStatus
@@ -288,6 +289,13 @@ class Cluster:
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
         return [pid for pid in pids if environ(pid).get("RDZV_TEST_MARK") == self.mark]
 
+    def kill_adopted(self) -> None:
+        """Kill all but the server: adopted runners are no descendants of an agent."""
+        for pid in self.marked():
+            if self.server is None or pid != self.server.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
     # ------------------------------------------------------------------ looking and waiting
 
     def status(self) -> JobStatus:
@@ -401,17 +409,6 @@ def cluster_without_server(folder: Path, *server_options: str) -> Iterator[Clust
         raise
     finally:
         made.stop()
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the pids of all descendants of a process."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                for child in map(int, (task / "children").read_text().split()):
-                    found += [child, *descendants(child)]
-    return found
 
 
 def environ(pid: int) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
@@ -167,8 +166,4 @@ def three_hosts(folder: Path, server_config: str = "") -> Iterator[Hosts]:
             found.wait("all agents are connected", lambda: found.connected() == len(HOSTS))
             yield found
         finally:
-            # Adopted runners are not descendants of any agent by which the cluster could end them.
-            for pid in made.marked():
-                if made.server is None or pid != made.server.pid:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            made.kill_adopted()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cluster import Cluster
@@ -30,6 +32,23 @@ class Replicas(Cluster):
         self.endpoint = ",".join(self.addresses)
         self.etcd = ",".join(str(member.endpoint) for member in etcd.members)
         self.rdzvds: dict[str, Forked] = {}
+
+    @classmethod
+    @contextmanager
+    def running(cls, folder: Path, members: int, *options: str) -> Iterator[Replicas]:
+        """Run all three on an etcd of so many members; their output is shown if the test fails."""
+        (folder / "etcd").mkdir()
+        with EtcdCluster.running(folder / "etcd", members) as etcd:
+            made = cls(folder, etcd)
+            try:
+                for address in made.addresses:
+                    made.start_replica(address, *options)
+                yield made
+            except BaseException:
+                print(made.describe())
+                raise
+            finally:
+                made.stop()
 
     def start_replica(self, address: str, *options: str) -> None:
         args = ["--store=etcd", f"--etcd-endpoints={self.etcd}", f"--listen={address}"]

@@ -5,21 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
-import pytest
-from cluster import JOB, Cluster, alive, cluster
+from cluster import JOB, Cluster, alive
 
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.errors import UnknownJobError
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def events(c: Cluster) -> list[str]:

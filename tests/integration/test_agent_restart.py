@@ -101,11 +101,7 @@ def _nodes(tmp_path: Path, lease: str) -> Iterator[Nodes]:
         try:
             yield Nodes(made)
         finally:
-            # Adopted runners are not descendants of any agent by which the cluster could end them.
-            for pid in made.marked():
-                if made.server is None or pid != made.server.pid:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            made.kill_adopted()
 
 
 # ---------------------------------------------------------------------- it dies

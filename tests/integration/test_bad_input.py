@@ -8,39 +8,19 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import BIN, JOB, WORKERS, Cluster, Node, alive, cluster
+from cluster import BIN, JOB, WORKERS, Cluster, Node, alive
 from ports import free_port
 
 from rdzv.client import ControlClient, parse_endpoint
 
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
+
 REPORT = str(WORKERS / "report.py")
 LONG = "x" * 300
 AT_ONCE = "--rdzv-conf=last_call_timeout=0"
-
-
-@pytest.fixture(autouse=True)
-def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes without a log directory write into the test's folder."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture(name="no_server")
-def _no_server(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    try:
-        yield made
-    finally:
-        made.stop()
 
 
 def text_when(c: Cluster, node: Node, words: str) -> str:
@@ -86,19 +66,19 @@ USAGE = [
 
 @pytest.mark.parametrize(("options", "said"), USAGE, ids=[row[0][:40] for row in USAGE])
 def test_a_wrong_command_line_is_refused_before_anything_starts(
-    no_server: Cluster, options: str, said: str
+    alone: Cluster, options: str, said: str
 ) -> None:
-    temporary = no_server.folder / "tmp"
+    temporary = alone.folder / "tmp"
     temporary.mkdir()
-    no_server.finish()
+    alone.finish()
     environ = {"TMPDIR": str(temporary)}
-    ended = no_server.run("rdzvrun", *options.split(" "), REPORT, environ=environ)
+    ended = alone.run("rdzvrun", *options.split(" "), REPORT, environ=environ)
     assert ended.returncode == 2, ended
     assert said in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("rdzvrun: ")
     assert "Traceback" not in ended.stderr
     assert ended.stdout == ""
-    assert not no_server.all_reports()
+    assert not alone.all_reports()
     assert not any(temporary.iterdir())
 
 
@@ -111,10 +91,10 @@ NAMES = {
 @pytest.mark.parametrize("option", NAMES)
 @pytest.mark.parametrize("value", ["../up", "/etc/x", "..", ".hidden", "a b", "-rf", "ä", LONG])
 def test_a_name_that_would_make_a_strange_path_makes_none(
-    no_server: Cluster, option: str, value: str
+    alone: Cluster, option: str, value: str
 ) -> None:
-    logs = no_server.folder / "logs"
-    ended = no_server.run("rdzvrun", f"{option}={value}", f"--log-dir={logs}", REPORT)
+    logs = alone.folder / "logs"
+    ended = alone.run("rdzvrun", f"{option}={value}", f"--log-dir={logs}", REPORT)
     assert ended.returncode == 2, ended
     if value is LONG:
         # Before any server is asked, and with the prefix of every log line.
@@ -124,8 +104,8 @@ def test_a_name_that_would_make_a_strange_path_makes_none(
         assert f"{NAMES[option]} {value[:77]!r}"[:-1] in ended.stderr
         assert "use letters, digits and . _ : @ -" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert not no_server.all_reports()
-    assert sorted(path.name for path in no_server.folder.iterdir()) == ["reports"]
+    assert not alone.all_reports()
+    assert sorted(path.name for path in alone.folder.iterdir()) == ["reports"]
 
 
 @pytest.mark.parametrize(
@@ -142,10 +122,10 @@ def test_a_name_that_would_make_a_strange_path_makes_none(
     ],
 )
 def test_what_can_not_be_started_on_this_node_never_joins(
-    no_server: Cluster, what: list[str], environ: dict[str, str], said: str
+    alone: Cluster, what: list[str], environ: dict[str, str], said: str
 ) -> None:
-    no_server.finish()
-    ended = no_server.run("rdzvrun", ENDPOINT, f"--rdzv-id={JOB}", *what, environ=environ)
+    alone.finish()
+    ended = alone.run("rdzvrun", ENDPOINT, f"--rdzv-id={JOB}", *what, environ=environ)
     assert ended.returncode == 2, ended
     assert said in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
@@ -158,11 +138,9 @@ def test_what_can_not_be_started_on_this_node_never_joins(
         ("--log-dir=logs no-such.py", "--log-dir=logs: the current directory is gone"),
     ],
 )
-def test_a_working_directory_that_is_gone_is_named(
-    no_server: Cluster, options: str, said: str
-) -> None:
+def test_a_working_directory_that_is_gone_is_named(alone: Cluster, options: str, said: str) -> None:
     command = f"mkdir gone && cd gone && rmdir ../gone && exec {BIN / 'rdzvrun'} {options}"
-    node = no_server.start("n1", ["bash", "-c", command], cwd=no_server.folder)
+    node = alone.start("n1", ["bash", "-c", command], cwd=alone.folder)
     assert node.wait() == 2
     assert said in node.text
     assert "Traceback" not in node.text
@@ -171,10 +149,10 @@ def test_a_working_directory_that_is_gone_is_named(
 # ------------------------------------------------------------------ the server
 
 
-def test_a_server_that_is_not_there_is_tried_until_the_join_times_out(no_server: Cluster) -> None:
+def test_a_server_that_is_not_there_is_tried_until_the_join_times_out(alone: Cluster) -> None:
     options = (f"--rdzv-endpoint=127.0.0.1:{free_port()}", f"--rdzv-id={JOB}")
     standing = ("--rdzv-backend=rdzv", "--rdzv-conf=join_timeout=1")
-    ended = no_server.run("rdzvrun", *options, *standing, REPORT)
+    ended = alone.run("rdzvrun", *options, *standing, REPORT)
     assert ended.returncode == 75, ended
     *_, first, last = ended.stderr.splitlines()
     # Once when it was noticed, and once as the reason for giving up; no line from gRPC.
@@ -185,8 +163,8 @@ def test_a_server_that_is_not_there_is_tried_until_the_join_times_out(no_server:
     assert "no rendezvous server answered within 1 s" in last
 
 
-def test_a_server_that_comes_late_is_found(no_server: Cluster) -> None:
-    c = no_server
+def test_a_server_that_comes_late_is_found(alone: Cluster) -> None:
+    c = alone
     c.endpoint = f"127.0.0.1:{free_port()}"
     node = c.start_node("n1", nnodes="1")
     text_when(c, node, "cannot reach rdzvd")
@@ -199,20 +177,20 @@ def test_a_server_that_comes_late_is_found(no_server: Cluster) -> None:
     assert f"connected to the server at {c.endpoint}\n" in node.text
 
 
-def test_what_listens_there_but_is_no_rdzvd_is_no_server(no_server: Cluster) -> None:
+def test_what_listens_there_but_is_no_rdzvd_is_no_server(alone: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         endpoint = f"127.0.0.1:{other.getsockname()[1]}"
         options = (f"--rdzv-endpoint={endpoint}", f"--rdzv-id={JOB}")
-        ended = no_server.run("rdzvrun", *options, "--rdzv-conf=join_timeout=1", REPORT)
+        ended = alone.run("rdzvrun", *options, "--rdzv-conf=join_timeout=1", REPORT)
     assert ended.returncode == 75, ended
     assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_data_directory_that_is_no_directory_is_refused(no_server: Cluster, place: str) -> None:
-    (no_server.folder / "file").touch()
-    data = no_server.folder / place
-    ended = no_server.run("rdzvd", "--listen=127.0.0.1:0", f"--data-dir={data}")
+def test_a_data_directory_that_is_no_directory_is_refused(alone: Cluster, place: str) -> None:
+    (alone.folder / "file").touch()
+    data = alone.folder / place
+    ended = alone.run("rdzvd", "--listen=127.0.0.1:0", f"--data-dir={data}")
     assert ended.returncode == 1, ended
     (line,) = ended.stderr.splitlines()
     assert line.startswith("rdzvd: ")
@@ -413,8 +391,8 @@ def test_ten_megabytes_of_output_arrive_on_the_console_and_in_files(c: Cluster) 
         ("[" * 100_000, "the error file is not torchelastic's JSON"),
     ],
 )
-def test_an_error_file_of_any_kind_is_no_obstacle(no_server: Cluster, text: str, said: str) -> None:
-    ended = no_server.run("rdzvrun", REPORT, f"error={text}", "exit=3")
+def test_an_error_file_of_any_kind_is_no_obstacle(alone: Cluster, text: str, said: str) -> None:
+    ended = alone.run("rdzvrun", REPORT, f"error={text}", "exit=3")
     assert ended.returncode == 1, ended
     assert said in ended.stderr
     assert "exit code 3" in ended.stderr

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import JOB, WORKERS, Cluster, Node, alive
+from cluster import JOB, WORKERS, Cluster, Node, alive, cluster_without_server
 from ports import free_port
-from ready_torchrun import Start, ready_torchrun
+from ready_torchrun import Start
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
@@ -31,16 +31,10 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(name="c")
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    try:
+    with cluster_without_server(tmp_path) as made:
         # Its store returns to the port, which nothing else may take meanwhile.
         made.start_server("--c10d", f"127.0.0.1:{free_port()}")
         yield made
-    except BaseException:
-        print(made.describe())
-        raise
-    finally:
-        made.stop()
 
 
 def served(c: Cluster) -> tuple[str, int, int]:
@@ -55,12 +49,6 @@ def client(c: Cluster) -> TCPStore:
     return TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-
-
-@pytest.fixture(scope="module", name="ready")
-def _ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    with ready_torchrun(tmp_path_factory.mktemp("ready"), os.environ) as start:
-        yield start
 
 
 Torchrun = Callable[..., Node]
@@ -312,16 +300,6 @@ def test_of_two_jobs_of_one_name_the_servers_own_is_shown(c: Cluster) -> None:
 
 
 # ------------------------------------------------------------------------------------ refusals
-
-
-@pytest.fixture(name="alone")
-def _alone(tmp_path: Path) -> Iterator[Cluster]:
-    """A folder and an environment, without a server."""
-    made = Cluster(tmp_path)
-    try:
-        yield made
-    finally:
-        made.stop()
 
 
 def refused(c: Cluster, *options: str) -> tuple[int, str]:

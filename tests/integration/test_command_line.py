@@ -7,35 +7,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import BIN, JOB, WORKERS, Cluster, Node, alive, cluster
+from cluster import BIN, JOB, WORKERS, Cluster, Node, alive
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 REPORT = str(WORKERS / "report.py")
-
-
-@pytest.fixture(autouse=True)
-def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes without a log directory write into the test's folder."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture(name="alone")
-def _alone(tmp_path: Path) -> Iterator[Cluster]:
-    """A folder without a server, for nodes that run their own."""
-    made = Cluster(tmp_path)
-    try:
-        yield made
-    finally:
-        made.stop()
 
 
 def rdzvrun(c: Cluster, *args: str, environ: dict[str, str] | None = None) -> Node:

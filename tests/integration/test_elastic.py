@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,6 @@ from cluster import JOB, Cluster, Node, alive, cluster
 
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.view.answers import Event
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def start_three(c: Cluster, *options: str, **how: object) -> list[Node]:

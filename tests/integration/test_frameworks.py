@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import JOB, Cluster, Node, alive, cluster, environ
+from cluster import JOB, Cluster, Node, alive, environ
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "build" / "frameworks" / "bin"
@@ -36,12 +35,6 @@ FRAMEWORKS = tuple(FIRST_CHECKPOINT)
 STEPS = 60
 WAIT_S = 200.0
 """Importing a framework takes half a minute on a busy machine."""
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def arguments(c: Cluster, script: str) -> list[str]:

@@ -8,22 +8,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import JOB, Cluster, alive, cluster
+from cluster import JOB, Cluster, alive
 from made_up_gpus import FOLDER, environ_with_gpus
 
 from rdzv.client import ControlClient, parse_endpoints
 from rdzv.core.gpu_state import GpuState
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def stacks(c: Cluster, *options: str) -> dict[str, Any]:

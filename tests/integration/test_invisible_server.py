@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Node, alive, cluster
-from etcd_cluster import EtcdCluster
+from cluster import Cluster, Node, alive
 from replicas import Replicas
 
 from tests.faults.sources import Diaries
@@ -85,27 +84,11 @@ class Training:
         assert len(self.diaries.started) == NODES
 
 
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
-
-
 @pytest.fixture(name="replicas")
 def _replicas(tmp_path: Path) -> Iterator[Replicas]:
     """Run three rdzvd on the three members of an etcd."""
-    (tmp_path / "etcd").mkdir()
-    with EtcdCluster.running(tmp_path / "etcd", 3) as etcd:
-        made = Replicas(tmp_path, etcd)
-        try:
-            for address in made.addresses:
-                made.start_replica(address, TTL)
-            yield made
-        except BaseException:
-            print(made.describe())
-            raise
-        finally:
-            made.stop()
+    with Replicas.running(tmp_path, 3, TTL) as made:
+        yield made
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.campaign)])

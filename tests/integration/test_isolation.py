@@ -7,26 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import BIN, JOB, WORKERS, Cluster, cluster
+from cluster import BIN, JOB, WORKERS, Cluster
+
+pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
 REPORT = str(WORKERS / "report.py")
-
-
-@pytest.fixture(autouse=True)
-def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes without a log directory write into the test's folder."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def maps_torch(pid: int) -> bool:

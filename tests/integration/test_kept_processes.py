@@ -8,22 +8,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import JOB, QUICK_TORCH, Cluster, Node, alive, cluster, cluster_without_server
+from cluster import JOB, QUICK_TORCH, Cluster, Node, alive, cluster_without_server
 from test_agent_restart import Nodes
 
 ROOT = Path(__file__).parents[2]
 WORKER = str(ROOT / "tests" / "support" / "linked_worker.py")
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def start(
@@ -286,11 +279,7 @@ def _nodes(tmp_path: Path) -> Iterator[Nodes]:
         try:
             yield Nodes(made)
         finally:
-            # Adopted runners are not descendants of any agent by which the cluster could end them.
-            for pid in made.marked():
-                if made.server is None or pid != made.server.pid:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            made.kill_adopted()
 
 
 def submitted(d: Nodes, *names: str, options: tuple[str, ...] = ()) -> list[int]:

@@ -7,15 +7,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from cluster import BIN, JOB, Cluster, Node, cluster, fork
+from cluster import BIN, JOB, Cluster, Node, fork
 from test_torchrun_plugin import words
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 class Reading:

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from cluster import BIN, JOB, Cluster, cluster
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
+from cluster import BIN, JOB, Cluster
 
 
 def ctl(c: Cluster, *args: str) -> tuple[int, str]:

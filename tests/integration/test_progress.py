@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import grpc
 import pytest
-from cluster import BIN, JOB, Cluster, cluster
+from cluster import BIN, JOB, Cluster
 from test_rdzvd import hello
 
 from rdzv.client import ControlClient, parse_endpoints
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def steps(c: Cluster) -> dict[int, int]:

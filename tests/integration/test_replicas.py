@@ -20,18 +20,8 @@ from rdzv.errors import NotLeaderError, RendezvousConnectionError
 
 @pytest.fixture(name="c")
 def _replicas(tmp_path: Path) -> Iterator[Replicas]:
-    (tmp_path / "etcd").mkdir()
-    with EtcdCluster.running(tmp_path / "etcd", 1) as etcd:
-        made = Replicas(tmp_path, etcd)
-        try:
-            for address in made.addresses:
-                made.start_replica(address)
-            yield made
-        except BaseException:
-            print(made.describe())
-            raise
-        finally:
-            made.stop()
+    with Replicas.running(tmp_path, 1) as made:
+        yield made
 
 
 def states(c: Replicas) -> set[str]:

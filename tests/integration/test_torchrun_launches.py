@@ -6,22 +6,14 @@ They are in `workers/launches.py`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from cluster import WORKERS, Cluster, cluster
+from cluster import WORKERS, Cluster
 
 pytest.importorskip("torch", reason="torch is not installed")
 
 PATIENCE_S = 400.0
 """For all of them, on a busy machine."""
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
 
 
 @pytest.mark.parametrize("how", ["together", "alone"])

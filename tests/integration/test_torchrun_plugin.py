@@ -7,26 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import BIN, JOB, WORKERS, Cluster, Node, alive, cluster
-from ready_torchrun import Start, ready_torchrun
-
-
-@pytest.fixture(name="c")
-def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture(scope="module", name="ready")
-def _ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    with ready_torchrun(tmp_path_factory.mktemp("ready"), os.environ) as start:
-        yield start
-
+from cluster import BIN, JOB, WORKERS, Cluster, Node, alive
+from ready_torchrun import Start
 
 Torchrun = Callable[..., Node]
 

@@ -119,10 +119,11 @@ class Program:
 def descendants(pid: int) -> list[int]:
     """Return the pids of all descendants of a process."""
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *descendants(child)]
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                for child in map(int, (task / "children").read_text().split()):
+                    found += [child, *descendants(child)]
     return found
 
 
