@@ -124,8 +124,8 @@ def resealed(data: bytes) -> bytes:
     lines = data.splitlines(keepends=True)
     tally = backup._Tally()
     for line in lines[:-1]:
-        tally.passed(backup._decoded(line, "file"), line)
-    return b"".join([*lines[:-1], backup._written(tally.trailer())])
+        tally.passed(backup.read_line(line, "file"), line)
+    return b"".join([*lines[:-1], backup.written_line(tally.trailer())])
 
 
 async def test_a_store_that_holds_something_is_not_restored_into(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ class CutService(pb_grpc.ControlServicer):
     async def Backup(  # type: ignore[override]  # noqa: N802
         self, request: pb.BackupRequest, context: object
     ) -> AsyncIterator[pb.BackupChunk]:
-        line = backup._written(backup.Header("x", 1, 1))
+        line = backup.written_line(backup.Header("x", 1, 1))
         yield pb.BackupChunk(data=line)
 
 

@@ -579,7 +579,7 @@ def test_a_stream_that_is_welcomed_late_does_not_end_for_want_of_a_server(
         def server_comes() -> None:
             stream = None
             while stream is None or stream.apart_since_s is None:
-                stream = handler._talk.stream
+                stream = handler.talk.stream
             with handler._news:
                 assert handler._news.wait_for(lambda: "refused" in stream.trouble, 60)
             port()
@@ -587,7 +587,7 @@ def test_a_stream_that_is_welcomed_late_does_not_end_for_want_of_a_server(
             while stream.apart_since_s is not None and time.monotonic() < deadline_s:
                 time.sleep(0.01)
             clock.ahead_s = 1000
-            handler._talk.notify()
+            handler.talk.notify()
             clock.looked.wait(0.2)
             complete.set()
 
@@ -730,11 +730,11 @@ def test_whatever_else_ends_a_torchrun_makes_it_leave_with_the_reason(
 def test_a_signal_makes_it_leave_at_once_and_again_when_the_workers_are_gone(made: Made) -> None:
     run = made(line(0))
     run.handler.next_rendezvous()
-    run.handler._talk.on_signal(signal.SIGTERM)
+    run.handler.talk.on_signal(signal.SIGTERM)
     assert not run.stream.said[-1].leave.HasField("left_round")
     (belief,) = run.stream.beliefs()
     assert belief.phase == pb.Belief.LEAVING
-    run.handler._talk.at_exit()
+    run.handler.talk.at_exit()
     leaves = [message.leave for message in run.stream.said[1:]]
     assert [leave.reason for leave in leaves] == ["received SIGTERM"] * 2
     assert leaves[1].left_round == 0
@@ -745,7 +745,7 @@ def test_a_signal_that_torchs_agent_has_missed_ends_it_at_its_next_question(made
     run = made(line(0))
     run.handler.next_rendezvous()
     assert run.handler.num_nodes_waiting() == 0
-    run.handler._talk.on_signal(signal.SIGTERM)
+    run.handler.talk.on_signal(signal.SIGTERM)
     assert run.handler.num_nodes_waiting() == 1
     with pytest.raises(SignalException, match="received SIGTERM") as raised:
         run.handler.next_rendezvous()
@@ -755,7 +755,7 @@ def test_a_signal_that_torchs_agent_has_missed_ends_it_at_its_next_question(made
 
 def test_a_signal_that_is_missed_while_it_waits_for_a_round_ends_it_too(made: Made) -> None:
     run = made()
-    threading.Timer(0.1, lambda: run.handler._talk.on_signal(signal.SIGTERM)).start()
+    threading.Timer(0.1, lambda: run.handler.talk.on_signal(signal.SIGTERM)).start()
     with pytest.raises(SignalException, match="received SIGTERM"):
         run.handler.next_rendezvous()
     assert run.stream.bodies == ["join", "leave"]

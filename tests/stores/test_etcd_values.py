@@ -214,7 +214,7 @@ def test_history_is_written_in_as_few_keys_as_hold_it() -> None:
         return Record(0, "job-7", "r", "N", "x" * (weight - len("r") - len("N") - 64))
 
     def split(*weights: int) -> list[int]:
-        return [len(batch) for batch in etcd._batches(map(record, weights))]
+        return [len(batch) for batch in etcd.in_batches(map(record, weights))]
 
     assert split(100, etcd.BATCH_BYTES - 100, 100) == [2, 1]
     assert split(100, etcd.BATCH_BYTES - 99, 100) == [1, 1, 1]

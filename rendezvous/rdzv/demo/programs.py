@@ -101,7 +101,7 @@ class Program:
         self._join()
 
     def stop(self, timeout_s: float) -> None:
-        """End the program in order, or kill it after a while."""
+        """Ask the program to end, and kill it after a while."""
         if self.process.poll() is None:
             self.process.terminate()
         try:

@@ -154,24 +154,25 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
 
     """
     tally = _Tally()
-    yield tally.passed(header, _written(header))
+    yield tally.passed(header, written_line(header))
     for name in await store.list_documents():
         if held := await store.load_document(name):
             document = DocumentLine(name, held[0])
-            yield tally.passed(document, _written(document))
+            yield tally.passed(document, written_line(document))
     for rdzv_id in await store.list():
         if (found := await _read(store, rdzv_id)) is None:
             continue
         stored, rows = found
         job = JobLine(rdzv_id, msgspec.Raw(codec.encode(stored.membership)))
-        yield tally.passed(job, _written(job))
+        yield tally.passed(job, written_line(job))
         for row in rows:
             event = EventLine(row.rdzv_id, row.unix_ms, row.run, row.name, row.data)
-            yield tally.passed(event, _written(event))
-    yield _written(tally.trailer())
+            yield tally.passed(event, written_line(event))
+    yield written_line(tally.trailer())
 
 
-def _written(line: _Line) -> bytes:
+def written_line(line: _Line) -> bytes:
+    """Return one line of a backup file."""
     return _encoder.encode(line) + b"\n"
 
 
@@ -229,7 +230,7 @@ def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
         data = file.readline(_MOST_LINE_BYTES)
         if not data.endswith(b"\n"):
             raise _refused(name, "it ends too early: it was cut", "take the whole file")
-        line = _decoded(data, name)
+        line = read_line(data, name)
         match line:
             case DocumentLine():
                 if line.name in documents:
@@ -269,13 +270,14 @@ def _header(file: BinaryIO, name: str, tally: _Tally) -> Header:
             f"{FORMAT}",
             "use the rdzvd version that wrote it",
         )
-    header = _decoded(data, name)
+    header = read_line(data, name)
     assert isinstance(header, Header), "the kind was looked at"
     tally.passed(header, data)
     return header
 
 
-def _decoded(data: bytes, name: str) -> _Line:
+def read_line(data: bytes, name: str) -> _Line:
+    """Read one line of the backup file `name`; `RendezvousStateError` if it is damaged."""
     try:
         return _line_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

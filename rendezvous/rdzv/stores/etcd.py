@@ -329,7 +329,7 @@ class EtcdStore:
                 plan.operations += await self._pruning(folder, len(rows))
                 unpruned = len(rows)
             plan.unpruned[rdzv_id] = unpruned
-            for batch in _batches(rows):
+            for batch in in_batches(rows):
                 self._batches += 1
                 name = f"{folder}{fence.create_revision:016x}{self._batches:012x}-{len(batch)}"
                 text = msgspec.json.encode([(r.unix_ms, r.run, r.name, r.data) for r in batch])
@@ -421,7 +421,7 @@ def _rows_in(key: bytes) -> int:
     return int(rows) if rows.isdigit() else 1
 
 
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+def in_batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     """Split records into batches whose text fits into one key."""
     batch: list[Record] = []
     size = 0

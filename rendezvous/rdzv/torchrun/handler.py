@@ -71,12 +71,13 @@ class RdzvHandler(RendezvousHandler):
             secret=options.secret,
         )
         only_loopback = addresses.is_loopback(address) and not name
-        self._talk = Talk(part, addresses.StoreSocket(loopback_only=only_loopback))
-        self._part, self._news = part, self._talk.news
+        self.talk = Talk(part, addresses.StoreSocket(loopback_only=only_loopback))
+        """The conversation with the server."""
+        self._part, self._news = part, self.talk.news
         self._joined_at_s = 0.0
         self._has_closed = False
         # An interrupted launch makes no further call; at exit the conversation ends itself.
-        weakref.finalize(self, self._talk.abandon).atexit = False
+        weakref.finalize(self, self.talk.abandon).atexit = False
 
     # ------------------------------------------------------------------ calls by torch
 
@@ -93,7 +94,7 @@ class RdzvHandler(RendezvousHandler):
         """
         error = sys.exc_info()[1]
         if isinstance(error, SignalException) and agent_has_run():
-            self._talk.end(pb.Leave.SIGNAL, f"received {error.sigval.name}")
+            self.talk.end(pb.Leave.SIGNAL, f"received {error.sigval.name}")
         return self._options.rdzv_id
 
     @property
@@ -137,7 +138,7 @@ class RdzvHandler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return non-zero once the round is over and the workers must be restarted."""
         with self._news:
-            return int(self._talk.round_is_over)
+            return int(self.talk.round_is_over)
 
     def is_closed(self) -> bool:
         """Return whether the job forms no more rounds, as far as this node knows."""
@@ -179,14 +180,14 @@ class RdzvHandler(RendezvousHandler):
         not be taken for a success.
         """
         error = sys.exc_info()[1]
-        if self._talk.stream is None or self._talk.hung_up:
+        if self.talk.stream is None or self.talk.hung_up:
             return True
         with self._news:
             if error is None and self._part.phase in (Phase.RUNNING, Phase.SUCCEEDED):
                 self._wait_for_success()
             elif isinstance(error, ChildFailedError) and self._part.phase is Phase.RUNNING:
-                self._talk.say(self._part.say_failed(_worker_failures(error)))
-        self._talk.end(*_why_leave(error))
+                self.talk.say(self._part.say_failed(_worker_failures(error)))
+        self.talk.end(*_why_leave(error))
         return True
 
     # ------------------------------------------------------------------ joining
@@ -194,15 +195,15 @@ class RdzvHandler(RendezvousHandler):
     def _join(self) -> None:
         """Report that this node has no workers, and ask for a place in the next round."""
         with self._news:
-            if self._talk.hung_up or self._has_closed:
-                did = "left" if self._talk.hung_up else "closed"
+            if self.talk.hung_up or self._has_closed:
+                did = "left" if self.talk.hung_up else "closed"
                 raise RendezvousClosedError(f"this node has {did} {self._options.rdzv_id}")
             self._raise_if_signalled()
             self._raise_if_ended()
             self._joined_at_s = time.monotonic()
-            self._talk.say(self._part.say_join(self._talk.store_socket.port))
-            if self._talk.stream is None:
-                self._talk.begin(self._new_stream())
+            self.talk.say(self._part.say_join(self.talk.store_socket.port))
+            if self.talk.stream is None:
+                self.talk.begin(self._new_stream())
 
     def _new_stream(self) -> NodeStream:
         hello = pb.Hello(
@@ -236,7 +237,7 @@ class RdzvHandler(RendezvousHandler):
             return self._part.line
 
     def _raise_if_signalled(self) -> None:
-        signum = self._talk.signalled
+        signum = self.talk.signalled
         if signum is not None:
             raise SignalException(f"process {os.getpid()} received {signum.name}", signum)
 
@@ -256,7 +257,7 @@ class RdzvHandler(RendezvousHandler):
 
     def _raise_if_apart(self) -> None:
         """Give up if there has been no server for join_timeout since this node joined."""
-        stream, timeout_s = self._talk.stream, self._join_timeout_s
+        stream, timeout_s = self.talk.stream, self._join_timeout_s
         assert stream is not None
         if stream.apart_since_s is None:
             return
@@ -275,7 +276,7 @@ class RdzvHandler(RendezvousHandler):
 
     def _meet(self, line: pb.RoundCompleted) -> RendezvousInfo | None:
         """Meet the other nodes in the round's store; None if the round ends first."""
-        talk = self._talk
+        talk = self.talk
         listening = talk.store_socket.take()
         if line.group_rank != 0 and listening is not None:
             listening.close()
@@ -304,8 +305,8 @@ class RdzvHandler(RendezvousHandler):
         why = f"{type(error).__name__}: {_first_line(error)}" if error else "not all nodes came"
         where = f"{line.master_addr}:{line.master_port}"
         if line.group_rank == 0:
-            self._talk.say(self._part.say_store_failed(f"the store at {where}: {why}"))
-        if not self._news.wait_for(lambda: self._talk.round_is_over, EXPLAIN_TIMEOUT_S):
+            self.talk.say(self._part.say_store_failed(f"the store at {where}: {why}"))
+        if not self._news.wait_for(lambda: self.talk.round_is_over, EXPLAIN_TIMEOUT_S):
             raise RendezvousConnectionError(
                 f"the nodes of round {line.round} did not meet in the store at {where} "
                 f"({why}); if this address cannot be reached from here, start that node "
@@ -315,8 +316,8 @@ class RdzvHandler(RendezvousHandler):
     # ------------------------------------------------------------------ the end
 
     def _wait_for_success(self) -> None:
-        self._talk.on_success()
-        if not self._news.wait_for(lambda: self._talk.round_is_over, self._options.close_timeout_s):
+        self.talk.on_success()
+        if not self._news.wait_for(lambda: self.talk.round_is_over, self._options.close_timeout_s):
             log.warning(
                 "the other nodes of %s have not succeeded within %g s (close_timeout); not "
                 "waiting any longer",

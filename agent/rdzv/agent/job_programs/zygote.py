@@ -256,7 +256,7 @@ def _first_of_path(script: str) -> str | None:
 
 
 def _preload(modules: Sequence[str]) -> dict[str, Any]:
-    """Import modules, the bare ones first; return a description of this process afterwards.
+    """Import modules, those in `BARE` first; return a description of this process afterwards.
 
     Raises:
         RefusedError: one cannot be imported, or makes this process unsafe to fork.

@@ -334,7 +334,7 @@ class Placements:
         return [held for held in self._held if held.placed.key == key]
 
     def _give_back(self, held: _Held, reason: str, event: events.Event) -> None:
-        """End a job in order, or at once if it has no driver yet."""
+        """End a job: through its driver, or at once if it has none yet."""
         first = not held.given_back
         held.given_back = held.given_back or reason
         if held.driver is not None:

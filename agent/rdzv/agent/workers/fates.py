@@ -64,7 +64,7 @@ class LocalRound:
         return self._with(local_rank, pid=pid)
 
     def told_to_end(self, alive: Collection[int], stop: Stop) -> LocalRound:
-        """Return the round with the living workers told to end; only the first stop counts."""
+        """Return the round after a stop of the workers in `alive`; each keeps its first stop."""
         return replace(
             self,
             workers=tuple(
