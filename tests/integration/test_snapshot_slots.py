@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from runners import PATIENCE_S
-from test_parking import Parking, next_agent
+from test_parking import Parking
 
 from rdzv.agent.runner_link import (
+    FoundRunner,
     KeepSpec,
     SnapshotRefused,
     SnapshotsHeld,
@@ -85,7 +86,11 @@ async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Pa
     await node.begin(f"saves:{MIB}", ranks=1)
     await node.printed(node.worker(0, 0), "slots")
     held = memory_files(node.link.pid)
-    await next_agent(node, path)
+    await node.link.let_go(PATIENCE_S)
+    found = await FoundRunner.meet(path)
+    assert found is not None
+    found.adopt()
+    node.link = found.link(node.hear)
     # This agent has not asked; the one before had not, either.
     assert not [event for event in node.events if isinstance(event, SnapshotsHeld)]
     node.link.hold_snapshots(None)
