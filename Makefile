@@ -265,6 +265,11 @@ bench-kept: $(READY) build/peers/.ready  ## workers that stay: what they promise
 	@$(BIN)/python bench/sections.py --print build/bench/kept-recovery.jsonl
 	@$(BIN)/python bench/kept.py --out build/bench/kept.jsonl
 
+.PHONY: bench-snapshots
+bench-snapshots: $(READY)  ## what snapshots cost, and that none is loaded torn or damaged; KILLS=100: some minutes, else an hour on a busy machine
+	@$(BIN)/python bench/snapshots.py
+	@$(BIN)/python bench/snapshot_faults.py $(if $(KILLS),--kills $(KILLS) --copy-kills $(KILLS) --flips $(KILLS))
+
 .PHONY: bench-goodput
 bench-goodput: $(READY)  ## what share of its time a failing job trains, beside torchrun; QUICK=1: four minutes
 	@$(BIN)/python bench/goodput.py --out build/bench/goodput.jsonl $(if $(QUICK),--minutes 1)

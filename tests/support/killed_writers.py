@@ -14,7 +14,7 @@ import random
 import signal
 import sys
 import time
-from typing import Any
+from typing import NoReturn
 
 import torch
 
@@ -30,7 +30,7 @@ def content_of(step: int) -> Content:
     return Content({"rng": step}, {"state": Image(step, tensors, [], {"values": {"step": step}})})
 
 
-def write_for_ever(slots: list[Slot], step: int, told: Any) -> None:
+def write_for_ever(slots: list[Slot], step: int, told: mmap.mmap, pause_s: float = 0.0) -> NoReturn:
     """Save steps as a worker does, and put the number of the last one in shared memory."""
     while True:
         step += 1
@@ -43,22 +43,27 @@ def write_for_ever(slots: list[Slot], step: int, told: Any) -> None:
         header = Header(step, 0, shard=0, shards=1, rank=0, world_size=1, state="s")
         slots[number].seal(header, tensors, head)
         told[:8] = step.to_bytes(8, "little")
+        time.sleep(pause_s)
 
 
 def look(slots: list[Slot], told: int) -> tuple[int, bool]:
     """Return the newest step that is there, and whether a slot was being written to."""
     found = [(header, slot) for slot in slots if (header := slot.header()) is not None]
     assert found, "nothing is left"
-    for header, slot in found:
-        assert slot.is_sound(header), f"step {header.step} is torn"
-        read = slot.read(header)
-        assert read.own["rng"] == header.step
-        for one, other in zip(read.tensors(), content_of(header.step).tensors(), strict=True):
-            assert torch.equal(one, other), f"step {header.step} is mixed"
-    newest = max(header.step for header, _ in found)
+    newest = max(look_at(header, slot) for header, slot in found)
     # It may have been killed between the seal and its report.
     assert newest in (told, told + 1), f"step {newest} is there, and {told} was saved"
     return newest, len(found) < len(slots)
+
+
+def look_at(header: Header, slot: Slot) -> int:
+    """Return the step in a slot, all of which is of that step."""
+    assert slot.is_sound(header), f"step {header.step} is torn"
+    read = slot.read(header)
+    assert read.own["rng"] == header.step
+    for one, other in zip(read.tensors(), content_of(header.step).tensors(), strict=True):
+        assert torch.equal(one, other), f"step {header.step} is mixed"
+    return header.step
 
 
 def main() -> None:

@@ -167,6 +167,18 @@ def test_memory_is_bounded(
         assert (told["type"], told["reason"]) == ("snapshot_refused", links[-1].refused[0])
 
 
+@pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
+def test_a_lack_of_descriptors_or_of_memory_is_said(
+    story: Story, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story.slots.hold({"limit_bytes": None})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open")))
+        assert story.ask(0, MIB).refused == ["Too many open"]
+    assert story.agent.told[-1]["reason"] == "Too many open"
+    assert story.ask(0, MIB).given
+
+
 def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(story: Story) -> None:
     story.ask(0, MIB)
     story.slots.note(0, 0, SAVED)

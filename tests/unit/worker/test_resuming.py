@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -311,10 +312,38 @@ def test_without_memory_training_goes_on_and_that_is_said_once(
     assert said == f"rdzv: rank 0: there are no snapshots: {runners[0].refuses}\n"
 
 
-def test_a_killed_writer_leaves_a_whole_snapshot() -> None:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "worker")}
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, "No space left on device"),
+        (errno.ENOMEM, "Cannot allocate memory"),
+        # A limit on the size of files, which counts for this memory as well.
+        (errno.EFBIG, "File too large"),
+    ],
+)
+def test_memory_that_the_kernel_refuses_is_said_and_training_goes_on(
+    runners: list[Runner],
+    number: int,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    assert train(runners[0], 5).step == 5
+    said = capsys.readouterr().err
+    assert said == f"rdzv: rank 0: there are no snapshots: memory for snapshots: {reason}\n"
+
+
+@pytest.mark.parametrize("program", ["killed_writers.py", "killed_copies.py"])
+def test_what_a_killed_process_leaves_is_whole(program: str) -> None:
+    folders = ("worker", "agent", "rendezvous")
+    paths = os.pathsep.join(str(Path(__file__).parents[3] / name) for name in folders)
+    env = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, SUPPORT / "killed_writers.py", "20"],
+        [sys.executable, SUPPORT / program, "20"],
         env=env,
         capture_output=True,
         text=True,

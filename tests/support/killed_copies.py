@@ -1,0 +1,106 @@
+"""Copies of snapshots that are killed at random moments: `killed_copies.py COUNT [SEED]`.
+
+A writer saves step after step into two slots, without regard for who copies them; a sender serves
+them. A child fetches the newest into memory that holds an older copy, and gets SIGKILL. What is
+left must be a copy that is whole, or none.
+
+Prints how many kills came during a copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+import torch
+from killed_writers import content_of, look_at, write_for_ever
+
+from rdzv.agent.job_programs import snapshot_carrier as carrier
+from rdzv.worker.snapshot_slot import Slot, bytes_needed
+
+NAMES = ("lineage", "step", "shard", "shards", "world_size", "digest")
+PIECE_BYTES = 64 << 10
+"""Small, so that many pieces make a copy."""
+
+
+def serve(fds: list[int], size: int, listening: socket.socket) -> None:
+    """Send for ever."""
+    sender = carrier.Sender(carrier.TokenBucket(0))
+    sender.token = "secret"
+    sender.slots[0] = [carrier.Memory(os.dup(fd), size) for fd in fds]
+    sender.accept(listening)
+
+
+def fetch_for_ever(fds: list[int], port: int, memory: mmap.mmap, told: mmap.mmap) -> NoReturn:
+    """Fetch the newest step again and again; what was overwritten meanwhile is not there.
+
+    It puts the number of attempts in shared memory.
+    """
+    views = [memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ)) for fd in fds]
+    while True:
+        headers = [one for one in map(carrier.read_header, views) if one is not None]
+        if not headers:
+            continue
+        newest = max(headers, key=lambda one: one["step"])
+        asked = {**{name: newest[name] for name in NAMES}, "bytes": newest["size"]}
+        with socket.create_connection(("127.0.0.1", port), 30) as sock, suppress(carrier.CopyError):
+            key = carrier.greet_sender(sock, "secret")
+            carrier.fetch(sock, asked, memoryview(memory), key, time.monotonic() + 30)
+        told[8:16] = (int.from_bytes(told[8:16], "little") + 1).to_bytes(8, "little")
+
+
+def main() -> None:
+    count = int(sys.argv[1])
+    dice = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    torch.set_num_threads(1)
+    carrier.PIECE_BYTES = PIECE_BYTES
+    first = content_of(0)
+    size = bytes_needed(first.tensors(), first.head()) + 4096
+    fds = [os.memfd_create(f"slot {number}") for number in range(2)]
+    for fd in fds:
+        os.ftruncate(fd, size)
+    slots = [Slot(memoryview(mmap.mmap(fd, size))) for fd in fds]
+    told, memory = mmap.mmap(-1, 4096), mmap.mmap(-1, size)
+    listening = socket.create_server(("127.0.0.1", 0))
+    children = []
+    for run in (
+        lambda: write_for_ever(slots, 0, told, pause_s=0.01),
+        lambda: serve(fds, size, listening),
+    ):
+        children.append(os.fork())
+        if children[-1] == 0:
+            run()
+    port, while_copying, steps = listening.getsockname()[1], 0, set[int]()
+    try:
+        for _ in range(count):
+            before = told[8:16]
+            pid = os.fork()
+            if pid == 0:
+                fetch_for_ever(fds, port, memory, told)
+            while told[8:16] == before:
+                time.sleep(0)
+            time.sleep(dice.random() * 0.02)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            copy = Slot(memoryview(memory))
+            header = copy.header()
+            if header is None:
+                while_copying += 1
+            else:
+                steps.add(look_at(header, copy))
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    print(f"{count} kills, {while_copying} during a copy, {len(steps)} steps copied: none torn")
+
+
+if __name__ == "__main__":
+    main()
