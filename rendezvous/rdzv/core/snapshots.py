@@ -189,7 +189,7 @@ class HeldByNodes:
                 self.note(participant.node_id, past)
 
     def note(self, node_id: str, snapshots: tuple[Snapshot, ...]) -> bool:
-        """Replace what a node holds; return whether a newer mark has become whole."""
+        """Replace the snapshots of a node; return whether a newer mark has become whole."""
         for mark, shard in _parts(self._held.get(node_id, ())):
             holders = self._holders[mark]
             holders[shard] -= 1

@@ -119,7 +119,7 @@ class LoopWatch:
         """The time until which input received during the last pause is read."""
 
     def start(self) -> None:
-        """Start to watch the running event loop."""
+        """Start watching the running event loop."""
         self._timer.arm(self._clock.now_ms() + self._every_ms)
 
     def stop(self) -> None:

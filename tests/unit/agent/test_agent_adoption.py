@@ -273,7 +273,7 @@ async def test_one_that_can_not_be_adopted_keeps_nobody_from_the_others(
     meets["a.sock"] = NotAdoptableError("pid 4 speaks version 9")
     meets["b.sock"] = found(tmp_path / "b")
     assert len(await runtime_directory.adopt_runners()) == 1
-    assert "is not adopted, and left to its orphan timeout: pid 4 speaks version 9" in caplog.text
+    assert "is not adopted; it ends after its orphan timeout: pid 4 speaks version 9" in caplog.text
 
 
 # ---------------------------------------------------------------------- one job

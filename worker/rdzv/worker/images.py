@@ -35,7 +35,7 @@ class Image:
         return [*self.parameters.items(), *held]
 
     def mapped(self, make: Callable[[Tensor], Tensor]) -> Image:
-        """Return an image with other tensors in place of its own, made in their order."""
+        """Return an image with other tensors in place of its own, created in the same order."""
         return Image(
             self.step,
             {name: make(one) for name, one in self.parameters.items()},

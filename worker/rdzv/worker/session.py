@@ -49,7 +49,7 @@ class _Returned:
 
 @dataclass
 class _Over:
-    """A round that this rank takes no further part in."""
+    """A round that this rank no longer takes part in."""
 
     round: Round
     groups: RoundGroups

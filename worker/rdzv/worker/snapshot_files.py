@@ -153,7 +153,7 @@ class StepWriter:
         return temporary
 
     def give_name(self, temporary: Path) -> None:
-        """Give a part that is complete its name."""
+        """Rename a complete part to its final name."""
         temporary.replace(temporary.with_name(temporary.name.partition(".pt.")[0] + ".pt"))
         _sync(self.folder)
 

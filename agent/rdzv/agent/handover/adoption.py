@@ -151,7 +151,7 @@ class RuntimeDirectory:
 
     def _tell_left(self, path: Path, why: str) -> None:
         log.warning(
-            "the runner at %s is not adopted, and left to its orphan timeout: %s", path, why
+            "the runner at %s is not adopted; it ends after its orphan timeout: %s", path, why
         )
 
     # ------------------------------------------------------------------ the instance

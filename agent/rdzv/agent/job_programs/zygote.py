@@ -367,7 +367,7 @@ def _be_canary(zygote: int, write_end: int) -> NoReturn:
 
 
 def _compute() -> str:
-    """Start a thread, and compute with several if there is torch; return what is wrong."""
+    """Try to start a thread and, with torch, compute on several; return what fails."""
     import threading
 
     thread = threading.Thread(target=int)

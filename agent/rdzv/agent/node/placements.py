@@ -519,7 +519,7 @@ async def _answered(
     *args: _P.args,
     **kwargs: _P.kwargs,
 ) -> _R:
-    """Call a function that may hang, as directory services and file servers do, for a job.
+    """Call a function for a job that may hang on a directory service or file server.
 
     Raises:
         InvalidRequestError: it hangs, so the job cannot be taken up here.
