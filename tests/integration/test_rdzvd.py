@@ -534,7 +534,7 @@ async def test_workers_of_an_unknown_job_are_left_alone(tmp_path: Path) -> None:
             await n1.join("job-8", (1, 1))
             await n1.line()
             assert [m.WhichOneof("body") for m in n1.heard] == ["joined", "round_completed"]
-        assert "left alone" in server.stderr.read_text()
+        assert "leaving it alone" in server.stderr.read_text()
 
 
 async def test_a_slow_reader_loses_its_stream_and_nobody_else_suffers(tmp_path: Path) -> None:

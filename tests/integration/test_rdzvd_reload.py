@@ -32,10 +32,10 @@ def write(file: Path, text: str) -> None:
 
 async def reload(server: Rdzvd, file: Path, text: str) -> None:
     """Write the file, and wait until the server has read it."""
-    already = server.stderr.read_text().count("the configuration is ")
+    already = server.stderr.read_text().count("the configuration")
     write(file, text)
     server.process.send_signal(signal.SIGHUP)
-    await logged(server, "the configuration is ", already + 1)
+    await logged(server, "the configuration", already + 1)
 
 
 async def refusal(node: Node, rdzv_id: str) -> str:

@@ -342,6 +342,7 @@ class Link:
     """Records what each agent says."""
 
     tolerated_ms = 5_000
+    encrypts = False
 
     def __init__(self) -> None:
         self.said: list[pb.NodeMessage] = []

@@ -64,6 +64,8 @@ class Runner:
 class Link:
     """Records what the driver sends."""
 
+    encrypts = False
+
     def __init__(self) -> None:
         self.said: list[pb.NodeMessage] = []
         self.jobs: list[JobDriver] = []

@@ -131,10 +131,10 @@ def test_a_huge_file_is_not_read_whole(path: Path) -> None:
     assert read_error(path, None, 7).message.startswith("the error file is not torchelastic's")
 
 
-def test_without_a_file_the_remedy_is_told() -> None:
+def test_without_a_file_the_message_says_where_to_look() -> None:
     found = read_error(Path("/nowhere/error.json"), None, 7)
     assert (found.message, found.traceback, found.age_ms) == (NO_ERROR_FILE, "", 0)
-    assert "errors.record" in NO_ERROR_FILE
+    assert "its output may say why" in NO_ERROR_FILE
 
 
 @pytest.mark.parametrize(("signum", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (99, "signal 99")])

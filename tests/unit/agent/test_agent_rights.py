@@ -84,7 +84,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "numa._gpus_on_pci: (sysfs / 'bus/pci/devices').glob",
         "numa._text_or_nothing: path.read_text",
         "resources.memory_cgroups: (top / 'cgroup.controllers').exists",
-        "exit_messages._describe_full: os.statvfs",
+        "exit_messages._describe_shm: os.statvfs",
         "free_memory._of_cgroups: (cgroup / 'cgroup.controllers').exists",
         "free_memory._read: path.read_text",
         "resources.read_text: path.read_text",

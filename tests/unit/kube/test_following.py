@@ -146,8 +146,12 @@ def test_slow_answers_and_refusals_are_said_and_survived(
     with caplog.at_level(logging.INFO, "rdzv.kube"), followed(api, tmp_path) as seen:
         until(seen.tainted)
         api.slow_s = 0.5
-        api.cut()
-        until(lambda: "does not answer in time" in seen.machines.trouble)
+
+        def is_cut_off() -> bool:
+            api.cut()  # Again at each look: a watch may not have been open yet.
+            return "does not answer in time" in seen.machines.trouble
+
+        until(is_cut_off)
         api.slow_s, api.refuses = 0, 403
         until(lambda: "403" in seen.machines.trouble)
         assert seen.tainted() == {"m0": False}, "what was seen last"
