@@ -170,7 +170,7 @@ def _endpoints(text: str) -> tuple[Endpoint, ...]:
 
 
 def _secret() -> str:
-    """Return the job secret, which only the environment can hold."""
+    """Return the job secret, which can only come from the environment."""
     try:
         return read_secret(os.environ)
     except InvalidRequestError as error:

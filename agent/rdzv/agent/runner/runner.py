@@ -133,7 +133,7 @@ class Runner:
         self._workers.do_due(now)
 
     def _advance(self) -> None:
-        """Advance the end of the round, or of everything, as far as possible now."""
+        """Take the end of the round, or the shutdown, as far as it can go now."""
         self._finished = self._killing.advance()
         if self.next_agent.gave_up and not (self._loop.shutting_down or self._workers.round):
             self._loop.shutting_down = True

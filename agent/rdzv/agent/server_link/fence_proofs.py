@@ -50,7 +50,7 @@ class FenceProofs:
         return min(fences_ms, default=0) / 1000
 
     def note_sent(self, message: pb.NodeMessage) -> bool:
-        """Remember when a message was sent, in case it is answered; request an answer if needed.
+        """Remember when a message was sent, for its answer; request one if needed.
 
         Returns whether too much is unanswered, so that another stream must be tried.
         """

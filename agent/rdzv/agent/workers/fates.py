@@ -78,7 +78,7 @@ class LocalRound:
     def ended(
         self, local_rank: int, exit_code: int | None, signal: int | None, *, failed: bool
     ) -> LocalRound:
-        """Return the round with an exit; only failing before being told to end counts as failed."""
+        """Return the round with an exit; a worker that was told to end has not failed."""
         stopped = None if failed else self.workers[local_rank].stopped
         return self._with(
             local_rank, exit_code=exit_code, signal=signal, failed=failed, stopped=stopped

@@ -64,7 +64,7 @@ class Pace:
 
 
 def follow(pace: Pace, samples: Iterable[Sample], now_ms: int, after_ms: int) -> Pace:
-    """Return the pace after these samples; a worker without a sample is not slow any more.
+    """Return the pace after these samples; a worker without one no longer counts as slow.
 
     A worker straggles once it has been slow at every look for `after_ms`.
     """

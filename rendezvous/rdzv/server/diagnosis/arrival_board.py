@@ -59,7 +59,7 @@ class ArrivalBoard:
                 self._groups.setdefault(group.group, _Group()).note(node_id, group)
 
     def take(self) -> list[GroupLook]:
-        """Return and forget what can be compared now; nothing while there is too little of it."""
+        """Return and forget the entries that can be compared now; none while they are too few."""
         if all(group.complete() < LEAST_PAIRS for group in self._groups.values()):
             return []
         return [group.take() for group in self._groups.values() if group.complete()]

@@ -68,7 +68,7 @@ class History:
             job.noted += 1
 
     def noted(self, rdzv_id: str) -> int:
-        """Return how many events of a job were noted that no step has caused."""
+        """Return how many recorded events of a job were not caused by a step."""
         job = self._jobs.get(rdzv_id)
         return job.noted if job else 0
 

@@ -332,7 +332,7 @@ def _content(node: answers.Node, now_ms: int) -> object:
 
 
 class JobFeed(Feed):
-    """One job, with everything that `status` shows, and its history."""
+    """The feed of one job: everything that `status` shows, and its history."""
 
     def __init__(self, answers: Shown, timings: Timings, rdzv_id: str) -> None:
         super().__init__(answers, timings)

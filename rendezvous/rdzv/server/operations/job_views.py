@@ -142,7 +142,7 @@ class JobViews:
         return self._diagnosis.hangs.shown(rdzv_id)
 
     def noted(self, rdzv_id: str) -> int:
-        """Return how many events of a job were noted that no step has caused."""
+        """Return how many recorded events of a job were not caused by a step."""
         return self._history.noted(rdzv_id)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:

@@ -164,7 +164,7 @@ class Upstream:
                     continue  # The leader was named.
                 if not self._said_lost:
                     self._said_lost = True
-                    log.warning("no call to the server at %s: %s", endpoint, error)
+                    log.warning("the call to the server at %s failed: %s", endpoint, error)
                 await asyncio.sleep(wait_s)
         finally:
             self._set(None, RendezvousConnectionError("this relay is stopping; connect again"))

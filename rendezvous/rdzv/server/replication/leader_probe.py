@@ -90,7 +90,7 @@ class LeaderProbe:
                 await asyncio.sleep(RETRY_S)
                 continue
             if done:
-                log.warning("the server at %s, which led, is gone", now.address)
+                log.warning("the former leader at %s is gone", now.address)
             if done or self._election.leader == now:
                 return
 

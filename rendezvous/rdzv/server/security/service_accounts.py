@@ -98,7 +98,7 @@ class ServiceAccounts:
             raise UnauthenticatedError(trouble) from error
 
     def _known(self, claims: Mapping[str, Any]) -> Caller:
-        """Return the caller that authentic claims identify."""
+        """Return the caller that verified claims identify."""
         found = _SUBJECT.fullmatch(str(claims["sub"]))
         if found is None:
             raise UnauthenticatedError(

@@ -169,7 +169,7 @@ class Tokens:
         return tuple(sorted(self._tokens.values(), key=lambda token: token.created_ms))
 
     def has(self, token_id: str) -> bool:
-        """Return whether a token with this id exists; a revoked one does not."""
+        """Return whether a token with this id exists; revoked ones do not count."""
         return token_id in self._tokens
 
     def caller(self, text: str) -> Caller:

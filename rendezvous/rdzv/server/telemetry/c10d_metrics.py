@@ -1,4 +1,4 @@
-"""The /metrics of jobs that form in torch's own store, as observed there."""
+"""Metrics of the jobs that rendezvous through torch's own store, as observed there."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def readable_snapshots(
 
 
 def mark_of(message: pb.SnapshotMark, limits: Limits) -> SnapshotMark:
-    """Read which state snapshots belong to."""
+    """Read the mark of the state to which snapshots belong."""
     return SnapshotMark(
         lineage=message.lineage,
         step=bounds.within("snapshot: step", message.step, 0, limits.steps),
