@@ -235,9 +235,9 @@ class _Bystander:
     """A node that runs a job by itself."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
-        stub: Any = pb_grpc.RendezvousStub(channel)  # type: ignore[no-untyped-call]
+        self._rendezvous: Any = pb_grpc.RendezvousStub(channel)  # type: ignore[no-untyped-call]
         self._metadata = metadata
-        self._call = stub.Attach(metadata=metadata)
+        self._call: Any = self._rendezvous.Attach(metadata=metadata)
         self._control: Any = pb_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
         self._beats = 0
 
@@ -250,14 +250,26 @@ class _Bystander:
             address="127.0.0.1",
             pid=1,
         )
-        await self._call.write(pb.NodeMessage(hello=hello))
-        await self._hear("welcome")
+        async with asyncio.timeout(PATIENCE_S):
+            while not await self._is_welcome(hello):
+                self._call = self._rendezvous.Attach(metadata=self._metadata)
         settings = pb.Settings(min_nodes=1, max_nodes=1, join_timeout_ms=LONG_MS, max_restarts=0)
         offer = pb.Offer(address="127.0.0.1", machine="m", local_world_size=1, store_port=4711)
         await self._call.write(
             pb.NodeMessage(join=pb.Join(rdzv_id=JOB, settings=settings, offer=offer))
         )
         await self._hear("round_completed")
+
+    async def _is_welcome(self, hello: pb.Hello) -> bool:
+        """Send the hello; False if the server reads it too late, after which a node tries again."""
+        try:
+            await self._call.write(pb.NodeMessage(hello=hello))
+            await self._hear("welcome")
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and "no hello" in str(error.details()):
+                return False
+            raise
+        return True
 
     async def is_served(self) -> None:
         """Send a heartbeat and wait for its answer; ask for the job, which must run.

@@ -821,15 +821,19 @@ def has_pidfd_of(holder: int, pid: int) -> bool:
 # ---------------------------------------------------------------------- through rdzvrun
 
 FAIL_ONCE = """
-import os, sys, tracing
+import os, sys, time, tracing
 print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "of rank", os.environ["RANK"])
 print("imported by", "another" if tracing.PID != os.getpid() else "itself")
 print("args", *sys.argv[1:])
 print(sys.stdout.isatty(), sys.stdout.seekable(), sys.stdout.buffer.seekable())
+sys.stdout.flush()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    while not os.path.exists("rank 0 has printed"):
+        time.sleep(0.01)
     sys.exit(3)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     import signal
+    open("rank 0 has printed", "w").close()
     signal.pause()
 """
 
