@@ -12,6 +12,7 @@ from typing import Any
 
 MAX_FRAME_BYTES = 64 << 10
 MAX_FDS = 18
+"""Two slots, and copies of at most 16 snapshots of other nodes."""
 WITH_FDS = ("go", "slots", "no_slots")
 """The messages that come with descriptors."""
 MAX_RECEIVED_BYTES = 1 << 20

@@ -12,8 +12,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -104,40 +105,20 @@ class Found(Protocol):
 
 
 class InMemory:
-    """A snapshot in one of this rank's slots."""
+    """A snapshot in this node's memory: in one of this rank's slots, or a copy of another node's.
+
+    `clear` is called if the snapshot is given up.
+    """
 
     where = "in memory"
-    is_copy = False
 
-    def __init__(self, held: HeldSlots, number: int, header: Header) -> None:
-        self._held, self._number = held, number
-        self._slot = held.slots[number]
-        self.header = header
-        self.key = Key(header.lineage, header.step, header.series, header.shards)
-        self.bytes = header.bytes
-
-    def is_sound(self) -> bool:
-        """Whether it is as it was written; reads all of it once."""
-        return self._slot.is_sound(self.header)
-
-    def read(self) -> tuple[Content, int, int]:
-        """Return it, and the rank and world size that it was saved with."""
-        return self._slot.read(self.header), self.header.rank, self.header.world_size
-
-    def give_up(self) -> None:
-        """Have the slot hold nothing."""
-        self._held.clear(self._number)
-
-
-class Copied:
-    """A copy of what another node has saved, in this node's memory."""
-
-    where = "in memory"
-    is_copy = True
-
-    def __init__(self, slot: Slot, header: Header) -> None:
+    def __init__(
+        self, slot: Slot, header: Header, clear: Callable[[], None], *, is_copy: bool
+    ) -> None:
         self._slot = slot
         self.header = header
+        self.give_up = clear
+        self.is_copy = is_copy
         self.key = Key(header.lineage, header.step, header.series, header.shards)
         self.bytes = header.bytes
 
@@ -148,10 +129,6 @@ class Copied:
     def read(self) -> tuple[Content, int, int]:
         """Return it, and the rank and world size that it was saved with."""
         return self._slot.read(self.header), self.header.rank, self.header.world_size
-
-    def give_up(self) -> None:
-        """Have it hold nothing."""
-        self._slot.clear()
 
 
 class OnDisk:
@@ -187,23 +164,23 @@ class Resuming:
         self._held = held
         self._sealing = sealing
         self._round = round_
-        self._in_memory: list[InMemory | Copied] = []
+        self._in_memory: list[InMemory] = []
         self._loaded: Sequence[Found] = ()
         self._own: Mapping[str, Any] | None = None
         self.key: Key | None = None
         """What is gone on from."""
         if held is not None:
-            copies = [(slot, slot.header()) for slot in held.find()]
-            own = [(number, slot.header()) for number, slot in enumerate(held.slots)]
-            found: list[InMemory | Copied] = [
-                *(InMemory(held, number, header) for number, header in own if header),
-                *(Copied(slot, header) for slot, header in copies if header),
+            copies = held.find()
+            found: list[tuple[Slot, Callable[[], None], bool]] = [
+                *((slot, partial(held.clear, n), False) for n, slot in enumerate(held.slots)),
+                *((slot, slot.clear, True) for slot in copies),
             ]
             self._in_memory = [
-                one
-                for one in found
-                if may_be_used(one.header.lineage, one.header.step, os.environ)
-                and self._fits(one.header, one.where)
+                InMemory(slot, header, clear, is_copy=is_copy)
+                for slot, clear, is_copy in found
+                if (header := slot.header())
+                and may_be_used(header.lineage, header.step, os.environ)
+                and self._fits(header, InMemory.where)
             ]
 
     def load(self, store: Store) -> bool:
@@ -237,7 +214,7 @@ class Resuming:
             for number in range(len(self._held.slots)):
                 self._held.clear(number)
         for one in self._loaded:
-            if isinstance(one, Copied):
+            if one.is_copy:
                 one.give_up()
             elif isinstance(one, OnDisk):
                 self._say(

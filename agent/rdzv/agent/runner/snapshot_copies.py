@@ -61,6 +61,10 @@ class _Copies:
     """As the agent names it."""
     all: list[_Copy] = field(default_factory=list)
 
+    @property
+    def fds(self) -> list[int]:
+        return [one.fd for one in self.all]
+
 
 class SnapshotCopies:
     """What this node keeps of other nodes' snapshots."""
@@ -162,7 +166,7 @@ class SnapshotCopies:
             self._lack(mark, "no process is there to fetch them")
             return
         if self._kept is not None and self._slots.is_outdated(self._kept.mark):
-            self._spare += [one.fd for one in self._kept.all]
+            self._spare += self._kept.fds
             self._kept = None
         self._coming = _Copies(mark)
         self._missing = None
@@ -170,7 +174,7 @@ class SnapshotCopies:
             for one in wanted:
                 fd = self._memory_for(one.snapshot.bytes)
                 self._coming.all.append(_Copy(one, fd))
-            fds = dup_fds(*(copy.fd for copy in self._coming.all))
+            fds = dup_fds(*self._coming.fds)
         except (NoSlotsError, OSError) as error:
             self._give_up_coming()
             reason = reason_of(error) if isinstance(error, OSError) else str(error)
@@ -265,7 +269,7 @@ class SnapshotCopies:
             self._lack(mark, reason or "not all have come")
             return
         if self._kept is not None:
-            self._spare += [one.fd for one in self._kept.all]
+            self._spare += self._kept.fds
         self._kept, self._coming = self._coming, None
         self._slots.tell()
 
@@ -299,11 +303,11 @@ class SnapshotCopies:
 
     def _fds(self) -> list[int]:
         sets = [one for one in (self._kept, self._coming) if one is not None]
-        return [*self._spare, *(copy.fd for one in sets for copy in one.all)]
+        return [*self._spare, *(fd for one in sets for fd in one.fds)]
 
     def _give_up_coming(self) -> None:
         if self._coming is not None:
-            self._spare += [one.fd for one in self._coming.all]
+            self._spare += self._coming.fds
             self._coming = None
 
     def _lack(self, mark: Mapping[str, object], reason: str) -> None:

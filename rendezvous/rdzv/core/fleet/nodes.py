@@ -9,10 +9,9 @@ Silence while the server could not receive proves nothing: after a take-over (`E
 of the server itself (`Pause`), no node is lost before `takeover_grace_ms` is over, or while
 expected nodes still come back one after another, since thousands take their time. A node is back
 once it has answered the Welcome: one that gave up waiting for it, at a busy server, is still
-coming. Silence from
-all nodes at once, if they are two or more, proves nothing either: more likely the server itself is
-cut off, and if all have died, no node is left to take their seats. So while no node at all is
-heard, leases stay valid for `takeover_grace_ms`.
+coming. Silence from all nodes at once, if they are two or more, proves nothing either: more likely
+the server itself is cut off, and if all have died, no node is left to take their seats. So while no
+node at all is heard, leases stay valid for `takeover_grace_ms`.
 
 One node_id, one instance: a new one takes over only once the old one's stream has ended.
 A node may *fence* itself: it kills its own workers a fixed time after the server is last proven to

@@ -30,15 +30,9 @@ class Copying:
         """Nodes that have been sent their orders on their present streams."""
         self._mark: SnapshotMark | None = None
         """The mark whose copies are being made, or were made last."""
-        self._wanted = False
-        """Whether any copies of the mark were wanted."""
         self.settled: SnapshotMark | None = None
         """The newest whole mark of this round whose copies are kept or given up; None until there
         is one."""
-        self.copied: SnapshotMark | None = None
-        """The newest mark of which all copies are kept; None if none were wanted."""
-        self.missing: dict[str, str] = {}
-        """Why nodes lack copies that they were last asked to keep."""
 
     def note(self, node_id: str, said: SnapshotsHeld, held: HeldByNodes) -> None:
         """Note what a node holds; move on to a newer mark if the last one is settled."""
@@ -49,23 +43,21 @@ class Copying:
             self._carriers[node_id] = said.carrier
         if sources := self._orders.get(node_id):
             wanted = [one for source in sources for one in source.snapshots]
-            if are_kept(wanted, said.snapshots):
-                del self._orders[node_id]
-            elif reason := self._why_given_up(said):
-                self.missing[node_id] = reason
+            if are_kept(wanted, said.snapshots) or self._are_given_up(said):
                 del self._orders[node_id]
         if not self._orders:
-            self._settle()
+            self.settled = self._mark
             mark = held.whole_in_round
             if mark is not None and (mark != self._mark or self._has_grown):
                 self._begin(mark, held)
 
     def unsent(self) -> Iterator[tuple[str, KeepCopies]]:
         """Yield the orders that have not been sent yet, each with its node."""
-        mark = self._mark
-        for keeper, sources in self._orders.items() if mark is not None else ():
-            if keeper not in self._sent and mark is not None:
-                yield keeper, KeepCopies(self._rdzv_id, self._run, mark, sources)
+        if self._mark is None:
+            return
+        for keeper, sources in self._orders.items():
+            if keeper not in self._sent:
+                yield keeper, KeepCopies(self._rdzv_id, self._run, self._mark, sources)
 
     def note_sent(self, keeper: str) -> None:
         """Note that a node was sent its order."""
@@ -77,25 +69,19 @@ class Copying:
 
     def _begin(self, mark: SnapshotMark, held: HeldByNodes) -> None:
         self._mark, self._orders, self._sent, self._has_grown = mark, {}, set(), False
-        self._wanted, self.missing = False, {}
         able = {name: held.held_by(name) for name in self._participants if name in self._carriers}
         for order in orders(mark, list(self._participants.values()), able):
-            self._wanted = True
             source = self._source(order.source, order.snapshots)
             self._orders[order.keeper] = (*self._orders.get(order.keeper, ()), source)
         if not self._orders:
-            self._settle()
+            self.settled = mark
 
-    def _why_given_up(self, said: SnapshotsHeld) -> str:
+    def _are_given_up(self, said: SnapshotsHeld) -> bool:
+        """Whether a node keeps no copies of the present mark: without a carrier, or as it says."""
         if said.carrier is None:
-            return "no process is there to fetch them"
+            return True
         missing = said.missing
-        return missing.reason if missing is not None and missing.mark == self._mark else ""
-
-    def _settle(self) -> None:
-        self.settled = self._mark
-        if self._wanted and not self.missing:
-            self.copied = self._mark
+        return missing is not None and missing.mark == self._mark and missing.reason != ""
 
     def _source(self, node_id: str, snapshots: tuple[Snapshot, ...]) -> CopySource:
         carrier, address = self._carriers[node_id], self._participants[node_id].offer.address
