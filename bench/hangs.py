@@ -29,8 +29,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
+import measure  # noqa: F401  (its path to `ports`)
 from hangs_worker import KINDS
 from ports import free_port
 from processes import BIN, Rdzvd, guard

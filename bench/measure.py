@@ -26,8 +26,8 @@ from typing import TextIO, TypeAlias
 from rdzv.stores.sqlite_directory import filesystem_of
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "integration"))
-"""Real etcd members and real nodes are started as the tests start them."""
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / room) for room in ("integration", "support"))]
+"""Real etcd members, servers and nodes are started as the tests start them."""
 
 Json: TypeAlias = "str | int | float | bool | Sequence[Json] | dict[str, Json] | None"
 

@@ -10,13 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-import measure  # noqa: F401  (its path to `ports`)
+from measure import ROOT
 from playwright.sync_api import sync_playwright
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
-
-from served import Served, served  # noqa: E402  (found by the path above)
+from served import Served, served
 
 PICTURE = ROOT / "docs" / "img" / "job.png"
 WIDE, HIGH = 1180, 1480

@@ -16,14 +16,12 @@ import os
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
+import measure  # noqa: F401  (its path to `ports`)
 from ports import free_port
 from processes import BIN, Rdzvd, guard
 
@@ -89,7 +87,7 @@ def await_s(condition: Callable[[], bool]) -> float:
     return time.monotonic() - begun_s
 
 
-def measure(training: Training, slow: int, calm_s: float, draw: random.Random) -> None:
+def measure_naming(training: Training, slow: int, calm_s: float, draw: random.Random) -> None:
     """Print what is named with a slow rank, and without."""
     named, gone, wrong = [], [], 0
     for number in range(slow):
@@ -129,7 +127,7 @@ def main() -> None:
     training = Training(folder, args.step, args.jitter, args.factor)
     try:
         time.sleep(20.0)
-        measure(training, args.slow, args.calm * 60, random.Random(args.seed))
+        measure_naming(training, args.slow, args.calm * 60, random.Random(args.seed))
     finally:
         training.end()
     print(f"load {os.getloadavg()[0]:.1f}; logs are in {folder}")

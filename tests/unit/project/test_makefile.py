@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -25,3 +27,17 @@ def test_make_knows_how_a_target_is_made(target: str, tmp_path: Path) -> None:
         check=False,
     )
     assert planned.returncode == 0, planned.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("benchmark", sorted(set(re.findall(r"bench/(\w+)\.py", MAKEFILE))))
+def test_a_benchmark_finds_its_imports_without_the_paths_of_the_tests(benchmark: str) -> None:
+    imported = subprocess.run(
+        [sys.executable, "-c", f"import {benchmark}"],
+        cwd=ROOT / "bench",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert imported.returncode == 0, imported.stderr
