@@ -108,7 +108,7 @@ async def test_a_worker_that_gets_no_memory_is_told_why_and_trains_on(node: Park
     node.link.hold_snapshots(3 * MIB)
     await node.begin(f"saves:{2 * MIB}", ranks=1)
     refused = await node.heard(SnapshotRefused, local_rank=0)
-    assert refused.reason.startswith("two slots need 4.2 MB, and of the 3.1 MB that snapshots may")
+    assert refused.reason.startswith("two slots need 4.2 MB, but only 3.1 MB of the 3.1 MB")
     assert refused.reason in await node.printed(node.worker(0, 0), '{"type": "no_slots"')
     assert len(await node.park()) == 1
     await node.stop(0)
@@ -130,11 +130,11 @@ async def test_the_process_that_writes_to_disk_is_answered_for(node: Parking) ->
     for program, reason in (
         # It has the slot that holds the step, and neither the other one nor anything else.
         ('test "$1 $2" = "--mark 0:10:abc" && test $# = 3 && readlink /proc/self/fd/$3', ""),
-        ("exit 7", "its writer ended with exit code 7; what it has written on stderr says why"),
+        ("exit 7", "its writer ended with exit code 7; its stderr says why"),
     ):
         node.link.write_snapshots(mark, ["sh", "-c", program, "sh"], env, None, None)
         assert (await node.heard(SnapshotsWritten, reason=reason)).step == 10
         await node.printed(node.worker(0, 0), pinned)
     node.link.write_snapshots(replace(mark, step=20), ["true"], env, None, None)
-    await node.heard(SnapshotsWritten, reason="this node holds nothing of it")
+    await node.heard(SnapshotsWritten, reason="this node holds no part of it")
     await node.stop(0)

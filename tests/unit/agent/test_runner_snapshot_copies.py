@@ -178,7 +178,7 @@ def test_with_certificates_copies_are_encrypted_and_another_one_is_refused(
     one.agent.told[-1]["carrier"]["fingerprint"] = second.fingerprint
     two.order(one, 50)
     two.until(lambda: two.said["missing"] is not None)
-    reason = "n1: its certificate is not the one that the server was told of"
+    reason = "n1: its certificate is not the one that it reported to the server"
     assert two.said["missing"]["reason"] == reason
     one.agent.told[-1]["carrier"]["fingerprint"] = ""
     two.order(one, 50)
@@ -201,7 +201,7 @@ def test_a_killed_carrier_is_said_and_may_be_started_again(pair: tuple[Node, Nod
     assert two.said["missing"]["mark"]["step"] == 50
     assert two.copied() == [40] and two.read() == [bytes(snapshot(40))]
     two.order(one, 50)
-    assert two.said["missing"]["reason"] == "no process is there to fetch them"
+    assert two.said["missing"]["reason"] == "the process that fetches them is not running"
     os.kill(one.copies._carrier.pid, signal.SIGCONT)  # type: ignore[union-attr]
     two.until(lambda: two.copies._carrier is None)
     two.carry("a third")
@@ -218,7 +218,7 @@ def test_a_carrier_that_sends_nonsense_is_killed(pair: tuple[Node, Node]) -> Non
     two.carry("x", argv=[sys.executable, "-c", program])
     two.until(lambda: two.copies._carrier is None)
     two.order(one, 40)
-    assert two.said["missing"]["reason"] == "no process is there to fetch them"
+    assert two.said["missing"]["reason"] == "the process that fetches them is not running"
 
 
 def test_copies_have_the_memory_that_a_limit_leaves(pair: tuple[Node, Node]) -> None:
@@ -231,7 +231,7 @@ def test_copies_have_the_memory_that_a_limit_leaves(pair: tuple[Node, Node]) -> 
     two.until(lambda: two.copied() == [40])
     two.order(one, 50)
     reason = two.said["missing"]["reason"]
-    assert reason.startswith("there is no memory: a copy needs 4.5 MB, and of the 8.4 MB that")
+    assert reason.startswith("there is no memory for them: a copy needs 4.5 MB, but only")
     assert two.copied() == [40]
     two.slots.announce({"lineage": 2, "step": 50, "series": "a"})
     two.order(one, 50)
@@ -268,7 +268,7 @@ def test_links_offer_copies_to_workers_that_know_them(pair: tuple[Node, Node]) -
     for with_copies in (False, True):
         two.slots.give(two.link, 0, with_copies=with_copies)  # type: ignore[arg-type]
         # It has saved nothing itself.
-        assert two.link.refused[-1] == "nothing is held"
+        assert two.link.refused[-1] == "no snapshot is held"
         assert len(two.link.copies) == with_copies
     for fd in two.link.copies:
         os.close(fd)

@@ -115,7 +115,7 @@ def test_the_next_worker_of_the_same_local_rank_gets_the_same_slots(story: Story
     first, other = story.ask(0, MIB), story.ask(1, MIB)
     assert story.ask(0, MIB // 2).inodes() == first.inodes() != other.inodes()
     # Slots are given to load from once they hold something.
-    assert story.ask(0, 0).refused == ["nothing is held"]
+    assert story.ask(0, 0).refused == ["no snapshot is held"]
     story.slots.note(0, 1, None)
     assert story.ask(0, 0).inodes() == first.inodes()
     assert story.ask(1, 0).refused and story.ask(2, 0).refused
@@ -141,15 +141,15 @@ def test_slots_that_have_become_too_small_are_held_until_something_is_in_the_new
     [
         # Half of what is free at first, for all workers together.
         (100, None, (12, 13), ""),
-        (100, None, (12, 14), "need 29.4 MB, and of the 52.4 MB that snapshots may use on"),
-        (100, None, (12, 14), "on this node 27.3 MB are left"),
+        (100, None, (12, 14), "need 29.4 MB, but only 27.3 MB of the 52.4 MB that snapshots may"),
+        (100, None, (12, 14), "may use on this node are left"),
         (None, None, (1000,), ""),
         (None, 4, (2,), ""),
-        (None, 4, (2, 1), "of the 4.2 MB that snapshots may use on this node 0.0 MB are left"),
+        (None, 4, (2, 1), "only 0.0 MB of the 4.2 MB that snapshots may use on this node are left"),
         (100, 0, (1,), "of the 0.0 MB"),
         # Memory handed to workers counts as used, though no page of it exists yet.
         (50, 60, (12, 12), ""),
-        (50, 60, (12, 14), "two slots need 29.4 MB, and 27.3 MB of memory are free"),
+        (50, 60, (12, 14), "two slots need 29.4 MB, but only 27.3 MB of memory are free"),
     ],
 )
 def test_memory_is_bounded(

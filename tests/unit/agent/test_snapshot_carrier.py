@@ -176,12 +176,12 @@ def test_who_does_not_know_the_token_gets_nothing(pair: tuple[Program, Program])
     one, two = pair
     one.hold(snapshot(40), snapshot(50))
     (fd,) = two.fetch(one.port, asked(40), token="another")
-    assert two.ends_with() == "n1: the other side has ended the connection"
+    assert two.ends_with() == "n1: the other side closed the connection"
     assert held_in(fd) == bytes(SIZE + 100)
     # That of an earlier round is worth nothing, either.
     one.trust("of the next round")
     two.fetch(one.port, asked(40))
-    assert two.ends_with() == "n1: the other side has ended the connection"
+    assert two.ends_with() == "n1: the other side closed the connection"
     two.fetch(one.port, asked(40), token="of the next round")
     assert two.ends_with() == ""
 
@@ -338,7 +338,7 @@ def test_a_slot_that_is_overwritten_on_the_way_is_not_taken() -> None:
     key = carrier.greet_sender(theirs, "secret")
     into = bytearray(SMALL)
     until = time.monotonic() + PATIENCE_S
-    with pytest.raises(carrier.CopyError, match="was overwritten there while it was sent"):
+    with pytest.raises(carrier.CopyError, match="was overwritten while it was being sent"):
         carrier.fetch(theirs, asked(size=SMALL), memoryview(into), key, until)
     assert carrier.read_header(memoryview(into)) is None
     theirs.close()
@@ -355,7 +355,7 @@ def test_a_stranger_at_the_address_is_told_from_a_carrier() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(40))
-        with pytest.raises(carrier.CopyError, match="what answers there sends no snapshots"):
+        with pytest.raises(carrier.CopyError, match="is not a snapshot carrier"):
             carrier.greet_sender(theirs, "secret")
 
 

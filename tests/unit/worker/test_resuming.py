@@ -52,7 +52,7 @@ class Runner:
     def reserve(self, size: int, *, copies: bool = False) -> GivenSlots:
         given = [os.dup(fd) for fd in self.copies] if copies else []
         if self.refuses or (not size and not self.fds):
-            return GivenSlots(0, [], self.refuses or "nothing is held", given)
+            return GivenSlots(0, [], self.refuses or "no snapshot is held", given)
         if size > self.size:
             self.close()
             self.fds, self.size = [os.memfd_create(f"slot {n}") for n in range(2)], size
@@ -306,10 +306,10 @@ def test_the_round_says_which_snapshots_may_be_used(
 def test_without_memory_training_goes_on_and_that_is_said_once(
     runners: list[Runner], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runners[0].refuses = "two slots need 8.0 GB, and 1.0 GB of memory are free"
+    runners[0].refuses = "two slots need 8.0 GB, but only 1.0 GB of memory are free"
     assert train(runners[0], 5).step == 5
     said = capsys.readouterr().err
-    assert said == f"rdzv: rank 0: there are no snapshots: {runners[0].refuses}\n"
+    assert said == f"rdzv: rank 0: cannot save snapshots: {runners[0].refuses}\n"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_memory_that_the_kernel_refuses_is_said_and_training_goes_on(
     monkeypatch.setattr("os.posix_fallocate", refuse)
     assert train(runners[0], 5).step == 5
     said = capsys.readouterr().err
-    assert said == f"rdzv: rank 0: there are no snapshots: memory for snapshots: {reason}\n"
+    assert said == f"rdzv: rank 0: cannot save snapshots: cannot map their memory: {reason}\n"
 
 
 @pytest.mark.parametrize("program", ["killed_writers.py", "killed_copies.py"])

@@ -139,7 +139,7 @@ def test_a_full_disk_leaves_what_is_there(
     monkeypatch.setattr(
         snapshot_files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
     )
-    with pytest.raises(NotWrittenError, match="0 MB are needed, and 0 MB are free"):
+    with pytest.raises(NotWrittenError, match="0 MB are needed, but only 0 MB are free"):
         write(runner, folder, 3, keep=1)
     monkeypatch.undo()
 

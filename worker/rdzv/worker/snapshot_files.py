@@ -1,12 +1,12 @@
-"""Snapshots on disk: how they are written, found and read again.
+"""Snapshots on disk: how they are written, found and read.
 
     DIR/step-000000480.RUN.LINEAGE/  one step of a state
-        part-00000-of-00002.pt       one for each part, made by torch.save: dicts and tensors
+        part-00000-of-00002.pt       one file per part, made by torch.save: dicts and tensors
         manifest.json                written last: without it, the step is not whole
 
-A part is written under a name of its own, synced, and then renamed, so what has the name of a part
-is complete. Each node writes the parts that it holds; whichever comes last writes the manifest, and
-only that removes older steps. So nothing whole goes for something that is not.
+A part is written under a temporary name, synced, and then renamed, so a file with the name of a
+part is complete. Each node writes the parts that it holds. The last node to finish writes the
+manifest, and only then removes older steps. So an incomplete step never replaces a whole one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FORMAT = 1
 
 _MANIFEST = "manifest.json"
 _COMMON = ("step", "lineage", "shards", "world_size", "state", "part")
-"""What parts that belong together have in common."""
+"""The fields that are equal in all parts of a step."""
 _STEP = re.compile(r"step-\d{9,}\.[\w-]+\.\d+")
 _ABANDONED_S = 60.0
-"""A part that has not grown for this time is not being written any more."""
+"""A temporary file that has not changed for this long is abandoned."""
 _LEFTOVER_S = 3600.0
-"""Steps that have not become whole for this time are removed once a newer one is whole."""
+"""Incomplete steps that have not changed for this long are removed once another is whole."""
 _POLL_S = 0.5
 
 
@@ -50,14 +50,14 @@ class NotWrittenError(Exception):
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A step of which all parts are on disk."""
+    """A step whose parts are all on disk."""
 
     folder: Path
     written_ms: int
-    """When it became whole. The larger one is the newer one, whatever the steps are."""
+    """When the step became whole. The newest step is the one written last, not the highest."""
     run: str
     header: Header
-    """What all parts have in common; `shard` and `rank` are 0."""
+    """The fields common to all parts; `shard` and `rank` are 0."""
 
     def part(self, shard: int) -> Path:
         """Return the file of a part."""
@@ -71,7 +71,7 @@ class WholeStep:
             return 0
 
     def is_sound(self, shard: int) -> bool:
-        """Whether a part is as it was written; reads all of it once."""
+        """Whether a part is undamaged; reads all of it once."""
         try:
             with zipfile.ZipFile(self.part(shard)) as archive:
                 return archive.testzip() is None
@@ -81,7 +81,7 @@ class WholeStep:
     def read(self, shard: int) -> tuple[Content, int, int]:
         """Return a part, and the rank and world size that it was saved with.
 
-        To be called only if it is sound. Parameters are mapped; what optimizers hold is copied.
+        Call this only for a part that is sound. Parameters are mapped, optimizer tensors copied.
         """
         import torch
 
@@ -96,7 +96,7 @@ class WholeStep:
 
 
 def whole_steps(folder: Path) -> list[WholeStep]:
-    """List the steps that are whole, the newest last; what cannot be read is none."""
+    """List the whole steps, the newest last; unreadable ones are left out."""
     found = []
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
@@ -120,15 +120,15 @@ class StepWriter:
     """Writes the parts of one step that this node holds."""
 
     def __init__(self, folder: Path, run: str, header: Header) -> None:
-        """Write into a folder for all steps, the step of this run that a header names."""
+        """Prepare to write the step that `header` names into `folder`, which holds all steps."""
         name = f"step-{header.step:09d}.{re.sub(r'[^A-Za-z0-9-]', '-', run)[:16]}.{header.lineage}"
         self.all_steps, self.folder = folder, folder / name
         self._run, self._header = run, header
 
     def write(self, header: Header, content: Content, devices: Mapping[str, Any]) -> Path | None:
-        """Write a part, and return its temporary name; None if another has written it.
+        """Write a part and return its temporary path; None if another node has written the part.
 
-        `NotWrittenError` if there is no room; `OSError` for other reasons.
+        Raises `NotWrittenError` if the disk is too full, `OSError` for all other failures.
         """
         import torch
 
@@ -139,7 +139,7 @@ class StepWriter:
         free = shutil.disk_usage(self.folder).free
         if free < header.bytes:
             raise NotWrittenError(
-                f"{header.bytes / 1e6:.0f} MB are needed, and {free / 1e6:.0f} MB are free"
+                f"{header.bytes / 1e6:.0f} MB are needed, but only {free / 1e6:.0f} MB are free"
             )
         temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
         try:
@@ -158,7 +158,7 @@ class StepWriter:
         _sync(self.folder)
 
     def finish(self, keep: int) -> bool:
-        """Write the manifest, if all parts are there, and remove older steps but `keep`.
+        """Write the manifest if all parts are there, then remove all but the newest `keep` steps.
 
         Returns whether the step is whole.
         """
@@ -194,9 +194,9 @@ def _part_name(shard: int, shards: int) -> str:
 
 
 def _is_left_to_us(path: Path) -> bool:
-    """Wait as long as another node writes this part; return whether it is still missing.
+    """Wait while another node writes this part; return whether it is still missing.
 
-    Two that begin at the same time both write it, which does no harm.
+    Two nodes that begin at the same time both write it, which does no harm.
     """
     while not path.exists():
         ages = []
@@ -218,7 +218,7 @@ def _sync(folder: Path) -> None:
 
 
 def _tidy(folder: Path, keep: int) -> None:
-    """Remove all whole steps but the newest, and what was left behind long ago."""
+    """Remove all but the newest `keep` whole steps, and incomplete ones left behind long ago."""
     whole = whole_steps(folder)
     for one in whole[:-keep]:
         _remove(one.folder)
@@ -232,7 +232,7 @@ def _tidy(folder: Path, keep: int) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a step; from its first moment on, it is not whole any more."""
+    """Remove a step, its manifest first, so that it stops being whole at once."""
     with contextlib.suppress(OSError):
         (folder / _MANIFEST).unlink(missing_ok=True)
         for one in folder.iterdir():
@@ -240,7 +240,7 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
-# ------------------------------------------------------------------ what is in a part
+# ------------------------------------------------------------------ contents of a part
 
 
 def _saved(header: Header, content: Content, devices: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def _image(step: int, saved: Mapping[str, Any], layout: Iterable[tuple[Any, Any,
 
 
 def _plain(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is a rank's alone, with tensors in place of numpy's arrays."""
+    """Return a rank's own values, with tensors in place of numpy arrays."""
     import torch
 
     def plain(array: Any) -> Tensor:
@@ -337,7 +337,7 @@ def _numpy_state(states: Mapping[str, Any], change: Callable[[Any], Any]) -> dic
     if isinstance(states.get("numpy"), tuple):
         name, keys, *rest = states["numpy"]
         changed["numpy"] = (name, change(keys), *rest)
-    # Without numpy in this process yet, its generator begins where its own seed is.
+    # If this process has not imported numpy yet, numpy's generator will start from its own seed.
     if "numpy" not in sys.modules:
         changed.pop("numpy", None)
     return changed

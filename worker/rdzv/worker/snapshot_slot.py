@@ -1,13 +1,13 @@
-"""One slot: a snapshot in memory, as it is written, verified and read.
+"""The format of a slot: how a snapshot in memory is written, verified and read.
 
-    seal     48 bytes: magic, format, length and digest of the header. Zero while it is written
-    header   JSON, up to 64 KiB from the start: what it is a snapshot of, sizes, digest of the rest
-    tensors  each at a multiple of 64 bytes
+    seal     48 bytes: magic, format, length and digest of the header; zero during a write
+    header   JSON, up to 64 KiB from the start: step, lineage, layout, sizes, digest of the rest
+    tensors  each aligned to 64 bytes
     head     pickled: everything else, and the names, shapes and types of the tensors
 
-The seal is written last, when all else is there. A process that is killed has done what comes
-before in its program, and nothing after, so what has a seal is whole. The digest is for all other
-damage: it is verified before anything of a snapshot is used, and before its head is unpickled.
+The seal is written last: a process that is killed while it writes leaves none, so a slot with a
+seal is complete. The digest detects all other damage. It is verified before anything in the
+snapshot is used, and before its head is unpickled.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ _HEADER_AT = _SEAL.size
 
 @dataclass(frozen=True)
 class Header:
-    """What a slot holds."""
+    """Describes the snapshot in a slot."""
 
     step: int
-    """How many steps are sealed in it."""
+    """The number of sealed steps in the saved state."""
     lineage: int
-    """The round in which this training began or went on with new processes alone."""
+    """The last round in which all workers of this training were new."""
     shard: int
     shards: int
-    """0: it holds no state, only what is this rank's own (its random numbers)."""
+    """0 if the snapshot holds no state, only this rank's own values (random number generators)."""
     rank: int
     world_size: int
     state: str
-    """A digest of the names, shapes and types of what was given to State(...)."""
+    """A digest of the names, shapes and types of the values given to State(...)."""
     part: str = ""
-    """The same of what was added by state.add()."""
+    """The same digest for the values added by state.add()."""
     nonce: str = ""
-    """A random word that the ranks share from the begin of their lineage on.
+    """A random word that all ranks share from the start of their lineage.
 
-    A server whose store was restored from a backup may use the number of a lineage again.
+    It is needed because a server restored from a backup may reuse the number of a lineage.
     """
     tensors_bytes: int = 0
     head_bytes: int = 0
@@ -64,32 +64,32 @@ class Header:
 
     @property
     def series(self) -> str:
-        """What snapshots of different ranks have in common if they fit together."""
+        """An identifier shared by the snapshots of different ranks that fit together."""
         ranks = self.world_size if self.part else 0
         text = f"{self.state}/{self.part}/{self.shards}/{ranks}/{self.nonce}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def bytes(self) -> int:
-        """How much of the slot is used."""
+        """The number of bytes of the slot in use."""
         return TENSORS_AT + self.tensors_bytes + self.head_bytes
 
 
 @dataclass(frozen=True)
 class Content:
-    """What is saved of one rank."""
+    """The saved values of one rank."""
 
     own: Mapping[str, Any]
-    """What is this rank's alone: its random numbers and buffers."""
+    """The values of this rank alone: its random number generators and buffers."""
     images: Mapping[str, Image]
-    """`state`: what was given to State(...); `part`: what was added by state.add()."""
+    """`state`: the values given to State(...); `part`: those added by state.add()."""
 
     def tensors(self) -> list[Tensor]:
-        """List all of its large tensors."""
+        """List all large tensors."""
         return [one for image in self.images.values() for _, one in image.tensors()]
 
     def head(self) -> bytes:
-        """Return everything else, pickled; `CannotBroadcastError` if that is not possible."""
+        """Pickle everything else; `CannotBroadcastError` if that is not possible."""
         small = {f"small.{name}": image.small for name, image in self.images.items()}
         shapes = {name: _shapes_of(image) for name, image in self.images.items()}
         return pickle.dumps((shapes, packed({"own": dict(self.own), **small})))
@@ -97,7 +97,7 @@ class Content:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor that is elsewhere in the slot."""
+    """Shape and type of a tensor stored elsewhere in the slot."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -110,7 +110,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """An image without its tensors, and without what is small."""
+    """An image with shapes in place of its tensors, and without its small values."""
 
     step: int
     parameters: dict[str, _Shape]
@@ -121,7 +121,7 @@ class _Shapes:
         return [*self.parameters.values(), *held]
 
     def filled(self, places: Iterator[Tensor], small: dict[str, Any], *, in_place: bool) -> Image:
-        """Return the image with tensors from memory; those of optimizers as copies, or there."""
+        """Rebuild the image around tensors in memory; copy those of optimizers, or not."""
         return Image(
             self.step,
             {name: next(places) for name in self.parameters},
@@ -154,14 +154,14 @@ def _shapes_of(image: Image) -> _Shapes:
 
 
 class SlotError(ValueError):
-    """A slot cannot hold what is to be written, or does not hold what was."""
+    """A snapshot does not fit into its slot."""
 
 
 class Slot:
-    """A slot in memory: bytes that outlive this process."""
+    """A slot: memory that outlives this process."""
 
     def __init__(self, memory: memoryview | bytearray) -> None:
-        """Take memory that can be written to, of more than 64 KiB."""
+        """Wrap writable memory of more than 64 KiB."""
         import torch
 
         self._bytes = memoryview(memory)
@@ -173,7 +173,7 @@ class Slot:
         return len(self._bytes)
 
     def header(self) -> Header | None:
-        """Return what it holds, as its header says; None if nothing was written to its end."""
+        """Return the header of the snapshot; None if the slot holds no complete one."""
         magic, version, length, sealed = _SEAL.unpack_from(self._bytes)
         if (magic, version) != (_MAGIC, _FORMAT) or length > TENSORS_AT - _HEADER_AT:
             return None
@@ -186,18 +186,18 @@ class Slot:
     # ------------------------------------------------------------------ writing
 
     def clear(self) -> None:
-        """Have it hold nothing."""
+        """Mark the slot as empty."""
         self._bytes[: _SEAL.size] = bytes(_SEAL.size)
 
     def begin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Clear it, and return where tensors are to be copied; `SlotError` if it is too small."""
+        """Clear the slot and return where to copy the tensors; `SlotError` if it is too small."""
         self.clear()
         if (needed := bytes_needed(tensors, b"")) > self.size:
             raise SlotError(f"a snapshot of {needed} bytes does not fit into {self.size}")
         return self._places(tensors)
 
     def seal(self, header: Header, tensors: Sequence[Tensor], head: bytes) -> Header:
-        """Write the rest once the tensors are in their places; return the header as written."""
+        """Complete the snapshot once the tensors are copied; return the header as written."""
         if (end := bytes_needed(tensors, head)) > self.size:
             raise SlotError(f"a snapshot of {end} bytes does not fit into {self.size}")
         begin = end - len(head)
@@ -213,15 +213,15 @@ class Slot:
     # ------------------------------------------------------------------ reading
 
     def is_sound(self, header: Header) -> bool:
-        """Whether everything is as it was written; reads all of it once."""
+        """Whether the snapshot is undamaged; reads all of it once."""
         return self.header() == header and self._digest(header) == header.digest
 
     def read(self, header: Header, *, in_place: bool = False) -> Content:
-        """Return what it holds; parameters share its memory, what optimizers hold is copied.
+        """Return the snapshot; parameters share the slot's memory, optimizer tensors are copied.
 
-        With `in_place` that is not copied either, nor brought to its device.
+        With `in_place`, optimizer tensors share the memory, too, and are not moved to their device.
 
-        To be called only if it is sound.
+        Call this only for a snapshot that is sound.
         """
         shapes, rest = self._head(header)
         parts = unpacked(rest)
@@ -233,7 +233,7 @@ class Slot:
         return Content(parts["own"], images)
 
     def devices(self, header: Header) -> dict[str, dict[Any, str]]:
-        """Return on which kind of device the tensors of optimizers were, by image and key."""
+        """Return the device type that each optimizer tensor was on, by image and key."""
         shapes, _ = self._head(header)
         return {
             name: {key: one.device for key, one, _ in found.optimizers if isinstance(one, _Shape)}
@@ -246,7 +246,7 @@ class Slot:
         return shapes, rest
 
     def _places(self, shapes: Sequence[Tensor | _Shape]) -> list[Tensor]:
-        """Return views of the memory, one after the other, each with a storage of its own."""
+        """Return consecutive views of the memory, each with a storage of its own."""
         import torch
 
         places, at = [], TENSORS_AT
@@ -268,7 +268,7 @@ class Slot:
 
 
 def bytes_needed(tensors: Sequence[Tensor], head: bytes) -> int:
-    """Return how large a slot has to be."""
+    """Return the slot size needed for these tensors and this head."""
     return TENSORS_AT + sum(_aligned(_bytes_of(one)) for one in tensors) + len(head)
 
 

@@ -1,12 +1,13 @@
-"""Snapshots: a worker's state is copied into memory that its runner holds, and outlives it.
+"""Saves a worker's state to memory that its runner holds, so that it outlives the worker.
 
-A step is saved from its commit on, by a thread. Parameters are changed by the next optimizer step
-alone, so that waits until they are copied, and for nothing else: all other things were copied by
-the commit, and digest and header are made later. Each rank has two slots and writes to one of them
-while the other holds an older step.
+A thread saves a step after its commit. Parameters change only in the next optimizer step, so that
+step waits until they are copied, and for nothing else: the commit has already copied everything
+else, and digest and header are made later. Each rank has two slots: it writes to one while the
+other holds an older step.
 
-Of a state that all ranks have alike, LOCAL_RANK 0 of each node saves it; the others save what is
-theirs alone, their random numbers and buffers. Each rank saves its part of a sharded one.
+A state that is the same on all ranks is saved by LOCAL_RANK 0 of each node; the other ranks save
+only their own values: random number generators and buffers. Of a sharded state, each rank saves
+its part.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ if TYPE_CHECKING:
 
 _FINISH_TIMEOUT_S = 30.0
 _SPARE = 1.1
-"""How much larger slots are than what is in them at first: plain values grow."""
+"""Slots are this many times larger than their first snapshot, because plain values grow."""
 _SPARE_BYTES = 1 << 20
 
 
 class HeldSlots:
-    """This rank's two slots, mapped."""
+    """This rank's two slots, mapped into this process."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.slots: list[Slot] = []
         self.reason = ""
-        """Why there are none, or none that are large enough."""
+        """Why there are no slots, or no large enough ones."""
         self.refused: int | None = None
-        """The size that was refused; no larger ones are asked for in this round."""
+        """The size that was refused; this round requests none of that size or larger again."""
         self.base: tuple[int, int] | None = None
-        """Lineage and step of the snapshot that this training has gone on from."""
+        """Lineage and step of the snapshot that this training resumed from."""
 
     @property
     def size(self) -> int:
@@ -58,10 +59,10 @@ class HeldSlots:
         return self.slots[0].size if self.slots else 0
 
     def ask(self, size: int) -> bool:
-        """Ask the runner for slots of at least this size; 0: those that have something in them.
+        """Request slots of at least `size` bytes; with 0, the existing slots that hold data.
 
-        Returns whether there are such slots; `reason` says why not. Takes as long as it takes the
-        kernel to find memory: about a second for each gigabyte that is new.
+        Returns whether there are such slots; if not, `reason` says why. Blocks while the kernel
+        allocates memory: about a second for each new gigabyte.
         """
         if self.refused is not None and size >= self.refused:
             return False
@@ -71,9 +72,9 @@ class HeldSlots:
         return True
 
     def find(self) -> list[Slot]:
-        """Ask the runner for the slots that have something in them, if there are such.
+        """Request the existing slots that hold data, and map them.
 
-        Returns the copies of other nodes' snapshots that this rank is to read.
+        Returns the copies of other nodes' snapshots that are meant for this rank.
         """
         given = self.link.reserve(0, copies=True)
         self._map(given)
@@ -82,18 +83,18 @@ class HeldSlots:
             try:
                 copies.append(Slot(mapped(fd, os.fstat(fd).st_size)))
             except OSError as error:
-                self.reason = f"copies of snapshots: {error.strerror}"
+                self.reason = f"cannot map a copy of a snapshot: {error.strerror}"
             finally:
                 os.close(fd)
         return copies
 
     def _map(self, given: GivenSlots) -> bool:
-        """Map the slots that were given, and return whether there are some."""
+        """Map the slots in the runner's reply, and return whether there are any."""
         self.reason = given.reason
         try:
             slots = [Slot(mapped(fd, given.size)) for fd in given.fds]
         except OSError as error:
-            self.reason, slots = f"memory for snapshots: {error.strerror}", []
+            self.reason, slots = f"cannot map their memory: {error.strerror}", []
         finally:
             for fd in given.fds:
                 os.close(fd)
@@ -102,14 +103,14 @@ class HeldSlots:
         return len(slots) == 2
 
     def clear(self, number: int) -> None:
-        """Have a slot hold nothing, and say so."""
+        """Clear a slot, and tell the runner so."""
         self.slots[number].clear()
         self.link.saved(number)
 
     def clear_after(self, lineage: int, nonce: str, step: int) -> None:
-        """Clear what a training has saved of later steps than it goes on from: it redoes them.
+        """Clear snapshots of this lineage with steps after `step`: the training redoes those.
 
-        What another training has saved as the same lineage is cleared, too.
+        Snapshots that another training saved under the same lineage number are cleared, too.
         """
         for number, slot in enumerate(self.slots):
             header = slot.header()
@@ -128,9 +129,9 @@ def slot_to_write(
 ) -> int | None:
     """Return which of two slots may be overwritten; None if neither may.
 
-    It is one that holds nothing, or the one with the older step. What this training has gone on
-    from stays until it has saved a step itself. If it is known which steps are whole on all ranks
-    (`watermark`), the last step that is whole stays. So does what is being written to disk
+    It is an empty slot, or the one with the older step. The snapshot that this training resumed
+    from (`base`) stays until the training has saved a step itself. If `watermark` says which step
+    is whole on all ranks, that step stays. So does the step that is being written to disk
     (`pinned`: its lineage and step).
 
     >>> def at(step: int) -> Header:
@@ -176,39 +177,39 @@ def _key(header: Header | None) -> tuple[int, int]:
 
 @dataclass
 class _Progress:
-    """How far the last snapshot is."""
+    """Progress of the last snapshot."""
 
     copied: threading.Event = field(default_factory=threading.Event)
-    """The state may be changed again."""
+    """Set once the state may be changed again."""
     done: threading.Event = field(default_factory=threading.Event)
-    """It is whole, or given up."""
+    """Set once the snapshot is complete or has failed."""
 
 
 @dataclass
 class _Copying:
-    """A snapshot on its way into a slot."""
+    """A snapshot to be copied into a slot."""
 
     header: Header
     content: Content
     tensors: list[Tensor]
-    """Those of the content, or copies of them."""
+    """The tensors of the content, or copies of them."""
     ready: list[Any]
-    """What the GPUs have to come to before."""
+    """Events that the GPUs must reach before the tensors may be copied."""
     saves: bool
-    """Else only memory is asked for."""
+    """If False, memory is requested and nothing is copied."""
     progress: _Progress = field(default_factory=_Progress)
 
 
 class Snapshots:
-    """What a worker saves, from round to round."""
+    """Saves a worker's state, from round to round."""
 
     def __init__(self, sealing: Sealing, link: Link | None, every: int | None) -> None:
-        """Save each step that is a multiple of `every`; without a link, nothing is saved."""
+        """Save the steps that are multiples of `every`; without a link, save nothing."""
         self._sealing = sealing
         self._every = every
         self.held = None if link is None else HeldSlots(link)
         self.skipped = 0
-        """How many steps were not saved, since all that is held is still needed."""
+        """The number of steps not saved because both slots were still needed."""
         self._round: Round | None = None
         self._layout: tuple[str, str] | None = None
         self._queue: SimpleQueue[_Copying | None] = SimpleQueue()
@@ -216,7 +217,7 @@ class Snapshots:
         self._told: set[str] = set()
 
     def begin_round(self, round_: Round) -> None:
-        """Begin a round, as one of its ranks, at the step that is sealed."""
+        """Begin a round at the sealed step."""
         self._round, self._layout = round_, None
         if self.held is None:
             return
@@ -228,18 +229,18 @@ class Snapshots:
         self.held.clear_after(sealing.lineage, sealing.nonce, sealing.step or 0)
 
     def committed(self) -> None:
-        """Save the step that was just sealed, if it is one to be saved."""
+        """Save the step that was just sealed, if its turn has come."""
         if self._every is None or self.held is None:
             return
         if self._last is None:
-            self._begin(saves=False)  # The memory is to be there when it is needed.
+            self._begin(saves=False)  # Get the memory ahead of the first save.
         if (self._sealing.step or 0) % self._every == 0:
             self.save()
 
     def save(self) -> bool:
-        """Begin to copy the sealed step; wait for the snapshot before, if that is not done.
+        """Begin to copy the sealed step, once the previous snapshot is done.
 
-        Returns whether there is memory for it, as far as known.
+        Returns False if nothing can be saved: without a runner, a sealed step, or memory.
         """
         if self.held is None or not self._sealing.step:
             return False
@@ -250,12 +251,12 @@ class Snapshots:
         return True
 
     def wait_until_copied(self) -> None:
-        """Return once the state may be changed."""
+        """Block until the state may be changed."""
         if self._last is not None:
             self._last.copied.wait()
 
     def finish(self) -> None:
-        """Return once the last snapshot is whole, or given up."""
+        """Wait until the last snapshot is complete or has failed, but at most 30 seconds."""
         if self._last is not None:
             self._last.done.wait(_FINISH_TIMEOUT_S)
 
@@ -299,7 +300,7 @@ class Snapshots:
         atexit.register(self._end, thread)
 
     def _end(self, thread: threading.Thread) -> None:
-        """End the thread: a process that exits while it copies, or frees a tensor, may abort."""
+        """End the thread: a process that exits while the thread uses a tensor may abort."""
         self._queue.put(None)
         thread.join(_FINISH_TIMEOUT_S)
 
@@ -310,10 +311,10 @@ class Snapshots:
             try:
                 self._copy(copying)
             except Exception as error:
-                self._say(f"step {copying.header.step} is not saved: {error}")
+                self._say(f"cannot save step {copying.header.step}: {error}")
             copying.progress.copied.set()
             copying.progress.done.set()
-            del copying  # Its tensors are not held any longer.
+            del copying  # Release its tensors.
 
     def _copy(self, copying: _Copying) -> None:
         held = self.held
@@ -321,7 +322,7 @@ class Snapshots:
         head = copying.content.head()
         needed = bytes_needed(copying.tensors, head)
         if needed > held.size and not held.ask(int(_SPARE * needed) + _SPARE_BYTES):
-            self._say(f"there are no snapshots: {held.reason}")
+            self._say(f"cannot save snapshots: {held.reason}")
             return
         if not copying.saves:
             return
@@ -354,7 +355,7 @@ class Snapshots:
             )
 
     def _say(self, text: str) -> None:
-        """Tell the user, each thing once."""
+        """Print a message for the user, each one once."""
         if text not in self._told and len(self._told) < 20:
             self._told.add(text)
             rank = "" if self._round is None else f"rank {self._round.rank}: "

@@ -1,10 +1,10 @@
-"""Writes the snapshots that a runner holds to disk.
+"""Program that writes the snapshots held by a runner to disk.
 
     python -m rdzv.worker.write_snapshots DIR --run RUN --keep N --mark LINEAGE:STEP:SERIES FD...
 
-Started by the runner with the job's interpreter, as the job's account, and given the slots as
-descriptors. It works without the workers. Exits with 1 and a line on stderr if the step could not
-be written; what is on disk already stays then. Prints what it has written.
+The runner starts it with the job's interpreter, as the job's account, and passes the slots as
+descriptors. It does not need the workers. If the step cannot be written, it exits with 1 and one
+line on stderr, and older steps stay on disk; else it prints a line about what it wrote.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("fds", type=int, nargs="+")
     options = parser.parse_args(argv)
     lineage, step, series = options.mark.split(":", 2)
-    # Training goes on beside it.
-    os.nice(10)
+    os.nice(10)  # Training goes first.
     begun = time.monotonic()
     try:
         mark = (int(lineage), int(step), series)
         size, is_whole = write(options.folder, options.run, options.keep, mark, options.fds)
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
-        sys.exit(f"rdzv: step {step} is not written to {options.folder}: {reason}")
+        sys.exit(f"rdzv: cannot write step {step} to {options.folder}: {reason}")
     what = "whole" if is_whole else "parts of other nodes are still missing"
     sys.stderr.write(
-        f"rdzv: step {step} is written to {options.folder} ({what}): "
+        f"rdzv: wrote step {step} to {options.folder} ({what}): "
         f"{size / 1e6:.1f} MB in {time.monotonic() - begun:.2f} s\n"
     )
 
@@ -65,10 +64,10 @@ def write(
         temporary = step.write(header, content, slot.devices(header))
         if temporary is None:
             continue
-        # A worker that does not know of this program may have begun to overwrite the slot.
+        # The worker may have begun to overwrite the slot before it heard that the step is pinned.
         if slot.header() != header:
             temporary.unlink()
-            raise NotWrittenError("it was overwritten meanwhile")
+            raise NotWrittenError("it was overwritten in the meantime")
         step.give_name(temporary)
         written += header.bytes
     return written, step.finish(keep)
@@ -76,7 +75,7 @@ def write(
 
 def _opened(fd: int) -> tuple[Slot, Header | None]:
     size = os.fstat(fd).st_size
-    # Nothing that is written to it by mistake reaches the slot.
+    # Copy on write: an accidental write does not reach the slot.
     slot = Slot(memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY)))
     return slot, slot.header()
 

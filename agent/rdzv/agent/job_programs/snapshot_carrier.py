@@ -1,31 +1,32 @@
-"""The carrier: sends a job's snapshots on this node to other nodes, and fetches theirs from there.
+"""Program that sends this node's snapshots of a job to other nodes, and fetches theirs.
 
     python snapshot_carrier.py --fd N [--rate BYTES]
 
-Run by path with the job's interpreter and account, so it needs the standard library alone, and
-supports older Pythons than rdzv itself. N is a socket to the runner, with frames as in channel.py
-of the runner. From the runner:
+The carrier is run by path with the job's interpreter and account, so it uses the standard library
+alone, and supports older Pythons than rdzv itself. N is a socket to the runner, with frames as in
+channel.py of the runner. From the runner:
 
-    credentials {token, pem}              who proves to know the token may fetch; replaces those
-                                          before. With a key and a certificate, TLS is spoken
-    slots   {local_rank, bytes}           and two memfds: what this node's worker saves
+    credentials {token, pem}              a peer that knows the token may fetch; with a key and a
+                                          certificate, over TLS. Replaces earlier credentials
+    slots   {local_rank, bytes}           and two memfds, to which this node's worker saves
     fetch   {id, sources: [{node_id, address, port, token, fingerprint, snapshots: [...]}]}
-                                          and a memfd for each snapshot, in order; ends the fetch
-                                          before, if that goes on
+                                          and a memfd for each snapshot, in order; ends an earlier
+                                          fetch that is still running
 
 To the runner:
 
     listening {port}
-    fetched   {id, number}                the memfd of this number has its copy
-    done      {id, reason}                nothing more of it follows; empty: all are there
+    fetched   {id, number}                the copy in the memfd of this number is complete
+    done      {id, reason}                the fetch has ended; reason is empty if it succeeded
 
-Between carriers, over TCP, or TLS with the certificate that the server was told of: both prove that
-they know the token of the node that sends, then the fetching side asks for one snapshot after the
-other. The bytes that the seal covers come first (snapshot_slot.py of the worker has the layout),
-with a digest that is keyed with what both have proven; the seal is sent only if the slot still has
-it after that, and written last. So a copy with a seal is what the other node held, and is what the
-server was told of: step, layout and digest are compared with what was asked for. Its content is
-verified once more by the worker that loads it.
+Carriers speak TCP, or TLS with the certificate whose digest was sent to the server. Both sides
+prove that they know the sending node's token; then the fetching side requests one snapshot after
+the other. The sender sends the content, then the seal (snapshot_slot.py of the worker has the
+layout), then a digest of both, keyed with a key that both sides derive from the token. If the slot
+has been overwritten meanwhile, zeros are sent in place of the seal. The fetching side compares
+step, layout and digest with those that the server was told, and writes the seal last: a copy with a
+seal is the snapshot that the other node reported. The worker that loads the copy verifies its
+content once more.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ PIECE_BYTES = 1 << 20
 MAX_REQUEST_BYTES = 64 << 10
 MAX_CONNECTIONS = 32
 STALL_TIMEOUT_S = 15.0
-"""A peer that neither sends nor takes a byte for this time is given up."""
+"""A connection on which no byte moves for this long is closed."""
 LEAST_RATE = 10_000_000
-"""Bytes a second, below which a transfer is given up if no rate is set."""
+"""Bytes a second: a slower transfer fails, if no rate is set."""
 
 
 class CopyError(Exception):
@@ -77,10 +78,10 @@ class Memory:
     """A slot in memory, as bytes; closed when nothing refers to it any more."""
 
     def __init__(self, fd: int, size: int, *, writable: bool = False) -> None:
-        """Map it, and close the descriptor."""
+        """Map the memory, and close the descriptor."""
         try:
             if writable:
-                # Without pages, a write would be answered by SIGBUS once there is no memory.
+                # Allocate all pages now: without memory, a later write would raise SIGBUS.
                 os.posix_fallocate(fd, 0, size)
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self.bytes = memoryview(mmap.mmap(fd, size, access=access))
@@ -88,12 +89,12 @@ class Memory:
             os.close(fd)
 
     def header(self) -> dict[str, Any] | None:
-        """Return the header of what is in it; None if it has no seal."""
+        """Return the header of the snapshot in it; None if that has no valid seal."""
         return read_header(self.bytes)
 
 
 def read_header(memory: memoryview) -> dict[str, Any] | None:
-    """Read and verify a header, with `size`: how many bytes belong to the snapshot."""
+    """Return the header with the snapshot's `size` in bytes added; None if it is not valid."""
     seal = bytes(memory[:HEADER_AT])
     length = SEAL.unpack(seal)[2]
     if length > CONTENT_AT - HEADER_AT:
@@ -116,7 +117,7 @@ def _header_of(seal: bytes, said: bytes, most: int) -> dict[str, Any] | None:
 
 
 def is_asked_for(header: dict[str, Any], asked: dict[str, Any]) -> bool:
-    """Whether a snapshot is the one that a fetch names, by what its own node has reported."""
+    """Whether a snapshot is the one that was asked for, as its own node reported it."""
     names = ("lineage", "step", "shard", "shards", "world_size", "digest")
     if any(header.get(name) != asked.get(name) for name in names):
         return False
@@ -127,7 +128,7 @@ def is_asked_for(header: dict[str, Any], asked: dict[str, Any]) -> bool:
 
 
 class TokenBucket:
-    """Bounds how many bytes are sent in a second, by all threads together."""
+    """Limits the bytes that all threads together send in a second."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class TokenBucket:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Allow `rate` bytes a second, and a twentieth of that at once; 0: any."""
+        """Allow `rate` bytes a second, in bursts of a twentieth of that; 0 means no limit."""
         self._rate = rate
         self._most = max(rate / 20, PIECE_BYTES)
         self._clock, self._sleep = clock, sleep
@@ -143,7 +144,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
-        """Return once `count` more bytes may be sent."""
+        """Block until `count` more bytes may be sent."""
         if not self._rate:
             return
         with self._lock:
@@ -159,19 +160,19 @@ class TokenBucket:
 
 
 def proof(token: str, role: str, *nonces: bytes) -> bytes:
-    """Prove that one knows a token, to the peer that has made one of the nonces."""
+    """Return a proof that this side knows the token, for the peer that made one of the nonces."""
     text = b"".join((role.encode(), *nonces))
     return hmac.new(token.encode(), text, hashlib.sha256).digest()
 
 
 def receive(sock: socket.socket, into: memoryview, until: float) -> None:
-    """Fill a buffer; `CopyError` if the peer ends before, or takes longer than `until`."""
+    """Fill a buffer; `CopyError` if the peer closes the connection or `until` passes."""
     while into:
         if time.monotonic() > until:
             raise CopyError("it takes too long")
         count = sock.recv_into(into)
         if not count:
-            raise CopyError("the other side has ended the connection")
+            raise CopyError("the other side closed the connection")
         into = into[count:]
 
 
@@ -183,7 +184,7 @@ def received(sock: socket.socket, count: int, until: float) -> bytes:
 
 
 def keyed(key: bytes) -> Any:
-    """Return what makes the digest of a transfer."""
+    """Return a keyed hash for the digest of a transfer."""
     return hashlib.blake2b(key=key, digest_size=32)
 
 
@@ -201,7 +202,7 @@ class Sender:
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def accept(self, listening: socket.socket) -> None:
-        """Serve whoever connects, for ever."""
+        """Serve every connection, forever."""
         while True:
             sock, _ = listening.accept()
             if not self._places.acquire(blocking=False):
@@ -216,13 +217,13 @@ class Sender:
                 sock = self.context.wrap_socket(sock, server_side=True)
             self.serve(sock)
         except (OSError, ValueError, CopyError):
-            pass  # The other side says what is missing.
+            pass  # The fetching side reports the failure.
         finally:
             sock.close()
             self._places.release()
 
     def serve(self, sock: socket.socket) -> None:
-        """Serve one peer until it ends; `CopyError` if it does not know the token."""
+        """Serve one peer until it disconnects; `CopyError` if it does not know the token."""
         token, nonce = self.token, os.urandom(32)
         sock.sendall(GREETING.pack(PROTOCOL, nonce))
         until = time.monotonic() + STALL_TIMEOUT_S
@@ -269,7 +270,7 @@ class Sender:
 
 
 class Fetch:
-    """What is fetched at a time: from several nodes at once, from each one after the other."""
+    """One fetch: from several nodes at once, and from each node one snapshot after the other."""
 
     def __init__(
         self,
@@ -280,7 +281,7 @@ class Fetch:
         *,
         encrypted: bool,
     ) -> None:
-        """Fetch into `fds`, and call `report` with the number of each that has its copy.
+        """Fetch into `fds`, and call `report` with the index of each copy that is complete.
 
         With `encrypted`, nothing is fetched from a node that does not encrypt.
         """
@@ -300,7 +301,7 @@ class Fetch:
             self._threads.append(thread)
 
     def run(self) -> str:
-        """Fetch all copies; return why any were given up, or an empty text."""
+        """Fetch all copies; return the reasons why any failed, or an empty string."""
         for thread in self._threads:
             thread.start()
         for thread in self._threads:
@@ -308,7 +309,7 @@ class Fetch:
         return "; ".join(self.reasons)[:500]
 
     def end(self) -> None:
-        """Make the fetch end soon."""
+        """Abort the fetch; `run` returns soon after."""
         self._ended = True
         for sock in tuple(self._sockets):
             with suppress(OSError):
@@ -336,12 +337,12 @@ class Fetch:
             key = greet_sender(sock, source["token"])
             for asked in source["snapshots"]:
                 if self._ended:
-                    raise CopyError("others are wanted by now")
+                    raise CopyError("a newer fetch has replaced this one")
                 number, fd = todo[0]
                 memory = Memory(os.dup(fd), os.fstat(fd).st_size, writable=True)
                 seconds = 60 + asked["bytes"] / LEAST_RATE
                 if self._rate:
-                    # The other side sends to several, and may be as slow as this one may be.
+                    # The other side may have the same limit, and sends to several nodes.
                     seconds += 8 * asked["bytes"] / self._rate
                 fetch(sock, asked, memory.bytes, key, time.monotonic() + seconds)
                 os.close(fd)
@@ -352,25 +353,25 @@ class Fetch:
 
 
 def encrypt(sock: socket.socket, fingerprint: str) -> ssl.SSLSocket:
-    """Speak TLS with the holder of a certificate; `CopyError` if the peer has another one."""
+    """Start TLS; `CopyError` unless the peer's certificate has this SHA-256 fingerprint."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Nobody has signed it but itself: it is known by its digest.
+    # The certificate is self-signed, and identified by its digest.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     encrypted = context.wrap_socket(sock)
     found = encrypted.getpeercert(binary_form=True)
     if found is None or hashlib.sha256(found).hexdigest() != fingerprint:
         encrypted.close()
-        raise CopyError("its certificate is not the one that the server was told of")
+        raise CopyError("its certificate is not the one that it reported to the server")
     return encrypted
 
 
 def greet_sender(sock: socket.socket, token: str) -> bytes:
-    """Prove to know the token, and have the peer prove it; return the key of the connection."""
+    """Authenticate both sides by the token; return the key of the connection."""
     until = time.monotonic() + STALL_TIMEOUT_S
     protocol, theirs = GREETING.unpack(received(sock, GREETING.size, until))
     if protocol != PROTOCOL:
-        raise CopyError("what answers there sends no snapshots")
+        raise CopyError("the program at this address is not a snapshot carrier")
     nonce = os.urandom(32)
     sock.sendall(nonce + proof(token, "fetch", theirs, nonce))
     if not hmac.compare_digest(received(sock, 32, until), proof(token, "send", nonce, theirs)):
@@ -381,7 +382,7 @@ def greet_sender(sock: socket.socket, token: str) -> bytes:
 def fetch(
     sock: socket.socket, asked: dict[str, Any], memory: memoryview, key: bytes, until: float
 ) -> None:
-    """Fetch one snapshot; until all of it is there and verified, the memory has no seal."""
+    """Fetch one snapshot; the memory gets its seal only once everything is verified."""
     what = f"part {asked['shard']} of step {asked['step']}"
     memory[:HEADER_AT] = bytes(HEADER_AT)
     request = json.dumps(asked).encode()
@@ -390,7 +391,7 @@ def fetch(
     if size == 0:
         raise CopyError(f"it does not hold {what} any more")
     if size != asked["bytes"] or size > len(memory) or size < CONTENT_AT:
-        raise CopyError(f"{what} has {size} bytes there, not {asked['bytes']} as reported")
+        raise CopyError(f"{what} has {size} bytes, not {asked['bytes']} as reported")
     digest = keyed(key)
     for begin in range(HEADER_AT, size, PIECE_BYTES):
         piece = memory[begin : min(begin + PIECE_BYTES, size)]
@@ -399,13 +400,13 @@ def fetch(
     seal, said = received(sock, HEADER_AT, until), received(sock, 32, until)
     digest.update(seal)
     if not hmac.compare_digest(digest.digest(), said):
-        raise CopyError(f"{what} has changed on the way")
+        raise CopyError(f"{what} was damaged on the way")
     if seal == bytes(HEADER_AT):
-        raise CopyError(f"{what} was overwritten there while it was sent")
+        raise CopyError(f"{what} was overwritten while it was being sent")
     length = min(SEAL.unpack(seal)[2], CONTENT_AT - HEADER_AT)
     header = _header_of(seal, bytes(memory[HEADER_AT : HEADER_AT + length]), len(memory))
     if header is None or not is_asked_for(header, asked):
-        raise CopyError(f"{what} is not what that node has reported to the server")
+        raise CopyError(f"{what} is not the one that the node reported to the server")
     memory[:HEADER_AT] = seal
 
 
@@ -413,7 +414,7 @@ def fetch(
 
 
 class Carrier:
-    """Obeys the runner."""
+    """Carries out the requests of the runner."""
 
     def __init__(self, control: socket.socket, rate: int) -> None:
         self._control = control
@@ -424,7 +425,7 @@ class Carrier:
         self._sending = threading.Lock()
 
     def run(self) -> None:
-        """Listen, and obey until the runner is gone."""
+        """Listen, and carry out requests until the runner is gone."""
         listening = listen()
         threading.Thread(target=self._sender.accept, args=(listening,), daemon=True).start()
         self._say({"type": "listening", "port": listening.getsockname()[1]})
@@ -458,7 +459,7 @@ class Carrier:
     def _end_last(self) -> None:
         if self._fetching is not None and self._fetcher is not None:
             self._fetching.end()
-            # Nobody else may write to the same memory.
+            # Two fetches must never write to the same memory.
             self._fetcher.join()
 
     def _begin(self, message: dict[str, Any], fds: list[int]) -> None:
@@ -488,7 +489,7 @@ class Carrier:
 
 
 def listen() -> socket.socket:
-    """Listen on all addresses of this machine, at a free port."""
+    """Listen on all addresses of this machine, on a free port."""
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
             return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -496,10 +497,10 @@ def listen() -> socket.socket:
 
 
 def server_context(pem: str) -> ssl.SSLContext:
-    """Return the sending side of TLS, with this key and certificate; peers have the token."""
+    """Return a TLS server context for this key and certificate; peers need no certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The library reads them from a file alone, and this one is in memory.
+    # The ssl module loads them only from a file; this file is in memory.
     fd = os.memfd_create("rdzv certificate")
     try:
         os.write(fd, pem.encode())
@@ -521,12 +522,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Copy snapshots from node to node.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the runner")
-    parser.add_argument("--rate", type=int, default=0, help="the most bytes to send in a second")
+    parser.add_argument("--rate", type=int, default=0, help="the most bytes to send per second")
     return parser.parse_args(argv)
 
 
 def main() -> None:
-    """Carry until the runner is gone."""
+    """Run the carrier until the runner is gone."""
     die_with_parent()
     options = parse_options()
     os.nice(10)  # Training goes first.

@@ -1,11 +1,12 @@
 """Copies of other nodes' snapshots: memory for them, and the process that fetches and sends them.
 
-The process is snapshot_carrier.py of the agent's job programs. It runs as the job, is started when
-the agent asks for it, is spared at the end of a round, and ends with the runner. The runner opens
-no connection itself, and reads no copy.
+The process is snapshot_carrier.py of the agent's job programs. It runs as the job's account, starts
+when the agent asks for it, outlives its round, and ends with the runner. The runner itself opens no
+connection, and reads no copy.
 
-Copies are of one mark. Those of a newer one are fetched into other memory, so that nothing whole is
-overwritten by what may never be; only once all nodes have a newer mark may the older copies go.
+All copies are of one mark. Those of a newer mark are fetched into other memory, so a fetch that
+fails damages no complete copy. The older copies are dropped once the newer ones are complete, or
+once a newer mark is whole on all nodes.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ if TYPE_CHECKING:
     from .snapshot_slots import SnapshotSlots
 
 MAX_COPIES = 200
-"""As many descriptors as fit into a message."""
+"""The descriptors of a fetch must fit into one message."""
 MAX_COPIES_OF_WORKER = 16
-"""More are not read: the server asks for three."""
+"""The most copies that a worker is given; the server asks for three."""
 _MAX_FRAME_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A snapshot of another node that this node is to have a copy of."""
+    """A snapshot of another node that this node is to copy."""
 
     local_rank: int
-    """Who reads it here."""
+    """The worker of this node that the copy is meant for."""
     copy_of: int
     snapshot: SavedSnapshot
 
@@ -55,10 +56,10 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Copies:
-    """What is kept, or fetched, of one mark."""
+    """The copies of one mark, complete or being fetched."""
 
     mark: Mapping[str, object]
-    """As the agent names it."""
+    """The mark as the agent sent it."""
     all: list[_Copy] = field(default_factory=list)
 
     @property
@@ -67,38 +68,38 @@ class _Copies:
 
 
 class SnapshotCopies:
-    """What this node keeps of other nodes' snapshots."""
+    """This node's copies of other nodes' snapshots."""
 
     def __init__(self, loop: Loop, children: Children, slots: SnapshotSlots) -> None:
         self._loop = loop
         self._children = children
         self._slots = slots
         self._kept: _Copies | None = None
-        """The newest mark of which all copies are there that were asked for."""
+        """The newest mark whose requested copies are all complete."""
         self._coming: _Copies | None = None
-        """A newer one, which is being fetched."""
+        """A newer mark, which is being fetched."""
         self._spare: list[int] = []
-        """Memory that holds nothing."""
+        """Memory without a copy, to be reused."""
         self._carrier: Child | None = None
         self._channel: Channel | None = None
         self._port: int | None = None
         self._said: Mapping[str, str] = {}
-        """What the carrier was told of its credentials."""
+        """The token and fingerprint that the carrier was last given."""
         self._fetches = 0
         self._missing: Mapping[str, object] | None = None
 
     # ------------------------------------------------------------------ for the slots
 
     def reserved(self) -> int:
-        """Return how many bytes copies may use."""
+        """Return the number of bytes reserved for copies."""
         return sum(os.fstat(fd).st_size for fd in self._fds())
 
     def untouched(self) -> int:
-        """Return how many of these have no page yet."""
+        """Return how many of the reserved bytes have no page yet."""
         return self.reserved() - sum(512 * os.fstat(fd).st_blocks for fd in self._fds())
 
     def free(self) -> bool:
-        """Free all that is not whole here; return whether there was anything."""
+        """Free the memory without a copy; return whether there was any."""
         if not self._spare:
             return False
         close_fds(self._spare)
@@ -106,24 +107,24 @@ class SnapshotCopies:
         return True
 
     def described(self) -> dict[str, object]:
-        """Return the fields of `snapshots_held`, beside those of this node's own."""
+        """Return the fields of `snapshots_held` that concern the copying itself."""
         carrier = None if self._port is None else {"port": self._port, **self._said}
         return {"carrier": carrier, "missing": self._missing}
 
     def held(self) -> list[dict[str, object]]:
-        """List the copies that are there, as `snapshots_held` has them."""
+        """List the complete copies in the form of `snapshots_held`."""
         return [
             {"local_rank": one.local_rank, "copy_of": one.copy_of, **asdict(one.snapshot)}
             for one in (copy.of for copy in self._there())
         ]
 
     def for_worker(self, local_rank: int) -> list[int]:
-        """Duplicate the descriptors of the copies that a worker is to read."""
+        """Duplicate the descriptors of the copies that are meant for a worker."""
         fds = [one.fd for one in self._there() if one.of.local_rank == local_rank]
         return list(dup_fds(*fds[:MAX_COPIES_OF_WORKER]))
 
     def send_slots(self, local_rank: int, size: int, fds: list[int]) -> None:
-        """Have the carrier send from these slots of this node's worker."""
+        """Give the carrier the slots of a worker, so that it can send what they hold."""
         self._tell({"type": "slots", "local_rank": local_rank, "bytes": size}, *dup_fds(*fds))
 
     def close(self) -> None:
@@ -136,18 +137,18 @@ class SnapshotCopies:
     # ------------------------------------------------------------------ the agent's requests
 
     def carry(self, request: Mapping[str, object]) -> None:
-        """Obey `carry_copies`: start the carrier if there is none, and give it its credentials."""
+        """Handle `carry_copies`: start the carrier if there is none, and give it credentials."""
         argv, env = tuple(read_argv(request)), read_env(request)
         identity, pem = read_identity(request), read_field(request, "pem", str)
         token = read_field(request, "token", str)
         self._said = {"token": token, "fingerprint": read_field(request, "fingerprint", str)}
         if self._channel is None and self._carrier is not None:
-            return  # It is being killed; once it is gone, the agent is told.
+            return  # It is being killed. The agent is told once it is gone.
         if self._channel is None:
             try:
                 self._start(Program(argv=argv, env=env, identity=identity))
             except OSError as error:
-                write_line(f"no copies of snapshots: their process cannot start: {error}")
+                write_line(f"cannot start the process that copies snapshots: {error}")
                 return
             for local_rank, size, fds in self._slots.all():
                 self.send_slots(local_rank, size, fds)
@@ -155,7 +156,7 @@ class SnapshotCopies:
         self._slots.tell()
 
     def fetch(self, request: Mapping[str, object]) -> None:
-        """Obey `fetch_copies`; what becomes of it is in the next `snapshots_held`."""
+        """Handle `fetch_copies`; the result is in the next `snapshots_held`."""
         mark = read_field(request, "mark", dict)
         sources = [_read_source(one) for one in read_field(request, "sources", list)]
         wanted = [one for _, snapshots in sources for one in snapshots]
@@ -163,7 +164,7 @@ class SnapshotCopies:
             raise RequestError(f"sources: expected 1 to {MAX_COPIES} snapshots, got {len(wanted)}")
         self._give_up_coming()
         if self._channel is None:
-            self._lack(mark, "no process is there to fetch them")
+            self._lack(mark, "the process that fetches them is not running")
             return
         if self._kept is not None and self._slots.is_outdated(self._kept.mark):
             self._spare += self._kept.fds
@@ -178,7 +179,7 @@ class SnapshotCopies:
         except (NoSlotsError, OSError) as error:
             self._give_up_coming()
             reason = reason_of(error) if isinstance(error, OSError) else str(error)
-            self._lack(mark, f"there is no memory: {reason}")
+            self._lack(mark, f"there is no memory for them: {reason}")
             return
         self._fetches += 1
         asked = [
@@ -186,11 +187,11 @@ class SnapshotCopies:
             for source, snapshots in sources
         ]
         self._tell({"type": "fetch", "id": self._fetches, "sources": asked}, *fds)
-        # Memory that is left over is of sizes that nothing has any more.
+        # The memory left over has sizes that no snapshot has any more.
         self.free()
 
     def _memory_for(self, size: int) -> int:
-        """Return memory for a copy: some that holds nothing, or else new."""
+        """Return memory for a copy, reused if any fits, else new."""
         fitting = [fd for fd in self._spare if os.fstat(fd).st_size >= size]
         if fitting:
             fd = min(fitting, key=lambda one: os.fstat(one).st_size)
@@ -244,7 +245,7 @@ class SnapshotCopies:
             while self._channel is channel and (message := channel.next_message()) is not None:
                 self._take(message)
         except (EOFError, OSError, MalformedFrameError, RequestError):
-            # It is the job's own process, so nothing that it sends is trusted.
+            # The process belongs to the job, so nothing that it sends is trusted.
             self._hang_up()
 
     def _take(self, message: Mapping[str, object]) -> None:
@@ -253,7 +254,7 @@ class SnapshotCopies:
             self._port = read_field(message, "port", int)
             self._slots.tell()
         elif self._coming is None or message.get("id") != self._fetches:
-            return  # Something else is fetched by now.
+            return  # It belongs to an earlier fetch.
         elif kind == "fetched":
             number = read_field(message, "number", int)
             if 0 <= number < len(self._coming.all):
@@ -266,7 +267,7 @@ class SnapshotCopies:
         if reason or not all(one.is_there for one in self._coming.all):
             mark = self._coming.mark
             self._give_up_coming()
-            self._lack(mark, reason or "not all have come")
+            self._lack(mark, reason or "not all of them arrived")
             return
         if self._kept is not None:
             self._spare += self._kept.fds
@@ -279,14 +280,14 @@ class SnapshotCopies:
             how = child.failure or (f"exit code {code}" if code >= 0 else f"signal {-code}")
             self._hang_up(f"the process that fetches them has ended: {how}")
 
-    def _hang_up(self, reason: str = "the process that fetches them has hung up") -> None:
-        """Let go of the carrier, which then ends; what it was to fetch is not there."""
+    def _hang_up(self, reason: str = "the process that fetches them closed its socket") -> None:
+        """Close the carrier's socket and kill it; the fetch that it was doing has failed."""
         if self._channel is not None:
             self._loop.unwatch(self._channel.fileno())
             self._channel.close()
             self._channel = None
         if self._carrier is not None:
-            # Else it might write to memory that something else is fetched into by then.
+            # Otherwise it might still write to memory that another fetch reuses.
             with suppress(OSError):
                 self._carrier.kill()
         self._port = None
@@ -316,7 +317,7 @@ class SnapshotCopies:
 
 
 def _read_source(said: object) -> tuple[dict[str, object], list[Wanted]]:
-    """Parse a node, and what of it is to be fetched."""
+    """Parse a node, and the snapshots to fetch from it."""
     if not isinstance(said, dict):
         raise RequestError(f"sources: expected objects, got {said!r:.80}")
     names = ("node_id", "address", "token", "fingerprint")

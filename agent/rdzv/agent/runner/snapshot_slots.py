@@ -1,14 +1,15 @@
 """The memory for snapshots: two slots for each LOCAL_RANK, which outlive workers and agents.
 
-A slot is a memfd whose size is sealed. A worker asks for its two on its link (worker_links.py),
-writes its state into one after the other, and says so. The runner never reads them: it only notes
-what was said, for the agent. A worker that is started later, as the same LOCAL_RANK, is given the
-same slots. They are freed when the runner ends, and have no name by which anything else opens them.
+A slot is a memfd whose size is sealed. A worker requests its two slots over its link
+(worker_links.py), writes its state into one and the other in turn, and reports each snapshot. The
+runner never reads a slot: it only records the reports, for the agent. A worker that is started
+later as the same LOCAL_RANK gets the same slots. They are freed when the runner ends, and have no
+name by which another process could open them.
 
 Copies of other nodes' snapshots are kept beside them (snapshot_copies.py).
 
-Their pages are allocated by the worker, in a thread, since that takes a second for each gigabyte,
-which the runner does not have. So they count as used from the moment they are handed over.
+The worker allocates the pages, in a thread, since that takes about a second for each gigabyte and
+would block the runner. So slots count as used from the moment they are handed over.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class NoSlotsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SavedSnapshot:
-    """What a worker says of a snapshot in one of its slots."""
+    """A snapshot in a slot, as its worker reported it."""
 
     lineage: int
     step: int
@@ -59,12 +60,12 @@ class Slots:
     """The two slots of one LOCAL_RANK."""
 
     def __init__(self, size: int) -> None:
-        """Make them; `OSError` if that fails."""
+        """Create both slots; `OSError` if that fails."""
         self.size = size
         self.fds: list[int] = []
         self.snapshots: list[SavedSnapshot | None] = [None] * SLOTS
         self.is_used = False
-        """Whether a worker has said that there is anything in them."""
+        """Whether a worker has reported anything in them."""
         try:
             for number in range(SLOTS):
                 self.fds.append(memory_file(f"rdzv snapshot {number}", size))
@@ -78,13 +79,13 @@ class Slots:
         return SLOTS * self.size - sum(512 * os.fstat(fd).st_blocks for fd in self.fds)
 
     def close(self) -> None:
-        """Free them, once no worker has them any more."""
+        """Close the descriptors; the kernel frees the memory once no worker has it mapped."""
         close_fds(self.fds)
         self.fds = []
 
 
 def memory_file(name: str, size: int) -> int:
-    """Make memory whose size stays; `OSError` if that fails."""
+    """Create a memfd whose size is sealed; `OSError` if that fails."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -104,18 +105,18 @@ class SnapshotSlots:
         self._free = free
         self._slots: dict[int, Slots] = {}
         self._replaced: dict[int, Slots] = {}
-        """Slots that have become too small, until something is in the larger ones."""
+        """Slots that became too small, kept until the larger ones hold a snapshot."""
         self._links: dict[int, WorkerLink] = {}
         self._limit: int | None = None
         self._watermark: dict[str, Any] | None = None
         self._pinned: Mapping[str, object] | None = None
         self.copies: SnapshotCopies | None = None
-        """What is kept of other nodes' snapshots; None if nothing can be."""
+        """The copies of other nodes' snapshots; None if this runner keeps none."""
 
     # ------------------------------------------------------------------ the agent's requests
 
     def hold(self, request: Mapping[str, object]) -> None:
-        """Obey `hold_snapshots`: set the limit, and tell this agent of snapshots from now on."""
+        """Handle `hold_snapshots`: set the limit, and report snapshots to this agent."""
         if request.get("limit_bytes") is not None:
             limit = read_field(request, "limit_bytes", int)
             if not 0 <= limit <= MAX_SLOT_BYTES:
@@ -126,7 +127,7 @@ class SnapshotSlots:
         self.tell()
 
     def announce(self, request: Mapping[str, object]) -> None:
-        """Obey `watermark`: tell all workers which step is whole."""
+        """Handle `watermark`: tell all workers which step is whole."""
         self._watermark = {
             "lineage": read_field(request, "lineage", int),
             "step": read_field(request, "step", int),
@@ -149,7 +150,7 @@ class SnapshotSlots:
         return dup_fds(*found)
 
     def pin(self, mark: Mapping[str, object] | None) -> None:
-        """Have workers not overwrite a step, until another call."""
+        """Forbid workers to overwrite a step, until the next call; None forbids nothing."""
         self._pinned = mark
         for link in self._links.values():
             link.tell_pinned(mark or {})
@@ -157,11 +158,11 @@ class SnapshotSlots:
     # ------------------------------------------------------------------ the workers' frames
 
     def give(self, link: WorkerLink, size: int, *, with_copies: bool = False) -> None:
-        """Give a worker its slots, or say why not; with size 0 those that have something in them.
+        """Give a worker slots of at least `size` bytes, or say why not; 0: those that hold data.
 
-        With `with_copies`, it also gets the copies of others' snapshots that it is to read. If it
-        has smaller ones already, it gets new ones. The smaller ones are freed once there is
-        something in the new ones.
+        If the slots that it has are too small, it gets new ones; the smaller ones are freed once
+        the new ones hold a snapshot. With `with_copies`, it also gets the copies of other nodes'
+        snapshots that are meant for it.
         """
         self._links[link.local_rank] = link
         copies = []
@@ -183,7 +184,7 @@ class SnapshotSlots:
             link.give_slots(slots.size, fds, copies)
 
     def note(self, local_rank: int, number: int, snapshot: SavedSnapshot | None) -> None:
-        """Note which snapshot a worker has in a slot; None: none, or one without state."""
+        """Record the snapshot in a worker's slot; None if the slot is empty or holds no state."""
         slots = self._slots.get(local_rank)
         if slots is None:
             return
@@ -202,7 +203,7 @@ class SnapshotSlots:
             yield local_rank, slots.size, slots.fds
 
     def is_outdated(self, mark: Mapping[str, Any]) -> bool:
-        """Whether a newer step than this one is whole everywhere."""
+        """Whether a newer mark than this one is whole on all nodes."""
         known = self._watermark
         if known is None:
             return False
@@ -211,7 +212,7 @@ class SnapshotSlots:
     # ------------------------------------------------------------------ memory
 
     def close(self) -> None:
-        """Free all."""
+        """Free all slots and copies."""
         if self.copies is not None:
             self.copies.close()
         for slots in (*self._slots.values(), *self._replaced.values()):
@@ -220,7 +221,7 @@ class SnapshotSlots:
     def _used(self, local_rank: int) -> Slots:
         slots = self._replaced.get(local_rank) or self._slots.get(local_rank)
         if slots is None or not slots.is_used:
-            raise NoSlotsError("nothing is held")
+            raise NoSlotsError("no snapshot is held")
         return slots
 
     def _reserved(self, local_rank: int, size: int) -> Slots:
@@ -239,7 +240,7 @@ class SnapshotSlots:
         return made
 
     def refuse_too_large(self, what: str, wanted: int) -> None:
-        """Raise `NoSlotsError` if there is no memory; what holds nothing is freed before."""
+        """Raise `NoSlotsError` if memory is short, even after that without copies is freed."""
         try:
             self._refuse_too_large(what, wanted)
         except NoSlotsError:
@@ -259,16 +260,16 @@ class SnapshotSlots:
             untouched += self.copies.untouched()
         if self._limit is not None and reserved + wanted > self._limit:
             raise NoSlotsError(
-                f"{what} {_amount(wanted)}, and of the {_amount(self._limit)} that "
-                f"snapshots may use on this node {_amount(max(self._limit - reserved, 0))} are left"
+                f"{what} {_amount(wanted)}, but only {_amount(max(self._limit - reserved, 0))} "
+                f"of the {_amount(self._limit)} that snapshots may use on this node are left"
             )
         if free is not None and wanted > (left := free - untouched):
             raise NoSlotsError(
-                f"{what} {_amount(wanted)}, and {_amount(max(left, 0))} of memory are free"
+                f"{what} {_amount(wanted)}, but only {_amount(max(left, 0))} of memory are free"
             )
 
     def tell(self) -> None:
-        """Tell the agent of all snapshots, if it wants to know."""
+        """Report all snapshots to the agent, if it asked for reports."""
         if self._agent.hears_of_snapshots:
             snapshots: list[dict[str, object]] = [
                 {"local_rank": local_rank, **asdict(snapshot)}

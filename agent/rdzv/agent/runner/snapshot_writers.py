@@ -1,8 +1,8 @@
-"""Writes snapshots to disk: a process of the job's account is started, with the slots, for a step.
+"""Starts the process that writes a snapshot to disk, as the job's account.
 
-It is `python -m rdzv.worker.write_snapshots`, and works when no worker is left. While it runs, the
-workers do not overwrite that step; they skip saves instead. It is spared at the end of a round, and
-ends with the runner.
+It is `python -m rdzv.worker.write_snapshots`, which gets the slots as descriptors and does not need
+the workers. While it runs, the workers do not overwrite that step; they skip saves instead. It
+outlives its round, but not the runner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SnapshotWriters:
-    """The process that writes, one at a time."""
+    """Runs the writing process, one at a time."""
 
     def __init__(self, children: Children, agent: AgentLink, slots: SnapshotSlots) -> None:
         self._children = children
@@ -32,7 +32,7 @@ class SnapshotWriters:
         self._writer: Child | None = None
 
     def write(self, request: Mapping[str, object]) -> None:
-        """Obey `write_snapshots`; the answer is an event."""
+        """Handle `write_snapshots`; the result is sent as an event."""
         mark = {
             "lineage": read_field(request, "lineage", int),
             "step": read_field(request, "step", int),
@@ -49,7 +49,7 @@ class SnapshotWriters:
             self._tell(mark, reason_of(error))
             return
         if not fds:
-            self._tell(mark, "this node holds nothing of it")
+            self._tell(mark, "this node holds no part of it")
             return
         named = f"{mark['lineage']}:{mark['step']}:{mark['series']}"
         program = Program(
@@ -74,7 +74,7 @@ class SnapshotWriters:
         self._writer = None
         self._slots.pin(None)
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        said = "; what it has written on stderr says why" if code > 0 else ""
+        said = "; its stderr says why" if code > 0 else ""
         reason = child.failure or f"its writer ended with {how}{said}"
         self._tell(mark, "" if code == 0 else reason)
 
