@@ -649,9 +649,13 @@ JOB = Board(
                 ),
                 panel(
                     "Snapshots in memory",
-                    "The newest step that is whole, and the steps that a failure of all workers "
-                    "would cost.",
+                    "The newest step that is whole, the one that would be without any one node, "
+                    "and the steps that a failure of all workers would cost.",
                     (f"max (rdzv_job_snapshot_step{{{JOB_OF}}})", "whole step"),
+                    (
+                        f"max (rdzv_job_snapshot_step_without_a_node{{{JOB_OF}}})",
+                        "whole without a node",
+                    ),
                     (f"max (rdzv_job_snapshot_lost_steps{{{JOB_OF}}})", "steps that would be lost"),
                     (f"max (rdzv_job_snapshots{{{JOB_OF}}})", "snapshots held"),
                 ),

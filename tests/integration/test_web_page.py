@@ -211,6 +211,27 @@ def test_a_straggler_is_named_with_what_its_gpu_shows(open_page: Open) -> None:
         )
 
 
+def test_what_a_failure_would_cost_is_told_of_workers_and_of_a_node(open_page: Open) -> None:
+    with to_the_end(open_page, served()) as s:
+        s.join("night", "n1", "n2", nodes=(2, 2))
+        page = open_page(f"{s.url}/#/job/night")
+        facts = page.locator(".facts")
+        s.progress("night", "n1", (0, 52, 2.5))
+        s.saved("night", "n1", (40, 0), (40, 1), (50, 0))
+        s.saved("night", "n2", (40, 1), (40, 0), (50, 1))
+        expect(facts).to_contain_text("a failure of all workers now costs 2 steps")
+        alone = "all nodes are on one machine, and of one topology"
+        expect(facts).to_contain_text(
+            "step 40 would survive the loss of any one node, and at most 12 steps would be redone; "
+            f"step 50 is whole only with n1 ({alone}), n2 ({alone})"
+        )
+        s.saved("night", "n1", (50, 0))
+        s.saved("night", "n2", (50, 1), (50, 0))
+        expect(facts).to_contain_text(
+            "the loss of one node may leave nothing whole in memory; step 50 is whole only with n2"
+        )
+
+
 def test_where_the_time_went_is_told_and_drawn(open_page: Open) -> None:
     with fleet(open_page) as s:
         page = open_page(f"{s.url}/#/job/night")

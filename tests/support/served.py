@@ -21,7 +21,7 @@ from rdzv.core.commands import Fail, FailureReport, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import Frame, Thread, WorkerStack
 from rdzv.core.gpu_state import GpuState
-from rdzv.core.model import KeptWorker, Settings
+from rdzv.core.model import KeptWorker, Settings, Snapshot, SnapshotMark
 from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
@@ -32,6 +32,7 @@ from rdzv.server.messages import (
     Progress,
     RankProgress,
     ReadLog,
+    SnapshotsHeld,
     Stacks,
     StartedWorker,
     TakeStacks,
@@ -112,6 +113,10 @@ class Served:
     def gpu(self, rdzv_id: str, node_id: str, rank: int, gpu: GpuState) -> None:
         """Let a node report the state of a worker's GPU, as from NVML."""
         self.do(self._gpu(rdzv_id, node_id, rank, gpu))
+
+    def saved(self, rdzv_id: str, node_id: str, *parts: tuple[int, int]) -> None:
+        """Let a node report what it holds in memory of a state in two parts: step, part."""
+        self.do(self._saved(rdzv_id, node_id, parts))
 
     def started(self, rdzv_id: str, node_id: str, *how: str, why: str = "") -> None:
         """Let a node report how its workers were started: `kept`, `warm` or `cold`."""
@@ -306,6 +311,16 @@ class Served:
         said = tuple(RankProgress(rank, step, 0, rate) for rank, step, rate in steps)
         progress = Progress(rdzv_id, state.run, state.round, said)
         self.driver.reports.note_progress(self._streams[node_id], progress)
+
+    async def _saved(self, rdzv_id: str, node_id: str, parts: tuple[tuple[int, int], ...]) -> None:
+        state = await self.driver.views.status(rdzv_id)
+        assert state.round is not None and state.world_size is not None
+        held = tuple(
+            Snapshot(0, SnapshotMark(state.round, step, "a", 2, state.world_size), part)
+            for step, part in parts
+        )
+        said = SnapshotsHeld(rdzv_id, state.run, held)
+        self.driver.reports.note_snapshots(self._streams[node_id], said)
 
     async def _gpu(self, rdzv_id: str, node_id: str, rank: int, gpu: GpuState) -> None:
         state = await self.driver.views.status(rdzv_id)

@@ -3299,6 +3299,7 @@ class WholeSnapshot(google.protobuf.message.Message):
     PARTS_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
     LOST_STEPS_FIELD_NUMBER: builtins.int
+    NODE_LOSS_FIELD_NUMBER: builtins.int
     lineage: builtins.int
     step: builtins.int
     parts: builtins.int
@@ -3306,6 +3307,10 @@ class WholeSnapshot(google.protobuf.message.Message):
     age_ms: builtins.int
     lost_steps: builtins.int
     """How many steps would be done again if all workers failed now; unset: not known."""
+    @property
+    def node_loss(self) -> global___NodeLoss:
+        """Unset: this server has not heard yet which nodes hold the step."""
+
     def __init__(
         self,
         *,
@@ -3314,12 +3319,69 @@ class WholeSnapshot(google.protobuf.message.Message):
         parts: builtins.int = ...,
         age_ms: builtins.int = ...,
         lost_steps: builtins.int | None = ...,
+        node_loss: global___NodeLoss | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_lost_steps", b"_lost_steps", "lost_steps", b"lost_steps"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lost_steps", b"_lost_steps", "age_ms", b"age_ms", "lineage", b"lineage", "lost_steps", b"lost_steps", "parts", b"parts", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lost_steps", b"_lost_steps", "lost_steps", b"lost_steps", "node_loss", b"node_loss"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lost_steps", b"_lost_steps", "age_ms", b"age_ms", "lineage", b"lineage", "lost_steps", b"lost_steps", "node_loss", b"node_loss", "parts", b"parts", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lost_steps", b"_lost_steps"]) -> typing.Literal["lost_steps"] | None: ...
 
 global___WholeSnapshot = WholeSnapshot
+
+@typing.final
+class NodeLoss(google.protobuf.message.Message):
+    """What would be left in memory if one node was lost now, in the worst case."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    LOST_STEPS_FIELD_NUMBER: builtins.int
+    SOLE_HOLDERS_FIELD_NUMBER: builtins.int
+    SOLE_HOLDER_COUNT_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """The newest step that would be whole; unset: none would be."""
+    lost_steps: builtins.int
+    """How many steps would be done again if all workers failed with it; unset: not known."""
+    sole_holder_count: builtins.int
+    @property
+    def sole_holders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SoleHolder]:
+        """The nodes without which the newest step would not be whole: the first few, and how many there are."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int | None = ...,
+        lost_steps: builtins.int | None = ...,
+        sole_holders: collections.abc.Iterable[global___SoleHolder] | None = ...,
+        sole_holder_count: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lost_steps", b"_lost_steps", "_step", b"_step", "lost_steps", b"lost_steps", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lost_steps", b"_lost_steps", "_step", b"_step", "lost_steps", b"lost_steps", "sole_holder_count", b"sole_holder_count", "sole_holders", b"sole_holders", "step", b"step"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_lost_steps", b"_lost_steps"]) -> typing.Literal["lost_steps"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
+
+global___NodeLoss = NodeLoss
+
+@typing.final
+class SoleHolder(google.protobuf.message.Message):
+    """A node that alone holds a part of the newest whole step, and why no other has a copy."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "reason", b"reason"]) -> None: ...
+
+global___SoleHolder = SoleHolder
 
 @typing.final
 class ReasonTime(google.protobuf.message.Message):

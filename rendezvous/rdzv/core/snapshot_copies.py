@@ -117,6 +117,20 @@ def orders(
     return tuple(found)
 
 
+def why_no_keeper(node_id: str, participants: Sequence[Participant], able: Collection[str]) -> str:
+    """Return why no other node keeps copies for this one; the nodes `able` have a carrier."""
+    if len(participants) < 2:
+        return "no other node takes part"
+    groups = _apart(participants)
+    if len(groups) < 2:
+        return "all nodes are on one machine, and of one topology"
+    if node_id not in able:
+        return "it exchanges no copies: its log says why, or --snapshot-copy-rate is 0"
+    if len(_apart([one for one in participants if one.node_id in able])) < 2:
+        return "the nodes that could keep copies for it exchange none"
+    return f"the nodes that could keep copies for it have {MAX_COPIES} for each worker"
+
+
 def are_kept(wanted: Iterable[Snapshot], held: Collection[Snapshot]) -> bool:
     """Return whether a node holds all these copies, with the digests that their savers reported."""
     there = {(one.mark, one.shard, one.digest) for one in held}

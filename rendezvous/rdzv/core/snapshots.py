@@ -24,6 +24,9 @@ from rdzv.structs import struct
 MAX_LOADS = 3
 """Snapshots are left aside if this many rounds in a row have loaded them and failed soon."""
 
+MAX_SOLE_HOLDERS = 8
+"""As many nodes without copies are named."""
+
 
 class WhyNotLoaded(StrEnum):
     """Why a round loads no snapshots although there are some, and no kept worker has a state."""
@@ -147,6 +150,24 @@ class NodeHolding:
 
 
 @struct(frozen=True)
+class SoleHolder:
+    """A node that alone holds a part of the newest whole state, and why no other has a copy."""
+
+    node_id: str
+    reason: str
+
+
+@struct(frozen=True)
+class NodeLoss:
+    """What the loss of one node would leave of the snapshots, in the worst case."""
+
+    whole: SnapshotMark | None
+    sole_holders: tuple[SoleHolder, ...] = ()
+    """Without any of these the newest state would not be whole: the first `MAX_SOLE_HOLDERS`."""
+    sole_holder_count: int = 0
+
+
+@struct(frozen=True)
 class SnapshotsKnown:
     """What is known about a job's snapshots: the newest whole ones, and all of them by node_id."""
 
@@ -154,16 +175,22 @@ class SnapshotsKnown:
     whole_ms: int = 0
     """Since when they have been whole, as far as known."""
     held: Mapping[str, NodeHolding] = field(default_factory=dict)
+    node_loss: NodeLoss | None = None
+    """None if nodes have not said yet that they hold all of `whole`."""
 
     def lost_steps(self, steps: Iterable[int]) -> int | None:
         """Return how many steps would be redone if all workers, now at `steps`, failed.
 
         None if that is not known.
         """
-        furthest = max(steps, default=None)
-        if self.whole is None or furthest is None:
-            return None
-        return max(furthest - self.whole.step, 0)
+        return _steps_after(self.whole, steps)
+
+    def lost_steps_with_node(self, steps: Iterable[int]) -> int | None:
+        """Return how many steps would be redone if a node was lost with all workers, at most.
+
+        None if that is not known, or if nothing whole would be left in memory.
+        """
+        return _steps_after(self.node_loss.whole if self.node_loss else None, steps)
 
 
 class HeldByNodes:
@@ -179,6 +206,7 @@ class HeldByNodes:
         self.whole_in_round: SnapshotMark | None = None
         """The newest whole mark, if it became whole in this round."""
         self._lineages = sealed_in(round_)
+        self._loadable = range(round_.origin, round_.number + 1)
         self._world_size = round_.world_size
         self._held: dict[str, tuple[Snapshot, ...]] = {}
         self._holders: dict[SnapshotMark, dict[int, int]] = {}
@@ -211,9 +239,39 @@ class HeldByNodes:
         """Return the snapshots that a node has reported."""
         return self._held.get(node_id, ())
 
+    def sole_holders(self, mark: SnapshotMark) -> set[str] | None:
+        """Return the nodes that alone hold a part of a mark; None if a part is not held."""
+        holders = self._holders.get(mark, {})
+        if len(holders) < mark.shards:
+            return None
+        return {
+            name
+            for name, snapshots in self._held.items()
+            for one in snapshots
+            if one.mark == mark and holders[one.shard] == 1
+        }
+
+    def whole_without_a_node(self) -> SnapshotMark | None:
+        """Return the newest mark that is whole after the loss of any one node.
+
+        Another node may be a sole holder of each mark, so it is the worst case of all nodes.
+        """
+        worse_off = set(self._held)
+        for mark in sorted(self._holders, reverse=True):
+            fits = mark.lineage in self._loadable and _fits(mark, self._world_size)
+            sole = self.sole_holders(mark) if fits else None
+            if sole is not None and not (worse_off := worse_off & sole):
+                return mark
+        return None
+
     def _is_whole(self, mark: SnapshotMark) -> bool:
         fits = mark.lineage in self._lineages and _fits(mark, self._world_size)
         return fits and len(self._holders[mark]) == mark.shards
+
+
+def _steps_after(mark: SnapshotMark | None, steps: Iterable[int]) -> int | None:
+    furthest = max(steps, default=None)
+    return None if mark is None or furthest is None else max(furthest - mark.step, 0)
 
 
 def _parts(snapshots: Iterable[Snapshot]) -> set[tuple[SnapshotMark, int]]:

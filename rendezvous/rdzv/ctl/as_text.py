@@ -179,6 +179,7 @@ def facts(job: JobStatus, page: Page) -> list[str]:
         *((("workers", Cell(text)),) if (text := workers(job)) else ()),
         *((("progress", Cell(progress(job))),) if job.progress else ()),
         *((("snapshots", Cell(snapshots(job))),) if job.snapshot is not None else ()),
+        *((("copies", Cell(text)),) if (text := after_loss_of_node(job)) else ()),
         *((("straggling", Cell(straggling(job), "yellow")),) if job.stragglers else ()),
     )
     return [line for label, value in found for line in page.fact(label, value)]
@@ -308,6 +309,25 @@ def snapshots(job: JobStatus) -> str:
     if held:
         amount = size_text(sum(node.snapshot_bytes for node in held))
         text += f"; {amount} on {counted(len(held), 'node')}"
+    return text
+
+
+def after_loss_of_node(job: JobStatus) -> str:
+    """Describe what would be left of the snapshots in memory if one node was lost now, and why."""
+    newest = job.snapshot
+    if newest is None or (loss := newest.node_loss) is None:
+        return ""
+    if loss.step is None:
+        text = "the loss of one node may leave nothing whole in memory"
+    else:
+        text = f"step {loss.step} would survive the loss of any one node"
+        if loss.lost_steps is not None:
+            text += f", and at most {counted(loss.lost_steps, 'step')} would be redone"
+    if loss.sole_holders:
+        names = ", ".join(f"{one.node_id} ({one.reason})" for one in loss.sole_holders)
+        more = loss.sole_holder_count - len(loss.sole_holders)
+        names += f" and {counted(more, 'other node')}" if more else ""
+        text += f"; step {newest.step} is whole only with {names}"
     return text
 
 

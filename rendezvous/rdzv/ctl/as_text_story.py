@@ -12,6 +12,7 @@ from rdzv.core.events import NodeLeft, NodeLost
 from rdzv.core.model import Cause
 from rdzv.core.words import counted, duration
 from rdzv.ctl import as_text_report
+from rdzv.ctl.as_text import after_loss_of_node, snapshots
 from rdzv.ctl.layout import Cell, Page
 from rdzv.view.answers import Event, JobStatus, NodeStatus
 from rdzv.view.history import read
@@ -272,6 +273,10 @@ def _now(status: JobStatus, page: Page) -> list[str]:
     if len(waiting) > NODES_TOLD:
         more = counted(len(waiting) - NODES_TOLD, "more node")
         lines += page.sentence(f"  And {more}: `rdzvctl status --all` has all of them.")
+    if held := snapshots(status):
+        lines += page.sentence(_sentence(f"  Snapshots in memory: {held}"))
+    if left := after_loss_of_node(status):
+        lines += page.sentence(_sentence(f"  Copies of them: {left}"))
     submission = status.submission
     if submission is not None and submission.jobs_before:
         before = counted(submission.jobs_before, "job")

@@ -79,6 +79,27 @@ class NodeStatus:
 
 
 @struct(frozen=True)
+class SoleHolder:
+    """A node that alone holds a part of the newest whole step, and why no other has a copy."""
+
+    node_id: str
+    reason: str
+
+
+@struct(frozen=True)
+class NodeLoss:
+    """What would be left in memory if one node was lost now, in the worst case."""
+
+    step: int | None
+    """The newest step that would be whole; None if none would be."""
+    lost_steps: int | None = None
+    """How many steps would be redone if all workers failed with it; None if unknown."""
+    sole_holders: tuple[SoleHolder, ...] = ()
+    """Nodes without which the newest step would not be whole; the first few of them."""
+    sole_holder_count: int = 0
+
+
+@struct(frozen=True)
 class WholeSnapshot:
     """The newest step for which participants hold all `parts` of a job's state in memory."""
 
@@ -89,6 +110,8 @@ class WholeSnapshot:
     """How long it has been whole, as far as this server knows."""
     lost_steps: int | None = None
     """How many steps would be redone if all workers failed now; None if unknown."""
+    node_loss: NodeLoss | None = None
+    """None if this server has not heard yet which nodes hold the step."""
 
 
 @struct(frozen=True)

@@ -28,6 +28,16 @@ function snapshots(job) {
   return text.join("; ");
 }
 
+/** What would be left of it if one node was lost now, and why. */
+function afterLossOfNode({ step: newest, node_loss: loss }) {
+  const text = [loss.step === null ? "the loss of one node may leave nothing whole in memory" : `step ${loss.step} would survive the loss of any one node`];
+  if (loss.lost_steps !== null) text[0] += `, and at most ${counted(loss.lost_steps, "step")} would be redone`;
+  const names = loss.sole_holders.map((one) => `${one.node_id} (${one.reason})`).join(", ");
+  const more = loss.sole_holder_count - loss.sole_holders.length;
+  if (names) text.push(`step ${newest} is whole only with ${names}${more ? ` and ${counted(more, "other node")}` : ""}`);
+  return text.join("; ");
+}
+
 /** Return a link to a job's dashboard, if rdzvd has been told where Grafana is. */
 function grafanaLink(name) {
   const url = document.querySelector('meta[name="rdzv-grafana"]')?.content;
@@ -184,6 +194,7 @@ export class JobView {
       ...(job.budgets?.preemptions ? [["Lost or left", spent(job.budgets.preemptions, job.budgets.max_preemptions)]] : []),
       ...(job.budgets?.store_failures ? [["Store hosts failed", spent(job.budgets.store_failures, job.budgets.max_store_failures)]] : []),
       ...(job.snapshot ? [["Snapshots in memory", snapshots(job)]] : []),
+      ...(job.snapshot?.node_loss ? [["Copies of them", afterLossOfNode(job.snapshot)]] : []),
       ...(job.stragglers.length ? [["Straggling", job.stragglers.map((one) => `RANK ${one.rank} (${slowness(one)})`).join("; ")]] : []),
       ["Run", `${orNone(job.run_number)} (${orNone(job.run)})`],
       ["Run began", moment(job.at - job.run_age_ms)],

@@ -209,7 +209,9 @@ def test_a_killed_carrier_is_said_and_may_be_started_again(pair: tuple[Node, Nod
     two.until(lambda: two.copied() == [50])
 
 
-def test_a_carrier_that_sends_nonsense_is_killed(pair: tuple[Node, Node]) -> None:
+def test_a_carrier_that_sends_nonsense_is_killed(
+    pair: tuple[Node, Node], capfd: pytest.CaptureFixture[str]
+) -> None:
     """It is a process of the job, which the job may have changed."""
     one, two = pair
     one.carry("secret")
@@ -217,6 +219,8 @@ def test_a_carrier_that_sends_nonsense_is_killed(pair: tuple[Node, Node]) -> Non
     program = "import os, sys, time; os.write(int(sys.argv[-1]), b'\\xff' * 100); time.sleep(600)"
     two.carry("x", argv=[sys.executable, "-c", program])
     two.until(lambda: two.copies._carrier is None)
+    said = "no copies of snapshots are exchanged: the process that fetches them closed its socket"
+    assert capfd.readouterr().err == f"rdzv: {said}\n"
     two.order(one, 40)
     assert two.said["missing"]["reason"] == "the process that fetches them is not running"
 

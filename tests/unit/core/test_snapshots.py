@@ -219,6 +219,42 @@ def test_a_step_that_kept_workers_do_again_does_not_count() -> None:
     assert carried.note("n1", holds("5@49/2:0 5@50/2:0"))
 
 
+@pytest.mark.parametrize(
+    ("held", "newest", "survives", "sole"),
+    [
+        # All nodes hold the whole state.
+        (["5@50", "5@50"], "5@50", "5@50", ""),
+        # Each has its own part, and nothing else.
+        (["5@50/2:0", "5@50/2:1"], "5@50/2", None, "n1 n2"),
+        (["5@50/2:0 5@50/2:1", "5@50/2:1 5@50/2:0"], "5@50/2", "5@50/2", ""),
+        # One of them has no copy of the other's part.
+        (["5@50/2:0 5@50/2:1", "5@50/2:1"], "5@50/2", None, "n1"),
+        # Copies of the newest step are still on their way.
+        (
+            ["5@50/2:0 5@50/2:1 5@60/2:0", "5@50/2:1 5@50/2:0 5@60/2:1"],
+            "5@60/2",
+            "5@50/2",
+            "n1 n2",
+        ),
+        # Whoever is lost, some step is left: the older one without n1, the newer one without n2.
+        (["5@60", "5@50"], "5@60", "5@50", "n1"),
+        # What the round has loaded is from the lineage before.
+        (["4@50", "4@50"], "4@50", "4@50", ""),
+        # It is not known yet who holds it.
+        (["", ""], "4@50", None, None),
+    ],
+)
+def test_what_the_loss_of_one_node_would_leave(
+    held: list[str], newest: str, survives: str | None, sole: str | None
+) -> None:
+    known = held_by_two("4@50")
+    for node_id, said in zip(("n1", "n2"), held, strict=True):
+        known.note(node_id, holds(said))
+    assert known.whole == mark(newest)
+    assert known.whole_without_a_node() == (None if survives is None else mark(survives))
+    assert known.sole_holders(mark(newest)) == (None if sole is None else set(sole.split()))
+
+
 # ------------------------------------------------------------------ in a job
 
 

@@ -327,7 +327,47 @@ def test_status_shows_what_is_held_in_memory(
         "parts": parts,
         "age_ms": 12_000,
         "lost_steps": lost_steps,
+        "node_loss": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [
+        (pb.NodeLoss(step=1_200), "step 1200 would survive the loss of any one node"),
+        (
+            pb.NodeLoss(
+                step=1_190,
+                lost_steps=13,
+                sole_holders=[pb.SoleHolder(node_id="n1", reason="n2 is fetching a copy")],
+                sole_holder_count=1,
+            ),
+            "step 1190 would survive the loss of any one node, and at most 13 steps would be "
+            "redone; step 1200 is whole only with n1 (n2 is fetching a copy)",
+        ),
+        (
+            pb.NodeLoss(
+                sole_holders=[pb.SoleHolder(node_id="n1", reason="no other node takes part")],
+                sole_holder_count=3,
+            ),
+            "the loss of one node may leave nothing whole in memory; step 1200 is whole only with "
+            "n1 (no other node takes part) and 2 other nodes",
+        ),
+    ],
+)
+def test_status_and_explain_show_what_the_loss_of_a_node_would_leave(
+    control: FakeControl,
+    server: str,
+    capsys: pytest.CaptureFixture[str],
+    loss: pb.NodeLoss,
+    shown: str,
+) -> None:
+    status = control_samples.running()
+    status.snapshot.CopyFrom(pb.WholeSnapshot(step=1_200, parts=1, node_loss=loss))
+    control.jobs["gpt-small"] = status
+    for command in ("status", "explain"):
+        assert run([command, "gpt-small"]) == 0
+        assert shown in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_is_not_known_is_null(

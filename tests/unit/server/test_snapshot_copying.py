@@ -36,6 +36,12 @@ class Pair:
     def note(self, stream: Stream, said: SnapshotsHeld) -> None:
         self.server.driver.reports.note_snapshots(stream, said)
 
+    def missing(self) -> dict[str, str]:
+        """Return why there are no copies, by the node that alone holds a part."""
+        loss = self.server.driver.views.snapshots("job-7").node_loss
+        assert loss is not None and loss.sole_holder_count == len(loss.sole_holders)
+        return {one.node_id: one.reason for one in loss.sole_holders}
+
     def heard(self, stream: Stream) -> list[object]:
         """Return what a node was sent of snapshots, without its times."""
         heard = [one for one in read(stream) if isinstance(one, SnapshotWatermark | KeepCopies)]
@@ -71,6 +77,33 @@ async def test_a_step_is_announced_once_copies_are_kept() -> None:
         assert p.heard(p.n1) == p.heard(p.n2) == []
         p.note(p.n2, says(part(1, 40), part(0, 40, copy_of=0), port=7001))
         assert p.heard(p.n1) == p.heard(p.n2) == WHOLE_40
+
+
+async def test_why_there_are_no_copies_is_known_for_each_node() -> None:
+    async with pair() as p:
+        p.note(p.n1, says(part(0, 40)))
+        p.note(p.n2, says(part(1, 40), port=None))
+        none = "the nodes that could keep copies for it exchange none"
+        own = "it exchanges no copies: its log says why, or --snapshot-copy-rate is 0"
+        assert p.missing() == {"n1": none, "n2": own}
+        p.note(p.n2, says(part(1, 40), port=7001))
+        assert p.missing() == {"n1": "n2 is fetching a copy", "n2": "n1 is fetching a copy"}
+        p.note(p.n1, says(part(0, 40), missing="there is no memory"))
+        p.note(p.n2, says(part(1, 40), part(1, 50), part(0, 40, copy_of=0), port=7001))
+        assert p.missing() == {"n2": "n1 keeps no copy: there is no memory"}
+        p.note(p.n1, says(part(0, 40), part(0, 50)))
+        p.note(p.n1, says(part(0, 50), part(0, 60)))
+        p.note(p.n2, says(part(1, 50), part(1, 60), part(0, 50, copy_of=0), port=7001))
+        assert p.missing() == dict.fromkeys(("n1", "n2"), "step 50 is copied first")
+
+
+async def test_a_keeper_whose_process_has_ended_is_named() -> None:
+    async with pair() as p:
+        p.note(p.n1, says(part(0, 40)))
+        p.note(p.n2, says(part(1, 40), port=7001))
+        p.note(p.n1, says(part(0, 40), port=None))
+        ended = "n1 keeps no copy: it exchanges copies no longer; its log says why"
+        assert p.missing() == {"n1": "n2 is fetching a copy", "n2": ended}
 
 
 async def test_a_copy_with_another_digest_does_not_count() -> None:

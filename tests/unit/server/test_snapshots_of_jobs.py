@@ -6,7 +6,7 @@ import pytest
 
 from rdzv.core.events import RoundCompleted
 from rdzv.core.model import Offer, Participant, Round, Snapshot, SnapshotMark
-from rdzv.core.snapshots import NodeHolding, SnapshotsKnown, WhyNotLoaded
+from rdzv.core.snapshots import NodeHolding, NodeLoss, SnapshotsKnown, SoleHolder, WhyNotLoaded
 from rdzv.server.messages import (
     Announcement,
     Assignment,
@@ -23,6 +23,8 @@ from rdzv.view import answers
 from rdzv.view.history import fields_in, written
 from rdzv.view.sentences import sentence_of
 from tests.unit.server.test_driver import FakeClock, Server, read, running, server
+
+SAME_MACHINE = "all nodes are on one machine, and of one topology"
 
 
 def mark(step: int, lineage: int = 0, world_size: int = 4) -> SnapshotMark:
@@ -57,7 +59,10 @@ async def test_all_participants_hear_of_a_step_that_is_whole() -> None:
         s.driver.reports.note_snapshots(n2, holds(1, mark(40)))
         assert heard(n1) == heard(n2) == whole_at(40)
         assert s.driver.views.snapshots("job-7") == SnapshotsKnown(
-            mark(40), s.clock.now_ms(), {"n1": NodeHolding(1, 1_000), "n2": NodeHolding(1, 1_000)}
+            mark(40),
+            s.clock.now_ms(),
+            {"n1": NodeHolding(1, 1_000), "n2": NodeHolding(1, 1_000)},
+            NodeLoss(None, (SoleHolder("n1", SAME_MACHINE), SoleHolder("n2", SAME_MACHINE)), 2),
         )
         # Once each; and again when the next one is complete.
         s.driver.reports.note_snapshots(n2, holds(1, mark(40), mark(50)))
@@ -101,10 +106,12 @@ async def test_it_is_shown_with_what_a_failure_would_cost() -> None:
         progress = tuple(RankProgress(rank, 50 + rank, 0, 0.0) for rank in range(4))
         view, now_ms = await s.driver.views.status("job-7"), s.clock.now_ms()
         shown = answer_values.job_status(view, now_ms, progress, snapshots=known)
-        assert shown.snapshot == answers.WholeSnapshot(0, 40, 2, 3_000, lost_steps=13)
+        sole = tuple(answers.SoleHolder(name, SAME_MACHINE) for name in ("n1", "n2"))
+        alone = answers.NodeLoss(None, None, sole, 2)
+        assert shown.snapshot == answers.WholeSnapshot(0, 40, 2, 3_000, 13, alone)
         assert [(n.snapshots, n.snapshot_bytes) for n in shown.nodes] == [(1, 1_000), (2, 2_000)]
         unknown = answer_values.job_status(view, now_ms, snapshots=known)
-        assert unknown.snapshot == answers.WholeSnapshot(0, 40, 2, 3_000, lost_steps=None)
+        assert unknown.snapshot == answers.WholeSnapshot(0, 40, 2, 3_000, None, alone)
         page, state = JobPage(), s.driver.jobs.peek("job-7")
         assert state is not None
         page.add_snapshots(state, known, progress, now_ms)
@@ -116,6 +123,30 @@ async def test_it_is_shown_with_what_a_failure_would_cost() -> None:
             'rdzv_job_snapshots{rdzv_id="job-7"} 3',
             'rdzv_job_snapshot_bytes{rdzv_id="job-7"} 3000',
         ]
+
+
+async def test_a_step_that_is_whole_without_any_one_node_is_shown_beside_the_newest() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        for stream, shard in ((n1, 0), (n2, 1)):
+            copy = holds(1 - shard, mark(40)).snapshots
+            own = holds(shard, mark(40), mark(50)).snapshots
+            said = SnapshotsHeld("job-7", "run-1", (*own, *copy))
+            s.driver.reports.note_snapshots(stream, said)
+        known, now_ms = s.driver.views.snapshots("job-7"), s.clock.now_ms()
+        progress = tuple(RankProgress(rank, 53, 0, 0.0) for rank in range(4))
+        view = await s.driver.views.status("job-7")
+        shown = answer_values.job_status(view, now_ms, progress, snapshots=known)
+        assert shown.snapshot is not None and shown.snapshot.node_loss is not None
+        loss = shown.snapshot.node_loss
+        assert (shown.snapshot.step, shown.snapshot.lost_steps) == (50, 3)
+        assert (loss.step, loss.lost_steps, loss.sole_holder_count) == (40, 13, 2)
+        page, state = JobPage(), s.driver.jobs.peek("job-7")
+        assert state is not None
+        page.add_snapshots(state, known, progress, now_ms)
+        assert b'\nrdzv_job_snapshot_step_without_a_node{rdzv_id="job-7"} 40\n' in b"".join(
+            page.parts()
+        )
 
 
 @pytest.mark.parametrize(

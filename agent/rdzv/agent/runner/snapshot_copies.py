@@ -132,7 +132,7 @@ class SnapshotCopies:
         close_fds(self._fds())
         self._kept = self._coming = None
         self._spare = []
-        self._hang_up()
+        self._hang_up("")
 
     # ------------------------------------------------------------------ the agent's requests
 
@@ -283,6 +283,8 @@ class SnapshotCopies:
     def _hang_up(self, reason: str = "the process that fetches them closed its socket") -> None:
         """Close the carrier's socket and kill it; the fetch that it was doing has failed."""
         if self._channel is not None:
+            if reason:
+                write_line(f"no copies of snapshots are exchanged: {reason}")
             self._loop.unwatch(self._channel.fileno())
             self._channel.close()
             self._channel = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rdzv.core.model import Round, Snapshot, SnapshotMark
-from rdzv.core.snapshot_copies import CopyCarrier, CopySource, are_kept, orders
+from rdzv.core.snapshot_copies import CopyCarrier, CopySource, are_kept, orders, why_no_keeper
 from rdzv.core.snapshots import HeldByNodes
 from rdzv.server.messages import KeepCopies, SnapshotsHeld
 
@@ -26,6 +26,10 @@ class Copying:
         """Whether a node carries copies that did not when the present mark was begun with."""
         self._orders: dict[str, tuple[CopySource, ...]] = {}
         """What nodes are still to copy of the present mark."""
+        self._keepers: dict[str, str] = {}
+        """Who was to copy the present mark from whom."""
+        self._given_up: dict[str, str] = {}
+        """Why nodes do not keep the copies of the present mark that they were to keep."""
         self._sent: set[str] = set()
         """Nodes that have been sent their orders on their present streams."""
         self._mark: SnapshotMark | None = None
@@ -43,7 +47,10 @@ class Copying:
             self._carriers[node_id] = said.carrier
         if sources := self._orders.get(node_id):
             wanted = [one for source in sources for one in source.snapshots]
-            if are_kept(wanted, said.snapshots) or self._are_given_up(said):
+            if are_kept(wanted, said.snapshots):
+                del self._orders[node_id]
+            elif why := self._why_given_up(said):
+                self._given_up[node_id] = why
                 del self._orders[node_id]
         if not self._orders:
             self.settled = self._mark
@@ -67,21 +74,36 @@ class Copying:
         """Note that a node's stream has ended."""
         self._sent.discard(node_id)
 
+    def why_missing(self, node_id: str, mark: SnapshotMark) -> str:
+        """Return why no other node has a copy of a node's part of the newest whole mark."""
+        keeper = self._keepers.get(node_id)
+        if mark.shards == 1 and len(self._participants) > 1:
+            return "the other nodes have not saved it yet"
+        if self._orders and self._mark is not None and self._mark != mark:
+            return f"step {self._mark.step} is copied first"
+        if keeper is None:
+            return why_no_keeper(node_id, list(self._participants.values()), self._carriers)
+        if keeper in self._given_up:
+            return f"{keeper} keeps no copy: {self._given_up[keeper]}"
+        return f"{keeper} is fetching a copy"
+
     def _begin(self, mark: SnapshotMark, held: HeldByNodes) -> None:
         self._mark, self._orders, self._sent, self._has_grown = mark, {}, set(), False
+        self._keepers, self._given_up = {}, {}
         able = {name: held.held_by(name) for name in self._participants if name in self._carriers}
         for order in orders(mark, list(self._participants.values()), able):
             source = self._source(order.source, order.snapshots)
             self._orders[order.keeper] = (*self._orders.get(order.keeper, ()), source)
+            self._keepers[order.source] = order.keeper
         if not self._orders:
             self.settled = mark
 
-    def _are_given_up(self, said: SnapshotsHeld) -> bool:
-        """Whether a node keeps no copies of the present mark: without a carrier, or as it says."""
-        if said.carrier is None:
-            return True
+    def _why_given_up(self, said: SnapshotsHeld) -> str:
+        """Return why a node will not keep its copies of the present mark; empty if it may still."""
         missing = said.missing
-        return missing is not None and missing.mark == self._mark and missing.reason != ""
+        if missing is not None and missing.mark == self._mark and missing.reason:
+            return missing.reason
+        return "" if said.carrier else "it exchanges copies no longer; its log says why"
 
     def _source(self, node_id: str, snapshots: tuple[Snapshot, ...]) -> CopySource:
         carrier, address = self._carriers[node_id], self._participants[node_id].offer.address

@@ -13,7 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rdzv.core.model import SnapshotMark, State
-from rdzv.core.snapshots import HeldByNodes, NodeHolding, SnapshotsKnown
+from rdzv.core.snapshots import (
+    MAX_SOLE_HOLDERS,
+    HeldByNodes,
+    NodeHolding,
+    NodeLoss,
+    SnapshotsKnown,
+    SoleHolder,
+)
 from rdzv.server.diagnosis.snapshot_copying import Copying
 from rdzv.server.messages import Announcement, SnapshotsHeld, SnapshotWatermark
 
@@ -28,6 +35,16 @@ class _Job:
     copying: Copying
     whole_ms: int | None = None
     """When the newest mark became whole; None if that was before the round."""
+
+    def node_loss(self) -> NodeLoss | None:
+        """Return what the loss of one node would leave; None if that is not known."""
+        mark = self.held.whole
+        names = None if mark is None else self.held.sole_holders(mark)
+        if mark is None or names is None:
+            return None
+        first = sorted(names)[:MAX_SOLE_HOLDERS]
+        sole = (SoleHolder(name, self.copying.why_missing(name, mark)) for name in first)
+        return NodeLoss(self.held.whole_without_a_node(), tuple(sole), len(names))
 
 
 class SnapshotTracking:
@@ -93,7 +110,7 @@ class SnapshotTracking:
             for node_id, all_ in held.items()
             if all_
         }
-        return SnapshotsKnown(job.held.whole, since_ms, sizes)
+        return SnapshotsKnown(job.held.whole, since_ms, sizes, job.node_loss())
 
     def _job(self, state: State) -> _Job:
         membership, round_ = state.membership, state.membership.live_round

@@ -65,9 +65,19 @@ def _whole_snapshot(
     mark = snapshots.whole
     if mark is None:
         return None
-    age_ms = max(now_ms - snapshots.whole_ms, 0)
-    lost = snapshots.lost_steps(one.step for one in progress)
-    return answers.WholeSnapshot(mark.lineage, mark.step, mark.shards, age_ms, lost)
+    age_ms, steps = max(now_ms - snapshots.whole_ms, 0), [one.step for one in progress]
+    node_loss = None
+    if (found := snapshots.node_loss) is not None:
+        node_loss = from_value(
+            answers.NodeLoss,
+            found,
+            step=None if found.whole is None else found.whole.step,
+            lost_steps=snapshots.lost_steps_with_node(steps),
+        )
+    lost_steps = snapshots.lost_steps(steps)
+    return answers.WholeSnapshot(
+        mark.lineage, mark.step, mark.shards, age_ms, lost_steps, node_loss
+    )
 
 
 def _job_node(

@@ -227,6 +227,10 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "gauge",
         "Steps that would be redone if all workers failed now.",
     ),
+    "rdzv_job_snapshot_step_without_a_node": (
+        "gauge",
+        "Newest step that would be whole after the loss of any one node; absent if there is none.",
+    ),
     "rdzv_job_snapshots": (
         "gauge",
         "Snapshots that nodes hold in memory; absent if there are none.",
@@ -332,6 +336,9 @@ class JobPage:
             add("rdzv_job_snapshot_age_seconds", job, age_ms / 1000)
             if (lost := snapshots.lost_steps(one.step for one in progress)) is not None:
                 add("rdzv_job_snapshot_lost_steps", job, lost)
+        loss = snapshots.node_loss
+        if loss is not None and loss.whole is not None:
+            add("rdzv_job_snapshot_step_without_a_node", job, loss.whole.step)
         if held := snapshots.held.values():
             add("rdzv_job_snapshots", job, sum(one.snapshots for one in held))
             add("rdzv_job_snapshot_bytes", job, sum(one.bytes for one in held))
