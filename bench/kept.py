@@ -133,6 +133,7 @@ def worker(found: Found, place: Place) -> None:
     """SIGKILL of a worker."""
     with place.job() as job:
         early: dict[int, tuple[int, int, int]] = {}
+        too_many: list[str] = []
         for number in range(found.wanted):
             settle(job, 1.1)
             if number == min(WARM_UP, found.wanted // 2):
@@ -140,9 +141,11 @@ def worker(found: Found, place: Place) -> None:
             before, last, killed = dict(job.workers), job.round, victim(job, "n3")
             since_s = kill(killed.pid)
             stepped_s = job.trains(6)
-            job.check_kept(before, [killed.pid])
             note_recovery(found, job, since_s, stepped_s, last)
-            found.held += 1
+            if job.replaced(before) == {killed.pid}:
+                found.held += 1
+            else:
+                too_many.append(job.why_new())
         settle(job, 0)
         _check_flat(found, job, early)
         seeds = [
@@ -152,6 +155,8 @@ def worker(found: Found, place: Place) -> None:
             if number and not seat.kept
         ]
         _check_losses(found, job, place, seeds)
+        if too_many:
+            raise BrokenPromiseError(f"others were replaced as well: {too_many[0]}")
 
 
 def _check_flat(found: Found, job: KeptJob, early: dict[int, tuple[int, int, int]]) -> None:

@@ -205,14 +205,17 @@ class KeptJob:
         if len(found) != 1:
             raise BrokenPromiseError(f"round {self.round} began with a mixture: {self.workers}")
 
+    def replaced(self, before: Mapping[int, Seat]) -> set[int]:
+        """Return the pids of the workers that did not keep their process."""
+        now = {seat.pid for seat in self.workers.values()}
+        return {seat.pid for seat in before.values()} - now
+
     def check_kept(self, before: Mapping[int, Seat], but: Iterable[int] = ()) -> None:
         """Raise unless all workers except these pids, which must be gone, kept their process."""
-        gone = set(but)
-        was = {seat.pid for seat in before.values()}
-        now = {seat.pid for seat in self.workers.values()}
-        if was - now != gone:
+        expected, gone = set(but), self.replaced(before)
+        if gone != expected:
             raise BrokenPromiseError(
-                f"round {self.round}: pids {sorted(was - now)} are gone, not {sorted(gone)}; "
+                f"round {self.round}: pids {sorted(gone)} are gone, not {sorted(expected)}; "
                 f"{self.why_new()}"
             )
 
