@@ -81,7 +81,8 @@ campaigns: $(READY)  ## tests that do the same many times over: restarts, kills,
 ci: test clusters frameworks campaigns dist-test  ## all five
 
 .PHONY: unit
-# What starts programs, imports torch, or tries hundreds of cases, is marked slow: `make test` has that too.
+# Tests that start programs, serve gRPC, import torch, or try hundreds of cases are marked slow, and run
+# in `make test` only.
 unit: $(READY)  ## the quick tests
 	@$(if $(wildcard /dev/shm/.),TMPDIR=/dev/shm) $(BIN)/python -m pytest tests/unit tests/scenarios \
 	  tests/stores -q -p no:xdist -p tests.support.forked --forks 3 -m 'not slow' \

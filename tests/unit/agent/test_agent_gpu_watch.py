@@ -15,6 +15,8 @@ from rdzv.core.gpu_state import GpuState
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_adoption import LINE
 
+pytestmark = pytest.mark.slow
+
 A, B, C = (
     GpuState(f"GPU-{name}", mhz, 2_000) for name, mhz in (("a", 2_000), ("b", 600), ("c", 900))
 )

@@ -36,6 +36,8 @@ from rdzv.transport.node_stream import Backoff
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 IDENTITY = Identity("n1", "instance-1", pb.AGENT_KIND_FOREGROUND, "127.0.0.1", 4711, "1.2.3")
 PATIENCE_S = 100.0
 NOBODY = Endpoint("127.0.0.1", 9)

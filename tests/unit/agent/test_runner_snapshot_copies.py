@@ -27,6 +27,8 @@ from rdzv.agent.runner.snapshot_slots import SavedSnapshot, SnapshotSlots
 from tests.unit.agent.test_runner_snapshot_slots import MIB, Agent, Link
 from tests.unit.agent.test_snapshot_carrier import SIZE, asked, snapshot
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(job_programs.__path__[0]) / "snapshot_carrier.py"
 PATIENCE_S = 60.0
 SLOT = SIZE + 4096

@@ -22,6 +22,8 @@ from rdzv.runtime.clock import MonotonicClock
 from rdzv.server.settings.config import Config
 from rdzv.transport.endpoints import Listen
 
+pytestmark = pytest.mark.slow
+
 
 class FakeStore:
     """The part of a TCPStore that `Looks` uses."""

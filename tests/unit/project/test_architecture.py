@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.source_tree import MAP, ROOT, SOURCES, parsed, sources, statements
 
 FUNCTION_LINES = 60
@@ -66,6 +68,7 @@ def test_every_answer_is_a_function_that_exists() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_what_is_large_is_listed_with_its_reason() -> None:
     listed = set(re.findall(r"^\* `([\w/.]+(?::\w+)?)`: \S", section("Large on purpose"), re.M))
     large = set()

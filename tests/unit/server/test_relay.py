@@ -31,6 +31,8 @@ from tests.unit.server.test_relayed_streams import LONG_S, PATIENT, hello, join,
 
 from ports import free_port  # isort: skip
 
+pytestmark = pytest.mark.slow
+
 
 @asynccontextmanager
 async def relay(

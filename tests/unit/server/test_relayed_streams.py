@@ -33,6 +33,8 @@ from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
 from tests.support.tls_files import Files
 
+pytestmark = pytest.mark.slow
+
 LONG_S = 100
 PATIENT = NodesTuning(lease_ms=60_000, lease_max_ms=60_000, takeover_grace_ms=120_000)
 

@@ -31,6 +31,8 @@ from rdzv.server.settings.config import Oidc, OidcAccount  # noqa: E402
 from rdzv.server.settings.server_settings import ROLES  # noqa: E402
 from tests.support.issuer import AUDIENCE, Issuer, Key, issuing  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 ACCOUNTS = (
     OidcAccount("team-a", "", ("submit",)),
     OidcAccount("team-a", "shared", ("submit",), "namespace"),

@@ -13,6 +13,7 @@ from rdzv.worker import lost_wait
 from rdzv.worker.lost_wait import LOST_AFTER_S, LostWait
 
 BACKWARD = "/venv/torch/autograd/graph.py"
+BUFFERS = "/venv/torch/nn/parallel/distributed.py"
 
 
 @pytest.fixture
@@ -33,13 +34,17 @@ def main(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return at
 
 
-def test_a_thread_that_does_nothing_in_a_backward_pass_waits_in_vain(main: SimpleNamespace) -> None:
+@pytest.mark.parametrize("file", [BACKWARD, BUFFERS])
+def test_a_thread_that_does_nothing_in_a_collective_of_ddp_waits_in_vain(
+    main: SimpleNamespace, file: str
+) -> None:
+    main.file = file
     wait = LostWait()
     assert wait.place() == ""
     main.now_s += LOST_AFTER_S / 2
     assert wait.place() == ""
     main.now_s += LOST_AFTER_S / 2
-    assert wait.place() == f"{BACKWARD}:979"
+    assert wait.place() == f"{file}:979"
 
 
 def test_a_thread_that_computes_does_not(main: SimpleNamespace) -> None:

@@ -17,7 +17,10 @@ from pathlib import Path
 LOST_AFTER_S = 1.0
 """How long the main thread has done nothing, where a collective that is cut ends within 0.1 s."""
 
-_WAITS_IN = ("/torch/autograd/", "/torch/distributed/", "/rdzv/worker/groups.py")
+_WAITS_IN = (
+    *("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/"),
+    "/rdzv/worker/groups.py",
+)
 """Where the main thread is, by its innermost frame, while it waits for gloo."""
 
 
