@@ -126,6 +126,7 @@ def test_a_hang_that_the_server_could_not_hear_of_is_told_when_it_is_back(c: Clu
     assert node.wait() == 1
     assert "hung: RANK 0 stopped by a signal, in " in node.text
     assert "; RANK 1 in " in node.text
+    assert "  local_rank 0: SIGKILL\n  local_rank 1: SIGTERM\n" in node.text
     failed = c.wait_for_state("failed")
     assert failed.last_failure is not None
     assert failed.last_failure.root_cause.rank == 0

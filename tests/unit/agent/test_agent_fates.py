@@ -13,6 +13,7 @@ from rdzv.agent.core.model import AgentState, Assignment, Job, KeptWorker, NodeF
 from rdzv.agent.launch.launch import EventSink, Launch
 from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import FateRecorder, NodeOutcome, Stop
+from rdzv.agent.workers.summary import summary
 from rdzv.core.model import Cause, Result, Settings
 
 LINE = Assignment("r", 3, 1, 2, 4, 8, 2, 6, "a", 1, True, 0, 1)
@@ -32,8 +33,15 @@ class Recorder:
 class Play:
     """An agent core and the recorder that observes it; the test moves the clock."""
 
-    def __init__(self, size: int = 2) -> None:
-        job = Job("job-7", "n1", Settings(2, 2), local_world_size=size, shutdown_timeout_ms=7_000)
+    def __init__(self, size: int = 2, keep_timeout_ms: int = 0) -> None:
+        job = Job(
+            "job-7",
+            "n1",
+            Settings(2, 2),
+            local_world_size=size,
+            shutdown_timeout_ms=7_000,
+            keep_timeout_ms=keep_timeout_ms,
+        )
         launch = Launch(job, "t.py", role="r0", python="/x/python", event_log=EventSink("h", "b"))
         self.now_ms = 0
         self.recorder = Recorder()
@@ -157,7 +165,7 @@ def test_a_worker_that_the_agent_has_ended_is_terminated_and_has_not_failed(play
     assert '"exit_code": [-11], "worker_pid": [70]' in failed["metadata"]["metadata"]
     assert play.outcome is not None
     assert [worker.failed for worker in play.outcome.workers] == [True, False]
-    assert play.outcome.workers[1].stopped == Stop(signal.SIGTERM, 5_000)
+    assert play.outcome.workers[1].stopped == Stop(signal.SIGTERM, at_ms=0)
 
 
 def test_who_leaves_by_a_signal_has_failed_with_the_reason(play: Play) -> None:
@@ -169,7 +177,7 @@ def test_who_leaves_by_a_signal_has_failed_with_the_reason(play: Play) -> None:
     assert play.recorded()[4:] == [("AGENT", "FAILED")]
     assert play.recorder.events[-1]["metadata"]["raw_error"] == "its agent received SIGINT"
     assert play.outcome is not None
-    assert {worker.stopped for worker in play.outcome.workers} == {Stop(signal.SIGINT, 7_000)}
+    assert {worker.stopped for worker in play.outcome.workers} == {Stop(signal.SIGINT, at_ms=0)}
 
 
 def test_who_never_had_a_round_has_failed_without_workers(play: Play) -> None:
@@ -202,7 +210,7 @@ def test_a_round_that_ends_elsewhere_ends_the_workers_here(play: Play) -> None:
     play.exit(1, None, 9)
     play.see(events.WorkersGone(3))
     stopped = [worker.stopped for worker in play.fates.workers]
-    assert stopped == [Stop(signal.SIGTERM, 7_000)] * 2
+    assert stopped == [Stop(signal.SIGTERM, at_ms=0)] * 2
 
 
 def test_what_the_handler_does_not_take_is_counted_not_waited_for(play: Play) -> None:
@@ -212,9 +220,10 @@ def test_what_the_handler_does_not_take_is_counted_not_waited_for(play: Play) ->
 
 
 def test_a_parked_worker_that_is_ended_with_the_job_has_its_exit() -> None:
-    p = Play()
+    p = Play(keep_timeout_ms=10_000)
     p.run()
     p.exit(1, None, 9)
+    p.now_ms = 400
     p.see(
         events.WorkersGone(3, kept=(KeptWorker(0, 70),)),
         events.RunClosed("r", Result.FAILED, "no restart is left", False, ()),
@@ -223,5 +232,73 @@ def test_a_parked_worker_that_is_ended_with_the_job_has_its_exit() -> None:
     )
     assert p.outcome is not None
     first, second = p.outcome.workers
-    assert (first.exit_code, first.failed, first.stopped) == (0, False, Stop(15, 5_000))
+    assert (first.exit_code, first.failed, first.stopped) == (0, False, Stop(15, at_ms=400))
     assert (second.signal, second.failed) == (9, True)
+
+
+def test_the_time_between_two_signals_is_what_passed_not_what_was_allowed(play: Play) -> None:
+    play.run()
+    play.see(events.Signalled(signal.SIGINT, "SIGINT"))
+    play.now_ms = 1_500
+    play.see(events.Signalled(signal.SIGINT, "SIGINT"))  # Cuts the grace of 7 s short.
+    play.exit(0, None, 9)
+    play.exit(1, 0)
+    play.see(events.WorkersGone(3))
+    assert play.outcome is not None
+    assert "local_rank 0: SIGINT, and SIGKILL 1.5 s later" in summary("job-7", play.outcome)
+
+
+def test_a_hung_worker_is_killed_without_a_signal_before() -> None:
+    p = Play(keep_timeout_ms=10_000)
+    p.run()
+    hung = events.RoundEnded(
+        "r", 3, Cause.WORKER_FAILURE, "rank 4 hangs", broken=True, keep=True, culprits=(0,)
+    )
+    p.see(hung)
+    p.now_ms = 2_000
+    p.exit(0, None, 9)
+    p.exit(1, None, 15)
+    p.see(events.WorkersGone(3))
+    p.close(Result.FAILED)
+    assert p.outcome is not None
+    ends = summary("job-7", p.outcome).splitlines()[-2:]
+    assert ends == ["  local_rank 0: SIGKILL", "  local_rank 1: SIGTERM"]
+
+
+def test_a_worker_killed_because_it_did_not_park_says_so() -> None:
+    p = Play(keep_timeout_ms=10_000)
+    p.run()
+    p.see(events.RoundEnded("r", 3, Cause.NODE_LOST, "lost", broken=True, keep=True))
+    p.now_ms = 10_000
+    p.fates.worker_not_kept(0, 70, "it did not park in time")
+    p.fates.worker_not_kept(1, 4711, "it is another process")
+    p.exit(0, None, 9)
+    p.exit(1, None, 9)
+    p.see(events.WorkersGone(3))
+    p.close(Result.FAILED)
+    assert p.outcome is not None
+    ends = summary("job-7", p.outcome).splitlines()[-2:]
+    assert ends == [
+        "  local_rank 0: SIGKILL: it did not park in time",
+        "  local_rank 1: SIGTERM, and SIGKILL 10 s later",
+    ]
+
+
+def test_a_charged_suspect_has_failed_and_was_not_ended_by_the_agent() -> None:
+    p = Play(keep_timeout_ms=10_000)
+    p.run()
+    charged = NodeFailure("n1", "n1.net", 0, 4, 70, None, None, "connection reset", "")
+    p.see(
+        events.WorkerSuspected(3, 0, 70, "connection reset", "", age_ms=0),
+        events.WorkersGone(3, kept=(KeptWorker(0, 70), KeptWorker(1, 71))),
+        events.RunClosed("r", Result.FAILED, "no restart is left", False, (charged,)),
+        events.KeptExited(0, 70, 1, None),
+        events.KeptExited(1, 71, None, 15),
+        events.KeptGone(),
+    )
+    assert p.outcome is not None
+    assert [(worker.failed, worker.stopped) for worker in p.outcome.workers] == [
+        (True, None),
+        (False, Stop(signal.SIGTERM, at_ms=0)),
+    ]
+    assert p.recorded()[-3:-1] == [("WORKER", "FAILED"), ("WORKER", "TERMINATED")]

@@ -8,7 +8,7 @@ from rdzv.agent.workers.summary import ranges, summary
 
 LOST = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:3133"
 LINE = Assignment("r", 3, 1, 2, 4, 8, 0, 8, "a", 1, True, 0, 1)
-TERM = Stop(signal.SIGTERM, 5_000)
+TERM = Stop(signal.SIGTERM, at_ms=1_000)
 
 
 def failure(rank: int, node: str, message: str, traceback: str = "", **how: int) -> NodeFailure:
@@ -25,7 +25,9 @@ def failure(rank: int, node: str, message: str, traceback: str = "", **how: int)
     )
 
 
-def fate(local_rank: int, stopped: Stop | None = TERM, **how: int) -> WorkerFate:
+def fate(
+    local_rank: int, stopped: Stop | None = TERM, why_killed: str = "", **how: int
+) -> WorkerFate:
     return WorkerFate(
         local_rank,
         rank=local_rank,
@@ -33,6 +35,8 @@ def fate(local_rank: int, stopped: Stop | None = TERM, **how: int) -> WorkerFate
         pid=1,
         exit_code=how.get("exit_code"),
         signal=how.get("signal"),
+        ended_ms=how.get("ended_ms", 1_000),
+        why_killed=why_killed,
         failed=stopped is None,
         stopped=stopped,
     )
@@ -52,7 +56,7 @@ def test_the_first_failure_those_that_followed_and_those_that_were_ended_are_tol
             fate(0, stopped=None, exit_code=1),
             fate(1, signal=15),
             fate(2, signal=15),
-            fate(3, signal=9),
+            fate(3, signal=9, ended_ms=6_020),
         ),
     )
     assert (
@@ -68,9 +72,9 @@ Failed because of it, when their connections broke:
   rank 0 (local_rank 0) on n1 (n1.net), pid 4000: exit code 1: {LOST}
 Failed at the same time, perhaps because of it:
   rank 4 (local_rank 0) on n2 (n2.net), pid 4004: signal 11 (SIGSEGV): received SIGSEGV (pid 4004)
-Ended by this node's agent, no failures (3 workers of 4):
+Ended by this node's agent (3 workers of 4):
   local_rank 1, 2: SIGTERM
-  local_rank 3: SIGTERM, and after 5 s SIGKILL"""
+  local_rank 3: SIGTERM, and SIGKILL 5.0 s later"""
     )
 
 
@@ -82,16 +86,20 @@ def test_a_worker_may_answer_the_signal_in_its_own_way() -> None:
             fate(4, exit_code=143),
             fate(5, Stop(signal.SIGKILL, 0), signal=9),
             fate(6),
+            fate(7, why_killed="it did not park in time", signal=9),
+            fate(8, why_killed="it did not park in time", signal=15),
         ),
     )
     assert (
         told.partition("Ended by")[2]
         == """\
- this node's agent, no failures (7 workers of 7):
+ this node's agent (9 workers of 9):
   local_rank 0-3: SIGTERM, which it answered with exit code 0
   local_rank 4: SIGTERM, which it answered with exit code 143
   local_rank 5: SIGKILL
-  local_rank 6: SIGTERM; not seen to end"""
+  local_rank 6: SIGTERM; not seen to end
+  local_rank 7: SIGKILL: it did not park in time
+  local_rank 8: SIGTERM"""
     )
 
 
@@ -122,8 +130,8 @@ def test_numbers_in_a_row_are_written_as_a_range() -> None:
 
 def test_a_worker_that_failed_before_it_was_told_to_end_has_failed() -> None:
     local = LocalRound.begin(LINE, 3).started(0, 70).started(1, 71).started(2, 72)
-    local = local.ended(0, 1, None, failed=True).told_to_end({1, 2}, TERM)
-    local = local.ended(1, 1, None, failed=True).ended(2, None, 15, failed=False)
+    local = local.ended(0, 1, None, 0, failed=True).told_to_end({1, 2}, TERM)
+    local = local.ended(1, 1, None, 0, failed=True).ended(2, None, 15, 2_000, failed=False)
     assert [(w.rank, w.pid, w.failed, w.stopped) for w in local.workers] == [
         (4, 70, True, None),
         (5, 71, True, None),
@@ -134,6 +142,11 @@ def test_a_worker_that_failed_before_it_was_told_to_end_has_failed() -> None:
 def test_the_first_word_to_end_is_the_one_that_counts() -> None:
     local = LocalRound.begin(LINE, 1).told_to_end({0}, TERM)
     assert local.told_to_end({0}, Stop(signal.SIGKILL, 0)).workers[0].stopped == TERM
+
+
+def test_a_worker_that_was_let_park_is_ended_by_the_next_word() -> None:
+    local = LocalRound.begin(LINE, 1).told_to_end({0}, Stop(signal.SIGTERM, 0, may_park=True))
+    assert local.told_to_end({0}, TERM).workers[0].stopped == TERM
 
 
 def test_an_outcome_of_this_node_is_an_outcome() -> None:

@@ -111,6 +111,8 @@ class RunnerEventRouter:
                 )
             case runner_link.WorkerResumed():
                 post(events.WorkerResumed(event.round, event.local_rank))
+            case runner_link.WorkerNotKept():
+                self._context.fates.worker_not_kept(event.local_rank, event.pid, event.reason)
             case runner_link.KeptExited():
                 fate = (event.exit_code, event.signal)
                 post(events.KeptExited(event.local_rank, event.pid, *fate))

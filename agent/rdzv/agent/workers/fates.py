@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 @struct(frozen=True)
 class Stop:
-    """How the agent asked a worker to end."""
+    """How the agent told a worker to end."""
 
     signum: int
-    grace_ms: int
-    """The time between the signal and SIGKILL."""
+    at_ms: int
+    """When, by the agent's clock."""
+    may_park: bool = False
+    """Whether a worker that can be kept is asked to park instead."""
 
 
 @struct(frozen=True)
@@ -38,6 +40,10 @@ class WorkerFate:
     exit_code: int | None = None
     signal: int | None = None
     """The signal that ended it; without an exit code either, it has not ended or never started."""
+    ended_ms: int = 0
+    """When it ended, by the agent's clock."""
+    why_killed: str = ""
+    """Why it was killed instead of parked; empty if it was not."""
     failed: bool = False
     """Whether it failed by itself."""
     stopped: Stop | None = None
@@ -64,24 +70,51 @@ class LocalRound:
         return self._with(local_rank, pid=pid)
 
     def told_to_end(self, alive: Collection[int], stop: Stop) -> LocalRound:
-        """Return the round after a stop of the workers in `alive`; each keeps its first stop."""
+        """Return the round after a stop of the workers in `alive`.
+
+        Each keeps its first stop, unless that one let it park.
+        """
         return replace(
             self,
             workers=tuple(
                 replace(fate, stopped=stop)
-                if fate.local_rank in alive and fate.stopped is None
+                if fate.local_rank in alive and (fate.stopped is None or fate.stopped.may_park)
                 else fate
                 for fate in self.workers
             ),
         )
 
+    def charged(self, local_ranks: Collection[int]) -> LocalRound:
+        """Return the round after these parked workers were charged: they have failed."""
+        return replace(
+            self,
+            workers=tuple(
+                replace(fate, failed=True, stopped=None) if fate.local_rank in local_ranks else fate
+                for fate in self.workers
+            ),
+        )
+
+    def not_kept(self, local_rank: int, reason: str) -> LocalRound:
+        """Return the round after a worker was killed instead of parked."""
+        return self._with(local_rank, why_killed=reason)
+
     def ended(
-        self, local_rank: int, exit_code: int | None, signal: int | None, *, failed: bool
+        self,
+        local_rank: int,
+        exit_code: int | None,
+        signal: int | None,
+        at_ms: int,
+        *,
+        failed: bool,
     ) -> LocalRound:
         """Return the round with an exit; a worker that was told to end has not failed."""
-        stopped = None if failed else self.workers[local_rank].stopped
         return self._with(
-            local_rank, exit_code=exit_code, signal=signal, failed=failed, stopped=stopped
+            local_rank,
+            exit_code=exit_code,
+            signal=signal,
+            ended_ms=at_ms,
+            failed=failed,
+            stopped=None if failed else self.workers[local_rank].stopped,
         )
 
     def _with(self, local_rank: int, **changes: object) -> LocalRound:
@@ -125,7 +158,7 @@ class FateRecorder:
         await self._event_log.open()
 
     async def close(self) -> None:
-        """Let the last events be recorded."""
+        """Wait until the last events are recorded."""
         await self._event_log.close()
 
     def resume(self, assignment: Assignment, pids: Mapping[int, int]) -> None:
@@ -142,6 +175,11 @@ class FateRecorder:
             for worker in self._round.workers[recorded : _started_in_order(self._round)]:
                 self._event_log.worker_started(worker)
 
+    def worker_not_kept(self, local_rank: int, pid: int, reason: str) -> None:
+        """Note that a worker was asked to park, but is killed."""
+        if self._round is not None and self._has(local_rank, pid):
+            self._round = self._round.not_kept(local_rank, reason)
+
     def note(
         self, event: events.Event, state: AgentState, doing: Sequence[commands.Command]
     ) -> None:
@@ -150,18 +188,20 @@ class FateRecorder:
             case events.WorkerExited() if self._is_current(event.round):
                 assert self._round is not None
                 failed = event.local_rank in {failure.local_rank for failure in state.failures}
+                at_ms = self._now_ms() - event.age_ms
                 self._round = self._round.ended(
-                    event.local_rank, event.exit_code, event.signal, failed=failed
+                    event.local_rank, event.exit_code, event.signal, at_ms, failed=failed
                 )
             case events.KeptExited() if self._has(event.local_rank, event.pid):
                 assert self._round is not None
                 failed = self._round.workers[event.local_rank].failed
                 self._round = self._round.ended(
-                    event.local_rank, event.exit_code, event.signal, failed=failed
+                    event.local_rank, event.exit_code, event.signal, self._now_ms(), failed=failed
                 )
             case events.Fenced() if self._is_current(event.round):
                 assert self._round is not None
-                self._round = self._round.told_to_end(state.alive, Stop(signals.SIGKILL, 0))
+                stop = Stop(signals.SIGKILL, self._now_ms())
+                self._round = self._round.told_to_end(state.alive, stop)
             case _:
                 pass
         for command in doing:
@@ -176,15 +216,22 @@ class FateRecorder:
                 self._round = LocalRound.begin(command.assignment, self._local_world_size)
             case commands.NotifyWorkers(signum=int(signum)) if self._is_current(command.round):
                 assert self._round is not None
-                stop = Stop(signals.Signals(signum), command.left_ms)
+                stop = Stop(signals.Signals(signum), self._now_ms())
                 self._round = self._round.told_to_end(state.alive, stop)
             case commands.StopWorkers() if self._is_current(command.round):
                 assert self._round is not None
                 signum = signals.SIGTERM if command.signum is None else command.signum
                 if command.grace_ms == 0:
                     signum = signals.SIGKILL
-                stop = Stop(signum, command.grace_ms)
-                self._round = self._round.told_to_end(state.alive, stop)
+                killed = Stop(signals.SIGKILL, self._now_ms())
+                stop = Stop(signum, self._now_ms(), may_park=command.keep_ms is not None)
+                ended = self._round.told_to_end(state.alive & {*command.not_kept}, killed)
+                self._round = ended.told_to_end(state.alive - {*command.not_kept}, stop)
+            case commands.EndKept() if self._round is not None:
+                signum = signals.SIGTERM if command.grace_ms else signals.SIGKILL
+                kept = {worker.local_rank for worker in state.kept} - {*command.charged}
+                ended = self._round.charged(command.charged)
+                self._round = ended.told_to_end(kept, Stop(signum, self._now_ms()))
             case _:
                 pass
 

@@ -14,6 +14,7 @@ from rdzv.agent.system.error_files import describe_exit, signal_name
 from rdzv.agent.workers.fates import NodeOutcome, Stop, WorkerFate
 from rdzv.core.model import Failure
 from rdzv.core.root_cause import is_connection_error
+from rdzv.core.words import duration
 from rdzv.structs import field_names
 
 
@@ -46,16 +47,16 @@ def _indented(lines: Iterable[str]) -> list[str]:
 
 
 def _in_full(failure: NodeFailure) -> list[str]:
-    return [_who(failure), failure.message, *failure.traceback.splitlines()]
+    return [_worker(failure), failure.message, *failure.traceback.splitlines()]
 
 
 def _in_short(failures: Sequence[NodeFailure]) -> list[str]:
     return _indented(
-        f"{_who(failure)}: {failure.message.partition(chr(10))[0]}" for failure in failures
+        f"{_worker(failure)}: {failure.message.partition(chr(10))[0]}" for failure in failures
     )
 
 
-def _who(failure: NodeFailure) -> str:
+def _worker(failure: NodeFailure) -> str:
     where = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}"
     how = describe_exit(failure.exit_code, failure.signal)
     return f"{where} ({failure.address}), pid {failure.pid}: {how}"
@@ -73,24 +74,23 @@ def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
     noun = "worker" if count == 1 else "workers"
     ends = (f"local_rank {ranges(ranks)}: {end}" for end, ranks in by_end.items())
     return [
-        f"Ended by this node's agent, no failures ({count} {noun} of {len(workers)}):",
+        f"Ended by this node's agent ({count} {noun} of {len(workers)}):",
         *_indented(ends),
     ]
 
 
 def _end(fate: WorkerFate, stop: Stop) -> str:
     """Describe the end of a worker that was told to end."""
+    sent = signal_name(stop.signum)
     if fate.exit_code is None and fate.signal is None:
-        return f"{signal_name(stop.signum)}; not seen to end"
-    if stop.signum == signal.SIGKILL:
-        return signal_name(stop.signum)
+        return f"{sent}; not seen to end"
+    if fate.signal == signal.SIGKILL and fate.why_killed:
+        return f"SIGKILL: {fate.why_killed}"
+    if stop.signum in (signal.SIGKILL, fate.signal):
+        return sent
     if fate.signal == signal.SIGKILL:
-        grace = f"{stop.grace_ms / 1000:g} s"
-        return f"{signal_name(stop.signum)}, and after {grace} SIGKILL"
-    if fate.signal == stop.signum:
-        return signal_name(stop.signum)
-    how = describe_exit(fate.exit_code, fate.signal)
-    return f"{signal_name(stop.signum)}, which it answered with {how}"
+        return f"{sent}, and SIGKILL {duration(fate.ended_ms - stop.at_ms)} later"
+    return f"{sent}, which it answered with {describe_exit(fate.exit_code, fate.signal)}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
