@@ -56,26 +56,26 @@ def main(path: Path, check_config: bool, print_config: bool) -> NoReturn:
     """Run the jobs that are submitted to the server and placed on this node.
 
     \b
-        server = "10.0.0.5:29400"             # several with commas between them
+        server = "10.0.0.5:29400"             # or several, separated by commas
         node_id = "gpu-7"                     # default: the host name
         capacity = 2                          # jobs at once
         [labels]
         gpu = "h100"
 
-    It stays when it has no job, and when the server is away. SIGTERM ends it: its workers are told
-    to save and exit, and have drain_deadline for that; a second one ends the wait. SIGUSR2 ends it
-    and leaves its jobs running, for the rdzv-agent that is started next; so does a restart by
-    systemd. SIGHUP makes it read the configuration anew.
+    It keeps running without a job and without a server. SIGTERM ends it: its workers are told to
+    save and exit within drain_deadline; a second SIGTERM ends the wait. SIGUSR2, like a restart by
+    systemd, ends it but leaves its jobs running for the next rdzv-agent. SIGHUP reloads the
+    configuration.
 
     \b
         [[job]]                               # a job without `rdzvctl submit`
         args = ["--rdzv-id=night", "--nnodes=2:4", "--nproc-per-node=8", "/srv/train.py"]
 
-    With [[job]] it takes part in these jobs alone, and ends when all have ended for this node.
+    With [[job]] it runs only these jobs, and exits when all have ended on this node.
 
     Exit codes: 0 ended by a signal; 1 another agent has taken over this node's name; 2 the
-    configuration is wrong; 75 something else went wrong, and another start may do better.
-    With [[job]]: 0 all succeeded, 1 one failed; others as rdzvrun's, where all agree.
+    configuration is wrong; 75 another error, and a restart may help. With [[job]]: rdzvrun's code
+    if it is the same for all jobs, else 1.
     """
     set_up_logging("rdzv-agent")
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 
-gc.disable()  # The many imported objects stay anyway, so collecting them is wasted time.
+gc.disable()  # The imported objects are never garbage, so looking for it wastes time.
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, *, legacy: bool = False) -> NoReturn
     try:
         _run(argv, legacy=legacy)
     except KeyboardInterrupt:
-        # Ctrl-C came before or after signals are handled, so there is nothing to end.
+        # Ctrl-C arrived while no signal handler was installed, so no worker is running.
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -73,20 +73,20 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
         try:
             write_error(Path(path), outcome.failures[0])
         except OSError as error:
-            log.warning("TORCHELASTIC_ERROR_FILE cannot be written: %s", error)
+            log.warning("cannot write TORCHELASTIC_ERROR_FILE: %s", error)
     sys.exit(outcome.exit_code)
 
 
 def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
     """Take part in the job until it has ended for this node."""
-    # The resulting error is clearer than the log of gRPC's core.
+    # The errors that we report are clearer than the log of gRPC's core.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     credentials = meeting.credentials(os.environ)
-    # The runner starts up while this process imports its client of the server.
+    # The runner starts up while this process imports the client for the server.
     runner = StartedRunner()
     try:
         with _without_garbage():
-            # This is imported only once the command line is known to be valid.
+            # Imported only once the command line is known to be valid.
             from rdzv.agent.node.node import take_part
         [outcome] = asyncio.run(
             take_part(
@@ -106,7 +106,7 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
 
 @contextlib.contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Exclude objects imported in the body from garbage collection, for the reason above."""
+    """Exempt the objects imported in the body from garbage collection, as at the top."""
     gc.disable()
     try:
         yield

@@ -224,7 +224,7 @@ def test_bound_workers_are_cold_only_where_openmp_counts_cpus() -> None:
 @pytest.mark.parametrize("text", ["soon", "-1", "601", "nan"])
 def test_a_wait_that_makes_no_sense_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RDZV_WARM_WAIT", text)
-    with pytest.raises(InvalidRequestError, match=f"RDZV_WARM_WAIT={text}: give how many seconds"):
+    with pytest.raises(InvalidRequestError, match=f"RDZV_WARM_WAIT={text}: give the seconds that"):
         zygote_of({})
 
 

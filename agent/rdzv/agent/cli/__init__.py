@@ -1,1 +1,1 @@
-"""rdzvrun's command line on this node: its meaning, and where the job's nodes meet."""
+"""rdzvrun's command line: parsing it, and choosing where the nodes of the job meet."""

@@ -3,8 +3,8 @@
 A command line either names a server, or makes one of the job's own nodes serve. Finding that node
 needs no discovery: it has node rank 0 (`static`), or owns the endpoint's host (`c10d`). It serves
 from memory for the life of its rdzvrun, as torchrun's store lives on a training node. With `etcd`
-the nodes instead elect the server in an etcd, which keeps the state, and elect another when it is
-gone. A standing `rdzvd` outlives every node without an election.
+the nodes elect the server through etcd, which keeps the state, and elect another when it is gone. A
+standing `rdzvd` outlives every node without an election.
 
 Source: `torch/distributed/run.py` (`config_from_args`) and the rendezvous back-ends of torch 2.13.
 """
@@ -69,7 +69,7 @@ class Meeting:
 
 
 @struct(frozen=True)
-class Wish:
+class RendezvousOptions:
     """The rendezvous options of a command line; empty or None if not given."""
 
     backend: str
@@ -88,20 +88,20 @@ class Wish:
     files: Mapping[str, Path | None]
     """The given files of `Credentials`."""
     places_node: bool = False
-    """Whether the server is given the node's name or its position in the network."""
+    """Whether the node's name or its position in the network is given."""
 
     @property
     def static(self) -> bool:
-        """Whether any option belongs to torchrun's static back-end."""
+        """Whether any given option belongs to torchrun's static back-end."""
         return bool(self.master_addr) or self.node_rank is not None or self.master_port is not None
 
     @property
     def for_rdzvd(self) -> bool:
-        """Whether it has options that only a standing rdzvd can use."""
+        """Whether any given option is of use only with a standing rdzvd."""
         return self.places_node or "," in self.endpoint or any(self.files.values())
 
 
-def choose(wish: Wish) -> Meeting:
+def choose(options: RendezvousOptions) -> Meeting:
     """Choose where to meet, as torchrun would interpret the same command line.
 
     Without a back-end, the choice is: this node alone, if there is no endpoint or port and at most
@@ -111,91 +111,91 @@ def choose(wish: Wish) -> Meeting:
     Raises:
         InvalidRequestError: the command line is incomplete or contradicts itself.
     """
-    if wish.standalone or _alone(wish):
-        return _standalone(wish)
-    match wish.backend:
+    if options.standalone or _alone(options):
+        return _standalone(options)
+    match options.backend:
         case "static":
-            return _static(wish)
+            return _static(options)
         case "c10d":
-            return _c10d(wish)
+            return _c10d(options)
         case "rdzv":
-            return _standing(wish)
+            return _standing(options)
         case "":
-            return _static(wish) if _means_static(wish) else _standing(wish)
+            return _static(options) if _means_static(options) else _standing(options)
         case "etcd" | "etcd-v2":
-            return _etcd(wish)
+            return _etcd(options)
         case _:
             raise InvalidRequestError(
-                f"--rdzv-backend={wish.backend} is not known to rdzvrun; use one of {_KNOWN}"
+                f"--rdzv-backend={options.backend} is not known to rdzvrun; use one of {_KNOWN}"
             )
 
 
-def _means_static(wish: Wish) -> bool:
+def _means_static(options: RendezvousOptions) -> bool:
     """Return whether a command line without a back-end means torchrun's default, the static one.
 
     With an endpoint and one node it does, unless the endpoint can only be a standing rdzvd: the
     command line has options for it, the endpoint is on another machine, or a server already listens
     there.
     """
-    if wish.static or wish.max_nodes > 1:
-        return wish.static
-    if not wish.rdzv_id:
+    if options.static or options.max_nodes > 1:
+        return options.static
+    if not options.rdzv_id:
         return True
-    return not wish.for_rdzvd and _can_serve(parse_endpoint(wish.endpoint, DEFAULT_PORT))
+    return not options.for_rdzvd and _can_serve(parse_endpoint(options.endpoint, DEFAULT_PORT))
 
 
-def _alone(wish: Wish) -> bool:
+def _alone(options: RendezvousOptions) -> bool:
     """Return whether the job has one node, which needs no rendezvous with others."""
-    if wish.endpoint or wish.max_nodes > 1:
+    if options.endpoint or options.max_nodes > 1:
         return False
-    if wish.backend in ("", "static"):
-        return wish.master_port is None
-    return wish.backend in ("rdzv", "c10d")
+    if options.backend in ("", "static"):
+        return options.master_port is None
+    return options.backend in ("rdzv", "c10d")
 
 
-def _standalone(wish: Wish) -> Meeting:
-    if wish.max_nodes > 1:
+def _standalone(options: RendezvousOptions) -> Meeting:
+    if options.max_nodes > 1:
         raise InvalidRequestError(
-            f"--standalone is for one node, but --nnodes={wish.nnodes} asks for more; "
+            f"--standalone is for one node, but --nnodes={options.nnodes} asks for more; "
             "leave one of them out"
         )
-    rdzv_id = wish.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
+    rdzv_id = options.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
     return Meeting((), rdzv_id, why="one node, with a server of its own")
 
 
-def _standing(wish: Wish) -> Meeting:
-    if not wish.endpoint:
+def _standing(options: RendezvousOptions) -> Meeting:
+    if not options.endpoint:
         raise InvalidRequestError(
-            f"--nnodes={wish.nnodes} needs a server; start rdzvd and give its address as "
+            f"--nnodes={options.nnodes} needs a server; start rdzvd and give its address as "
             "--rdzv-endpoint=HOST:PORT"
         )
-    if not wish.rdzv_id:
+    if not options.rdzv_id:
         raise InvalidRequestError(
             "--rdzv-id is missing; without it this job could be mixed up with another; "
             "give all nodes of this job the same --rdzv-id=NAME"
         )
-    endpoints = parse_endpoints(wish.endpoint)
+    endpoints = parse_endpoints(options.endpoint)
     why = f"rdzvd at {', '.join(map(str, endpoints))}"
-    if not wish.backend and wish.max_nodes == 1 and not wish.for_rdzvd:
+    if not options.backend and options.max_nodes == 1 and not options.for_rdzvd:
         why += "; this node cannot serve there: the port is taken, or on another machine"
-    return Meeting(endpoints, wish.rdzv_id, why=why, files=wish.files)
+    return Meeting(endpoints, options.rdzv_id, why=why, files=options.files)
 
 
-def _c10d(wish: Wish) -> Meeting:
+def _c10d(options: RendezvousOptions) -> Meeting:
     """Meet at the endpoint, where the node that owns its host serves."""
-    if not wish.endpoint:
+    if not options.endpoint:
         raise InvalidRequestError(
-            f"--rdzv-backend=c10d with --nnodes={wish.nnodes} needs --rdzv-endpoint=HOST:PORT, "
+            f"--rdzv-backend=c10d with --nnodes={options.nnodes} needs --rdzv-endpoint=HOST:PORT, "
             "where HOST is one of the nodes"
         )
-    if (host := _host_at_any_port(wish.endpoint)) is not None:
-        return _c10d_at_any_port(wish, host)
-    endpoint = parse_endpoint(wish.endpoint, DEFAULT_PORT)
-    hosts = owns(endpoint.host) if wish.is_host is None else wish.is_host
+    if (host := _host_at_any_port(options.endpoint)) is not None:
+        return _c10d_at_any_port(options, host)
+    endpoint = parse_endpoint(options.endpoint, DEFAULT_PORT)
+    hosts = owns(endpoint.host) if options.is_host is None else options.is_host
     where = "this node serves" if hosts else "served by the node that owns it"
     return Meeting(
         (endpoint,),
-        wish.rdzv_id or "none",
+        options.rdzv_id or "none",
         host_at=endpoint if hosts else None,
         why=f"c10d at {endpoint}, {where}",
     )
@@ -211,48 +211,47 @@ def _host_at_any_port(endpoint: str) -> str | None:
     return host if port == "0" else None
 
 
-def _c10d_at_any_port(wish: Wish, host: str) -> Meeting:
+def _c10d_at_any_port(options: RendezvousOptions, host: str) -> Meeting:
     """Serve only this node: no other node can know a port chosen by the system."""
-    hosts = owns(parse_endpoint(host).host) if wish.is_host is None else wish.is_host
-    if wish.min_nodes > 1 or not hosts:
+    hosts = owns(parse_endpoint(host).host) if options.is_host is None else options.is_host
+    if options.min_nodes > 1 or not hosts:
         raise InvalidRequestError(
-            f"--rdzv-endpoint={wish.endpoint}: port 0 means any free port of the node "
+            f"--rdzv-endpoint={options.endpoint}: port 0 means any free port of the node "
             f"that owns {host}, which other nodes cannot know; give a port, e.g. "
             f"{host}:{DEFAULT_PORT}"
         )
     why = "c10d at a free port, which only this node knows: it has its own server"
-    return Meeting((), wish.rdzv_id or "none", why=why)
+    return Meeting((), options.rdzv_id or "none", why=why)
 
 
-def _etcd(wish: Wish) -> Meeting:
-    """Meet at the node that the others elect; torchrun's etcd and etcd-v2 mean the same here.
+def _etcd(options: RendezvousOptions) -> Meeting:
+    """Meet at the node that all nodes elect; `etcd` and `etcd-v2` mean the same here.
 
-    This requires the v3 API of etcd; the v2 API, used by torchrun's back-ends, was removed in etcd
-    3.6.
+    Both need etcd's v3 API. torchrun's back-ends use the v2 API, which etcd 3.6 has removed.
     """
-    given = f"--rdzv-backend={wish.backend}"
-    if not wish.endpoint:
+    given = f"--rdzv-backend={options.backend}"
+    if not options.endpoint:
         raise InvalidRequestError(f"{given} needs --rdzv-endpoint=HOST:PORT of an etcd v3")
-    if not wish.rdzv_id:
+    if not options.rdzv_id:
         raise InvalidRequestError(
             f"--rdzv-id is missing; with {given} all jobs share one etcd, and this one "
             "could be mixed up with another; give all nodes of this job the same "
             "--rdzv-id=NAME"
         )
-    etcd = _etcd_config(wish)
+    etcd = _etcd_config(options)
     return Meeting(
         etcd.endpoints,
-        wish.rdzv_id,
+        options.rdzv_id,
         elect_by=etcd,
         why=f"served by an elected node, {etcd.place}",
     )
 
 
-def _etcd_config(wish: Wish) -> EtcdConfig:
-    """Read how to reach etcd: the keys of torchrun's etcd and etcd-v2, plus user and password."""
+def _etcd_config(options: RendezvousOptions) -> EtcdConfig:
+    """Read the etcd settings from --rdzv-conf: torchrun's keys, and a user with a password."""
     from rdzv.stores.etcd_config import EtcdConfig, first_line
 
-    conf = wish.conf
+    conf = options.conf
 
     def file(*keys: str) -> Path | None:
         return next((Path(conf[key]) for key in keys if key in conf), None)
@@ -261,12 +260,12 @@ def _etcd_config(wish: Wish) -> EtcdConfig:
     protocol = conf.get("protocol", "http")
     if protocol not in ("http", "https"):
         raise InvalidRequestError(f"--rdzv-conf: protocol={protocol} is neither http nor https")
-    endpoints = [part.strip() for part in wish.endpoint.split(",") if part.strip()]
+    endpoints = [part.strip() for part in options.endpoint.split(",") if part.strip()]
     prefix = conf.get("etcd_prefix", DEFAULT_ETCD_PREFIX).rstrip("/")
     return EtcdConfig.parse(
         ",".join(e if "://" in e else f"{protocol}://{e}" for e in endpoints),
         # Each job elects its own server, so each has its own key prefix in etcd.
-        prefix=f"{prefix}/{_as_path(wish.rdzv_id)}",
+        prefix=f"{prefix}/{_as_path(options.rdzv_id)}",
         user=conf.get("etcd_user", ""),
         password=first_line(password) if password else "",
         ca=file("cacert", "ca_cert"),
@@ -280,32 +279,32 @@ def _as_path(rdzv_id: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", rdzv_id)
 
 
-def _static(wish: Wish) -> Meeting:
+def _static(options: RendezvousOptions) -> Meeting:
     """Meet at the master's address; node rank 0 serves, and GROUP_RANKs are the node ranks."""
-    if wish.min_nodes != wish.max_nodes:
+    if options.min_nodes != options.max_nodes:
         raise InvalidRequestError(
-            f"--nnodes={wish.nnodes}: the static back-end needs a fixed number of nodes; "
+            f"--nnodes={options.nnodes}: the static back-end needs a fixed number of nodes; "
             "give one number, or use an rdzvd"
         )
-    node_rank = wish.node_rank or 0
-    if not 0 <= node_rank < wish.max_nodes:
+    node_rank = options.node_rank or 0
+    if not 0 <= node_rank < options.max_nodes:
         raise InvalidRequestError(
-            f"--node-rank={node_rank} is out of bounds; with --nnodes={wish.nnodes} give 0 to "
-            f"{wish.max_nodes - 1}"
+            f"--node-rank={node_rank} is out of bounds; with --nnodes={options.nnodes} give 0 to "
+            f"{options.max_nodes - 1}"
         )
-    if wish.endpoint:
-        endpoint = parse_endpoint(wish.endpoint, DEFAULT_MASTER_PORT)
+    if options.endpoint:
+        endpoint = parse_endpoint(options.endpoint, DEFAULT_MASTER_PORT)
     else:
-        port = DEFAULT_MASTER_PORT if wish.master_port is None else wish.master_port
-        endpoint = Endpoint(wish.master_addr or "127.0.0.1", port)
+        port = DEFAULT_MASTER_PORT if options.master_port is None else options.master_port
+        endpoint = Endpoint(options.master_addr or "127.0.0.1", port)
     where = "this node serves" if node_rank == 0 else "served by node rank 0"
     return Meeting(
         # One node needs no rendezvous there; its workers may use the address for their store.
-        (endpoint,) if wish.max_nodes > 1 else (),
-        wish.rdzv_id or "none",
+        (endpoint,) if options.max_nodes > 1 else (),
+        options.rdzv_id or "none",
         host_at=endpoint if node_rank == 0 else None,
         node_id=f"node-rank-{node_rank:05d}",
-        why=f"static, node rank {node_rank} of {wish.max_nodes}, at {endpoint}, {where}",
+        why=f"static, node rank {node_rank} of {options.max_nodes}, at {endpoint}, {where}",
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rdzv.agent.cli import backends
-from rdzv.agent.cli.backends import Meeting, Wish
+from rdzv.agent.cli.backends import Meeting, RendezvousOptions
 from rdzv.agent.core.model import Job
 from rdzv.agent.launch.launch import (
     NO_FILES,
@@ -50,8 +50,8 @@ from rdzv.transport.job_secret import without_secrets
 
 log = logging.getLogger("rdzv.agent")
 
-_FOLDER = "RDZV_SNAPSHOT_DIR"
-"""The variable by which workers know --snapshot-dir."""
+_SNAPSHOT_DIR_VARIABLE = "RDZV_SNAPSHOT_DIR"
+"""The variable that passes --snapshot-dir to workers."""
 
 _LOCAL_RANK_ARGUMENT = "--local-rank=${local_rank}"
 """The argument that torch.distributed.launch inserts before the script's own."""
@@ -73,13 +73,13 @@ def parse_launch(
 
     Raises:
         InvalidRequestError: a value makes no sense; the message names it, the reason and a remedy.
-        SystemExit: usage (2), --help and --version (0).
+        SystemExit: the usage is wrong (2), or --help or --version was given (0).
     """
     environ = dict(os.environ if environ is None else environ)
     args = flags.parse(argv, environ, legacy=legacy)
     check_words(args)
     conf = _conf(args.rdzv_conf)
-    meeting = backends.choose(_wish(args, conf))
+    meeting = backends.choose(_rendezvous_options(args, conf))
     python = _python(environ, chdir)
     size = parse_nproc(args.nproc_per_node) or counted
     if size is None:
@@ -166,9 +166,9 @@ def _output(
     return output
 
 
-def _wish(args: argparse.Namespace, conf: Mapping[str, str]) -> Wish:
+def _rendezvous_options(args: argparse.Namespace, conf: Mapping[str, str]) -> RendezvousOptions:
     min_nodes, max_nodes = parse_nnodes(args.nnodes)
-    return Wish(
+    return RendezvousOptions(
         backend=args.rdzv_backend,
         endpoint=args.rdzv_endpoint,
         rdzv_id=args.rdzv_id or "",
@@ -237,9 +237,10 @@ def _environ(
     environ: Mapping[str, str], args: argparse.Namespace, chdir: Path | None
 ) -> dict[str, str]:
     """Return the base of the workers' environment."""
-    base = {name: one for name, one in without_secrets(environ).items() if name != _FOLDER}
+    base = without_secrets(environ)
+    base.pop(_SNAPSHOT_DIR_VARIABLE, None)
     folder = _path("--snapshot-dir", args.snapshot_dir, chdir)
-    return base if folder is None else {**base, _FOLDER: str(folder)}
+    return base if folder is None else {**base, _SNAPSHOT_DIR_VARIABLE: str(folder)}
 
 
 def _absolute(flag: str, path: Path, chdir: Path | None) -> Path:

@@ -8,9 +8,9 @@
        |                          | the round ended           v
        +---- workers gone ---- stopping <---------------------+
 
-A signal to the agent, or the withdrawal of a submitted job, leads from any phase to *leaving*, and
-from there to the exit once the workers are gone. Commands to the driver need no answer: all their
-results are events.
+A signal to the agent, or the withdrawal of a submitted job, moves the node from any phase to
+*leaving*, and to the exit once its workers are gone. Commands to the driver need no answer: their
+results arrive as events.
 """
 
 from rdzv.agent.core.machine import Transition, begin, step

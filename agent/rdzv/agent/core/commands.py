@@ -1,4 +1,4 @@
-"""Commands to the agent's driver. None of them blocks; all of them may be repeated."""
+"""Commands to the agent's driver. None blocks, and each may be repeated."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SayStoreHostFailed:
 
 @struct(frozen=True)
 class SaySnapshots:
-    """Report all that this node holds of the run's state."""
+    """Report all snapshots of the run that this node holds in memory."""
 
     run: str
     snapshots: tuple[Snapshot, ...]
@@ -78,7 +78,7 @@ class SaySnapshots:
 
 @struct(frozen=True)
 class FetchCopies:
-    """Fetch copies of what other nodes hold, and keep them."""
+    """Fetch copies of snapshots that other nodes hold, and keep them."""
 
     mark: SnapshotMark
     sources: tuple[CopySource, ...]
@@ -86,11 +86,11 @@ class FetchCopies:
 
 @struct(frozen=True)
 class AnnounceWatermark:
-    """Tell the workers which snapshots are whole, so that they overwrite only others."""
+    """Tell the workers which snapshots are whole, so that they overwrite only the others."""
 
     mark: SnapshotMark
     whole_ms: int = 0
-    """Since when, by the server's clock; 0: not known."""
+    """When they became whole, by the server's clock; 0 if unknown."""
 
 
 @struct(frozen=True)
@@ -105,11 +105,10 @@ class StartWorkers:
 
 @struct(frozen=True)
 class StopWorkers:
-    """End every process of the round: the signal, then SIGKILL after `grace_ms`.
+    """End every process of the round: send `signum`, then SIGKILL after `grace_ms`.
 
-    Without `signum`, the runner's usual SIGTERM is sent. With `keep_ms`, workers that can be kept
-    are asked to park instead, and killed if they take longer; those in `not_kept` are killed at
-    once.
+    Without `signum`, SIGTERM is sent. With `keep_ms`, workers that can be kept are asked to park
+    instead, and are killed if they take longer; those in `not_kept` are killed at once.
     """
 
     round: int
@@ -132,9 +131,9 @@ class EndKept:
 
 @struct(frozen=True)
 class NotifyWorkers:
-    """Notify the workers, in the job's notice file, that the node leaves in `left_ms`.
+    """Notify the workers through the notice file that the node leaves in `left_ms`.
 
-    With `signum`, also send this signal once to each worker.
+    With `signum`, also send that signal once to each worker.
     """
 
     round: int
@@ -145,7 +144,7 @@ class NotifyWorkers:
 
 @struct(frozen=True)
 class TakeBackNotice:
-    """Remove the notice file, so that workers that have not read it yet never do."""
+    """Remove the notice file, so that workers that have not read it yet do not see it."""
 
     round: int
 

@@ -31,8 +31,8 @@ def worker_environ(
     RDZV_ROUND, which grows with every round of a job (TORCHELASTIC_RESTART_COUNT counts only
     failures), RDZV_PROGRESS_FILE, where it may report progress, and RDZV_NOTICE_FILE, which exists
     once the node is about to leave; both are empty if there is no folder for the files. For the
-    library, RDZV_SNAPSHOT names what new workers load from memory, and RDZV_SNAPSHOT_ORIGIN the
-    oldest lineage that is not outdated.
+    worker library, RDZV_SNAPSHOT names the snapshots that new workers load from memory, and
+    RDZV_SNAPSHOT_ORIGIN the oldest lineage that is not outdated.
     """
     environ = dict(base)
     environ.update(
@@ -69,9 +69,9 @@ def worker_environ(
 
 
 def _snapshot(assignment: Assignment) -> str | None:
-    """Name the snapshots that new workers load; empty: none. None: the server does not say.
+    """Return the snapshots that new workers load, as LINEAGE:STEP:SERIES; empty for none.
 
-    In the first round there are none, and an older server knows of none.
+    Returns None if the server names none: it is too old for snapshots, or this is the first round.
     """
     mark = assignment.snapshot
     if mark is not None and assignment.snapshot_loads:

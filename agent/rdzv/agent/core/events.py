@@ -52,7 +52,7 @@ class RoundEnded:
 
 @struct(frozen=True)
 class Unhealthy:
-    """The health check after this node's failure had ended the round found the node unhealthy."""
+    """A failure here ended the round, and the health checks then found this node unhealthy."""
 
     round: int
     reason: str
@@ -91,7 +91,7 @@ class WorkerExited:
     traceback: str
     age_ms: int
     by_itself: bool = False
-    """Whether nothing that would end it was sent to the worker, although its round is ending."""
+    """Whether nothing sent to the worker explains its exit, although its round is ending."""
 
 
 @struct(frozen=True)
@@ -149,7 +149,7 @@ class KeptGone:
 
 @struct(frozen=True)
 class SnapshotsHeld:
-    """What the runner holds of the run's state has changed: now it is all of this."""
+    """The runner's snapshots of the run have changed; these are all that it holds now."""
 
     snapshots: tuple[Snapshot, ...]
     carrier: CopyCarrier | None = None
@@ -158,7 +158,7 @@ class SnapshotsHeld:
 
 @struct(frozen=True)
 class CopiesWanted:
-    """This node is to keep copies of what other nodes hold of the run's state."""
+    """The server asks this node to keep copies of snapshots that other nodes hold."""
 
     run: str
     mark: SnapshotMark
@@ -172,7 +172,7 @@ class SnapshotWatermark:
     run: str
     mark: SnapshotMark
     whole_ms: int = 0
-    """Since when, by the server's clock; 0: not known."""
+    """When they became whole, by the server's clock; 0 if unknown."""
 
 
 @struct(frozen=True)
@@ -187,7 +187,7 @@ class WorkersStuck:
 class Fenced:
     """Workers are being killed: `fence_after_ms` passed without proof of contact with the server.
 
-    This began `age_ms` ago. `WorkersGone` follows.
+    The killing began `age_ms` ago; `WorkersGone` follows.
     """
 
     round: int
@@ -236,7 +236,7 @@ class Withdrawn:
 class NoticeGiven:
     """The node must be empty in `left_ms`: its workers are notified, and it leaves when they exit.
 
-    A repetition only changes the deadline.
+    A repeated notice only changes the deadline.
     """
 
     left_ms: int
@@ -245,7 +245,7 @@ class NoticeGiven:
 
 @struct(frozen=True)
 class NoticeLifted:
-    """The node may stay after all. There is no way to tell this to workers already notified."""
+    """The node may stay after all. Workers that were already notified cannot be told."""
 
 
 @struct(frozen=True)

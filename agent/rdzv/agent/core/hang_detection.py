@@ -1,7 +1,7 @@
-"""Detects hung workers: those that have reported progress, and then report none for too long.
+"""Detects hung workers: those that have reported progress, and then stop for too long.
 
-A worker that never reports is judged by the collectives that it completes, if they are counted.
-Pure: `WorkerActivity` collects the observations of a worker, and says whether it hangs. Only time
+A worker that never reports is judged by its completed collectives, if they are counted. Pure:
+`WorkerActivity` accumulates the observations of a worker and decides whether it hangs. Only time
 under observation counts, so a pause of the agent or the machine does not make a worker look silent.
 """
 
@@ -13,19 +13,20 @@ from rdzv.structs import replace, struct
 AUTO_LEAST_MS = 60_000
 """Lower bound of the learned timeout: a worker may pause for longer than it has so far."""
 AUTO_INTERVALS = 50
-"""The timeout is learned from this many of a worker's latest intervals, ..."""
+"""How many of a worker's latest intervals between reports are remembered."""
 AUTO_FACTOR = 20
-"""... and is this many times the longest of them; ..."""
+"""The learned timeout is at least this many times the longest of these intervals."""
 AUTO_LONGEST_FACTOR = 2
-"""... or this many times the longest pause ever seen on this node, in any round, ..."""
+"""It is also at least this many times the longest pause ever seen on this node, in any round."""
 AUTO_LONGEST_MS = 30 * 60_000
-"""... of which at most this much counts: one long silence must not hide all later ones."""
+"""The most that the longest pause can raise it to: one long silence must not hide all later ones.
+"""
 
 START_COLLECTIVES = 16
-"""A worker that has completed fewer collectives is still starting: it imports, wraps, compiles, ...
+"""A worker that has completed fewer collectives is still starting: it imports, wraps or compiles.
 """
 START_LEAST_MS = 60_000
-"""Minimum time allowed for each of these, whatever the limit: a slow start is not a hang."""
+"""The least time that it gets for each of these, whatever the limit: a slow start is not a hang."""
 
 UNINTERRUPTIBLE, TRACED = "D", "t"
 
@@ -35,29 +36,28 @@ class Observation:
     """An observation of a worker at one moment."""
 
     report: tuple[int, ...] | None
-    """Identifies its last report, even of an unchanged step; None if there was none."""
+    """Identifies its last report, also if the step is unchanged; None if there was none."""
     state: str
     """The state of its process, as in /proc."""
     switches: int | None = None
     """Its context switches so far; the number does not change while the process sleeps."""
     completed: int | None = None
-    """How many collectives it has completed; None if not known. They count if there are no reports.
-    """
+    """How many collectives it has completed; None if unknown. Used if there are no reports."""
     counted_every_ms: int = 0
-    """The interval at which they are counted: a pause may be that much shorter than it looks."""
+    """The interval at which they are counted; a pause may be that much shorter than it looks."""
     known: bool = True
-    """Whether this observation would have shown anything new."""
+    """Whether new activity would have been visible."""
 
 
 @struct(frozen=True)
 class WorkerActivity:
-    """The observations of one worker in one round."""
+    """The activity of one worker in one round, accumulated from observations."""
 
     report: tuple[int, ...] | None = None
     silent_ms: int = 0
     """Time since its last report, or its start."""
     intervals_ms: tuple[int, ...] = ()
-    """Intervals between its latest reports, oldest first; the first one begins at its start."""
+    """The intervals between its latest reports, oldest first; the first begins at its start."""
     blocked_ms: int = 0
     """How long it has been in the same uninterruptible sleep."""
     switches: int | None = None
@@ -85,13 +85,13 @@ class WorkerActivity:
         return replace(seen, silent_ms=self.silent_ms) if look.state == TRACED else seen
 
     def _heard(self, pause_ms: int) -> WorkerActivity:
-        """Return the activity after a sign of life; the pause before it was at most `pause_ms`."""
+        """Return the activity after new progress; the pause before it was at most `pause_ms`."""
         intervals = (*self.intervals_ms, pause_ms)[-AUTO_INTERVALS:]
         return replace(self, silent_ms=0, intervals_ms=intervals)
 
     @property
     def counts(self) -> bool:
-        """Whether its collectives serve as signs of life, because it reports none itself."""
+        """Whether its collectives count as progress, because it reports none itself."""
         return self.report is None and self.completed is not None
 
     def why_hung(self, timeout_ms: int) -> str:
@@ -112,10 +112,10 @@ class WorkerActivity:
 
 
 def timeout_ms(timeout: HangTimeout, activity: WorkerActivity, longest_ms: int) -> int:
-    """Return how long this worker may report nothing.
+    """Return how long this worker may go without reporting progress.
 
-    `longest_ms` is the longest pause between two reports ever seen on this node, including silences
-    taken for hangs, so that a false alarm does not recur soon.
+    `longest_ms` is the longest pause between two reports ever seen on this node. It includes
+    silences that were taken for hangs, so that a false alarm does not soon recur.
     """
     if timeout.ms is not None:
         return timeout.ms

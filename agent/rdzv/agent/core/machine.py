@@ -87,10 +87,10 @@ _NEEDS_STORE = (Phase.RUNNING, Phase.SUCCEEDED)
 """The phases in which the round may need its store, here or on other nodes."""
 
 _SAME_DEADLINE_MS = 1_000
-"""Differences below this count as the same deadline, which takes some time to arrive."""
+"""Deadlines closer than this count as equal: the message with a deadline takes time to arrive."""
 
 _DONE_MS = 500
-"""How much later than its own workers those of other nodes may exit, if all have finished."""
+"""How much later than this node's workers those of other nodes may exit if all have finished."""
 
 _RESUME_LEAST_MS = 600_000
 """Minimum time for kept workers to wait, in a new round, for others to start."""
@@ -123,8 +123,8 @@ def step(state: AgentState, event: Event, now_ms: int) -> Transition:
 
     Guarantees: the workers of a round are started once, and only when every worker of earlier
     rounds is gone or parked. Running workers are stopped only by their own failure, a signal to
-    this agent, or a positive statement of the server about this run and round. Nothing happens
-    after the end.
+    this agent, or an explicit message of the server about this run and round. After the end, events
+    have no effect.
     """
     work = _Step(state, now_ms)
     if state.phase is not Phase.ENDED:
@@ -135,7 +135,7 @@ def step(state: AgentState, event: Event, now_ms: int) -> Transition:
 
 @dataclass(slots=True)
 class _Step:
-    """The state in the making. Only `step` sees it change."""
+    """One step under way: its state and its commands so far. Callers of `step` never see it."""
 
     state: AgentState
     now_ms: int
@@ -182,7 +182,7 @@ def _apply(work: _Step, event: Event) -> None:
         case SnapshotsHeld():
             _note_snapshots(work, event)
         case SnapshotWatermark() | CopiesWanted():
-            _hear_of_snapshots(work, event)
+            _apply_to_snapshots(work, event)
         case StoreHostReady():
             if _is_current(work.state, event.round):
                 work.state = replace(work.state, store_host_due_ms=None)
@@ -207,13 +207,13 @@ def _apply(work: _Step, event: Event) -> None:
 
 
 def _note_server_found(work: _Step) -> None:
-    """Repeat messages that the belief does not contain: they may be lost with an earlier stream."""
+    """Repeat messages that the belief does not contain; an earlier stream may have lost them."""
     state = work.state
     work.state = replace(state, disconnected_since_ms=None)
     if state.assignment is None:
         return
     if (state.snapshots or state.carrier) and state.phase is not Phase.JOINING:
-        # The join of a node that waits has them already.
+        # The join of a waiting node already contains them.
         work.do(_snapshots_held(state))
     if state.stuck_pids and not _is_empty(state):
         work.do(SayStuck(state.run, state.assignment.round, state.stuck_pids))
@@ -231,7 +231,7 @@ def _note_server_lost(work: _Step, event: ServerLost) -> None:
 
 
 def _start(work: _Step, assignment: Assignment) -> None:
-    """Start the workers of a round that this node did not know yet."""
+    """Start the workers of a new round; ignore a round that is stale or already known."""
     state = work.state
     stale = state.left_round is not None and assignment.round <= state.left_round
     if state.phase is not Phase.JOINING or stale or (state.run and assignment.run != state.run):
@@ -251,7 +251,7 @@ def _start(work: _Step, assignment: Assignment) -> None:
         kept=(),
         resuming=tuple(one for one in state.kept if one.local_rank in assignment.kept),
         resume_due_ms=work.now_ms + resume_ms(state.job),
-        # It may go back: kept workers may do the last step again.
+        # This may go back: kept workers may redo the last step.
         watermark=assignment.snapshot,
         ending_kept=False,
         failures=(),
@@ -272,7 +272,7 @@ def _end_round(work: _Step, event: RoundEnded) -> None:
     if event.run != work.state.run:
         return
     if work.state.phase is Phase.JOINING:
-        _confirm_unheard(work, event.round)
+        _give_back_seat(work, event.round)
     elif not _is_current(work.state, event.round):
         return
     elif work.state.phase is Phase.RUNNING:
@@ -289,13 +289,13 @@ def _end_round(work: _Step, event: RoundEnded) -> None:
             _conclude(work)
 
 
-def _confirm_unheard(work: _Step, round_: int) -> None:
-    """Give back the seat of a round whose completion was lost with its stream: nothing ran."""
+def _give_back_seat(work: _Step, round_: int) -> None:
+    """Give back the seat in a round whose completion never arrived, so no worker was started."""
     state = work.state
     if state.left_round is None or state.left_round < round_:
         work.state = replace(state, left_round=round_, failures=(), moved=UNMOVED, fenced=False)
         if state.kept:
-            # They took part in an earlier round, so no round can keep them any more.
+            # They took part in a round before that one, so no later round can keep them.
             _end_kept(work)
         work.do(rejoin(work.state))
 
@@ -395,11 +395,11 @@ def _note_exit(work: _Step, event: WorkerExited) -> None:
 
 
 def _note_failure(work: _Step, event: WorkerExited | WorkerSuspected) -> None:
-    """Record a worker that failed by itself; one stopped by the agent has not failed.
+    """Record a worker that failed by itself; one that the agent stopped has not failed.
 
-    A suspect may end the round before the peer's exit that broke its collective is noticed. So an
-    exit still counts if nothing sent to the worker explains it. The join reports it, before the end
-    of the round is charged.
+    A suspect may end the round before the exit that broke its collective is noticed. So an exit
+    still counts if nothing sent to the worker explains it; the join reports it before the server
+    charges the end of the round.
     """
     state, failed_at_ms = work.state, work.now_ms - event.age_ms
     assignment = state.assignment
@@ -439,9 +439,9 @@ def _note_suspect(work: _Step, event: WorkerSuspected) -> None:
 
 
 def _note_fence(work: _Step, event: Fenced) -> None:
-    """Note that the runner kills the rest of the round; the next step follows once all is gone.
+    """Note that the runner is killing what is left of the round; `WorkersGone` follows.
 
-    This is not a worker failure. If all had succeeded, only their leftover processes are killed.
+    This is not a worker failure. If all workers had succeeded, only leftover processes are killed.
     """
     state = work.state
     if state.phase is Phase.SUCCEEDED:
@@ -455,7 +455,7 @@ def _note_fence(work: _Step, event: Fenced) -> None:
 
 
 def rejoins_after_failure(state: AgentState, round_: int) -> bool:
-    """Return whether this node, whose workers have failed, joins again as soon as they are gone."""
+    """Return whether this node joins again once its failed workers are gone."""
     return (
         _is_current(state, round_)
         and bool(state.failures or state.stuck_pids)
@@ -491,7 +491,7 @@ def _stop(
     keep: bool = False,
     not_kept: tuple[int, ...] = (),
 ) -> None:
-    """Stop the workers, or `keep` those that can park; the next step follows once none is left."""
+    """Stop the workers, or `keep` those that can park; `WorkersGone` follows."""
     state = work.state
     assert state.assignment is not None
     keep_ms = (state.job.keep_timeout_ms or None) if keep else None
@@ -503,7 +503,7 @@ def _stop(
 
 
 def _fail_store_host(work: _Step, reason: str) -> None:
-    """Ask for the end of the round: without its store no worker can join it or leave it cleanly."""
+    """Ask the server to end the round: without its store no worker can start or finish cleanly."""
     state = work.state
     if state.phase in _NEEDS_STORE and not state.store_host_failed:
         assert state.assignment is not None
@@ -512,7 +512,7 @@ def _fail_store_host(work: _Step, reason: str) -> None:
 
 
 def _lose_runner(work: _Step, event: RunnerLost) -> None:
-    """Note that the runner and its workers are gone. This node cannot continue; the job may."""
+    """Leave the job: the runner and its workers are gone. Other nodes may continue without them."""
     leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
     work.state = replace(
         work.state,
@@ -557,7 +557,7 @@ def _note_kept_gone(work: _Step) -> None:
 
 
 def _end_kept(work: _Step, charged: tuple[int, ...] = ()) -> None:
-    """End the parked workers; the next step follows once they are gone."""
+    """End the parked workers; `KeptGone` follows."""
     state = work.state
     if not state.ending_kept:
         work.state = replace(state, ending_kept=True)
@@ -589,7 +589,7 @@ def _resume_due_ms(state: AgentState) -> int | None:
 
 
 def _suspect_waiting(work: _Step) -> None:
-    """Report a kept worker that does not continue: it may be waiting for another node."""
+    """Report a kept worker that has not continued; it may be waiting for another node."""
     state = work.state
     assert state.assignment is not None
     one = next(one for one in state.resuming if one.local_rank in state.alive)
@@ -603,7 +603,7 @@ def _suspect_waiting(work: _Step) -> None:
 
 
 def _note_snapshots(work: _Step, event: SnapshotsHeld) -> None:
-    """Report what is held, with the join where this node waits for a round."""
+    """Report the snapshots held here; a node that waits for a round repeats its join instead."""
     before = work.state
     work.state = state = replace(
         before, snapshots=event.snapshots, carrier=event.carrier, missing_copies=event.missing
@@ -620,10 +620,10 @@ def _snapshots_held(state: AgentState) -> SaySnapshots:
     return SaySnapshots(state.run, state.snapshots, state.carrier, state.missing_copies)
 
 
-def _hear_of_snapshots(work: _Step, event: SnapshotWatermark | CopiesWanted) -> None:
-    """Tell the workers of a newer mark, or fetch copies.
+def _apply_to_snapshots(work: _Step, event: SnapshotWatermark | CopiesWanted) -> None:
+    """Announce a newer mark to the workers, or fetch copies.
 
-    In a round the mark never goes back, whichever server says so.
+    Within a round the mark never goes back, even if the server changes.
     """
     state = work.state
     if event.run != state.run:
@@ -658,9 +658,9 @@ def _leave_by_signal(work: _Step, event: Signalled) -> None:
 
 
 def _withdraw(work: _Step, event: Withdrawn) -> None:
-    """Return the job to the server, which may place it here again.
+    """Give the job back to the server, which may place it here again.
 
-    The leave is announced even so, because a join of this node may have crossed the withdrawal.
+    The leave is still announced, because this node's join may have crossed the withdrawal.
     """
     if event.run == work.state.run and work.state.outcome is None:
         leaving = Leaving(LeaveCause.SIGNAL, event.reason, EXIT_TRY_AGAIN)
@@ -692,7 +692,7 @@ def _give_notice(work: _Step, event: NoticeGiven) -> None:
 
 
 def _lift_notice(work: _Step) -> None:
-    """Stop ending workers. Notified workers that exit because of the notice have not failed."""
+    """Drop the deadline. Workers that still exit because of the notice have not failed."""
     state, notice = work.state, work.state.notice
     if notice is None or notice.due_ms is None or state.leaving is not None:
         return
@@ -714,8 +714,8 @@ def _follows_notice(work: _Step, event: WorkerExited | WorkerSuspected) -> bool:
 def _leave_with_workers(work: _Step, event: WorkerExited) -> None:
     """Leave once all workers have exited, or as soon as one exits with an error.
 
-    If all exited with 0, they may have finished their work, as may those of other nodes; the server
-    should receive those results first.
+    If all exited with 0, the whole job may have finished, so the node first waits a moment for the
+    other nodes.
     """
     notice, alive = work.state.notice, work.state.alive
     assert notice is not None
@@ -738,7 +738,7 @@ def _notice_grace_ms(work: _Step) -> int:
 
 
 def _keep_notice(work: _Step) -> None:
-    """Do what the notice requires by now, if there is one."""
+    """Do what is due because of the notice, if there is one."""
     state, notice = work.state, work.state.notice
     if notice is None:
         return
@@ -779,7 +779,7 @@ def _end_late_workers(work: _Step, notice: Notice) -> None:
 
 
 def _leave(work: _Step, leaving: Leaving, grace_ms: int, signum: int | None) -> None:
-    """Announce the leave at once, so that others need not wait; go when the workers are gone."""
+    """Announce the leave at once, so that other nodes need not wait; exit once workers are gone."""
     if work.state.leaving is not None:
         return
     had_workers = not work.state.workers_gone
@@ -884,7 +884,7 @@ def _server_due_ms(state: AgentState) -> int | None:
 
 
 def _without_server(state: AgentState) -> Outcome:
-    """Judge by this node's own workers, the only source left."""
+    """Return the outcome as this node's own workers show it: nothing else is known."""
     if state.assignment is None:
         seconds = state.job.settings.join_timeout_ms / 1000
         text = f"no rendezvous server answered within {seconds:g} s: {state.disconnected_reason}"

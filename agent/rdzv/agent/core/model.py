@@ -1,4 +1,4 @@
-"""The values of the agent core: one job on one node."""
+"""The value types of the agent core, which handles one job on one node."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ class Job:
     shutdown_timeout_ms: int = 30_000
     """Time between the stop signal and SIGKILL, for workers that can still save."""
     failure_stop_timeout_ms: int = 5_000
-    """The same after a failure or loss, when no handler can work inside a broken collective."""
+    """The same after a worker failure or the loss of a node: no handler runs inside a broken
+    collective.
+    """
     server_timeout_ms: int = 600_000
     """How long a node without workers waits for an absent server."""
     store_host_timeout_ms: int = 60_000
-    """How long the store host may take to get ready."""
+    """How long the store host may take to become ready."""
     fence_after_ms: int = 0
-    """How long workers may run without proof that the server receives this node's messages; then
-    they are killed. 0: they keep training.
+    """How long workers may run without proof that the server receives this node's messages before
+    they are killed; 0: there is no limit.
     """
     notice_signum: int = 15
     """The signal that notifies workers that their node is about to leave, in addition to the notice
@@ -50,7 +52,7 @@ class Job:
 
 
 class Phase(StrEnum):
-    """The phase of the node's part in the job."""
+    """The phase of a job on this node."""
 
     JOINING = "joining"
     RUNNING = "running"
@@ -78,7 +80,7 @@ class Assignment:
     restarts: int
     max_restarts: int
     tally: Tally | None = field(default=None, compare=False)
-    """What the run had spent by then, kept in case the server loses its state."""
+    """What the run had spent when the round was formed; kept in case the server loses its state."""
     heard_at_ms: int = field(default=0, compare=False)
     kept: tuple[int, ...] = ()
     """LOCAL_RANKs of the parked workers that take part; the others are new processes."""
@@ -91,10 +93,10 @@ class Assignment:
     snapshot: SnapshotMark | None = None
     """The newest snapshots that were whole when the round was formed."""
     snapshot_loads: int = 0
-    """How many rounds in a row have loaded them, with this one; 0: this one does not."""
+    """How many consecutive rounds, including this one, have loaded them; 0: this one does not."""
     origin: int = 0
     lineage: int = 0
-    """As in the server's `Round`. Only kept for a server that has forgotten it."""
+    """As in the server's `Round`; kept in case the server loses its state."""
 
     @property
     def hosts_store(self) -> bool:
@@ -104,7 +106,7 @@ class Assignment:
 
 @struct(frozen=True)
 class WorkerFailure:
-    """A failed worker of this node, with times of the agent's own clock."""
+    """A failed worker of this node; times are by the agent's clock."""
 
     local_rank: int
     rank: int
@@ -115,7 +117,7 @@ class WorkerFailure:
     traceback: str
     at_ms: int
     suspect: bool = False
-    """Whether it only reports a broken collective, whose cause may be a peer."""
+    """Whether it only reported a broken collective, which a peer may have caused."""
 
 
 @struct(frozen=True)
@@ -125,14 +127,14 @@ class KeptWorker:
     local_rank: int
     pid: int
     step: int | None = None
-    """The last step that it has sealed; None if there is none yet."""
+    """The last step that it has sealed; None if it has sealed none."""
     torn: bool = False
     """Whether an unsealed step has changed its parameters."""
     shard: int = 0
     shards: int = 1
     """Its state is part `shard` of this many; 1 if the state is not sharded."""
     oldest_step: int | None = None
-    """The oldest sealed step that it can go back to; None means only `step`."""
+    """The oldest sealed step that it can go back to; None if it can only go back to `step`."""
 
 
 @struct(frozen=True)
@@ -142,7 +144,7 @@ class StartedWorker:
     local_rank: int
     how: str
     why: str = ""
-    """Why it is not kept, or not warm; empty if not known here."""
+    """Why it is not kept, or not warm; empty if this node does not know."""
 
 
 @struct(frozen=True)
@@ -177,7 +179,9 @@ class Leaving:
     reason: str
     exit_code: int
     exited_zero: bool = False
-    """Whether all workers exited with 0 after the notice: they may have left, or have finished."""
+    """Whether all workers exited with 0 after the notice, either because of it or because they had
+    finished.
+    """
 
 
 @struct(frozen=True)
@@ -187,11 +191,11 @@ class Notice:
     reason: str
     since_ms: int
     due_ms: int | None
-    """When the workers are ended; None if the notice was lifted, and they may keep running."""
+    """When the workers are ended; None if the notice was lifted."""
     forget_ms: int = 0
     """When a lifted notice no longer counts as a reason to exit."""
     exited_ms: int | None = None
-    """When the last worker exited, if all exited 0."""
+    """When the last worker exited, if all exited with 0."""
 
 
 @struct(frozen=True)
@@ -215,7 +219,7 @@ class AgentState:
     assignment: Assignment | None = None
     """The last round that this node took part in."""
     left_round: int | None = None
-    """The round whose workers are gone from this node."""
+    """The last round whose workers are all gone from this node."""
     alive: frozenset[int] = frozenset()
     """LOCAL_RANKs of the workers that have not exited."""
     workers_gone: bool = True
@@ -223,19 +227,21 @@ class AgentState:
     kept: tuple[KeptWorker, ...] = ()
     """The parked workers on this node."""
     resuming: tuple[KeptWorker, ...] = ()
-    """The kept workers of the present round that have not continued: they may wait for others."""
+    """The kept workers of the current round that have not continued yet: they may be waiting for
+    other workers.
+    """
     resume_due_ms: int = 0
-    """When they must have continued."""
+    """The deadline by which they must continue."""
     snapshots: tuple[Snapshot, ...] = ()
-    """What the runner holds of the run's state."""
+    """The snapshots of the run that the runner holds in memory."""
     carrier: CopyCarrier | None = None
-    """Where other nodes fetch copies of it."""
+    """The carrier from which other nodes fetch copies of them."""
     missing_copies: MissingCopies | None = None
-    """Those that this node was last asked to keep, and does not get."""
+    """The copies that this node was last asked to keep, but could not fetch."""
     watermark: SnapshotMark | None = None
-    """The newest snapshots that the server has announced to be whole, with the round or since."""
+    """The newest snapshots that the server has announced as whole, with the round or since."""
     ending_kept: bool = False
-    """Whether the runner was told to end the parked workers, and has not confirmed it."""
+    """Whether the runner was told to end the parked workers and has not confirmed that yet."""
     failures: tuple[WorkerFailure, ...] = ()
     """Failures of the last round on this node."""
     moved: Moved = UNMOVED
@@ -250,13 +256,13 @@ class AgentState:
     """When the store host must be ready; None if it is, or none is needed."""
     store_host_failed: str = ""
     disconnected_since_ms: int | None = 0
-    """Since when there has been no server; None while there is one."""
+    """When the connection to the server was lost, or the job began; None while connected."""
     disconnected_reason: str = "none was tried"
     """Why there is no server, or why the last one was lost."""
     idle_since_ms: int = 0
-    """Since when no worker on this node has taken part in a round."""
+    """When a worker on this node last took part in a round, or the job began."""
     notice: Notice | None = None
-    """Set while the node is about to leave, or its workers still believe that it is."""
+    """Set while the node is about to leave, or workers may still act on a lifted notice."""
     leaving: Leaving | None = None
     outcome: Outcome | None = None
-    """Set once only the end of the workers is awaited."""
+    """Set once the job has ended for this node; the node exits when its workers are gone."""

@@ -25,13 +25,13 @@ from rdzv.agent.workers.fates import LocalRound, NodeOutcome, WorkerFate
 log = logging.getLogger("rdzv.agent")
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long the handler may take for the last events."""
+"""How long the handler may take to process the last events."""
 
 START_TIMEOUT_S = 30.0
-"""The additional time if a job ends before its interpreter has imported torch."""
+"""Additional time if the job ends before the handler's process has imported torch."""
 
 AT_HAND = ("console",)
-"""Handlers that every torch has, so there is no need to wait for its import."""
+"""Handlers that every torch has, so no import of torch is needed to check the name."""
 
 
 class EventLog:
@@ -47,7 +47,7 @@ class EventLog:
         self._lost = 0
 
     async def open(self) -> None:
-        """Start the process of the handler.
+        """Start the handler's process.
 
         Raises:
             InvalidRequestError: torch knows no such handler.
@@ -73,7 +73,7 @@ class EventLog:
             await self._side.ready(f"--event-log-handler={name}")
 
     async def close(self) -> None:
-        """Give the handler some time to process pending events."""
+        """Wait a limited time for the handler to process pending events, then end it."""
         if self._side is None:
             return
         side, self._side = self._side, None

@@ -131,9 +131,9 @@ class NodeOutcome(Outcome):
 
 
 class FateRecorder:
-    """Records the fates of one job's workers, from every event and command; decides nothing.
+    """Records the fates of one job's workers from the core's events and commands.
 
-    torchrun's events go to `event_log`; `now_ms` is the agent's clock.
+    It sends torchrun's events to `event_log`; `now_ms` is the agent's clock.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class FateRecorder:
         return () if self._round is None else self._round.workers
 
     async def open(self) -> None:
-        """Get ready to record events.
+        """Start the event handler, if one was requested.
 
         Raises:
             InvalidRequestError: the requested handler is unknown.
@@ -168,7 +168,7 @@ class FateRecorder:
             self._round = self._round.started(local_rank, pid)
 
     def worker_started(self, local_rank: int, pid: int) -> None:
-        """Note that a worker is running; record starts by LOCAL_RANK, as torch does."""
+        """Note that a worker is running; record starts in LOCAL_RANK order, as torch does."""
         if self._round is not None:
             recorded = _started_in_order(self._round)
             self._round = self._round.started(local_rank, pid)
@@ -250,5 +250,5 @@ class FateRecorder:
 
 
 def _started_in_order(local: LocalRound) -> int:
-    """Count the workers that were started, by LOCAL_RANK up to the first that was not."""
+    """Count the started workers with consecutive LOCAL_RANKs from 0."""
     return sum(1 for _ in takewhile(lambda worker: worker.pid is not None, local.workers))

@@ -1,6 +1,6 @@
 """The final summary of a job on this node: how it ended, which worker failed first, and why.
 
-It distinguishes workers that failed, workers that only went down with them, and workers that the
+It distinguishes the workers that failed, those that failed as a consequence, and those that the
 agent ended.
 """
 

@@ -26,7 +26,7 @@ ASK_TIMEOUT_S = 60.0
 WAIT_VARIABLE = "RDZV_WARM_WAIT"
 
 _WITH = {"torch": ("torch._dynamo",)}
-"""Modules that are preloaded with another: DDP's constructor imports this one for a second."""
+"""Modules preloaded together with another: DDP's constructor takes a second to import this one."""
 
 _FOR_RESTARTS = ("torch",)
 """The modules that are preloaded if the launch names none."""
@@ -38,21 +38,21 @@ EACH_WORKERS_OWN = frozenset(
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "RDZV_ROUND"),
         *("RDZV_SNAPSHOT", "RDZV_SNAPSHOT_ORIGIN"),
-        # CUDA reads this when it is initialised, and no zygote initialises it.
+        # CUDA reads CUDA_VISIBLE_DEVICES when it is initialised, which no zygote does.
         *("RDZV_PROGRESS_FILE", "RDZV_NOTICE_FILE", "CUDA_VISIBLE_DEVICES"),
     }
 )
-"""The variables that differ between workers and rounds. `import torch` reads none of them."""
+"""The variables that differ between workers or rounds. `import torch` reads none of them."""
 
 ANY_ROUND = Assignment("", 0, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
-"""A placeholder for a round if everything that differs between rounds is ignored."""
+"""A placeholder, for an environment in which the variables of a round do not count."""
 
 _READ_LATE = ("NCCL_",)
 """Variables with these prefixes are read when a process group is created."""
 
 
 def preloaded(modules: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules that are preloaded if `modules` are requested.
+    """Return the modules to preload if `modules` are requested.
 
     >>> preloaded(["torch", "transformers"])
     ('torch', 'torch._dynamo', 'transformers')
@@ -85,8 +85,8 @@ def zygote_spec(
 def why_cold(zygote: ZygoteSpec, worker: WorkerSpec) -> str:
     """Return why a worker cannot be forked from the zygote; empty if it can.
 
-    A module may have read any variable at its import, so all differences count, except variables
-    that are known to be read later.
+    A module may read any variable when it is imported, so every difference counts, except in
+    variables that are known to be read later.
     """
     names = sorted(zygote.env.keys() | worker.env.keys())
     for name in names:
@@ -114,8 +114,8 @@ def _wait_s(environ: Mapping[str, str]) -> float:
         seconds = -1.0
     if not 0 <= seconds <= MAX_ZYGOTE_WAIT_S:
         raise InvalidRequestError(
-            f"{WAIT_VARIABLE}={text}: give how many seconds the first round may wait "
-            f"while the zygote imports, at most {MAX_ZYGOTE_WAIT_S:g}"
+            f"{WAIT_VARIABLE}={text}: give the seconds that the first round may wait for "
+            f"the zygote's imports, at most {MAX_ZYGOTE_WAIT_S:g}"
         )
     return seconds
 
@@ -124,9 +124,9 @@ def _wait_s(environ: Mapping[str, str]) -> float:
 
 
 async def check_warm(launch: Launch) -> str:
-    """Check, without importing anything, whether workers of this launch can be warm.
+    """Check, without importing the modules, whether workers of this launch can be warm.
 
-    Returns why they have to start cold although the request is valid; empty if they can be warm.
+    Returns why they must start cold although the request is valid; empty if they can be warm.
 
     Raises:
         InvalidRequestError: they can never be warm on this node.
@@ -165,7 +165,7 @@ async def _ask(launch: Launch) -> bytes:
     with started_as(launch.account) as how:
         process = await start_spared(
             launch.python,
-            # If the zygote's entry point is not used, this runs instead, never the script.
+            # If the interpreter ignores the zygote's entry point, this runs, never the script.
             *("-u", "-c", "print('no')"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

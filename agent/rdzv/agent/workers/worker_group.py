@@ -30,14 +30,14 @@ from rdzv.errors import InvalidRequestError
 log = logging.getLogger("rdzv.agent")
 
 DRAIN_TIMEOUT_S = 5.0
-"""How long the console may take for the workers' last output."""
+"""How long writing the workers' last output to the console may take."""
 
 _PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """Variables that torchrun looks up in its own environment when it creates a worker's."""
 
 
 class LocalWorkerGroup:
-    """Specifies, round by round, how each worker is started, and shows its output."""
+    """Specifies how each worker of a round is started, and shows its output."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LocalWorkerGroup:
     ) -> None:
         """Specify the workers of a launch; `progress_file` returns a LOCAL_RANK's progress file.
 
-        `notice_file` returns the file that tells all of them that the node is about to leave.
+        `notice_file` returns the notice file, which all of them share.
         """
         self._launch = launch
         self._progress_file = progress_file
@@ -67,11 +67,11 @@ class LocalWorkerGroup:
         self._gpus: tuple[str, ...] = ()
 
     async def prepare(self) -> None:
-        """Determine the workers' CPUs, and load --logs-specs and --warm.
+        """Determine the workers' CPUs, load the --logs-specs class, and specify the zygote.
 
         Raises:
-            InvalidRequestError: the GPUs that the workers should be near cannot be found, or the
-                names given to --logs-specs or --warm do not exist.
+            InvalidRequestError: --numa-binding cannot be applied, or the class or a module named by
+                --logs-specs or --warm does not exist.
         """
         if self._logs_specs is not None:
             await self._logs_specs.open(self._launch)
@@ -98,18 +98,18 @@ class LocalWorkerGroup:
     ) -> tuple[tuple[WorkerOutput, ...], list[WorkerSpec]]:
         """Create the files of a round, and follow those that are teed.
 
-        Returns the output paths of each worker, and how it is started, once the file systems, and
-        with --logs-specs the class, have answered.
+        Returns the output paths and the specification of each worker. Waits for the file systems,
+        and for the --logs-specs class if one is used.
 
         Raises:
             InvalidRequestError: files that existed at the join no longer exist, or their server
                 does not answer.
-            OSError: the files cannot be created, or --logs-specs gives no answer.
+            OSError: the files cannot be created, or the --logs-specs class does not answer.
         """
         try:
             files = await self._files.answer(self._make_files, assignment)
         except TimeoutError as error:
-            what = "its script, program or logs cannot be checked"
+            what = "cannot check its script, program or logs"
             raise InvalidRequestError(f"{what}: {error}") from error
         if self._logs_specs is None:
             output = usual_output(files, self._launch.output)
@@ -119,7 +119,7 @@ class LocalWorkerGroup:
         try:
             self._duplicate(output)
         except OSError as error:
-            raise OSError(f"the filtered log cannot be written: {error}") from error
+            raise OSError(f"cannot write the filtered log: {error}") from error
         self.written.begin(assignment, output)
         workers = enumerate(output.workers)
         return output.workers, [self._worker(assignment, n, worker) for n, worker in workers]
@@ -139,7 +139,7 @@ class LocalWorkerGroup:
         except TimeoutError:
             raise
         except OSError as error:
-            raise OSError(f"the log directory cannot be written: {error}") from error
+            raise OSError(f"cannot write to the log directory: {error}") from error
 
     def _environs_to_reify(self, assignment: Assignment) -> dict[int, dict[str, str]]:
         own = self._launch.environ
@@ -155,13 +155,13 @@ class LocalWorkerGroup:
         self.written.begin(assignment, RoundOutput(workers, {}))
 
     def close_round(self) -> None:
-        """Close the round: its workers are gone, and write no more."""
+        """Stop following the output of a round whose workers are gone."""
         self.written.end_round()
         if self._tee is not None:
             self._tee.unfollow()
 
     async def close(self) -> None:
-        """Show the workers' last output, as far as the console accepts it."""
+        """Show the workers' last output, and wait a limited time for the console."""
         if self._logs_specs is not None:
             await self._logs_specs.close()
         if self._tee is not None:
@@ -220,7 +220,7 @@ class LocalWorkerGroup:
         )
 
     def _traced(self, environ: dict[str, str]) -> dict[str, str]:
-        """Let a worker make the record of its collectives available, if requested."""
+        """Add the hook that exposes a worker's record of collectives, if requested."""
         return with_hook(environ) if self._launch.collective_trace else environ
 
     def _cpus(self, local_rank: int) -> tuple[int, ...] | None:
@@ -232,7 +232,7 @@ class LocalWorkerGroup:
     # ------------------------------------------------------------------ output
 
     def _follow(self, assignment: Assignment, local_rank: int, output: WorkerOutput) -> None:
-        """Copy a worker's output in teed files to the console."""
+        """Copy a worker's output from teed files to the console."""
         if not self._launch.output.console:
             return
         rank = assignment.rank_first + local_rank
