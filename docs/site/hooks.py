@@ -226,7 +226,7 @@ def _http_api() -> str:
     lines = [
         "# HTTP API",
         "",
-        "`rdzvd --http HOST:PORT` serves it; the machine-readable description is",
+        "`rdzvd --http HOST:PORT` serves it below `/api/v1`; the machine-readable description is",
         "[openapi.json](../openapi.json), also at `/api/v1/openapi.json`.",
         "",
         "| call | what it does |",
@@ -235,8 +235,16 @@ def _http_api() -> str:
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             if isinstance(operation, dict) and "summary" in operation:
-                lines.append(f"| `{method.upper()} {path}` | {operation['summary']} |")
+                call = f"{method.upper()} {path}{_query(operation)}"
+                lines.append(f"| `{call}` | {operation['summary']} |")
     return "\n".join([*lines, ""])
+
+
+def _query(operation: dict[str, typing.Any]) -> str:
+    """Return the query parameters of an operation, as they stand in its URL."""
+    parameters = operation.get("parameters", ())
+    names = [one["name"] for one in parameters if one["in"] == "query"]
+    return f"?{'=&'.join(names)}=" if names else ""
 
 
 def _worker() -> str:
