@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from rdzv.errors import (
 )
 from rdzv.stores.base import DeposedError, Record, RevisionConflictError, StoreRefusedError
 from rdzv.stores.election import Election
+from rdzv.stores.election_session import LOOP_TTLS
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.stores.etcd_values import CompactedError, Created, Delete, Get, Modified, Put
 from rdzv.stores.leader_key import Leader
+from rdzv.stores.lease_calls import LeaseCalls
 from rdzv.structs import replace
 
 DEADLINE_S = 100.0
@@ -122,7 +124,8 @@ async def test_what_etcd_refuses_is_definite(client: EtcdClient) -> None:
     with pytest.raises(StoreRefusedError, match="duplicate key"):
         await client.txn((), (Put(key, b"x"), Put(key, b"y")))
     await client.revoke(4711)
-    assert await client.keep_alive(4711, 5.0) == 0
+    with closing(LeaseCalls(client.config)) as calls:
+        assert await asyncio.to_thread(calls.keep_alive, 4711, 5.0) == 0
 
 
 async def test_a_watch_tells_of_every_change_from_its_revision_on(client: EtcdClient) -> None:
@@ -459,15 +462,28 @@ async def test_a_leader_key_that_is_gone_ends_the_term(
         assert fence == await election.campaign()
 
 
-async def test_a_process_that_was_held_up_proves_nothing_even_before_it_looks_around(
+async def test_a_loop_that_stands_still_proves_nothing_even_before_it_looks_around(
     short: EtcdConfig,
 ) -> None:
     async with leading(short) as (_, election, _):
         assert election.proven
-        # As SIGSTOP does, and before any task has run.
-        time.sleep(TTL_S)  # noqa: ASYNC251
+        # As in a process that hangs, and before any task has run.
+        time.sleep((LOOP_TTLS + 1) * TTL_S)  # noqa: ASYNC251
         assert not election.proven
-        assert "the last renewal is" in await election.lost()
+        assert "its event loop has stood still" in await election.lost()
+
+
+async def test_a_leader_with_too_much_to_do_keeps_its_lease_and_its_word(
+    short: EtcdConfig,
+) -> None:
+    """Thousands of nodes that come back at once must not end the leadership that they need."""
+    async with leading(short) as (_, election, _):
+        for _ in range(10):
+            # Each turn of the loop takes a quarter of the TTL, and more than a word lasts.
+            time.sleep(TTL_S / 4)  # noqa: ASYNC251
+            assert election.may_speak
+            await asyncio.sleep(0)
+        assert election.proven
 
 
 async def test_what_is_heard_late_of_an_earlier_leader_ends_no_term(config: EtcdConfig) -> None:

@@ -13,8 +13,9 @@ from rdzv.core.model import Membership, Offer, Participant, Round, Settings
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
 from rdzv.stores import codec, etcd
 from rdzv.stores.base import Record
-from rdzv.stores.etcd_client import CHANNEL_OPTIONS, MAX_REQUEST_BYTES, EtcdClient
+from rdzv.stores.etcd_client import MAX_REQUEST_BYTES, EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
+from rdzv.stores.etcd_wire import CHANNEL_OPTIONS
 from rdzv.structs import replace
 
 GOOD = EtcdConfig.parse("a:1")

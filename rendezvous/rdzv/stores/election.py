@@ -23,27 +23,14 @@ import msgspec
 
 from rdzv.errors import RendezvousConnectionError
 from rdzv.runtime.concurrency import single_error
+from rdzv.stores.election_session import MARGIN, RETRY_S, Calls, Session, now_s
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.etcd_values import Created, Delete, Get, KeyValue, Modified, Put
 from rdzv.stores.leader_key import Fence, Leader, read_leader
+from rdzv.stores.lease_calls import LeaseCalls
 from rdzv.structs import replace, struct
 
 log = logging.getLogger("rdzv.election")
-
-RENEWALS_PER_TTL = 6
-"""Enough to repeat a lost renewal with another member, even while etcd elects its own leader."""
-
-ANSWER_S = 0.5
-"""The least time a member has to answer a renewal before the next member is asked."""
-
-RETRY_S = 0.1
-"""Pause after a failed request to etcd."""
-
-WORDS_PER_TTL = 5
-"""Long enough for etcd to answer a read late; short enough for another server to wait it out."""
-
-READS_PER_WORD = 4
-"""How often a leader reads its key within the time for which its word holds."""
 
 RESIGN_S = 1.0
 """How long to try revoking the lease before leaving it to expire."""
@@ -60,61 +47,17 @@ class Replica:
     started_unix_ms: int
 
 
-class _Session:
-    """One lease of this process, and at most one term under it. Losing the term ends it."""
-
-    def __init__(self, lease: int, ttl_s: int, sent_s: float) -> None:
-        self.lease = lease
-        self.ttl_s = ttl_s
-        self.fence: Fence | None = None
-        self.lost: str | None = None
-        """Why it ended; None while it holds."""
-        self.over = asyncio.Event()
-        self.word_until_s = 0.0
-        """Until when this leader may send to nodes: see `rdzv.stores.leader_key`."""
-        self.word_s = ttl_s / WORDS_PER_TTL
-        self.renewed(sent_s)
-
-    def renewed(self, sent_s: float) -> None:
-        """Count from the moment when the renewal was sent; etcd counts from a later one."""
-        self.sent_s = sent_s
-        self.proven_until_s = sent_s + self.ttl_s * (1 - _MARGIN)
-
-    def lead(self, fence: Fence, sent_s: float) -> None:
-        """Begin the term created by a transaction that was sent at this time."""
-        self.fence = fence
-        self.read(sent_s)
-
-    def read(self, sent_s: float) -> None:
-        """Extend the leader's word: a read sent at this time has shown the key to be its own."""
-        self.word_until_s = sent_s + self.word_s
-
-    @property
-    def leads(self) -> bool:
-        """Whether the term still holds, judging by its lease."""
-        return self.fence is not None and self.lost is None and _now_s() < self.proven_until_s
-
-    def lose(self, reason: str) -> None:
-        """End the session for a reason; the first reason stands."""
-        if self.lost is None:
-            self.lost = reason
-            self.over.set()
-
-
-_MARGIN = 1 / 6
-"""Fraction of the TTL that allows for clock drift and for closing streams."""
-
-
 class Election:
     """One rdzvd's part in the election. Made by `Election.running`."""
 
-    def __init__(self, client: EtcdClient, address: str, version: str) -> None:
+    def __init__(self, client: EtcdClient, calls: Calls, address: str, version: str) -> None:
         self._client = client
+        self._calls = calls
         self._address = address
         self._replica = Replica(address, version, _unix_ms())
         self._prefix = client.config.prefix
         self._key = f"{self._prefix}/leader".encode()
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._held: KeyValue | None = None
         """The leader key as last seen, ..."""
         self._seen_revision = -1
@@ -134,14 +77,14 @@ class Election:
         This returns as soon as the tasks run: etcd need not be reachable. The election survives
         every temporary failure of etcd, and logs when etcd is away and when it is back.
         """
-        election = cls(client, address, version)
+        calls = LeaseCalls(client.config)
+        election = cls(client, calls, address, version)
         try:
             with single_error():
                 async with asyncio.TaskGroup() as group:
                     tasks = (
                         group.create_task(election._hold_sessions()),
                         group.create_task(election._follow()),
-                        group.create_task(election._keep_word()),
                         group.create_task(election._lift_deposals()),
                     )
                     try:
@@ -151,6 +94,7 @@ class Election:
                             task.cancel()
         finally:
             await election._end_session("this server is stopping")
+            calls.close()
 
     @property
     def address(self) -> str:
@@ -179,8 +123,7 @@ class Election:
 
         Unlike `proven`, it may be False for a moment, until etcd has answered the next read.
         """
-        session = self._session
-        return session is not None and session.leads and _now_s() < session.word_until_s
+        return self._session is not None and self._session.may_speak
 
     async def regain_word(self) -> bool:
         """Wait until this process may speak or no longer leads; return whether it may speak."""
@@ -224,7 +167,7 @@ class Election:
                 await asyncio.sleep(head_start)
                 if not self._may_lead():
                     continue
-            sent_s = _now_s()
+            sent_s = now_s()
             session = self._session
             assert session is not None, "a server that may lead has a session"
             if session.fence is not None:
@@ -248,7 +191,7 @@ class Election:
             return False
         return self._held is None or self._held.lease == session.lease
 
-    async def _create(self, session: _Session) -> Fence | None:
+    async def _create(self, session: Session) -> Fence | None:
         """Create the leader key if it does not exist; return its fence if it is this session's."""
         value = msgspec.json.encode(
             Leader(self._address, _unix_ms(), 0, round(1000 * session.word_s))
@@ -326,44 +269,20 @@ class Election:
                 await asyncio.sleep(RETRY_S)
                 continue
             self._session = session
+            session.start()
             self._news.tell()
-            session.lose(await self._renew(session))
+            while not await _happens(session.over, session.every_s):
+                session.turned()
             await self._end_session("")
 
-    async def _begin_session(self) -> _Session:
-        sent_s = _now_s()
+    async def _begin_session(self) -> Session:
+        sent_s = now_s()
         lease, ttl_s = await self._client.grant(self._client.config.ttl_s)
         key = f"{self._prefix}/replicas/{lease:016x}".encode()
         put = Put(key, msgspec.json.encode(self._replica), lease)
         await self._client.txn((), (put,))
         self._outage.end()
-        return _Session(lease, ttl_s, sent_s)
-
-    async def _renew(self, session: _Session) -> str:
-        """Renew a session until it is lost; return the reason."""
-        every_s = session.ttl_s / RENEWALS_PER_TTL
-        error: RendezvousConnectionError | None = None
-        while True:
-            wait_s = RETRY_S if error else session.sent_s + every_s - _now_s()
-            left_s = session.proven_until_s - _now_s()
-            if await _happens(session.over, min(wait_s, left_s)):
-                return session.lost or ""
-            sent_s = _now_s()
-            left_s = session.proven_until_s - sent_s
-            # After a pause of this process, or of the machine, there is nothing left to renew.
-            if left_s <= 0:
-                age_s = sent_s - session.sent_s
-                return f"the last renewal is {age_s:.1f} s old" + (f": {error}" if error else "")
-            try:
-                timeout_s = min(max(every_s, ANSWER_S), left_s)
-                ttl_s = await self._client.keep_alive(session.lease, timeout_s)
-            except RendezvousConnectionError as failure:
-                error = failure
-                continue
-            error = None
-            if ttl_s <= 0:
-                return "its lease has expired"
-            session.renewed(sent_s)
+        return Session(self._calls, self._key, lease, ttl_s, sent_s, self._note_read)
 
     async def _end_session(self, reason: str) -> None:
         """End the present session: revoking its lease deletes all its keys."""
@@ -379,6 +298,7 @@ class Election:
                 await self._client.revoke(session.lease)
         except (RendezvousConnectionError, TimeoutError) as error:
             log.info("lease %x cannot be revoked, and will expire: %s", session.lease, error)
+        await session.ended()
         self._session = None
         self._news.tell()
 
@@ -414,23 +334,10 @@ class Election:
             session.lose("another server has deposed it" if deposed else "its leader key is gone")
         self._news.tell()
 
-    async def _keep_word(self) -> None:
-        """While this process leads, read its key often enough to be always allowed to speak."""
-        while True:
-            await self._until(lambda: self.proven)
-            session, sent_s = self._session, _now_s()
-            assert session is not None, "a server that leads has a session"
-            assert session.fence is not None, "and a fence"
-            try:
-                held, revision = await self._client.get(self._key, session.word_s)
-            except RendezvousConnectionError as error:
-                log.debug("cannot read the leader key: %s", error)
-            else:
-                self._see(held, revision)
-                if session.fence.matches(held):
-                    session.read(sent_s)
-                    self._news.tell()
-            await asyncio.sleep(sent_s + session.word_s / READS_PER_WORD - _now_s())
+    def _note_read(self, held: KeyValue | None, revision: int) -> None:
+        """Note that the leader key was read, which may have extended this leader's word."""
+        self._see(held, revision)
+        self._news.tell()
 
     async def _lift_deposals(self) -> None:
         """Delete a deposed leader's key once the leader's word has ended, by this clock, too."""
@@ -438,7 +345,7 @@ class Election:
             await self._until(lambda: self._deposed() is not None)
             held = self._deposed()
             assert held is not None, "nothing was awaited since"
-            await asyncio.sleep(read_leader(held).word_ms / 1000 * (1 + _MARGIN))
+            await asyncio.sleep(read_leader(held).word_ms / 1000 * (1 + MARGIN))
             if self._deposed() != held:
                 continue
             try:
@@ -509,11 +416,6 @@ async def _happens(event: asyncio.Event, within_s: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def _now_s() -> float:
-    """Return a time that, like etcd's, goes on while the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _unix_ms() -> int:

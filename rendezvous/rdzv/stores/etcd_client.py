@@ -1,7 +1,7 @@
 """A client of etcd's public gRPC API, with plain values and our own errors.
 
-Only this module uses etcd's messages, and only it and `etcd_errors` use gRPC with etcd. Each
-endpoint has its own channel, so the client knows where a call was sent: a repeatable call goes to
+All calls are made here, but for those that keep a lease (`lease_calls`). Each endpoint has its own
+channel, so the client knows where a call was sent: a repeatable call goes to
 the next endpoint, and a transaction is repeated only while it has certainly not been sent.
 
 The package `etcd3` cannot be imported alongside a current protobuf, and uses a single endpoint;
@@ -15,32 +15,51 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores.base import StoreRefusedError
 from rdzv.stores.etcd_config import EtcdConfig
-from rdzv.stores.etcd_errors import RefusedError, is_silence, judged, mistake, reason_of
+from rdzv.stores.etcd_errors import (
+    RefusedError,
+    is_silence,
+    judged,
+    mistake,
+    reason_of,
+    tried,
+    unanswered,
+)
 from rdzv.stores.etcd_values import (
     Change,
     CompactedError,
     Condition,
-    Created,
-    Delete,
-    Get,
     KeyValue,
-    Leased,
-    Modified,
     Operation,
-    Put,
     TxnResult,
+)
+from rdzv.stores.etcd_wire import (
+    AUTHENTICATE,
+    CHANNEL_OPTIONS,
+    GRANT,
+    RANGE,
+    REVOKE,
+    TOKEN_REFUSAL,
+    TXN,
+    WATCH,
+    Metadata,
+    Method,
+    Request,
+    Response,
+    change_of,
+    compare_message,
+    first_of,
+    operation_message,
+    tls,
+    value_of,
 )
 
 log = logging.getLogger("rdzv.etcd")
@@ -51,35 +70,8 @@ MAX_OPERATIONS = 128
 MAX_REQUEST_BYTES = 1_500_000
 """The most bytes in one request: a little below etcd's own 1.5 MiB (`--max-request-bytes`)."""
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # etcd is inside the cluster; an Internet proxy would answer instead.
-    ("grpc.enable_http_proxy", 0),
-    # One value is at most as large as one request; pages hold few values, or only keys.
-    ("grpc.max_receive_message_length", 16 << 20),
-    # Unanswered pings reveal a stopped member; the keepalive timeout alone does not. etcd ends
-    # connections that ping more often than every 5 s, or without a call.
-    ("grpc.keepalive_time_ms", 6_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.keepalive_permit_without_calls", 0),
-    # A restarted member is soon used again.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Each client manages its own connections, and repeats calls itself.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-)
-"""Options of every channel to etcd."""
-
 RETRY_S = 0.1
 """Pause after every endpoint has failed."""
-
-Metadata = tuple[tuple[str, str], ...]
-
-Request = TypeVar("Request", bound=Message)
-Response = TypeVar("Response", bound=Message)
 
 
 class EtcdClient:
@@ -94,7 +86,7 @@ class EtcdClient:
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
-        credentials = _tls(config)
+        credentials = tls(config)
         self._channels = tuple(
             grpc.aio.insecure_channel(endpoint.target, options=CHANNEL_OPTIONS)
             if credentials is None
@@ -136,8 +128,8 @@ class EtcdClient:
     async def get(self, key: bytes, timeout_s: float | None = None) -> tuple[KeyValue | None, int]:
         """Read one key; return it, and the revision at which it was read."""
         request = pb.RangeRequest(key=key)
-        response = await self._repeated(_RANGE, request, timeout_s)
-        return _first(response), response.header.revision
+        response = await self._repeated(RANGE, request, timeout_s)
+        return first_of(response), response.header.revision
 
     async def scan(
         self,
@@ -157,8 +149,8 @@ class EtcdClient:
             request = pb.RangeRequest(
                 key=start, range_end=end, limit=page, sort_order=order, keys_only=keys_only
             )
-            response = await self._repeated(_RANGE, request)
-            found = tuple(map(_key_value, response.kvs))
+            response = await self._repeated(RANGE, request)
+            found = tuple(map(value_of, response.kvs))
             if found:
                 yield found
             if not response.more or not found:
@@ -184,18 +176,18 @@ class EtcdClient:
 
         """
         request = pb.TxnRequest(
-            compare=map(_compare, compare),
-            success=map(_operation, then),
-            failure=map(_operation, otherwise),
+            compare=map(compare_message, compare),
+            success=map(operation_message, then),
+            failure=map(operation_message, otherwise),
         )
         if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
             raise StoreRefusedError(
                 f"{self.config.place}: a write of {size} bytes is above the {MAX_REQUEST_BYTES} "
                 "that etcd takes at once; nothing was written"
             )
-        response = await self._once(_TXN, request)
+        response = await self._once(TXN, request)
         found = tuple(
-            _first(done.response_range)
+            first_of(done.response_range)
             for done in response.responses
             if done.WhichOneof("response") == "response_range"
         )
@@ -204,19 +196,13 @@ class EtcdClient:
     async def grant(self, ttl_s: int) -> tuple[int, int]:
         """Create a lease; return its id, and the TTL in seconds that etcd granted."""
         # A duplicate lease runs out by itself.
-        response = await self._repeated(_GRANT, pb.LeaseGrantRequest(TTL=ttl_s))
+        response = await self._repeated(GRANT, pb.LeaseGrantRequest(TTL=ttl_s))
         return response.ID, response.TTL
-
-    async def keep_alive(self, lease: int, timeout_s: float) -> int:
-        """Renew a lease within `timeout_s`; return its TTL in seconds, 0 if it is gone."""
-        request = pb.LeaseKeepAliveRequest(ID=lease)
-        response = await self._repeated(_KEEP_ALIVE, request, timeout_s)
-        return response.TTL
 
     async def revoke(self, lease: int) -> None:
         """End a lease, and delete its keys. An unknown lease is not an error."""
         try:
-            await self._repeated(_REVOKE, pb.LeaseRevokeRequest(ID=lease))
+            await self._repeated(REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except RefusedError as error:
             if error.status is not grpc.StatusCode.NOT_FOUND:
                 raise
@@ -240,7 +226,7 @@ class EtcdClient:
         while True:
             over = asyncio.Event()
             requests = _watch_requests(key, revision, every_s, over)
-            call = self._method(index, _WATCH)(requests, metadata=(*metadata, _REQUIRE_LEADER))
+            call = self._method(index, WATCH)(requests, metadata=(*metadata, _REQUIRE_LEADER))
             try:
                 while True:
                     async with asyncio.timeout(2 * every_s):
@@ -252,7 +238,7 @@ class EtcdClient:
                         reason = self._canceled(response)
                         break
                     if response.created or response.events:
-                        yield tuple(map(_change, response.events))
+                        yield tuple(map(change_of, response.events))
             except grpc.RpcError as error:
                 reason = reason_of(error)
             except TimeoutError:
@@ -260,18 +246,18 @@ class EtcdClient:
             finally:
                 over.set()
                 call.cancel()
-            if fresh or not metadata or not _TOKEN_REFUSAL.search(reason):
+            if fresh or not metadata or not TOKEN_REFUSAL.search(reason):
                 break
             await self._authenticate(stale=metadata)
             metadata, fresh = await self._credentials(), True
         self._leave(index)
-        raise RendezvousConnectionError(f"{self._tried(index)}: {reason}")
+        raise RendezvousConnectionError(f"{tried(self.config, index)}: {reason}")
 
     # ---------------------------------------------------------------- repeating
 
     async def _repeated(
         self,
-        method: _Method[Request, Response],
+        method: Method[Request, Response],
         request: Request,
         timeout_s: float | None = None,
     ) -> Response:
@@ -294,11 +280,11 @@ class EtcdClient:
             self._leave(index)
             tried += 1
             if loop.time() + RETRY_S >= deadline:
-                raise self._nothing_written(index, reason) from failure
+                raise unanswered(self.config, index, reason) from failure
             if tried % len(self._channels) == 0:
                 await asyncio.sleep(RETRY_S)
 
-    async def _once(self, method: _Method[Request, Response], request: Request) -> Response:
+    async def _once(self, method: Method[Request, Response], request: Request) -> Response:
         """Call a connected endpoint; a call that was sent is never repeated."""
         index = await self._connection()
         try:
@@ -308,7 +294,7 @@ class EtcdClient:
             raise self._unsure(index, reason_of(error)) from error
 
     async def _attempt(
-        self, index: int, method: _Method[Request, Response], request: Request, timeout_s: float
+        self, index: int, method: Method[Request, Response], request: Request, timeout_s: float
     ) -> Response:
         """Call one endpoint, with a new token if the old one is no longer accepted.
 
@@ -323,7 +309,7 @@ class EtcdClient:
         try:
             return await self._send(index, method, request, timeout_s, metadata)
         except grpc.aio.AioRpcError as error:
-            if not metadata or not _TOKEN_REFUSAL.search(error.details() or ""):
+            if not metadata or not TOKEN_REFUSAL.search(error.details() or ""):
                 raise judged(self.config, error) from error
         await self._authenticate(stale=metadata)
         left = max(deadline - loop.time(), 0)
@@ -335,29 +321,14 @@ class EtcdClient:
     async def _send(
         self,
         index: int,
-        method: _Method[Request, Response],
+        method: Method[Request, Response],
         request: Request,
         timeout_s: float,
         metadata: Metadata,
     ) -> Response:
         ask = self._method(index, method)
-        if not method.streams:
-            answer: Response = await ask(request, timeout=timeout_s, metadata=metadata)
-            return answer
-        # Each request has its own stream, so it has its own deadline and its own endpoint.
-        stream = ask(iter((request,)), timeout=timeout_s, metadata=metadata)
-        try:
-            response = await stream.read()
-            if isinstance(response, method.response):
-                return response
-            raise grpc.aio.AioRpcError(
-                grpc.StatusCode.UNAVAILABLE,
-                await stream.initial_metadata(),
-                await stream.trailing_metadata(),
-                "the stream has ended without an answer",
-            )
-        finally:
-            stream.cancel()
+        answer: Response = await ask(request, timeout=timeout_s, metadata=metadata)
+        return answer
 
     async def _connection(self) -> int:
         """Return an endpoint with a connection, starting with the one in use.
@@ -377,7 +348,7 @@ class EtcdClient:
             self._leave(index)
             tried += 1
             if loop.time() + RETRY_S >= deadline:
-                raise self._nothing_written(index, "no connection")
+                raise unanswered(self.config, index, "no connection")
             if tried % len(self._channels) == 0:
                 await asyncio.sleep(RETRY_S)
 
@@ -399,7 +370,7 @@ class EtcdClient:
         if self._current == index:
             self._current = (index + 1) % len(self._channels)
 
-    def _method(self, index: int, method: _Method[Request, Response]) -> Any:
+    def _method(self, index: int, method: Method[Request, Response]) -> Any:
         channel = self._channels[index]
         make: Any = channel.stream_stream if method.streams else channel.unary_unary
         return make(
@@ -429,14 +400,14 @@ class EtcdClient:
                 index = self._current
                 left = min(self._attempt_s, deadline - loop.time())
                 try:
-                    response = await self._send(index, _AUTHENTICATE, request, left, ())
+                    response = await self._send(index, AUTHENTICATE, request, left, ())
                 except grpc.aio.AioRpcError as error:
                     failure = judged(self.config, error)
                     if isinstance(failure, StoreRefusedError):
                         raise failure from error
                     self._leave(index)
                     if loop.time() + RETRY_S >= deadline:
-                        raise self._nothing_written(index, reason_of(error)) from error
+                        raise unanswered(self.config, index, reason_of(error)) from error
                     await asyncio.sleep(RETRY_S)
                 else:
                     self._token = response.token
@@ -472,69 +443,20 @@ class EtcdClient:
             )
         return f"it refuses the watch: {response.cancel_reason}"
 
-    def _nothing_written(self, index: int, reason: str) -> StoreRefusedError:
-        return StoreRefusedError(
-            f"{self._tried(index)}: {reason}; nothing was written. See that etcd runs there and "
-            "has a majority of its members"
-        )
-
     def _unsure(self, index: int, reason: str) -> RendezvousConnectionError:
-        return RendezvousConnectionError(f"{self._tried(index)}: {reason}; the outcome is unknown")
-
-    def _tried(self, index: int) -> str:
-        others = len(self._channels) - 1
-        more = f" (and {others} more)" if others else ""
-        return f"etcd at {self.config.endpoints[index]}{more} does not answer"
+        why = f"{tried(self.config, index)}: {reason}; the outcome is unknown"
+        return RendezvousConnectionError(why)
 
 
-# ------------------------------------------------------------------------------------ the wire
+# ------------------------------------------------------------------------------------ the watch
 
-
-@dataclass(frozen=True, slots=True)
-class _Method(Generic[Request, Response]):
-    path: str
-    request: type[Request]
-    response: type[Response]
-    streams: bool = False
-
-
-_RANGE = _Method("/etcdserverpb.KV/Range", pb.RangeRequest, pb.RangeResponse)
-_TXN = _Method("/etcdserverpb.KV/Txn", pb.TxnRequest, pb.TxnResponse)
-_GRANT = _Method("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantRequest, pb.LeaseGrantResponse)
-_REVOKE = _Method("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeRequest, pb.LeaseRevokeResponse)
-_KEEP_ALIVE = _Method(
-    "/etcdserverpb.Lease/LeaseKeepAlive",
-    pb.LeaseKeepAliveRequest,
-    pb.LeaseKeepAliveResponse,
-    streams=True,
-)
-_WATCH = _Method("/etcdserverpb.Watch/Watch", pb.WatchRequest, pb.WatchResponse, streams=True)
-_AUTHENTICATE = _Method(
-    "/etcdserverpb.Auth/Authenticate", pb.AuthenticateRequest, pb.AuthenticateResponse
-)
 
 _REQUIRE_LEADER = ("hasleader", "true")
 """Makes a member that is cut off from the others end the stream instead of falling silent."""
 
-# For a watch, some versions report denied permission when only the token has expired.
-_TOKEN_REFUSAL = re.compile(
-    "invalid auth token|revision of auth store is old|refuses the watch: .*permission denied"
-)
-
 _CUT_OFF = re.compile(r"socket closed|connection reset", re.IGNORECASE)
 
 _TLS_TROUBLE = re.compile(r"ssl|tls|certificate|handshake|hostname", re.IGNORECASE)
-
-
-def _tls(config: EtcdConfig) -> grpc.ChannelCredentials | None:
-    """Return the TLS credentials, read again from the files; None for plaintext."""
-    if not config.secure:
-        return None
-
-    def read(path: Path | None) -> bytes | None:
-        return path.read_bytes() if path else None
-
-    return grpc.ssl_channel_credentials(read(config.ca), read(config.key), read(config.cert))
 
 
 async def _within(seconds: float, work: Awaitable[bool]) -> bool:
@@ -554,40 +476,3 @@ async def _watch_requests(
     yield pb.WatchRequest(create_request=create)
     while not await _within(every_s, over.wait()):
         yield pb.WatchRequest(progress_request=pb.WatchProgressRequest())
-
-
-def _key_value(kv: pb.KeyValue) -> KeyValue:
-    return KeyValue(kv.key, kv.value, kv.create_revision, kv.mod_revision, kv.lease)
-
-
-def _first(response: pb.RangeResponse) -> KeyValue | None:
-    return _key_value(response.kvs[0]) if response.kvs else None
-
-
-def _change(event: pb.Event) -> Change:
-    deleted = event.type == pb.Event.DELETE
-    return Change(None if deleted else _key_value(event.kv), event.kv.mod_revision)
-
-
-def _compare(compare: Condition) -> pb.Compare:
-    match compare:
-        case Created(key, revision):
-            return pb.Compare(key=key, target=pb.Compare.CREATE, create_revision=revision)
-        case Modified(key, revision):
-            return pb.Compare(key=key, target=pb.Compare.MOD, mod_revision=revision)
-        case Leased(key, lease):
-            return pb.Compare(key=key, target=pb.Compare.LEASE, lease=lease)
-
-
-def _operation(operation: Operation) -> pb.RequestOp:
-    match operation:
-        case Get(key):
-            return pb.RequestOp(request_range=pb.RangeRequest(key=key))
-        case Put(key, value, None):
-            put = pb.PutRequest(key=key, value=value, ignore_lease=True)
-            return pb.RequestOp(request_put=put)
-        case Put(key, value, lease):
-            return pb.RequestOp(request_put=pb.PutRequest(key=key, value=value, lease=lease or 0))
-        case Delete(key, end):
-            deletion = pb.DeleteRangeRequest(key=key, range_end=end)
-            return pb.RequestOp(request_delete_range=deletion)

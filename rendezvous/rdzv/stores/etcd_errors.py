@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import grpc
 import grpc.aio
 
@@ -69,15 +71,32 @@ def mistake(config: EtcdConfig, error: RefusedError) -> str:
 
 def is_silence(error: grpc.RpcError) -> bool:
     """Return whether a call ended without an answer in time."""
-    return (
-        isinstance(error, grpc.aio.AioRpcError)
-        and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    )
+    return _call(error).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def reason_of(error: grpc.RpcError) -> str:
     """Describe in one line why a call failed."""
-    assert isinstance(error, grpc.aio.AioRpcError), "all calls here are of grpc.aio"
     if is_silence(error):
         return "no answer in time"
-    return " ".join((error.details() or error.code().name).split())
+    call = _call(error)
+    return " ".join((call.details() or call.code().name).split())
+
+
+def _call(error: grpc.RpcError) -> grpc.Call:
+    # The error of every call has its status and details, of those that block as of all others.
+    return cast("grpc.Call", error)
+
+
+def unanswered(config: EtcdConfig, index: int, reason: str) -> StoreRefusedError:
+    """Return the error of a call that has changed nothing, for want of an answer."""
+    return StoreRefusedError(
+        f"{tried(config, index)}: {reason}; nothing was written. See that etcd runs there and "
+        "has a majority of its members"
+    )
+
+
+def tried(config: EtcdConfig, index: int) -> str:
+    """Describe the endpoint that was asked last."""
+    others = len(config.endpoints) - 1
+    more = f" (and {others} more)" if others else ""
+    return f"etcd at {config.endpoints[index]}{more} does not answer"

@@ -698,6 +698,18 @@ async def test_a_commit_in_doubt_gives_way_to_what_another_server_has_stored() -
         assert (await s.driver.jobs.look("job-7")).membership.run == "run-of-another"
 
 
+async def test_a_server_that_has_stopped_does_not_look_for_its_store() -> None:
+    """It was deposed, and a call that was under way fails only later."""
+    store = FlakyStore()
+    async with server(store) as s:
+        store.away = StoreRefusedError("another server leads")
+    with pytest.raises(StoreRefusedError):
+        await s.driver.store.load("job-7")
+    # A timer of it would start a task in a group that is over.
+    await s.clock.advance(60_000)
+    assert not s.driver.tasks.running
+
+
 async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
     store = FlakyStore()
     async with server(store) as s:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rdzv.errors import RendezvousConnectionError
-from rdzv.stores import election as election_module
-from rdzv.stores.election import Election
+from rdzv.stores import election_session
+from rdzv.stores.election_session import LOOP_TTLS, Session
 from rdzv.stores.leader_key import Fence
 
-TTL_S = 10.0
+TTL_S = 10
 
 
 class Etcd:
@@ -24,10 +24,7 @@ class Etcd:
         self.answers_after_s = [0.0]
         """How late each renewal is answered; later ones get no answer."""
 
-    class config:  # noqa: N801
-        prefix = "/rdzv"
-
-    async def keep_alive(self, lease: int, timeout_s: float) -> float:
+    def keep_alive(self, lease: int, timeout_s: float) -> int:
         if not self.answers_after_s:
             # No further answer arrives: the caller's waiting time passes.
             self.now_s += timeout_s
@@ -36,37 +33,61 @@ class Etcd:
         self.now_s += self.answers_after_s.pop(0)
         return TTL_S
 
+    def get(self, key: bytes, timeout_s: float) -> Any:
+        raise AssertionError("the word is not kept here")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Let time pass, as waiting for the end of the session does."""
+        self.now_s += timeout_s
+        return False
+
     @property
     def another_may_lead(self) -> bool:
         return self.now_s >= self.expires_s
 
 
+@pytest.fixture
+def etcd(monkeypatch: pytest.MonkeyPatch) -> Etcd:
+    made = Etcd()
+    monkeypatch.setattr(election_session, "now_s", lambda: made.now_s)
+    return made
+
+
+def leading(etcd: Etcd, monkeypatch: pytest.MonkeyPatch, *, sent_s: float) -> Session:
+    session = Session(etcd, b"/rdzv/leader", 1, TTL_S, sent_s)
+    monkeypatch.setattr(session._stopped, "wait", etcd.wait)
+    session.lead(Fence(b"/rdzv/leader", 1, 1), etcd.now_s)
+    assert session.leads
+    return session
+
+
 @pytest.mark.parametrize("late_s", [0.0, 2.0, 3.0, 5.0])
 async def test_a_renewal_that_is_answered_late_proves_nothing_for_longer(
-    monkeypatch: pytest.MonkeyPatch, late_s: float
+    etcd: Etcd, monkeypatch: pytest.MonkeyPatch, late_s: float
 ) -> None:
     """Counted from its answer, a term would continue when the next server already leads."""
-    etcd = Etcd()
     etcd.answers_after_s = [late_s]
-
-    async def happens(event: asyncio.Event, within_s: float) -> bool:
-        await asyncio.sleep(0)
-        etcd.now_s += 0 if event.is_set() else max(0.0, within_s)
-        return event.is_set()
-
-    monkeypatch.setattr(election_module, "_now_s", lambda: etcd.now_s)
-    monkeypatch.setattr(election_module, "_happens", happens)
-    client: Any = etcd
-    first = Election(client, "first:1", "")
-    session = election_module._Session(1, TTL_S, etcd.now_s - TTL_S / 2)
-    session.lead(Fence(b"/rdzv/leader", 1, 1), etcd.now_s)
-    first._session = session
-    assert first.proven
-    async with asyncio.timeout(60):
-        await first._renew(session)
+    session = leading(etcd, monkeypatch, sent_s=etcd.now_s - TTL_S / 2)
+    session._renew()
+    await asyncio.sleep(0)
+    assert "the last renewal is" in (session.lost or "")
     # By the clock alone, at every moment until another may lead, and from then on.
     proven_until_s = session.proven_until_s
     assert proven_until_s < etcd.expires_s
     etcd.now_s = etcd.expires_s
     assert etcd.another_may_lead
-    assert not first.proven
+    assert not session.leads
+
+
+async def test_a_lease_is_renewed_while_the_loop_is_late_and_not_while_it_stands_still(
+    etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    etcd.answers_after_s = [0.0] * 1_000
+    session = leading(etcd, monkeypatch, sent_s=etcd.now_s)
+    turned_s = etcd.now_s
+    # As in a thread, while the loop does not turn.
+    session._renew()
+    await asyncio.sleep(0)
+    assert "its event loop has stood still" in (session.lost or "")
+    renewed_for_s = session.sent_s - turned_s
+    assert LOOP_TTLS * TTL_S - session.every_s <= renewed_for_s <= LOOP_TTLS * TTL_S

@@ -55,6 +55,7 @@ class StoreState:
         self._on_change = on_change
         self._probe = probe
         self._timer = Timer(clock, lambda _: self._look())
+        self._stopped = False
         self._since_ms: int | None = None
         self._why = ""
         self.unwritable = False
@@ -69,7 +70,8 @@ class StoreState:
         if self._since_ms is None:
             self._since_ms = began_ms
             log.error("the store is away: %s; workers run on, nothing new is decided", error)
-            self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
+            if not self._stopped:
+                self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
         if known != self._why:
             self._on_change(None)
 
@@ -128,7 +130,8 @@ class StoreState:
         return self._sentence(self.waiting(rdzv_id))
 
     def stop(self) -> None:
-        """Stop checking whether the store is back."""
+        """Stop checking whether the store is back; calls that fail later are only logged."""
+        self._stopped = True
         self._timer.cancel()
 
     def _sentence(self, waiting: list[str] | tuple[str, ...]) -> str:

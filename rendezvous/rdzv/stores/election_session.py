@@ -1,0 +1,199 @@
+"""One lease of a server, and its word while it leads, kept by threads of their own.
+
+A server that takes over has thousands of nodes to answer, and its event loop is late by as much. A
+renewal that waited its turn there would come too late: the next server would take over with the
+same nodes, and so on. So renewals wait for no other work of this process. But the loop must turn
+from time to time, or else a server that hangs would lead for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from rdzv.errors import RendezvousConnectionError
+from rdzv.stores.etcd_values import KeyValue
+from rdzv.stores.leader_key import Fence
+
+RENEWALS_PER_TTL = 6
+"""Enough to repeat a lost renewal with another member, even while etcd elects its own leader."""
+
+ANSWER_S = 0.5
+"""The least time a member has to answer a renewal before the next member is asked."""
+
+RETRY_S = 0.1
+"""Pause after a failed request to etcd."""
+
+WORDS_PER_TTL = 5
+"""Long enough for etcd to answer a read late; short enough for another server to wait it out."""
+
+READS_PER_WORD = 4
+"""How often a leader reads its key within the time for which its word holds."""
+
+LOOP_TTLS = 2
+"""An event loop that has not turned for this many TTLs hangs, and its lease is not renewed."""
+
+MARGIN = 1 / 6
+"""Fraction of the TTL that allows for clock drift and for closing streams."""
+
+
+class Calls(Protocol):
+    """What the threads ask of etcd; both raise `RendezvousConnectionError`."""
+
+    def keep_alive(self, lease: int, timeout_s: float) -> int:
+        """Renew a lease; return its TTL in seconds, 0 if it is gone."""
+
+    def get(self, key: bytes, timeout_s: float) -> tuple[KeyValue | None, int]:
+        """Read one key; return it, and the revision at which it was read."""
+
+
+class Session:
+    """One lease of this process, and at most one term under it. Losing the term ends it.
+
+    The event loop calls `start`, and `turned` from then on. After `lose` the threads end;
+    `ended` waits for that.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        key: bytes,
+        lease: int,
+        ttl_s: int,
+        sent_s: float,
+        on_read: Callable[[KeyValue | None, int], None] = lambda held, revision: None,
+    ) -> None:
+        """`on_read` is called in the event loop with the leader key, whenever it was read."""
+        self.lease = lease
+        self.ttl_s = ttl_s
+        self.fence: Fence | None = None
+        self.lost: str | None = None
+        """Why it ended; None while it holds."""
+        self.over = asyncio.Event()
+        self.word_until_s = 0.0
+        """Until when this leader may send to nodes: see `rdzv.stores.leader_key`."""
+        self.word_s = ttl_s / WORDS_PER_TTL
+        self.every_s = ttl_s / RENEWALS_PER_TTL
+        """How often it is renewed."""
+        self._calls = calls
+        self._key = key
+        self._on_read = on_read
+        self._loop = asyncio.get_running_loop()
+        self._turned_s = now_s()
+        """When the event loop has last turned."""
+        self._stopped = threading.Event()
+        self._leading = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._renew, name="lease", daemon=True),
+            threading.Thread(target=self._keep_word, name="word", daemon=True),
+        ]
+        self._renewed(sent_s)
+
+    def start(self) -> None:
+        """Keep the lease, and from `lead` on the word, until the session is lost."""
+        for thread in self._threads:
+            thread.start()
+
+    def turned(self) -> None:
+        """Note that the event loop turns."""
+        self._turned_s = now_s()
+
+    async def ended(self) -> None:
+        """Wait for the end of the threads, which is at most a call to etcd away."""
+        for thread in self._threads:
+            if thread.is_alive():
+                await asyncio.to_thread(thread.join)
+
+    def lead(self, fence: Fence, sent_s: float) -> None:
+        """Begin the term created by a transaction that was sent at this time."""
+        self.fence = fence
+        self._read(sent_s)
+        self._leading.set()
+
+    @property
+    def leads(self) -> bool:
+        """Whether the term still holds, judging by its lease."""
+        return self.fence is not None and self.lost is None and now_s() < self.proven_until_s
+
+    @property
+    def may_speak(self) -> bool:
+        """Whether it holds, and no other can lead by now, even by deposing this one."""
+        return self.leads and now_s() < self.word_until_s
+
+    def lose(self, reason: str) -> None:
+        """End the session for a reason; the first reason stands."""
+        if self.lost is None:
+            self.lost = reason
+            self.over.set()
+            self._stopped.set()
+            self._leading.set()
+
+    # ---------------------------------------------------------------- in the threads
+
+    def _renewed(self, sent_s: float) -> None:
+        """Count from the moment when the renewal was sent; etcd counts from a later one."""
+        self.sent_s = sent_s
+        self.proven_until_s = sent_s + self.ttl_s * (1 - MARGIN)
+
+    def _read(self, sent_s: float) -> None:
+        """Extend the leader's word: a read sent at this time has shown the key to be its own."""
+        self.word_until_s = sent_s + self.word_s
+
+    def _renew(self) -> None:
+        """Renew the lease until it is lost; report why."""
+        trouble = ""
+        while True:
+            wait_s = RETRY_S if trouble else self.sent_s + self.every_s - now_s()
+            left_s = self.proven_until_s - now_s()
+            if self._stopped.wait(max(min(wait_s, left_s), 0)):
+                return
+            sent_s = now_s()
+            left_s = self.proven_until_s - sent_s
+            # After a pause of this process, or of the machine, there is nothing left to renew.
+            if left_s <= 0:
+                age_s = sent_s - self.sent_s
+                why = f": {trouble}" if trouble else ""
+                self._tell(self.lose, f"the last renewal is {age_s:.1f} s old{why}")
+                return
+            still_s = sent_s - self._turned_s
+            if still_s > LOOP_TTLS * self.ttl_s:
+                trouble = f"its event loop has stood still for {still_s:.1f} s"
+                continue
+            try:
+                ttl_s = self._calls.keep_alive(self.lease, min(max(self.every_s, ANSWER_S), left_s))
+            except RendezvousConnectionError as error:
+                trouble = str(error)
+                continue
+            trouble = ""
+            if ttl_s <= 0:
+                self._tell(self.lose, "its lease has expired")
+                return
+            self._renewed(sent_s)
+
+    def _keep_word(self) -> None:
+        """While this process leads, read its key often enough to be always allowed to speak."""
+        self._leading.wait()
+        while not self._stopped.is_set():
+            sent_s = now_s()
+            try:
+                held, revision = self._calls.get(self._key, self.word_s)
+            except RendezvousConnectionError:
+                # The lease has the same trouble, and reports it.
+                pass
+            else:
+                if self.fence is not None and self.fence.matches(held):
+                    self._read(sent_s)
+                self._tell(self._on_read, held, revision)
+            self._stopped.wait(max(sent_s + self.word_s / READS_PER_WORD - now_s(), 0))
+
+    def _tell(self, call: Callable[..., None], *given: object) -> None:
+        if not self._stopped.is_set():
+            self._loop.call_soon_threadsafe(call, *given)
+
+
+def now_s() -> float:
+    """Return a time that, like etcd's, goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
