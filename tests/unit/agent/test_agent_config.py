@@ -41,7 +41,7 @@ def test_the_least_configuration_is_enough(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [("gpu-7", 'node_id = "gpu-7"'), ("gpu 7", "`node_id` is 'gpu 7', by RDZV_NODE_ID")],
+    [("gpu-7", 'node_id = "gpu-7"'), ("gpu 7", "`node_id` is 'gpu 7', from RDZV_NODE_ID")],
 )
 def test_the_environment_may_name_the_node(tmp_path: Path, name: str, shown: str) -> None:
     """As in a DaemonSet, whose pods all have the same file."""

@@ -672,7 +672,7 @@ async def test_one_that_can_not_be_gone_on_with_is_left_to_another_agent_and_not
     lost = orphan(node)
     await node.placements.adopt([lost])
     assert lost.runner.left == [True]
-    assert "old: cannot be adopted; its workers continue until the server gives" in caplog.text
+    assert "old: cannot adopt it; its workers continue until the server gives" in caplog.text
     assert (node.held(), node.runners) == (set(), set())
     node.trouble = None
     await node.placements.adopt([orphan(node)])

@@ -1,1 +1,1 @@
-"""rdzv-agent: the daemon, its settings and its metrics."""
+"""rdzv-agent: the daemon, its settings and its configuration."""

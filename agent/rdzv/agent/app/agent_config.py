@@ -1,4 +1,4 @@
-"""rdzv-agent's configuration: values derived from its settings, checked against this machine."""
+"""rdzv-agent's configuration: its settings and what follows from them, checked on this machine."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Config:
     loaded: Loaded[AgentSettings]
     endpoints: tuple[Endpoint, ...]
     launches: tuple[Launch, ...] = ()
-    """The jobs named in the file itself; if there are none, the agent takes submitted ones."""
+    """The jobs listed in the file itself; if there are none, the agent takes submitted jobs."""
     credentials: Credentials = PLAIN
-    """The files and token for the connection to the server."""
+    """The TLS files and the token for the connection to the server."""
 
     @property
     def settings(self) -> AgentSettings:
@@ -48,9 +48,9 @@ class Config:
 
     @property
     def preemption(self) -> Preemption:
-        """How the agent learns that this machine is about to be taken away."""
-        said = self.settings.preemption
-        return Preemption(said.file, said.command, round(said.deadline * 1000))
+        """The sources of preemption notices for this machine."""
+        settings = self.settings.preemption
+        return Preemption(settings.file, settings.command, round(settings.deadline * 1000))
 
     @property
     def accounts(self) -> Accounts:
@@ -125,7 +125,7 @@ def check_state_dir(config: Config) -> None:
             _check_passable(place)
     above = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
-        # Permissions are not the only possible obstacle.
+        # Only a real attempt shows every obstacle; permissions are just one of them.
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
@@ -148,7 +148,9 @@ def _check_passable(path: Path) -> None:
 
 
 def read_config(path: Path, *, for_another: bool = False) -> Config:
-    """Read and check a configuration, `for_another` account than this process's if set.
+    """Read and check a configuration.
+
+    With `for_another`, the agent is to run under another account, so this one's is not checked.
 
     Raises:
         InvalidRequestError: it cannot be read, or has errors; the message lists them all.

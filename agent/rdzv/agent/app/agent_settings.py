@@ -1,4 +1,4 @@
-"""The settings of rdzv-agent: the content of agent.toml, with bounds, defaults and reasons."""
+"""The settings in agent.toml: their types, bounds and defaults, and when to change them."""
 
 # The annotations are read at run time, so they are not postponed.
 import json
@@ -38,7 +38,7 @@ PASSED_ON = (
 """The variables of the agent's environment that jobs get by default."""
 
 MEMORY_USED = 2 * GIB
-"""How much memory of an unused GPU may be in use by default, in bytes."""
+"""How much of an idle GPU's memory may be in use by default, in bytes."""
 
 _NODE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,127}")
 _PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?|\*")
@@ -60,7 +60,7 @@ def _check_default_node_id(settings: "AgentSettings") -> str:
     try:
         _name(settings.node_id)
     except InvalidRequestError as error:
-        return f"`node_id` is {settings.node_id!r}, by RDZV_NODE_ID or the host name: {error}"
+        return f"`node_id` is {settings.node_id!r}, from RDZV_NODE_ID or the host name: {error}"
     return ""
 
 

@@ -48,10 +48,10 @@ RESTARTS = ("restart", "try-restart", "reload-or-restart")
 """The systemd jobs that stop this agent and then start another one."""
 
 SWEEP_EVERY_S = 3_600.0
-"""The interval of searches for old logs: short compared with their retention time."""
+"""The interval at which old logs are removed: short compared with their retention time."""
 
 READ_CONFIG_WITHIN_S = 30.0
-"""How long checking the files named in a configuration may take."""
+"""How long reading the configuration and checking the files it names may take."""
 
 END_MS = 60_000
 """How long the last job process may take to end after the drain deadline."""
@@ -96,7 +96,7 @@ class Daemon:
         adopted: Sequence[AdoptedRunner],
         health: Health,
     ) -> None:
-        """Assemble existing parts. Use `start` instead."""
+        """Assemble the given parts; use `start` to create them."""
         self._health = health
         self._path = path
         self._config = config
@@ -116,7 +116,7 @@ class Daemon:
     async def start(
         cls, path: Path, config: Config, set_log_level: Callable[[str], None]
     ) -> Daemon:
-        """Inspect this machine, and get ready."""
+        """Inspect this machine, and create the parts of the daemon."""
         # This comes first because the previous agent's runners wait for only one lease.
         settings = config.settings
         runtime_directory = RuntimeDirectory(settings.runtime_dir, settings.node_id)
@@ -148,10 +148,10 @@ class Daemon:
         )
         runner_link.become_subreaper()
         runners, folders = Runners(settings.state_dir), RunFolders(settings.state_dir)
-        who = await daemon_identity(
+        identity = await daemon_identity(
             settings.node_id, config.endpoints[0], runtime_directory.instance
         )
-        link = ServerLink(config.endpoints, who, credentials=config.credentials)
+        link = ServerLink(config.endpoints, identity, credentials=config.credentials)
         link.on_welcome = runtime_directory.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
         health = Health(config.checks(resources, os.environ), lambda: uuids)
@@ -182,15 +182,19 @@ class Daemon:
         await self._placements.adopt(self._adopted)
 
     async def run(self) -> None:
-        """Serve until a signal ends it."""
+        """Serve until a signal ends the agent.
+
+        Raises:
+            NodeSupersededError: another agent has taken over this node's name.
+        """
         with self._signals():
             if not self._adopted:
-                # The first Hello should include the result. If workers run, it is sent at once
-                # instead, because the server is waiting for it.
+                # The first Hello should contain the result. With workers to adopt there is no time
+                # for the checks, because the server is waiting for the Hello.
                 await self._health.look()
             async with asyncio.TaskGroup() as tasks:
                 talk = tasks.create_task(self._link.run())
-                sweep = tasks.create_task(self._sweep_now_and_then())
+                sweep = tasks.create_task(self._sweep_logs())
                 health = tasks.create_task(self._health.run())
                 superseded = tasks.create_task(self._notice_superseded())
                 systemd.notify("READY=1", f"STATUS={self.describe()}")
@@ -228,7 +232,7 @@ class Daemon:
                 loop.remove_signal_handler(signum)
 
     def _end(self, signum: signal.Signals) -> None:
-        """Handle SIGTERM, whose meaning depends on its sender."""
+        """Handle an end signal. systemd's SIGTERM for a restart hands the jobs over instead."""
         if self._handing_over:
             return
         if signum is signal.SIGTERM and not self._ending.is_set() and self._asking is None:
@@ -300,7 +304,7 @@ class Daemon:
             self._reloading = asyncio.create_task(self._reload_all(), name="reload")
 
     async def _reload_all(self) -> None:
-        """Reload the configuration, and once more if that was requested meanwhile."""
+        """Reload the configuration, again if another reload was requested in the meantime."""
         while self._reload_again:
             self._reload_again = False
             try:
@@ -312,7 +316,7 @@ class Daemon:
         """Reload the configuration; an invalid one changes nothing."""
         systemd.notify(systemd.reloading())
         try:
-            # The folders named in it may be on a file server.
+            # The folders that it names may be on a file server.
             found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
             change = compare(self._config.loaded, found.loaded)
         except (ConfigurationError, InvalidRequestError, TimeoutError) as error:
@@ -337,8 +341,8 @@ class Daemon:
 
     # ------------------------------------------------------------------ logs
 
-    async def _sweep_now_and_then(self) -> None:
-        """At intervals, remove run folders that are too old or use too much disk space."""
+    async def _sweep_logs(self) -> None:
+        """Periodically remove run folders that are too old or use too much disk space."""
         while True:
             logs = self._config.settings.logs
             try:
@@ -346,7 +350,7 @@ class Daemon:
                     self._folders.sweep, logs.keep, logs.keep_size, time.time()
                 )
             except Exception:
-                # No error here may affect jobs.
+                # An error here must not affect jobs.
                 log.exception("cannot remove old logs")
             else:
                 for path in removed:
@@ -359,7 +363,7 @@ class Daemon:
 
 @contextlib.contextmanager
 def _own_directories(config: Config) -> Iterator[None]:
-    """Create the agent's directories, and ensure that no other agent uses them.
+    """Create the agent's directories, and lock them against other agents.
 
     Raises:
         InvalidRequestError: another agent uses them, they cannot be created, or another account
@@ -385,8 +389,9 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
 
     The agent trusts its contents: it removes files, and kills the processes of a dead runner. A
     world-writable directory is refused if `strictly`; otherwise a warning is logged, because the
-    agent may be alone in its container. A directory below another account's folder is refused, too,
-    unless everyone could have created that folder: root has placed a home in a group's folder, say.
+    agent may be alone in its container. A directory below another account's folder is refused, too.
+    Unless `strictly`, that holds only where anyone could have created the folder, as in /tmp:
+    elsewhere root allowed it, as with a home inside a group's folder.
 
     Raises:
         InvalidRequestError: another account owns it, a directory above it, or a link to it.
@@ -414,7 +419,7 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
 
 
 def _share(memory: int | None, jobs: int) -> int | None:
-    """Divide a node's memory for snapshots among as many jobs as it may have."""
+    """Divide a node's memory for snapshots equally among the jobs that it may have."""
     return None if memory is None else memory // jobs
 
 
@@ -446,9 +451,9 @@ def locked(key: str, path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.seek(0)
-            who = file.read(80).strip() or "another process"
+            holder = file.read(80).strip() or "another process"
             raise InvalidRequestError(
-                f"`{key}` = {str(path)!r} is in use by {who}; give this agent another"
+                f"`{key}` = {str(path)!r} is in use by {holder}; give this agent another"
             ) from error
         file.truncate(0)
         file.write(f"rdzv-agent pid {os.getpid()}\n")

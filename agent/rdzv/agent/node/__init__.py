@@ -1,1 +1,1 @@
-"""One node: its stream, its jobs, their GPUs, and the server that it may host."""
+"""One node: its jobs and their GPUs, its metrics page, and the server that it may host."""

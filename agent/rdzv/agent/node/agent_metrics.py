@@ -1,8 +1,8 @@
 """The /metrics page of an agent; `docs/metrics.md` lists it.
 
-The calls by which the agent acts also update the counters and histograms, which count from the
-start of this agent. Gauges are computed when they are scraped. No label names a job or a worker:
-the server reports on jobs, this page on the node.
+Counters and histograms start at zero with the agent; the calls with which it acts update them.
+Gauges are computed at each scrape. No label names a job or a worker: the server reports on jobs,
+this page on the node.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _http_log = http_log(
 )
 
 RUN, STOP = "run", "stop"
-"""The phases in which a worker exits: by itself, or after it was told to stop."""
+"""When a worker exits: during its run, or after it was told to stop."""
 
 _STARTS = ("kept", "warm", "cold")
 
@@ -57,7 +57,7 @@ class AgentMetrics(Meter, Collector):
         placements: Placements | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Measure the stream, and the submitted jobs if the node takes any."""
+        """Export the stream, and the submitted jobs if the node takes any."""
         self._link = link
         self._placements = placements
         self._now_s = now_s
@@ -120,8 +120,7 @@ class AgentMetrics(Meter, Collector):
             ("how", "during"),
         )
         for during in (RUN, STOP):
-            # They are created at zero, because Prometheus misses the first increase of a new
-            # series.
+            # These start at zero, because Prometheus misses the first increase of a new series.
             for how in ("exit 0", "exit 1", "SIGKILL", "SIGTERM"):
                 self.exits.labels(how, during)
         self.fenced = counter(
@@ -144,7 +143,7 @@ class AgentMetrics(Meter, Collector):
             "rdzv_agent_streams_opened_total", "Streams in which a server has welcomed this node."
         )
         self._streams_lost = counter(
-            "rdzv_agent_streams_lost_total", "Open streams that ended without this agent's doing."
+            "rdzv_agent_streams_lost_total", "Open streams that ended, but not by this agent."
         )
         self._reconnects = counter(
             "rdzv_agent_reconnects_total", "Streams that were opened after one was lost."
@@ -190,7 +189,7 @@ class AgentMetrics(Meter, Collector):
     # ---------------------------------------------------------------- gauges
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges; prometheus-client asks for them."""
+        """Yield the gauges; called by prometheus-client at each scrape."""
         parts: dict[str, Collect] = {
             "stream": self._collect_stream,
             "jobs": self._collect_jobs,
@@ -237,7 +236,7 @@ class AgentMetrics(Meter, Collector):
 
 
 class _JobCounter(JobMeter):
-    """One job's meter, which adds to the counters of its node."""
+    """The meter of one job, which adds to its node's counters."""
 
     def __init__(
         self, node: AgentMetrics, local_world_size: int, now_s: Callable[[], float]
@@ -296,7 +295,7 @@ class _JobCounter(JobMeter):
                 self._starting = max(self._starting - 1, 0)
                 self._running.add(event.local_rank)
                 node.start_seconds.observe(self._now_s() - self._started_s)
-                if event.how in _STARTS:  # Runners of older versions do not say.
+                if event.how in _STARTS:  # A runner of an older version does not report it.
                     node.starts.labels(event.how).inc()
             case runner_link.WorkerResumed():
                 node.resume_seconds.observe(self._now_s() - self._started_s)
@@ -349,7 +348,7 @@ def how_it_exited(exit_code: int | None, signum: int | None) -> str:
 
 
 def _collect_placements(placements: Placements) -> Iterable[Metric]:
-    """Yield the gauges for the use of this node's places and GPUs."""
+    """Yield the gauges of this node's places and GPUs."""
     occupancy = placements.occupancy()
     yield by_label(
         "rdzv_agent_jobs", "Submitted jobs that this node holds.", "state", occupancy.jobs
@@ -375,7 +374,7 @@ async def serving_metrics(
     """Collect metrics, and serve /metrics and /healthz until the body ends; yield the address.
 
     Raises:
-        InvalidRequestError: it is impossible to listen at the address.
+        InvalidRequestError: the address cannot be bound.
     """
     metrics = AgentMetrics(link, placements)
     metrics.add_process()
@@ -397,9 +396,10 @@ async def serving_metrics(
 
 
 def announced(bound: Listen, address: str) -> str:
-    """Return the address at which others reach a listener; empty if they cannot.
+    """Return the address at which other machines reach a listener; empty if they cannot.
 
-    `address` is the node's own, towards the server. If it is loopback, all are on one machine.
+    `address` is the one that the node uses towards the server; if it is loopback, the server is on
+    this machine, and a loopback listener can be reached.
 
     >>> announced(Listen("0.0.0.0", 29481), "10.0.0.5")
     '10.0.0.5:29481'

@@ -1,8 +1,7 @@
 """The assignment of this node's GPUs to jobs: each GPU belongs to at most one job.
 
-A job has an entry from its placement by the server until its last process is gone. It waits while
-its GPUs are still held; jobs are served in order, but one that waits does not delay jobs whose GPUs
-are free.
+A job holds a place and GPUs until its last process is gone. Others wait for them in order, but a
+job that waits does not delay jobs for which there are enough free GPUs.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ class Ledger:
         return self._held[key]
 
     def take_over(self, key: Key, gpus: tuple[str, ...]) -> None:
-        """Enter a job that already has these GPUs and a place, without any check."""
+        """Record, unchecked, a job that already has a place and these GPUs."""
         self._held[key] = gpus
 
     def release(self, key: Key) -> None:
-        """Take back the place and GPUs of a job, if it has any."""
+        """Free the place and GPUs of a job, if it has any."""
         self._held.pop(key, None)
 
     def held_by(self, key: Key) -> tuple[str, ...]:
@@ -77,8 +76,8 @@ class Ledger:
     def why_not(self, count: int) -> str:
         """Explain why a job that asks for `count` GPUs has to wait."""
         if len(self._held) >= self.capacity:
-            return f"a job to end: {len(self._held)} of {self.capacity} are here"
-        return f"GPUs: {count} are asked for, {len(self.free)} of {len(self.uuids)} are free"
+            return f"a job to end: {len(self._held)} of {self.capacity} places are taken"
+        return f"GPUs: {count} are requested, {len(self.free)} of {len(self.uuids)} are free"
 
 
 class GpuQueue:
@@ -95,7 +94,7 @@ class GpuQueue:
         return tuple(self._waiting)
 
     async def take(self, key: Key, count: int, name: str) -> tuple[str, ...]:
-        """Wait for a place and `count` free GPUs; log that `name` waits.
+        """Wait for a place and `count` free GPUs; log it if job `name` has to wait.
 
         Raises:
             InvalidRequestError: this node does not have that many.
@@ -113,7 +112,7 @@ class GpuQueue:
             del self._waiting[key]
 
     def grant(self) -> None:
-        """Give the free places and GPUs to waiting jobs."""
+        """Give free places and GPUs to waiting jobs."""
         for key, (count, granted) in self._waiting.items():
             if not granted.done() and (gpus := self._ledger.take(key, count)) is not None:
                 granted.set_result(gpus)

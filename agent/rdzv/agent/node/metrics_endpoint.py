@@ -1,4 +1,4 @@
-"""The agent's /metrics and /healthz, without which it loads no metrics library."""
+"""The agent's /metrics and /healthz; the metrics library is loaded only if they are served."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def metered(
     Does nothing if `listen` is None. Enter it before the link runs and before any driver prepares.
 
     Raises:
-        InvalidRequestError: it is impossible to listen at the address.
+        InvalidRequestError: the address cannot be bound.
     """
     if listen is None:
         yield

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
 
 LOG_FINISH_TIMEOUT_S = 2.0
-"""How long log followers may take to read the last lines once the jobs have ended."""
+"""How long readers of logs may take to get the last lines once the jobs have ended."""
 
 LINK_CLOSE_TIMEOUT_S = 2.0
-"""How long closing the stream may take once everything has been sent."""
+"""How long the stream may take to close once everything has been sent."""
 
 log = logging.getLogger("rdzv.agent")
 
@@ -54,13 +54,15 @@ async def take_part(
 ) -> list[NodeOutcome]:
     """Take part in these jobs until each has ended for this node, with all its processes gone.
 
-    The launches' signals make the node leave all of them in order. With `host_at` the node serves
-    the others there, unless another process of this machine does. With `elect_by` the nodes elect
-    the one that serves. Without an endpoint this node serves itself, and its workers find their
-    round's store at `host_at`, too. /metrics is served at `metrics_listen`, if given. A notice of
-    `preemption`, or one in a launch's own notice file, also makes the node leave. `credentials` are
-    for the servers at the endpoints; a server hosted by a node uses plain connections. `started` is
-    a runner that was started ahead, for the first of the launches.
+    The launches' signals make the node leave all of the jobs in order, and so does a notice from
+    `preemption` or from a launch's preemption file.
+
+    With `host_at` the node serves the others there, unless another process of this machine does.
+    With `elect_by` the nodes elect the one that serves. Without endpoints the node serves itself,
+    and the round's store can also be reached at `host_at`. `credentials` are for the servers at the
+    endpoints; a server hosted by a node uses plain connections. /metrics is served at
+    `metrics_listen`, if given. `started` is a runner that was started in advance, for the first
+    launch.
     """
     drivers: list[JobDriver] = []
     endpoints_given = bool(endpoints)
@@ -78,9 +80,9 @@ async def take_part(
             if elect_by is not None:
                 elected = serving_if_elected(elect_by, launches[0].local_addr)
                 servers = [await stack.enter_async_context(elected)]
-            who = await identity(node_id, endpoints[0])
+            own_identity = await identity(node_id, endpoints[0])
             options = STREAM_OPTIONS if endpoints_given else OWN_SERVER_OPTIONS
-            link = ServerLink(servers, who, credentials=credentials, options=options)
+            link = ServerLink(servers, own_identity, credentials=credentials, options=options)
             runners = [started, *[None] * (len(launches) - 1)]
             drivers += [
                 JobDriver(launch, link, started=runner)
@@ -89,9 +91,9 @@ async def take_part(
             for signum in early:
                 _post(signum, drivers)
             await stack.enter_async_context(metered(metrics_listen, link, drivers=drivers))
-            words = {Preemption(launch.preemption_file) for launch in launches}
-            for word in words | {preemption or Preemption()}:
-                await stack.enter_async_context(heeded(word, link.drain_node))
+            sources = {Preemption(launch.preemption_file) for launch in launches}
+            for source in sources | {preemption or Preemption()}:
+                await stack.enter_async_context(heeded(source, link.drain_node))
             try:
                 for driver in drivers:
                     await driver.prepare(endpoints[0])
@@ -107,7 +109,7 @@ async def identity(node_id: str, endpoint: Endpoint) -> Identity:
     return Identity(
         node_id=node_id,
         instance=uuid.uuid4().hex,
-        # These workers end with their agent, whatever its program.
+        # Unlike a daemon's, these workers end with their agent.
         kind=pb.AGENT_KIND_FOREGROUND,
         address=await local_address(endpoint),
         pid=os.getpid(),
@@ -144,7 +146,7 @@ async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutc
 def _signals_to(
     drivers: Sequence[JobDriver], signals: Collection[signal.Signals]
 ) -> Iterator[Sequence[signal.Signals]]:
-    """Turn termination signals into events, including those that arrived before a driver existed.
+    """Turn termination signals into events; yield those that arrive before there is a driver.
 
     Ctrl-C must not interrupt the shutdown of an embedded server, either.
     """

@@ -1,14 +1,13 @@
-"""The submitted jobs of this node: taken up as the server places them, each run by a driver.
+"""The submitted jobs of this node: taken up when the server places them, each run by a driver.
 
 ::
 
     Placed --> waits for its folder, its GPUs --> JobDriver: joins, runs --> last process gone
        \\--> Declined: it cannot run here           \\--> Withdrawn: leaves in order
 
-A job is *held* from its placement until nothing of it is left, and is reported to the server that
-long (`Holdings`). Each job is a task of its own: its failure affects neither another job nor the
-stream. The `Ledger` assigns GPUs and places; it knows better than the server which jobs still have
-them.
+A job is *held* from its placement until nothing of it is left, and is reported to the server for
+that time (`Holdings`). Each job is a task of its own: its failure affects neither another job nor
+the stream. The `Ledger` assigns GPUs and places, and is authoritative about which are free.
 
 A job outlives this process: its runner keeps it for the next agent, which *adopts* it.
 """
@@ -52,11 +51,10 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.agent")
 
 CLOSE_AGAIN_S = 10.0
-"""The delay before another attempt to end processes that survive SIGKILL."""
+"""The delay before the next attempt to end processes that survive SIGKILL."""
 
 ADOPT_WITHIN_S = 1.0
-"""How long a job's folder may take to answer at its adoption, while the server waits for this node.
-"""
+"""How long opening an adopted job's folder may take; the server is waiting for this node."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -74,9 +72,9 @@ class _Held:
     driver: JobDriver | None = None
     """Set while the driver decides how the job ends."""
     closing: bool = False
-    """Whether it is ending anyway."""
+    """Whether its driver is done and what is left of it is being ended."""
     given_back: str = ""
-    """Why the node must give the job back, through no fault of the job; empty if it need not."""
+    """Why the node gives the job back, through no fault of the job; empty if it does not."""
 
     @property
     def name(self) -> str:
@@ -85,7 +83,7 @@ class _Held:
 
 @struct(frozen=True)
 class Occupancy:
-    """The places and GPUs of this node in use by running jobs, and by ending ones."""
+    """How many jobs and GPUs of this node are in which state."""
 
     jobs: Mapping[str, int]
     gpus: Mapping[str, int]
@@ -109,9 +107,10 @@ class Placements:
         health: Health | None = None,
         accounts: Accounts | None = None,
     ) -> None:
-        """Take up jobs over `link`, with this node's resources, surroundings and folders.
+        """Take up the jobs that `link` receives, within this node's resources.
 
-        While its `health` is bad, no job is taken up. `accounts` maps submitters to accounts.
+        `around` is what every launch gets from this node, and `accounts` maps submitters to
+        accounts. While a check of `health` fails, no job is taken up.
         """
         self._accounts = accounts or Accounts()
         self._link = link
@@ -155,7 +154,7 @@ class Placements:
         return self._health.failing
 
     def look_again(self) -> None:
-        """Run the health checks again, because an operator has looked at this node."""
+        """Run the health checks again, because an operator has dealt with this node."""
         self._health.look_again()
 
     def placed(self, placed: Placed) -> None:
@@ -181,7 +180,10 @@ class Placements:
             self._give_back(held, reason, events.Withdrawn(run, reason))
 
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
-        """Take up no more jobs while this node is about to leave; then notify its drivers."""
+        """Take up no more jobs while this node is about to leave, and drop those without a driver.
+
+        The link notifies the drivers itself.
+        """
         if isinstance(event, events.NoticeLifted):
             self._drained = ""
             for held in self._held:
@@ -197,21 +199,21 @@ class Placements:
     # ------------------------------------------------------------------ from agent to agent
 
     async def adopt(self, adopted: Iterable[AdoptedRunner]) -> None:
-        """Adopt the previous agent's jobs; call it before anything is sent to the server."""
+        """Adopt the previous agent's jobs; call this before anything is sent to the server."""
         for one in adopted:
             try:
                 await self._adopt(one)
             except Exception:
                 # Another agent may succeed while the runner still waits for one.
                 log.exception(
-                    "%s: cannot be adopted; its workers continue until the server gives "
-                    "this node up, unless an agent that can adopt them starts before",
+                    "%s: cannot adopt it; its workers continue until the server gives this "
+                    "node up, unless an agent that can adopt them starts before that",
                     one.placement.rdzv_id,
                 )
                 one.runner.leave()
 
     async def _adopt(self, one: AdoptedRunner) -> None:
-        """Adopt a job: its workers continue, even if they could not be started today."""
+        """Adopt a job: its workers continue, even if this agent could not start them."""
         kept, found = one.placement, one.runner
         placed = Placed(kept.rdzv_id, kept.run, kept.spec)
         job = one.state.state.job
@@ -244,9 +246,9 @@ class Placements:
     async def _launch_again(
         self, kept: KeptPlacement, placed: Placed, job: Job
     ) -> tuple[Launch, RunFolder, str]:
-        """Return the job's launch, its folder, and why no round of it can be started here.
+        """Return the job's launch, its folder, and why no further round can be started here.
 
-        There is such a reason if this agent or this node would no longer take up the job.
+        The reason is empty unless this node would now decline the job.
         """
         identity = None if kept.account is None else kept.account.identity
         folder, why_not = self._folders.folder(placed.rdzv_id, placed.run, identity), ""
@@ -273,12 +275,12 @@ class Placements:
             self._folders.release(folder)
 
     def _note_rounds(self, driver: JobDriver, folder: RunFolder) -> None:
-        """Record each round, so that its logs can be found after the job has ended."""
+        """Record each round in the job's folder, so that its logs can be found after the job."""
         noting = Aside(ANSWER_WITHIN_S)
 
         def tell(failed: Exception | None) -> None:
             if failed is not None:
-                text = "%s: logs cannot be found after the job's end: %s"
+                text = "%s: cannot record where its logs are, so they are lost after its end: %s"
                 log.warning(text, driver.rdzv_id, failed)
 
         driver.written.listeners.add(lambda: noting.call(tell, folder.note, driver.written))
@@ -293,9 +295,9 @@ class Placements:
     # ------------------------------------------------------------------ for the daemon
 
     def change(self, resources: Resources, environ: Mapping[str, str]) -> None:
-        """Change the resources, and the environment of jobs that start from now on.
+        """Change the resources, except GPUs, and the environment of jobs taken up from now on.
 
-        The GPUs stay the same. Jobs beyond the new capacity stay, too.
+        Jobs beyond the new capacity continue.
         """
         self._resources = resources
         self._around = replace(self._around, environ=environ)
@@ -307,7 +309,7 @@ class Placements:
         self._leaving = True
 
     def leave(self, signum: int, name: str) -> None:
-        """Make every job leave in order and take up no more. A second call cuts the grace short."""
+        """Leave every job in order, and take up no more; a second call cuts the grace short."""
         self._leaving = True
         reason = f"its agent received {name}"
         for held in tuple(self._held):
@@ -324,7 +326,7 @@ class Placements:
         return Occupancy(jobs, gpus)
 
     async def all_gone(self) -> None:
-        """Wait until nothing is left of any job."""
+        """Wait until no job has anything left on this node."""
         while self._held:
             await next(iter(self._held)).gone.wait()
 
@@ -348,14 +350,13 @@ class Placements:
         """Hold a job while its task lives; the task begins once nothing is left of earlier ones."""
         self._held[held] = None
         held.task = asyncio.create_task(self._live(held, body, before), name=f"job {held.name}")
-        # This is not done in the task itself, because a task cancelled before its start runs no
-        # code.
+        # The task itself cannot do this: if it is cancelled before its start, it runs no code.
         held.task.add_done_callback(lambda _: self._let_go(held))
 
     async def _live(
         self, held: _Held, body: Callable[[], Awaitable[None]], before: Iterable[_Held]
     ) -> None:
-        """Run a held job from beginning to end; never raises."""
+        """Run a held job from beginning to end; log and report any error."""
         try:
             for other in before:
                 await other.gone.wait()
@@ -375,7 +376,7 @@ class Placements:
             self._decline(held, f"a bug in its rdzv-agent: {error!r}")
 
     def _let_go(self, held: _Held) -> None:
-        """Forget a job of which nothing is left."""
+        """Forget a job once nothing of it is left."""
         del self._held[held]
         held.gone.set()
         self._ledger.release(held)
@@ -411,7 +412,7 @@ class Placements:
             )
         except OSError as error:
             raise InvalidRequestError(
-                f"its folder cannot be created in the agent's state_dir: {error}"
+                f"cannot create its folder in the agent's state_dir: {error}"
             ) from error
         try:
             share = Share(gpus if self._resources.gpus else None, folder.path, account)
@@ -447,7 +448,7 @@ class Placements:
         await self._see_through(held, driver, self._begin(held, driver))
 
     def _examine(self, gpus: Iterable[str]) -> Callable[[], Awaitable[str]]:
-        """Return a check of the node's health, for use when no worker is left on these GPUs."""
+        """Return a health check of this node, for when the workers on these GPUs are gone."""
         mine = frozenset(gpus)
 
         async def examine() -> str:
@@ -457,7 +458,7 @@ class Placements:
         return examine
 
     async def _begin(self, held: _Held, driver: JobDriver) -> None:
-        # As soon as this ends, requests to end go to the driver.
+        # From here on, requests to end go to the driver.
         await driver.prepare(self._around.endpoints[0])
         held.driver = driver
         assert driver.runner_pid is not None, "a driver that is ready has a runner"
@@ -497,14 +498,14 @@ class Placements:
                 await asyncio.sleep(CLOSE_AGAIN_S)
                 continue
             except Exception:
-                # Its processes ended before, so this error has another cause.
-                log.exception("%s: not everything was cleaned up", held.name)
+                # Its processes have ended before that, so the GPUs are free.
+                log.exception("%s: cleaning up after it failed", held.name)
             if driver.runner_pid is not None:
                 self._runners.forget(driver.runner_pid)
             return
 
     def _tell(self, held: _Held, driver: JobDriver, outcome: NodeOutcome) -> None:
-        """Log in one line how the job ended, and report it if the server cannot know."""
+        """Log how the job ended; decline it if it never joined, so that the server learns of it."""
         level = logging.INFO if outcome.exit_code == 0 or held.given_back else logging.WARNING
         text = outcome.text.partition("\n")[0]
         log.log(level, "%s: ended on this node: %s", held.name, text)
@@ -519,13 +520,13 @@ async def _answered(
     *args: _P.args,
     **kwargs: _P.kwargs,
 ) -> _R:
-    """Call a function for a job that may hang on a directory service or file server.
+    """Call a function that may hang on a directory service or file server.
 
     Raises:
-        InvalidRequestError: it hangs, so the job cannot be taken up here.
+        InvalidRequestError: it hangs, so job `rdzv_id` cannot be taken up here.
     """
     try:
         with waiting_is_said(f"{rdzv_id}: {what}"):
             return await in_time(ANSWER_WITHIN_S, function, *args, **kwargs)
     except TimeoutError as error:
-        raise InvalidRequestError(f"{what} cannot be checked: {error}") from error
+        raise InvalidRequestError(f"cannot check {what}: {error}") from error

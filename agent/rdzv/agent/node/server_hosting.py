@@ -1,8 +1,8 @@
 """The server that a node hosts: for itself, for all nodes of a job, or after an election.
 
-Without a standing rdzvd, one of the job's own agents is the server. Either the command line names
-that agent (`static`, `c10d`), which serves from memory as long as it lives; or the agents elect it
-(`etcd`), the state is in etcd, and another takes over when it is gone.
+Without a standing rdzvd, one of the job's own agents is the server. With `static` and `c10d` the
+command line names that agent, which serves from memory as long as it lives. With `etcd` the agents
+elect it, the state is in etcd, and another takes over when it is gone.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
 
 OTHERS_TIMEOUT_S = 5.0
-"""How long a node that serves the others waits for them to leave before it leaves itself."""
+"""How long a node that serves the others waits for them to leave before it exits."""
 
 UNWATCHED_MS = DAY_MS
-"""The lease, and the interval of checks and pings, where server and node are one process."""
+"""The lease, and the interval of checks and pings, if server and node are one process."""
 
 TAKEOVER_GRACE_MS = 10_000
-"""How long a newly elected node waits for the others, which all learn of it at once. The job is
-delayed by this time if the former server's node is gone, as is likely.
+"""How long a newly elected node waits for the others, which learn of the election at once. The job
+waits that long if the former server's node is gone, which is likely.
 """
 
 log = logging.getLogger("rdzv.agent")
@@ -60,7 +60,7 @@ async def serving_itself(
     the job's round is also reachable at `store_at`.
 
     Raises:
-        InvalidRequestError: that port is in use.
+        InvalidRequestError: the port of `store_at` cannot be bound.
     """
     never_ms = UNWATCHED_MS
     config = replace(
@@ -85,12 +85,13 @@ async def serving_itself(
 
 @contextlib.asynccontextmanager
 async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]:
-    """Serve all nodes of the job, and tell them how it ended before this one leaves.
+    """Serve all nodes of the job until the body ends and they have learned how the job ended.
 
-    The store of its round is reachable at the same port.
+    The store of its round is reachable at the same port. If another process of this machine listens
+    there, this one serves nothing.
 
     Raises:
-        InvalidRequestError: listening at the port fails, though it is free.
+        InvalidRequestError: the port is free, but cannot be bound.
     """
     listening = _listen_at(host_at)
     if listening is None:
@@ -123,7 +124,7 @@ class StoreFinder:
 async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator[Endpoint]:
     """Serve all nodes of the job while this one is elected; yield where to ask for the server.
 
-    An elected node tells the others how the job ended before it leaves.
+    An elected node exits only once the others have learned how the job ended, or after a while.
 
     Raises:
         InvalidRequestError: etcd refuses this node.
@@ -165,7 +166,7 @@ def _warn(endpoint: Endpoint) -> None:
 
 
 def _listen_at(endpoint: Endpoint) -> socket.socket | None:
-    """Listen there; return None if another process does."""
+    """Listen at an endpoint; return None if another process already does."""
     try:
         return listen_at(endpoint.host, endpoint.port)
     except OSError as error:

@@ -1,9 +1,9 @@
 """One port for two protocols: the job's rendezvous, and its round's c10d store.
 
 torchrun's static back-end serves its store at the port that the command line names, so scripts
-connect to it with `init_method="tcp://HOST:PORT"`. Here the rendezvous is at that port. The first
-bytes of a connection distinguish the two: a gRPC client sends the HTTP/2 preface, a store's client
-a number. Each connection is relayed to its server; `env://` reaches the store without this detour.
+connect to it with `init_method="tcp://HOST:PORT"`. Here the rendezvous listens at that port. The
+first bytes of a connection distinguish the two: a gRPC client sends the HTTP/2 preface, a store
+client a number. Each connection is relayed to its server; `env://` reaches the store directly.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from rdzv.transport.endpoints import Endpoint
 
 PREFACE = b"PRI"
-"""The first bytes of a gRPC connection. A store's client begins with a small number."""
+"""The first bytes of a gRPC connection. A store client begins with a small number."""
 
 FIRST_BYTES_TIMEOUT_S = 10.0
-"""How long a connection may take to send its first bytes; both kinds of clients send first."""
+"""How long a client may take to send its first bytes; in both protocols the client sends first."""
 
 CHUNK = 1 << 16
 
@@ -67,7 +67,7 @@ async def _connect(
         server = rendezvous if first == PREFACE else await find_store()
         if server is None:
             peer = writer.get_extra_info("peername")
-            log.warning("closed a connection from %s: %s", peer, _why_nobody(first))
+            log.warning("closed a connection from %s: %s", peer, _why_closed(first))
             return
         far_reader, far_writer = await asyncio.open_connection(server.host, server.port)
         try:
@@ -82,7 +82,7 @@ async def _connect(
         writer.close()
 
 
-def _why_nobody(first: bytes) -> str:
+def _why_closed(first: bytes) -> str:
     if first == PREFACE:
         return "this is the store of a single-node job, not an rdzvd"
     return "it is for a store, but no round is running"

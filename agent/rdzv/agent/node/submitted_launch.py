@@ -1,8 +1,8 @@
 """The launch of a submitted job that was placed on this node.
 
 A submitted job inherits nothing: its environment comes from the node's settings for all jobs and
-from the submission, its folder from the submission, its GPUs from the node's ledger. It gets
-variables of the agent's own environment only if the configuration names them.
+from the submission, its folder from the submission, its GPUs from the node's ledger. It gets only
+those variables of the agent's own environment that the configuration names.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Surroundings:
     endpoints: tuple[Endpoint, ...]
     environ: Mapping[str, str]
     address: str = ""
-    """The address at which other nodes reach this one; empty for its address towards the server."""
+    """Where other nodes reach this one; empty: at the address that it uses towards the server."""
     topology: str = ""
     progress_dir: Path | None = None
     snapshot_memory: int | None = None
-    """The most bytes of memory for the snapshots of each job; None if there is no limit."""
+    """The most bytes of memory for each job's snapshots; None if there is no limit."""
 
 
 @struct(frozen=True)
@@ -57,7 +57,7 @@ class Share:
     run_dir: Path
     """The folder of its files."""
     account: Account | None = None
-    """The account that it runs as; None for this agent's own."""
+    """The account that it runs as; None for the agent's own."""
 
 
 def passed_on(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
@@ -93,10 +93,10 @@ def job_environ(placed: Placed, around: Surroundings, share: Share) -> dict[str,
 async def make_launch(
     placed: Placed, around: Surroundings, share: Share, counted: int = 0
 ) -> Launch:
-    """Parse the submitted arguments of rdzvrun, within this node's limits.
+    """Parse the submitted rdzvrun arguments, within this node's limits.
 
-    Its output goes only to files, because a daemon has no console. If the arguments ask for one
-    worker per device, `counted` is their number, if already known.
+    The workers' output goes only to files, because a daemon has no console. `counted` is the number
+    of workers if the arguments ask for one per device; 0 if it is not known yet.
 
     Raises:
         InvalidRequestError: the arguments cannot be launched; the message says why.
@@ -144,7 +144,7 @@ def _lesser(one: int | None, other: int | None) -> int | None:
 
 
 def bare_launch(placed: Placed, around: Surroundings, share: Share, job: Job) -> Launch:
-    """Return a launch that suffices to supervise running workers, but cannot start others."""
+    """Return a launch that suffices to supervise running workers, but not to start others."""
     return Launch(
         job,
         script="",
