@@ -191,7 +191,7 @@ async def test_one_that_hangs_fails_and_is_not_asked_again_before_it_has_come_ba
 async def test_a_bug_of_a_check_is_a_check_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     broken = Disk("disk", 5.0, path=None)  # type: ignore[arg-type]
     (found,) = await Health((broken,)).look()
-    assert "could not be checked: TypeError" in found.reason
+    assert "failed because of a bug: TypeError" in found.reason
     assert "a bug in this check" in caplog.text
 
 
@@ -256,7 +256,7 @@ async def test_a_disk_has_room_or_says_how_much_it_has(tmp_path: Path) -> None:
     found = await Disk("disk", 5.0, tmp_path, min_free_bytes=1 << 60).look(NONE)
     assert found.endswith(" free, but 1048576 TiB are required")
     found = await Disk("disk", 5.0, tmp_path / "gone", min_free_bytes=1).look(NONE)
-    assert found == "cannot be looked at: No such file or directory"
+    assert found == "cannot be checked: No such file or directory"
 
 
 # ---------------------------------------------------------------- GPUs
@@ -386,7 +386,7 @@ async def test_what_an_operator_has_looked_at_does_not_count_until_the_next_boot
 async def test_a_log_that_can_not_be_read_is_a_reason(tmp_path: Path) -> None:
     found = await Xids("xid", 5.0, log=tmp_path / "kmsg").look(NONE)
     assert found == (
-        f"the log {tmp_path / 'kmsg'} cannot be read: No such file or directory; give the agent "
+        f"cannot read the log {tmp_path / 'kmsg'}: No such file or directory; give the agent "
         "CAP_SYSLOG, or remove this check"
     )
 

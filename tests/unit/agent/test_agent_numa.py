@@ -217,7 +217,7 @@ def test_a_node_without_usable_cpus_is_refused(write: Write, binding: str) -> No
 
 def test_more_gpus_than_cores_are_refused(write: Write) -> None:
     reason = refusal(write(WORKSTATION), WORKSTATION, "exclusive", allowed="3")
-    assert "2 share NUMA node 0, whose usable physical cores are 1 (CPUs 3)" in reason
+    assert "2 share NUMA node 0, which has only 1 usable physical core (CPUs 3)" in reason
     assert "--numa-binding=node" in reason
 
 

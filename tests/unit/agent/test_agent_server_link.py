@@ -651,7 +651,7 @@ async def test_what_is_refused_for_now_is_said_again_later(server: Server) -> No
             refused=pb.Refused(rdzv_id="job-7", code="LimitExceededError", message="too many")
         )
         lost = await job.hear(events.ServerLost)
-        assert lost == events.ServerLost("the server cannot do it now: too many")
+        assert lost == events.ServerLost("the server refused for now: too many")
         await server.greet()
         await job.hear(events.ServerConnected)
     assert events.Refused not in {type(event) for event in job.everything}

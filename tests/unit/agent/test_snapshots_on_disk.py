@@ -83,8 +83,8 @@ async def test_one_is_written_at_a_time_and_the_last_is_waited_for(
     ]
     found.note(written(30, "its writer ended with exit code 1"))
     await last
-    assert "step 10 is written to /data/run7" in caplog.text
-    assert "step 30 is not written to /data/run7: its writer ended with" in caplog.text
+    assert "wrote the snapshot of step 10 to /data/run7" in caplog.text
+    assert "step 30 was not written to /data/run7: its writer ended with" in caplog.text
     # What is there already is not written again, and after a failure it is tried again.
     for step in (10, 30):
         found.write(runner, mark(step), "run-1")  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""The node itself: its resources, health, Xid errors, and preemption."""
+"""The machine under this node: its resources, its health, its GPUs, and its preemption."""

@@ -1,4 +1,4 @@
-"""The state of this node's GPUs, as NVML shows it: clock and its reasons, errors, temperature."""
+"""The state of this node's GPUs according to NVML: clocks, clock reasons, errors, temperature."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class UsedGpu:
 
     state: GpuState
     pids: tuple[int, ...] | None
-    """The processes that compute on it, as NVML numbers them; None if it does not list them."""
+    """The pids of the processes that compute on it, according to NVML; None if it does not say."""
 
 
 def look_at_gpus() -> tuple[UsedGpu, ...]:
-    """Return the GPUs that answer, in the order of NVML; none where NVML cannot be asked.
+    """Return the GPUs that answer, in NVML's order; none if NVML cannot be queried.
 
-    Some ten questions to the driver for each GPU. May hang where the driver does.
+    Makes about ten calls to the driver for each GPU, and hangs if the driver does.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -61,7 +61,7 @@ def look_at_gpus() -> tuple[UsedGpu, ...]:
 def _each(nvml: Any) -> list[UsedGpu]:
     found = []
     for index in range(nvml.nvmlDeviceGetCount()):
-        # A GPU that has fallen off the bus does not even answer with its name.
+        # A GPU that has fallen off the bus does not even report its name.
         with suppress(nvml.NVMLError):
             whole = nvml.nvmlDeviceGetHandleByIndex(index)
             found += [_gpu(nvml, whole, part) for part in parts_of(nvml, whole)]
@@ -90,7 +90,7 @@ def _gpu(nvml: Any, whole: Any, part: Any) -> UsedGpu:
 
 
 def _clock_reasons(nvml: Any, gpu: Any) -> int:
-    # The second is the name that older drivers know.
+    # Older drivers know only the second name.
     for name in ("Event", "Throttle"):
         with suppress(nvml.NVMLError):
             return int(getattr(nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons")(gpu))
@@ -98,7 +98,7 @@ def _clock_reasons(nvml: Any, gpu: Any) -> int:
 
 
 def _names(reasons: int) -> tuple[str, ...]:
-    """Name the reasons for a clock.
+    """Name the clock reasons in a bit mask.
 
     >>> _names(0x48)
     ('hardware slowdown', 'hardware thermal slowdown')

@@ -1,8 +1,8 @@
 """This node's health: checks before it gets work, and before it continues after a failure.
 
 Each check runs in a thread or a process of its own, with a deadline; a hung check is not run again
-before it returns. Failures are reported at once to the server, which then places nothing here, and
-are retried at growing intervals. Recovery is reported, too.
+before it returns. A failure is reported at once to the server, which then places nothing here, and
+the checks are repeated at growing intervals. Recovery is reported, too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rdzv.core.fleet.placement import FailingCheck
 log = logging.getLogger("rdzv.agent")
 
 FRESH_S = 5.0
-"""How long a result is valid for jobs that are about to begin here."""
+"""How old a result may be when a job is about to begin here."""
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
-"""The upper bound of the wait before a failed check is retried; the wait doubles each time."""
+"""The longest wait before a failed check is repeated; the wait doubles each time."""
 END_S = 2.0
-"""How long after its deadline a check may take to end its processes."""
+"""How long a check may take to end its processes after its deadline."""
 
 
 class Check(Protocol):
@@ -37,13 +37,13 @@ class Check(Protocol):
         ...
 
     async def lift(self) -> None:
-        """Note that an operator has looked at the node."""
+        """Dismiss earlier errors, because an operator has dealt with the node."""
         ...
 
 
 @dataclass(slots=True)
 class _Hung:
-    """A check that was started and has not returned."""
+    """A check that has not returned by its deadline."""
 
     task: asyncio.Task[str]
     since_s: float
@@ -61,17 +61,17 @@ class Health:
         """Call `on_change` when `failing` changes; `unused_gpus` returns the GPUs without a job."""
         self.unused_gpus = unused_gpus
         self.is_idle: Callable[[], bool] = lambda: True
-        """Whether no job is on this node. While there is one, checks run only when needed, because
-        they must not slow down workers.
+        """Returns whether no job is on this node. While there is one, checks run only when needed,
+        so that they do not slow down workers.
         """
         self.idle_interval_s = 0.0
         """The interval of checks while the node is idle; 0 if they run only when needed."""
         self.on_change = on_change
         self.failing: tuple[FailingCheck, ...] = ()
-        """The last result."""
+        """The checks that failed when they last ran."""
         self._checks = tuple(checks)
         self._began_s: float | None = None
-        """When the last checks started."""
+        """When the checks last started; None before the first time."""
         self._looked_at: frozenset[str] = frozenset()
         self._hung: dict[Check, _Hung] = {}
         self._lock = asyncio.Lock()
@@ -102,7 +102,7 @@ class Health:
             return self.failing
 
     def look_again(self) -> None:
-        """Run the checks soon and drop old results, because an operator has looked at the node."""
+        """Run the checks soon and dismiss earlier errors, at an operator's request."""
         self._lifting = self._asked = True
         self._woken.set()
 
@@ -117,9 +117,9 @@ class Health:
                 log.error("%s: earlier errors still count: %s", check.name, error)
 
     async def run(self) -> None:
-        """Run the checks if there is no result yet, on request, and while one fails.
+        """Run the checks if there is no result yet, on request, and repeatedly while one fails.
 
-        They also run at intervals while the node is idle, so that no job is placed on a node that
+        They also run periodically while the node is idle, so that no job is placed on a node that
         has become unhealthy.
         """
         if self._began_s is None:
@@ -146,14 +146,14 @@ class Health:
             await self.look(fresh_s=0.0)
 
     def close(self) -> None:
-        """Stop waiting for checks."""
+        """Cancel hung checks."""
         for hung in self._hung.values():
             hung.task.cancel()
 
     # ------------------------------------------------------------------ one check
 
     async def _ask(self, check: Check, unused_gpus: frozenset[str]) -> FailingCheck | None:
-        """Run one check, and wait until its deadline; never raises."""
+        """Run one check until its deadline; return its failure, None if it passes."""
         loop = asyncio.get_running_loop()
         if (hung := self._hung.get(check)) is not None:
             if not hung.task.done():
@@ -172,7 +172,7 @@ class Health:
             return FailingCheck(check.name, f"did not return within {check.timeout_s:g} s")
         if (error := task.exception()) is not None:
             log.error("%s: a bug in this check", check.name, exc_info=error)
-            return FailingCheck(check.name, f"could not be checked: {error!r}")
+            return FailingCheck(check.name, f"failed because of a bug: {error!r}")
         return FailingCheck(check.name, wrong) if (wrong := task.result()) else None
 
     def _note(self, failing: tuple[FailingCheck, ...]) -> None:

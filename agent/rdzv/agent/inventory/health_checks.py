@@ -22,10 +22,9 @@ SAID_BYTES = 16 * 1024
 """How much of the end of a command's output is kept."""
 SAID_CHARS = 200
 KILLED_S = 1.0
-"""How long a killed command's process may take to end."""
+"""How long a killed command may take to end."""
 MEMORY_SETTLES_S = 3.0
-"""How long to wait for the driver to free a killed process's memory, which happens after its end.
-"""
+"""How long to wait for GPU memory, which the driver frees only after its process has ended."""
 MEMORY_AGAIN_S = 0.2
 
 
@@ -51,7 +50,7 @@ class Command(Plain):
     environ: Mapping[str, str] = field(default_factory=dict)
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Run the command; all its processes end with it."""
+        """Run the command; kill all processes of its session when it ends."""
         try:
             await in_time(self.timeout_s, find_program, self.args[0])
             process = await runner_link.start_spared(
@@ -72,11 +71,11 @@ class Command(Plain):
         except TimeoutError:
             return f"did not end within {self.timeout_s:g} s{_last_line(said)}"
         finally:
-            # This kills the whole session, even if the command ended and left processes behind.
+            # The command may have ended and left processes behind.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
-                # A process that survives SIGKILL is ignored.
+                # If the command survives SIGKILL, it is left alone.
                 async with asyncio.timeout(KILLED_S):
                     await process.wait()
             runner_link.spare_no_more(process.pid)
@@ -105,7 +104,7 @@ def _last_line(said: bytearray) -> str:
 
 @dataclass(eq=False)
 class Disk(Plain):
-    """Free space on a path's disk, as available to accounts other than root."""
+    """Check the free space on a path's disk, as available to accounts other than root."""
 
     path: Path = Path("/")
     min_free_bytes: int = 0
@@ -116,7 +115,7 @@ class Disk(Plain):
         try:
             found = await in_thread(os.statvfs, self.path)
         except OSError as error:
-            return f"cannot be looked at: {error.strerror}"
+            return f"cannot be checked: {error.strerror}"
         free = found.f_bavail * found.f_frsize
         percent = 100 * free / (found.f_blocks * found.f_frsize or 1)
         if percent < self.min_free_percent:
@@ -131,7 +130,7 @@ class Disk(Plain):
 
 
 def look_at_gpus() -> tuple[dict[str, int], list[str]]:
-    """Return the used memory of each GPU that answers, by UUID, and the errors of the others."""
+    """Return the used memory of each GPU that answers, by UUID, and the errors of the rest."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
@@ -157,7 +156,7 @@ def _ask_each(nvml: Any) -> tuple[dict[str, int], list[str]]:
                 memory = nvml.nvmlDeviceGetMemoryInfo(part)
                 used[nvml.nvmlDeviceGetUUID(part)] = int(memory.used)
         except nvml.NVMLError as error:
-            # A GPU that has fallen off the bus does not even return its name.
+            # A GPU that has fallen off the bus does not even report its name.
             wrong.append(f"number {index}: {error}")
     return used, wrong
 
@@ -212,18 +211,18 @@ class Xids(Plain):
     lifted: xid.Lifted = field(default_factory=lambda: xid.Lifted(Path("/nonexistent")))
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Search for errors since the boot, or since an operator last looked."""
+        """Search for errors since the boot, or since an operator last dismissed them."""
         try:
             records = await in_thread(xid.read_records, self.log)
         except OSError as error:
             return (
-                f"the log {self.log} cannot be read: {error.strerror}; give the agent "
+                f"cannot read the log {self.log}: {error.strerror}; give the agent "
                 "CAP_SYSLOG, or remove this check"
             )
         after = await in_thread(self.lifted.number)
         return xid.describe(xid.parse(records), self.codes, after)
 
     async def lift(self) -> None:
-        """From now on, ignore the errors that are in the log now."""
+        """Dismiss the errors that are in the log now."""
         records = await in_thread(xid.read_records, self.log)
         await in_thread(self.lifted.lift, records)

@@ -1,9 +1,9 @@
-"""Detects that this machine is about to be preempted, from a file that appears or from a command.
+"""Detects that this machine is about to be preempted, by a file that appears or by a command.
 
-The site provides either, because each cloud has its own signal (`docs/drain.md` has loops for
-some). inotify waits for the file; the command may run indefinitely, and gives notice by exiting
-with 0. Either may say in its first line how many seconds are left. Errors are logged and affect no
-job.
+The site provides either, because each cloud has its own signal (`docs/drain.md` has examples for
+some). The file is watched with inotify; the command may run indefinitely, and gives notice by
+exiting with 0. Either may say in its first line how many seconds are left. Errors are logged and
+affect no job.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
-"""The bounds of the wait before a failed command is restarted; it doubles unless the command ran
-long.
+"""The shortest and longest wait before a failed command is restarted; it doubles each time, unless
+the command ran long.
 """
 STEADY_S = 60.0
-"""A command that has run this long is not misconfigured, whatever ended it."""
+"""If a command has run this long, its next restart waits only the shortest time."""
 HALF_WRITTEN_S = 1.0
 """How long a file may stay empty before it counts as a notice without details."""
 MAX_LINE_BYTES = 4_096
 MAX_LEFT_S = 7 * 86_400
 START_WITHIN_S = 10.0
-"""How long it may take to find the command in its file system."""
+"""How long finding the command may take; it may be on a file server."""
 KILL_TIMEOUT_S = 2.0
 
 Give = Callable[[int, str], None]
@@ -52,7 +52,7 @@ class Preemption:
     file: Path | None = None
     command: tuple[str, ...] = ()
     left_ms: int = 30_000
-    """The time left if the notice does not say."""
+    """The time left after a notice that does not say."""
 
 
 @asynccontextmanager
@@ -76,7 +76,7 @@ async def _guarded(work: Coroutine[None, None, None]) -> None:
     try:
         await work
     except Exception:
-        log.exception("a bug in rdzv-agent: preemptions are no longer noticed")
+        log.exception("preemptions are no longer noticed because of a bug in rdzv-agent")
 
 
 class _Watching:
@@ -146,7 +146,7 @@ class _Watching:
 
 
 def left_ms_of(text: str) -> int | None:
-    """Parse the seconds left, and return milliseconds; None if the text is no number.
+    """Parse the number of seconds left; return milliseconds, or None if it is not a valid number.
 
     >>> left_ms_of("120"), left_ms_of("1.5 s"), left_ms_of(""), left_ms_of("soon")
     (120000, 1500, None, None)
@@ -168,7 +168,7 @@ async def _soon(changed: asyncio.Event, within_s: float) -> bool:
 
 
 def _read(path: Path) -> str | None:
-    """Return the first line of a file, None if there is no such file, or why it cannot be read."""
+    """Return the first line of a file, or in parentheses why it cannot be read; None if absent."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -195,16 +195,16 @@ class _Source:
     woken: Callable[[], None]
     watch: int | None = None
     identity: None = None
-    """Always None: the file was named by the agent's configuration or command line."""
+    """Always None: the file is read as the agent's own account."""
 
     def wake(self) -> None:
         self.woken()
 
 
 async def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command to its end; return its exit code, and its first line.
+    """Run a command to its end; return its exit code and its first line of output.
 
-    It runs in a session of its own, which ends with it.
+    It runs in a session of its own, and all processes of the session are killed when it ends.
 
     Raises:
         OSError: it cannot be started.
@@ -217,7 +217,7 @@ async def _run(command: Sequence[str]) -> tuple[int, str]:
 async def _run_into(
     command: Sequence[str], said: asyncio.StreamReader, write_fd: int
 ) -> tuple[int, str]:
-    # An asyncio pipe would wait for every process that has inherited it, not just for the command.
+    # asyncio's own pipe would wait for every process that has inherited it, not just the command.
     try:
         process = await runner_link.start_spared(
             *command, stdin=subprocess.DEVNULL, stdout=write_fd, start_new_session=True
@@ -257,7 +257,7 @@ async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
 
 
 async def _first_line(stream: asyncio.StreamReader) -> str:
-    """Read a command's whole output; return the first line."""
+    """Read all output of a command; return the first line."""
     first = b""
     while data := await stream.read(MAX_LINE_BYTES):
         if b"\n" not in first:

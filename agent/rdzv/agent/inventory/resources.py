@@ -1,8 +1,8 @@
 """This node's resources for jobs that the server places on it: CPUs, memory, GPUs, labels.
 
 GPUs are identified by UUIDs, which survive restarts and do not depend on the order of devices. NVML
-lists them if its library is present; MIG devices count as GPUs, instead of the GPU that they are
-parts of.
+lists them if its library is present. MIG devices count as GPUs, and the GPU that they divide does
+not.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ CGROUP = Path("/sys/fs/cgroup")
 
 _UUID_PREFIXES = ("GPU-", "MIG-")
 _NO_LIMIT_BYTES = 1 << 62
-"""Larger than any machine's memory: cgroup v1 expresses "no limit" by such a number."""
+"""Larger than any machine's memory: cgroup v1 uses such a number for "no limit"."""
 _V1_FILES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control")
 
 
 def find_resources(
     gpus: str, *, labels: Mapping[str, str], capacity: int, topology: str
 ) -> Resources:
-    """Return this machine's resources; may take seconds if a GPU has to wake up.
+    """Return this machine's resources; may take seconds while GPUs wake up.
 
     Raises:
         InvalidRequestError: `gpus` names a GPU that is not here.
@@ -101,7 +101,7 @@ def _cgroup_bytes(proc: Path, cgroup: Path) -> list[int]:
 
 @struct(frozen=True)
 class MemoryCgroup:
-    """A cgroup that limits memory, and its files."""
+    """A cgroup that can limit memory, and its files."""
 
     name: str
     """Its path from the top of the hierarchy, as the kernel writes it."""
@@ -169,8 +169,8 @@ def find_gpus(
     """Return the GPUs that jobs may use: `nvml`, `none`, or a comma-separated list of UUIDs.
 
     `library` is the path of NVML's library, empty for the system's; `nvml` is its Python module. If
-    NVML cannot be queried, there are no GPUs, and naming any is an error. If this process itself
-    was given only some of the GPUs (CUDA_VISIBLE_DEVICES), the jobs get no others.
+    NVML cannot be queried, there are no GPUs, and naming any is an error. If CUDA_VISIBLE_DEVICES
+    restricts this process to some of the GPUs, the jobs get no others.
 
     Raises:
         InvalidRequestError: NVML does not find a named GPU; or CUDA_VISIBLE_DEVICES has numbers,
@@ -239,7 +239,7 @@ def _visible(visible: str, present: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that NVML lists; or none, and why NVML cannot be queried."""
+    """Return the GPUs that NVML lists, and why it cannot be queried; empty if it can."""
     try:
         module: Any = importlib.import_module("pynvml") if nvml is None else nvml
         if library:
@@ -254,7 +254,7 @@ def _ask_nvml(nvml: Nvml | None, library: str) -> tuple[tuple[Gpu, ...], str]:
     try:
         return tuple(_gpus_of(module)), ""
     except module.NVMLError as error:
-        log.warning("NVML fails, so no GPU is used: %s", error)
+        log.warning("NVML failed, so no GPU is used: %s", error)
         return (), f"NVML: {error}"
     finally:
         module.nvmlShutdown()

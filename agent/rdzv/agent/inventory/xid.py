@@ -1,8 +1,8 @@
 """Broken GPUs, as NVIDIA's driver reports them: the Xid errors in the kernel's log.
 
 The log is /dev/kmsg: each read returns one record, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`.
-Numbers start anew at each boot. The kernel drops the oldest records, so an error may be lost before
-an operator has looked at the node; then the other checks have to find its effects.
+Numbers restart at each boot. The kernel drops the oldest records, so an error may be gone before an
+operator has looked at the node; then other checks must detect its effects.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 CODES = ("48", "62", "64", "74", "79", "95", "110", "119", "120", "140", "143")
 """The codes after which a GPU must be reset or replaced. Others are caused by programs, such as 31
-and 13, or are counted and repaired by the driver, such as 63 and 94.
+and 13, or handled by the driver, such as 63 and 94.
 """
 
 RECORD_BYTES = 8_192
 """The largest record that the kernel writes."""
 LARGEST_FILE_BYTES = 16 << 20
-"""How much of the end of a file is read: no kernel keeps more."""
+"""How much of the end of a file is read; no kernel keeps more."""
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): ([0-9]+)(?:, ?(.*))?$")
 
@@ -112,7 +112,7 @@ class Lifted:
             return -1
 
     def lift(self, records: Iterable[str]) -> None:
-        """Dismiss these records, so that they no longer count.
+        """Dismiss these records: from now on, only later ones count.
 
         Raises:
             OSError: it cannot be stored.
@@ -133,7 +133,7 @@ class Lifted:
 
 
 def describe(found: Iterable[Xid], codes: Collection[str], after: int) -> str:
-    """Describe the relevant errors after a record; empty if there are none.
+    """Describe the errors with these codes after record number `after`; empty if there are none.
 
     Only the latest error of each GPU and code is named, because a broken GPU repeats its errors.
     """

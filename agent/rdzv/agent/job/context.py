@@ -1,4 +1,4 @@
-"""The state and tools that the parts of one job's driver share on this node."""
+"""The state and services that the parts of one job's driver share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rdzv.agent.job.round import Round
 
 ERROR_FILE_WITHIN_S = 2.0
-"""How long the end of a round waits for a worker's error file to be read."""
+"""How long a failed worker's exit waits for its error file to be read."""
 
 
 @dataclass(eq=False)
@@ -36,9 +36,9 @@ class JobContext:
     decisions: Decisions
     tasks: OwnedTasks
     keep: Callable[[], None]
-    """Stores the present state in the runner for the next agent."""
+    """Stores the current state in the runner for the next agent."""
     examine: Callable[[], Awaitable[str]] | None
-    """Returns what is wrong with this node, empty if nothing; None if the node is not examined."""
+    """Returns what is wrong with this node, empty if nothing is; None if there are no checks."""
     offer: StoreOffer = field(default_factory=lambda: StoreOffer(Offer(address="")))
     linked: RunnerLink | None = None
     """The job's runner; None until the job is prepared."""

@@ -1,9 +1,9 @@
-"""Has the runner exchange copies of snapshots with a job's other nodes, where that is of use.
+"""Lets the runner exchange copies of snapshots with a job's other nodes, when these are useful.
 
-It is where a part of a sharded state may be on one node alone. Which node keeps what is decided by
-the server; here are the credentials by which the nodes' carriers know each other: a random token,
-new with each round, and a certificate where the connection to the server is encrypted as well, so
-that the others are told of both by the server and nobody else.
+They are useful if the state is sharded, so that a part may be held by one node only. The server
+decides which node keeps which copies. Here the node's carrier gets its credentials: a new random
+token in each round, and a certificate if the connection to the server is encrypted. The other nodes
+learn both from the server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rdzv.structs import replace
 log = logging.getLogger("rdzv.agent")
 
 START_AGAIN_S = 60.0
-"""How long a process that has ended is not replaced."""
+"""How long to wait after starting a carrier before replacing it, should it end."""
 
 
 class CopiesOfSnapshots:
@@ -32,19 +32,21 @@ class CopiesOfSnapshots:
         self._launch = launch
         self._encrypted = encrypted
         self._round: tuple[str, int] | None = None
-        """Run and number of the round whose credentials the carrier has."""
+        """The run and round for which the carrier was last given a token."""
         self._not_before = 0.0
+        """The earliest time at which a carrier that has ended may be replaced."""
         self._certified: CopyCredentials | None = None
-        """The certificate, once it is made."""
-        self._told: set[str] = set()
+        """The credentials without a token; None until they are first needed."""
+        self._logged: set[str] = set()
+        """The reasons for missing copies that have been logged."""
 
     def note(self, context: JobContext, event: SnapshotsHeld) -> None:
-        """Start the carrier, or renew its token, if what is held now asks for it."""
+        """Start the carrier, or renew its token, if the snapshots that are held now require it."""
         line, runner = context.decisions.state.assignment, context.runner
-        if event.missing is not None and event.missing.reason not in self._told:
-            self._told.add(event.missing.reason)
+        if event.missing is not None and event.missing.reason not in self._logged:
+            self._logged.add(event.missing.reason)
             log.warning(
-                "%s: no copies of step %d are kept here: %s",
+                "%s: this node keeps no copies of step %d: %s",
                 self._launch.job.rdzv_id, event.missing.mark.step, event.missing.reason,
             )  # fmt: skip
         sharded = any(one.mark.shards > 1 and one.copy_of is None for one in event.snapshots)

@@ -1,6 +1,6 @@
-"""Makes the key and certificate of a carrier of snapshots, which is known by its digest alone.
+"""Makes the key and the self-signed certificate of a snapshot carrier.
 
-Nobody else has signed it: other nodes are told of it by the server.
+Other nodes verify the certificate by its digest, which the server sends them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from rdzv.agent.runner_link import CopyCredentials
 
 
 def certified() -> CopyCredentials:
-    """Make them; there is no token yet. It takes a while, since the library is loaded for it."""
-    from cryptography import x509  # It costs 36 ms and 10 MiB.
+    """Return new credentials without a token. The first call is slow, as it loads a library."""
+    from cryptography import x509  # The import takes 36 ms and 10 MiB.
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -25,7 +25,7 @@ def certified() -> CopyCredentials:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # It lives as long as its process. The clocks of other machines may be wrong.
+        # It is used only while its process lives; its dates allow for wrong clocks elsewhere.
         .not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))
         .not_valid_after(datetime(2100, 1, 1, tzinfo=UTC))
         .sign(key, hashes.SHA256())

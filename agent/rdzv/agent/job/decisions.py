@@ -1,4 +1,4 @@
-"""Feeds one job's events to the agent core, one by one, and has its decisions carried out."""
+"""Feeds one job's events to the agent core, one by one, and passes on its decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _P = ParamSpec("_P")
 
 
 class Decisions:
-    """The agent core of one job, with a clock and a queue."""
+    """The agent core of one job, with its clock and its queue of events."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Decisions:
         act: Callable[[events.Event, AgentState, Transition], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Begin with `state`; `act` gets each event, the state before it, and the transition."""
+        """Begin with `state`; pass each event, the state before it and the transition to `act`."""
         self.state = state
         self._act = act
         self._on_error = on_error
@@ -81,5 +81,5 @@ class Decisions:
 
 
 def now_ms() -> int:
-    """Return the agent core's time."""
+    """Return the time by the agent core's clock."""
     return time.monotonic_ns() // 1_000_000

@@ -1,8 +1,8 @@
 """One job on one node: feeds events to the agent core, and carries out its decisions.
 
-Everything here runs in one event loop, and nothing blocks it: the core decides at once, and
-messages to the runner and the server are answered by events. A `Round`, which is one task, owns the
-workers of a round; `Reports` sends the messages to the server.
+Everything here runs in one event loop, and nothing blocks it: the core decides at once, and the
+runner and the server answer with events. A `Round`, which is one task, owns the workers of a round;
+`Reports` sends the messages to the server.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ log = logging.getLogger("rdzv.agent")
 
 RUNNER_CLOSE_TIMEOUT_S = 10.0
 LET_GO_TIMEOUT_S = 2.0
-"""How long a runner may take to read the state to keep before this process ends anyway."""
+"""How long a runner may take to read the state for the next agent before this process exits."""
 
 
 class JobDriver:
     """Drives one job on this node until the job has ended for the node.
 
-    An error ends only this job, never another; `wait` raises it.
+    An error ends only this job, and `wait` raises it.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class JobDriver:
         """Drive this launch; `run` is the run that it takes part in, if already known.
 
         With `keeping`, its workers outlive this process, and the next agent continues the job.
-        `examine` returns what is wrong with this node, if anything; it is called after a round that
-        ended by a failure here, once its workers are gone and before the node joins the next.
-        `started` is a runner that was started ahead; without it the driver starts its own.
+        `examine` returns what is wrong with this node, if anything; after a failure here, it is
+        called once the workers are gone and before the node joins the next round. `started` is a
+        runner that was started in advance; without it the driver starts its own.
         """
         self.rdzv_id = launch.job.rdzv_id
         self.fence_after_ms = launch.job.fence_after_ms
@@ -144,8 +144,8 @@ class JobDriver:
     def resume(self, found: runner_link.FoundRunner, kept: KeptState) -> None:
         """Continue the job where the previous agent left it; every Hello includes it from now on.
 
-        Its runner was adopted. Events since then are handled as if they had just arrived. Call
-        `get_ready` next.
+        `found` is its adopted runner. Events that it has held back are handled as if they had just
+        happened. Call `get_ready` next.
         """
         state, context = kept.state, self._context
         if state.disconnected_since_ms is None:
@@ -189,8 +189,8 @@ class JobDriver:
         elif state.phase is not Phase.RUNNING:
             stop = kept.stop
             if stop is None or stop.round != line.round:
-                # The fence has struck. The event that no worker is left may have arrived
-                # unrecorded.
+                # The fence has ended the round. `WorkersGone` may have arrived, but the previous
+                # agent had no time to record it.
                 stop = KeptStop(line.round, 0, None, now_ms())
             spent_ms = now_ms() - stop.at_ms
             left_ms = max(stop.grace_ms - spent_ms, 0)
@@ -201,7 +201,7 @@ class JobDriver:
             self._do(stop_again)
 
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
-        """Take over a runner, and let it outlive this process if requested."""
+        """Use this runner from now on; if its job is to be kept, let it outlive this process."""
         self._context.linked = runner
         runner.hold_snapshots(self._context.launch.snapshot_memory)
         if self._keeping is not None:
@@ -215,10 +215,10 @@ class JobDriver:
         self._link.log_reading.serve(self.rdzv_id, self._context.workers.written)
 
     async def get_ready(self, why_not: str = "") -> None:
-        """After `resume`, get ready for the next rounds, unless `why_not` forbids it.
+        """After `resume`, get ready for the next rounds, unless `why_not` is a reason against it.
 
-        That reason, or an error here, makes the next round fail to start. Meanwhile the workers
-        keep running under supervision.
+        That reason, or an error here, makes the next round fail to start. In either case the
+        workers of the current round keep running under supervision.
         """
         context, unready = self._context, why_not
         if not why_not:
@@ -255,7 +255,7 @@ class JobDriver:
         return await self._context.ended
 
     async def close(self) -> None:
-        """End whatever is left of the job on this node; may be called again if that fails.
+        """End all that is left of the job on this node; may be called again if that fails.
 
         Raises:
             TimeoutError: its runner, or one of its processes, survives SIGKILL.
@@ -283,7 +283,7 @@ class JobDriver:
 
     @property
     def leaving(self) -> bool:
-        """Whether this node leaves the job for good, or has left it."""
+        """Whether this node is leaving the job for good, or has left it."""
         return self._decisions.state.leaving is not None or self._context.ended.done()
 
     @property
@@ -293,7 +293,7 @@ class JobDriver:
 
     @property
     def handed_over(self) -> bool:
-        """Whether the job is left to another agent, so that nothing of it may be ended here."""
+        """Whether the job was left to the next agent, so this one must not end its processes."""
         return self._handed_over
 
     def describe(self) -> str:
@@ -303,7 +303,7 @@ class JobDriver:
 
     @property
     def runner_pid(self) -> int | None:
-        """The pid of its runner, which starts the workers; None if there is none yet."""
+        """The pid of the job's runner; None if there is none yet."""
         return None if self._context.linked is None else self._context.linked.pid
 
     @property
@@ -325,20 +325,20 @@ class JobDriver:
             return None
 
     def say_failed(self, reason: str) -> None:
-        """Tell the server that this node leaves because it cannot continue; no worker is left."""
+        """Tell the server that this node, whose workers are gone, leaves: it cannot continue."""
         self._reports.start_failed(self._decisions.state, reason)
 
     def renew_fence(self, heard_at_ms: int) -> None:
-        """Renew the fence: the server received a message from this node no earlier than that."""
+        """Renew the fence: the server received a message of this node at `heard_at_ms` or later."""
         if self.fence_after_ms:
             self._context.runner.renew_fence(heard_at_ms + self.fence_after_ms)
 
     def note(self, reason: str) -> None:
-        """Tell the user why there are no workers to run."""
+        """Log why no worker runs yet."""
         log.info("%s: %s", self.rdzv_id, reason)
 
     def take_stacks(self, asked: StacksAsked) -> None:
-        """Start sampling the stacks of a round's workers and reporting them."""
+        """Start sampling and reporting the stacks of a round's workers."""
         state, line = self._decisions.state, self._decisions.state.assignment
         targets: tuple[Target, ...] = ()
         why_none = f"it has no workers of round {asked.round}"
@@ -351,9 +351,9 @@ class JobDriver:
         self._decisions.guard(self._reports.stacks, asked, targets, why_none, world_size)
 
     def _current_offer(self) -> Offer | None:
-        """Return the offer, with a port reserved if this node waits for a round.
+        """Return the offer, with a reserved port if this node waits for a round.
 
-        If no port can be reserved, the node leaves, and None is returned.
+        If no port can be reserved, make the node leave and return None.
         """
         offer = self._context.offer
         if self._decisions.state.phase is not Phase.JOINING:

@@ -1,4 +1,4 @@
-"""The log lines that report a job's progress on this node to a user."""
+"""The log lines that tell a user what happens to a job on this node."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ log = logging.getLogger("rdzv.agent")
 
 
 def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
-    """Log one line for an event that interests a user; `state` is the state before it.
+    """Log one line about an event, if it matters to a user; `state` is the state before it.
 
-    `joined` says whether the server had admitted the node before.
+    `joined` is whether the server had admitted the node before.
     """
     rdzv_id = state.job.rdzv_id
     match event:
@@ -39,8 +39,8 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
         case events.Fenced():
             log.error(
                 "%s: fenced: the server was unreachable for %g s (--fence-after), so the "
-                "workers of round %d are killed before others take their place; this "
-                "node joins again once the server answers",
+                "workers of round %d are killed before others can replace them; this node "
+                "joins again once the server answers",
                 rdzv_id,
                 state.job.fence_after_ms / 1000,
                 event.round,
@@ -77,7 +77,7 @@ def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:
 
 
 def _serves(state: AgentState, round_: int) -> bool:
-    """Return whether this node has to serve the store of a round that is not over."""
+    """Return whether this node's workers of a round are running and need its store."""
     line, phase = state.assignment, state.phase
     return line is not None and line.round == round_ and phase is Phase.RUNNING
 
@@ -100,7 +100,7 @@ def _log_round(line: Assignment, state: AgentState) -> None:
 
 
 def _restarts(line: Assignment, window_ms: int) -> str:
-    """Describe the restarts that count, the limit, and the total, as the server does."""
+    """Describe the restarts that count, their limit and the total, in the server's words."""
     if not window_ms:
         return f"{line.restarts} of {line.max_restarts}"
     # The server reports at most this number of ages.

@@ -1,9 +1,9 @@
 """The notice file, which tells the workers of a job that their node is about to leave.
 
-`RDZV_NOTICE_FILE` names it; it does not exist until there is a notice. Then it has one line of
+`RDZV_NOTICE_FILE` names it; it does not exist until there is a notice. Then it contains one line of
 JSON, `{"deadline_unix": ..., "reason": ...}`, and is replaced atomically if the deadline changes.
-`docs/drain.md` says how a worker may react. Errors with it only cause a warning: workers get their
-signal anyway.
+`docs/drain.md` says how a worker may react. An error only causes a warning, because the workers
+also get a signal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "notice"
 
 
 class NoticeFile:
-    """The notice file of one job on this node; `place` returns its path in the present round."""
+    """The notice file of one job on this node; `place` returns its path in the current round."""
 
     def __init__(
         self, place: Callable[[str], Path | None], identity: Identity | None = None
@@ -36,7 +36,7 @@ class NoticeFile:
         self._path = self._place(NAME)
 
     def path(self) -> str:
-        """Return its path for the workers of the round; empty if there is no folder for it."""
+        """Return its path, for the workers of the round; empty if there is no folder for it."""
         return "" if self._path is None else str(self._path)
 
     def write(self, left_ms: int, reason: str) -> None:

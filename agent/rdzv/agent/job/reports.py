@@ -1,4 +1,4 @@
-"""The messages of a job's driver to the server: encoded, and sent over the node's link."""
+"""The messages that a job's driver sends to the server, encoded for the node's link."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Belief: TypeAlias = pb.Belief
 
 
 class Reports:
-    """Sends one job's messages from this node. Only sending stacks waits for the server."""
+    """Sends one job's messages from this node. Only those with stacks wait for the server."""
 
     def __init__(self, launch: Launch, link: ServerLink) -> None:
         self._launch = launch
@@ -75,7 +75,7 @@ class Reports:
         self._link.say(encoding.started(report, self._rdzv_id))
 
     def snapshots(self, say: commands.SaySnapshots, nodes: int) -> None:
-        """Report what this node of so many holds of the run's state, unless a newer report does."""
+        """Report the snapshots that are held here, at a rate limited by the number of `nodes`."""
         self._snapshots.report(say, nodes)
 
     def _say_snapshots(self, say: commands.SaySnapshots) -> None:
@@ -101,7 +101,7 @@ class Reports:
     def stacks(
         self, asked: StacksAsked, targets: tuple[Target, ...], why_none: str, world_size: int
     ) -> None:
-        """Start to sample and send workers' stacks, or send the reason why there are none."""
+        """Start sampling and sending workers' stacks, or send the reason why there are none."""
         self._stacks.answer(asked, targets, why_none, world_size)
 
     async def _say_stacks(
@@ -110,7 +110,7 @@ class Reports:
         await self._link.say_after_all(encoding.stacks(request, workers, last=last, error=error))
 
     async def close(self) -> None:
-        """Stop taking stacks, and send no more reports by itself."""
+        """Stop sampling stacks, and drop reports that wait to be sent."""
         self._snapshots.close()
         await self._stacks.close()
 

@@ -1,4 +1,4 @@
-"""One round of a job on this node, as one task: from its announcement to the end of its processes.
+"""One round of a job on this node, run as one task from its announcement to its last process.
 
 ::
 
@@ -44,7 +44,7 @@ class Round:
     def __init__(self, context: JobContext, assignment: Assignment) -> None:
         self.assignment = assignment
         self.kept_stop: KeptStop | None = None
-        """The last stop command to the workers; None if there was none."""
+        """The last command to stop the workers; None if there was none."""
         self.outputs: tuple[WorkerOutput, ...] = ()
         """Each worker's output paths, by LOCAL_RANK; empty until the files are created."""
         self._context = context
@@ -58,18 +58,18 @@ class Round:
         """Whether no more workers will be started."""
         self._start_failed = False
         self._memory_kills = count_memory_kills()
-        """The kernel's counts from before the workers started, or from the adoption."""
+        """The kernel's counts before the workers started, or at the adoption."""
         self._gone = asyncio.Event()
         self._kept: tuple[KeptWorker, ...] = ()
         """The workers that were parked when the round was over."""
 
     def begin(self) -> None:
-        """Start the workers as soon as this node is ready, and supervise the round to its end."""
+        """Start the workers once this node is ready, and supervise them until the round is over."""
         self._context.observers.open_round(self.assignment)
         self._begin_task(self._run())
 
     def resume(self, kept: KeptState, hello: runner_link.Hello) -> None:
-        """Take over the previous agent's workers, and supervise the round to its end."""
+        """Take over the previous agent's workers, and supervise them until the round is over."""
         context, state = self._context, kept.state
         self.kept_stop = kept.stop
         if kept.outputs:
@@ -158,21 +158,21 @@ class Round:
         context.decisions.post(events.WorkersGone(number, moved, self._kept))
 
     async def _examine(self) -> str:
-        """Return what is wrong with this node; a bug in the examination does not count against it.
+        """Return what is wrong with this node; an error in the checks themselves does not count.
 
-        Meanwhile the seat is kept, so no round is formed with an unhealthy node.
+        The node keeps its seat in the meantime, so no round is formed with an unhealthy node.
         """
         try:
             return "" if self._context.examine is None else await self._context.examine()
         except Exception:
             rdzv_id = self._context.launch.job.rdzv_id
-            log.exception("%s: the health checks of this node could not be run", rdzv_id)
+            log.exception("%s: a bug in this node's health checks", rdzv_id)
             return ""
 
     # ------------------------------------------------------------------ the round's store
 
     def _start_store_host(self) -> None:
-        """Pass the offered socket to the store host, or free its port."""
+        """Start the store host on the offered socket, or free the port if it is not needed."""
         launch, line = self._context.launch, self.assignment
         listening = self._context.offer.take_socket()
         if listening is None:
@@ -188,7 +188,7 @@ class Round:
                 )
 
     def _lack_store_socket(self) -> None:
-        """Report that the announced store's socket was lost with the agent that offered it."""
+        """Report that the socket of the announced store was lost with the agent that offered it."""
         port = self.assignment.master_port
         reason = f"the agent that offered port {port} was restarted before the round began"
         self._context.decisions.post(events.StoreHostExited(self.assignment.round, reason))
@@ -199,7 +199,7 @@ class Round:
         """End the workers; those not yet started never start."""
         self._cancel_start()
         self._context.observers.stop_watching()
-        # Their socket is not offered again.
+        # The port for their store is not offered again.
         self._context.offer.release()
         signum = signal.SIGTERM if command.signum is None else command.signum
         self._context.runner.stop_workers(
@@ -207,7 +207,7 @@ class Round:
         )
 
     def note_stop(self, command: commands.StopWorkers) -> None:
-        """Remember, for the next agent, the stop command that the workers are about to get."""
+        """Remember, for the next agent, the stop that is about to be sent to the workers."""
         self.kept_stop = KeptStop(
             command.round,
             command.grace_ms,
@@ -244,9 +244,10 @@ class Round:
     async def explain_failure(
         self, exited: runner_link.WorkerExited
     ) -> tuple[runner_link.WorkerExited, WorkerError]:
-        """Return a failed worker's exit with the content of its error file, if that can be read.
+        """Return a failed worker's exit, with the content of its error file if it can be read.
 
-        A worker whose collective failed waits for the server to ask all ranks.
+        If a collective failed in the worker, the exit is held back for a limited time, so that the
+        server can ask all ranks for their stacks.
         """
         heard_ms, output, launch = now_ms(), self.outputs[exited.local_rank], self._context.launch
         worker = ExitedWorker(
@@ -272,7 +273,7 @@ class Round:
         return replace(exited, age_ms=exited.age_ms + now_ms() - heard_ms), error
 
     def worker_exited(self, exited: runner_link.WorkerExited, error: WorkerError) -> None:
-        """Process an exit; for a failure, with the content of its error file."""
+        """Process an exit; `error` is the content of the error file if the worker failed."""
         self._context.observers.worker_exited(exited.local_rank)
         self._context.decisions.post(
             events.WorkerExited(
@@ -297,7 +298,7 @@ class Round:
     # ------------------------------------------------------------------ queries
 
     def stack_targets(self, alive: Collection[int]) -> tuple[Target, ...]:
-        """Return the workers that have been started and whose exit has not been processed yet."""
+        """Return the started workers whose exit has not been processed yet."""
         self._context.observers.held_exits.note_asked()
         return tuple(
             Target(

@@ -1,4 +1,4 @@
-"""Routes the events of a job's runner to the round concerned, and to the agent core."""
+"""Routes the events of a job's runner to the rounds that they belong to and to the agent core."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rdzv.agent.system.side_thread import in_time
 log = logging.getLogger("rdzv.agent")
 
 SWEEP_WITHIN_S = 10.0
-"""How long finding and killing a dead runner's processes may take: the kernel may be slow."""
+"""How long finding and killing a dead runner's processes may take; the kernel may be slow."""
 SWEEP_AGAIN_S = 1.0
-"""The delay after a failed attempt; until the next one the processes count as alive."""
+"""The delay before the next attempt; until one succeeds, the processes count as alive."""
 
 
 class RunnerEventRouter:
-    """Handles the events of one job's runner, in the order in which it sends them."""
+    """Handles the events of one job's runner in the order in which they were sent."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RunnerEventRouter:
         self._ending_leftovers: asyncio.Task[None] | None = None
 
     def hear(self, event: runner_link.RunnerEvent) -> asyncio.Future[None] | None:
-        """Handle an event; return a future of its completion if it is not handled at once."""
+        """Handle an event; if that takes time, return a future that is done when it is handled."""
         tasks = self._context.tasks
         match event:
             case runner_link.WorkerExited() if event.exit_code != 0:
@@ -70,17 +70,17 @@ class RunnerEventRouter:
                 return None
 
     async def leftovers_ended(self, within_s: float) -> None:
-        """Wait until nothing is left of a runner that died.
+        """Wait until no process of a runner that died is left.
 
         Raises:
-            TimeoutError: something may be left.
+            TimeoutError: some may be left.
         """
         if self._ending_leftovers is not None:
             async with asyncio.timeout(within_s):
                 await asyncio.shield(self._ending_leftovers)
 
     async def _take_failure(self, exited: runner_link.WorkerExited) -> None:
-        """Handle a failed worker's exit once its error file was read, or could not be in time."""
+        """Handle a failed worker's exit once its error file was read or the time for that is up."""
         if (round_ := self._context.round_of(exited.round)) is not None:
             late, error = await round_.explain_failure(exited)
             self._note(late)
@@ -134,7 +134,7 @@ class RunnerEventRouter:
                 how = describe_exit(event.exit_code, event.signal)
                 post(events.StoreHostExited(event.round, how))
             case runner_link.ServeFailed():
-                pass  # Its workers end with this process; nothing else depends on it.
+                pass  # The workers will end with this process; nothing else depends on it.
             case runner_link.RunnerRefused():
                 log.error("%s: its runner cannot continue: %s", self._rdzv_id, event.reason)
                 self._context.runner.kill()
@@ -154,7 +154,7 @@ class RunnerEventRouter:
                 round_.workers_gone(event.kept)
 
     async def _lose_runner(self, event: runner_link.RunnerExited) -> None:
-        """Kill the processes of a dead runner before reporting its end."""
+        """Kill the processes that a dead runner left, then report its end."""
         self._meter().runner_said(event)
         if event.exit_code != 0 or not self._has_ended:
             while not await self._end_leftovers():  # noqa: ASYNC110
@@ -169,15 +169,15 @@ class RunnerEventRouter:
         return self._context.ended.done()
 
     async def _end_leftovers(self) -> bool:
-        """Kill a dead runner's processes; return whether all processes could be inspected."""
+        """Kill a dead runner's processes; return False if some could not be searched for."""
         try:
             await runner_link.sweep_orphans()
             if self._socket is not None:
-                # If the runner was adopted, they are init's children.
+                # If the runner was adopted, they are now children of init.
                 mark = leaked_processes.mark_of(self._socket)
                 await in_time(SWEEP_WITHIN_S, leaked_processes.kill_strays, mark)
         except OSError as error:
-            text = "%s: cannot search for processes left by its dead runner: %s"
+            text = "%s: cannot search for processes that its dead runner has left: %s"
             log.error(text, self._rdzv_id, error)
             return False
         return True

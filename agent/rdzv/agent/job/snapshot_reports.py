@@ -1,7 +1,7 @@
-"""Reports to the server what this node holds of a job's state: at once, but not too often.
+"""Reports this node's snapshots of a job to the server: at once, but at a limited rate.
 
-Each report has everything, so only the latest counts. A job of many nodes reports less often, since
-all of them save at the same time.
+Each report is complete, so only the latest matters. The more nodes a job has, the lower the rate,
+because all of them save at the same time.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ EVERY_PER_NODE_S = 0.001
 
 
 class SnapshotReports:
-    """The reports of one job on this node."""
+    """Sends the snapshot reports of one job on this node."""
 
     def __init__(self, send: Callable[[commands.SaySnapshots], None]) -> None:
         self._send = send
         self._next: commands.SaySnapshots | None = None
-        """The latest report, which waits to be sent."""
+        """The report that waits to be sent, if any."""
         self._timer: asyncio.TimerHandle | None = None
-        """Runs while nothing more may be sent."""
+        """Set until the next report may be sent."""
 
     def report(self, say: commands.SaySnapshots, nodes: int) -> None:
-        """Send a report of a job on this many nodes, at once or as soon as the next may follow."""
+        """Send a report at once, or as soon as the rate for a job of `nodes` nodes allows."""
         self._next = say
         if self._timer is None:
             self._send_next(max(EVERY_LEAST_S, nodes * EVERY_PER_NODE_S))

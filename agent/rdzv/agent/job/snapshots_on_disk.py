@@ -1,9 +1,10 @@
-"""Decides when this node's snapshots of a job are written to disk, which its runner has done.
+"""Decides when this node's snapshots of a job are written to disk; the runner writes them.
 
-That is now and then, when this node is to leave, and at the end, when no worker is left. A node has
-only its own parts, so all nodes of a round must write the same mark: it is the first one that
-became whole, by the server's clock, in a period. Of a state that all nodes hold alike, the first
-node writes it; at the end, and when it is to leave, each does, as the others may be gone.
+They are written periodically, when this node is about to leave, and at the end, when no worker is
+left. Each node has only its own parts, so all nodes of a round must write the same mark: the first
+one in each period that became whole, by the server's clock. If all nodes hold the same state, only
+the first node writes it. At the end, and before it leaves, every node does, because the others may
+be gone.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from rdzv.core.model import SnapshotMark
 log = logging.getLogger("rdzv.agent")
 
 LAST_TIMEOUT_S = 600.0
-"""How long the end of a job waits for what is written at last."""
+"""How long the end of a job waits for the last snapshot to be written."""
 
 _MODULE = "rdzv.worker.write_snapshots"
 
 
 class SnapshotsOnDisk:
-    """What of one job was written on this node."""
+    """The snapshots of one job that this node writes to disk."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -40,7 +41,7 @@ class SnapshotsOnDisk:
     def announced(
         self, runner: RunnerLink, mark: SnapshotMark, whole_ms: int, line: Assignment | None
     ) -> None:
-        """Write a mark that has become whole, if it is the first one of a period."""
+        """Write a mark that has become whole, if it is the first one of its period."""
         if self._files is None or not self._files.every_s or not whole_ms or line is None:
             return
         period = int(whole_ms / (1000 * self._files.every_s))
@@ -50,7 +51,10 @@ class SnapshotsOnDisk:
             self.write(runner, mark, line.run)
 
     def write(self, runner: RunnerLink, mark: SnapshotMark | None, run: str) -> None:
-        """Have what is held of a mark written, unless it was, or another one is being written."""
+        """Start writing this node's snapshots of a mark, unless one is being written.
+
+        Does nothing if this mark was the last one written.
+        """
         launch, files = self._launch, self._files
         if files is None or mark is None or mark == self._written or self._writing is not None:
             return
@@ -63,30 +67,30 @@ class SnapshotsOnDisk:
         runner.write_snapshots(mark, (*argv, *keep), launch.environ, launch.chdir, launch.identity)
 
     def note(self, event: SnapshotsWritten) -> None:
-        """Note what the runner says of it."""
+        """Note that the runner has written the snapshots, or why it could not."""
         mark, self._writing = self._writing, None
         self._idle.set()
         rdzv_id = self._launch.job.rdzv_id
         folder = None if self._files is None else self._files.folder
         if event.reason:
-            text = "%s: the snapshot of step %d is not written to %s: %s"
+            text = "%s: the snapshot of step %d was not written to %s: %s"
             log.warning(text, rdzv_id, event.step, folder, event.reason)
         else:
             self._written = mark
-            log.info("%s: the snapshot of step %d is written to %s", rdzv_id, event.step, folder)
+            log.info("%s: wrote the snapshot of step %d to %s", rdzv_id, event.step, folder)
 
     async def write_last(self, runner: RunnerLink, mark: SnapshotMark | None, run: str) -> None:
-        """Have a mark written, and wait until it is, for a limited time."""
+        """Write a mark, and wait a limited time until it is written."""
         try:
             async with asyncio.timeout(LAST_TIMEOUT_S):
                 await self._idle.wait()
                 self.write(runner, mark, run)
                 await self._idle.wait()
         except TimeoutError:
-            text = "%s: the last snapshot is not on disk after %g s, and is given up"
+            text = "%s: gave up writing the last snapshot to disk after %g s"
             log.error(text, self._launch.job.rdzv_id, LAST_TIMEOUT_S)
 
     def note_runner_gone(self) -> None:
-        """Wait for nothing any more: the runner is gone, and what it held."""
+        """Stop waiting: the runner is gone, and its snapshots with it."""
         self._writing = None
         self._idle.set()

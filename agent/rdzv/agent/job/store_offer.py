@@ -12,17 +12,17 @@ from rdzv.transport.endpoints import Endpoint
 
 
 class StoreOffer:
-    """One job's offer on this node, with the reserved socket for a round's store."""
+    """This node's offer for one job, with the socket reserved for a round's store."""
 
     def __init__(self, fixed: Offer) -> None:
         self.fixed = fixed
-        """The part of the offer that is the same in every round: everything but the port."""
+        """The part of the offer that does not change between rounds: all but the port."""
         only_loopback = is_loopback(fixed.address) and not fixed.host_name
         self._socket = StoreSocket(loopback_only=only_loopback)
 
     @classmethod
     async def make(cls, launch: Launch, endpoint: Endpoint) -> StoreOffer:
-        """Determine this node's offer, as seen from a server at `endpoint`."""
+        """Make this node's offer; its address is the one used towards `endpoint`, unless given."""
         address = launch.local_addr or await local_address(endpoint)
         host_name = await reachable_host_name() if is_loopback(address) else ""
         return cls(
@@ -39,7 +39,7 @@ class StoreOffer:
         )
 
     def with_port(self) -> Offer:
-        """Return the offer with the reserved port, binding a new one if there is none.
+        """Return the offer with the reserved port; bind a new one if there is none.
 
         Raises:
             OSError: no port can be bound.
@@ -48,7 +48,7 @@ class StoreOffer:
         return replace(self.fixed, store_port=self._socket.port)
 
     def take_socket(self) -> socket.socket | None:
-        """Hand the socket over to the caller, which closes it; None if none is held."""
+        """Return the reserved socket, which the caller must close; None if there is none."""
         return self._socket.take()
 
     def release(self) -> None:

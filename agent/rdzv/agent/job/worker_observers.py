@@ -55,7 +55,7 @@ class WorkerObservers:
         self.notice.take_back()
 
     def resume_round(self, folder: Path | None, assignment: Assignment | None) -> None:
-        """Take over the previous agent's files; `assignment` is None if no round is open."""
+        """Continue with the previous agent's files; `assignment` is None if no round is open."""
         self.progress.resume(folder, assignment, self._local_world_size)
         self.notice.open_round()
 
@@ -97,11 +97,11 @@ class WorkerObservers:
         return step
 
     def say_again(self) -> None:
-        """Report progress and hung workers to a server that may not know of them."""
+        """Repeat the reports on progress and hung workers, for a server that may not have them."""
         self.progress.say_again()
         self._hangs.say_again()
 
     def close(self) -> None:
-        """Drop all state."""
+        """Stop watching, and remove the workers' files."""
         self.stop_watching()
         self.progress.close()

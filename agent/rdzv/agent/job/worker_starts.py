@@ -1,4 +1,4 @@
-"""How each worker entered a round: kept, warm or cold, and why it is new.
+"""Reports how each worker entered a round: kept, warm or cold, and why it was not kept.
 
 Every round is reported to the server, and every round but the first is logged.
 """
@@ -34,20 +34,20 @@ class WorkerStarts:
         self._now_ms = now_ms
         self._report = report
         self._round: Assignment | None = None
-        """The round in which not all workers take part yet."""
+        """The current round, until all workers take part in it."""
         self._reported: StartReport | None = None
-        """The report on the running round."""
+        """The report on the current round, once it is complete."""
         self._is_first = True
         self._stopped_ms = self._parked_ms = self._began_ms = 0
         self._how: dict[int, str] = {}
-        """How each worker of the round was started, by LOCAL_RANK."""
+        """How each worker of the current round was started, by LOCAL_RANK."""
         self._resumed: set[int] = set()
         self._why_new: dict[int, str] = {}
         """How the workers of the previous round ended, by LOCAL_RANK."""
         self._why_cold: dict[int, str] = {}
-        """Why workers that were meant to be warm are cold, by LOCAL_RANK."""
+        """Why workers that should have been warm are cold, by LOCAL_RANK."""
         self._ended: dict[int, str] = {}
-        """How the workers of the present round ended, by LOCAL_RANK."""
+        """How the workers of the current round ended, by LOCAL_RANK."""
 
     def decided(self, command: commands.Command) -> None:
         """Note a command that is being carried out for the job."""
@@ -85,7 +85,7 @@ class WorkerStarts:
                 self._tell_if_complete()
 
     def say_again(self) -> None:
-        """Repeat the report on the present round to a server that may not have it."""
+        """Repeat the report on the current round, for a server that may not have it."""
         if self._reported is not None:
             self._report(self._reported)
 
@@ -119,7 +119,7 @@ class WorkerStarts:
         return f"local_rank {rank} is {self._how[rank]}" + (f": {why}" if why else "")
 
     def _why(self, rank: int) -> str:
-        """Return why a worker is new, and why it is cold, as far as is known here."""
+        """Return why a worker is new, and why it is cold, if this node knows."""
         if self._how[rank] == _KEPT:
             return ""
         found = (self._why_new.get(rank), self._why_cold.get(rank))

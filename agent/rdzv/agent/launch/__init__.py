@@ -1,1 +1,1 @@
-"""The launch that a user asked for, and this node's offer for it: ports, CPUs, GPUs."""
+"""The launch of a job on this node: what to run, checks in advance, device counts, CPU binding."""

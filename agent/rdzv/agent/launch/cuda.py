@@ -1,7 +1,7 @@
-"""Asks the CUDA driver for its GPUs, in a process of its own: `python -I -S cuda.py LIBRARY`.
+"""Asks the CUDA driver for its GPUs in a separate process: `python -I -S cuda.py LIBRARY`.
 
-That process gives the driver the job's environment, and isolates the agent from the driver's
-threads, device files and crashes. It is run by path, with only the standard library.
+There the driver sees the job's environment, and its threads, open device files and crashes do not
+affect the agent. The file is run by path, and uses only the standard library.
 """
 
 from __future__ import annotations

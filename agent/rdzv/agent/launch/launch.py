@@ -1,4 +1,4 @@
-"""The launch that a user asked for, and this node's offer for it."""
+"""The launch of a job on this node, and the checks and counts that it needs in advance."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ PROBE_TIMEOUT_S = 10.0
 
 
 NO_FILES = Path(os.devnull)
-"""The log directory that means no files, as under torchrun."""
+"""The value of --log-dir for no log files, as under torchrun."""
 
 NO_HANDLER = "null"
-"""The handler that means no events, as under torchrun."""
+"""The value of --event-log-handler for no events, as under torchrun."""
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -44,7 +44,7 @@ class Output:
 
     log_dir: Path | None = None
     run_dir: Path | None = None
-    """The folder of this run's files, instead of a new one below `log_dir`."""
+    """The folder of this run's files; None for a new one below `log_dir`."""
     redirects: Mapping[int, int] = field(default_factory=dict)
     """The streams that go to files, by LOCAL_RANK."""
     tee: Mapping[int, int] = field(default_factory=dict)
@@ -72,11 +72,11 @@ class EventSink:
 
 @struct(frozen=True)
 class SnapshotFiles:
-    """Where snapshots are written on disk, how often, and how many stay."""
+    """Where snapshots are written on disk, how often, and how many are kept."""
 
     folder: Path
     every_s: float = 0.0
-    """0: only at the end."""
+    """The period; 0: only at the end."""
     keep: int = 2
 
 
@@ -107,9 +107,9 @@ class Launch:
     snapshot_files: SnapshotFiles | None = None
     """None: snapshots are not written to disk."""
     snapshot_memory: int | None = None
-    """The most bytes of memory for snapshots here; None: half of what is free at first."""
+    """The most bytes of memory for snapshots here; None: half of what is free at the first one."""
     snapshot_copy_rate: int = 0
-    """The most bytes of snapshots that this node sends to others in a second; 0: none."""
+    """The most bytes of snapshots that this node sends to others per second; 0: none."""
     preemption_file: Path | None = None
     """The file that announces a preemption of this machine; None if this job has none."""
     role: str = "default"
@@ -117,18 +117,18 @@ class Launch:
     local_addr: str = ""
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
-    """The job secret, which every participant presents; empty if there is none. Only rdzvrun has
-    one: for a submitted job the agent would have to read a file named by another user.
+    """The job secret, which every participant presents; empty if there is none. Only rdzvrun
+    supports it: for a submitted job the agent would have to read a file that another user names.
     """
     virtual_local_rank: bool = False
     """Every worker has LOCAL_RANK 0 and sees one GPU."""
     numa_binding: NumaBinding | None = None
     warm: tuple[str, ...] = ()
-    """The modules that a zygote preloads before the first round; empty for no such zygote."""
+    """The modules that a zygote preloads before the first round; empty: there is none by then."""
     warm_restarts: bool = False
     """Whether a zygote is started for restarts, once the workers have imported torch."""
     collective_trace: bool = True
-    """Whether the agent has access to torch's record of the workers' collectives."""
+    """Whether the agent reads torch's record of the workers' collectives."""
     hang_timeout: HangTimeout | None = None
     """How long workers may report no progress; None if there is no limit."""
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
@@ -257,7 +257,7 @@ def _check_folder(option: str, folder: Path | None) -> None:
 
 
 def _is_there(path: str | Path) -> bool:
-    """Return whether a file exists; also works if its folders cannot be searched."""
+    """Return whether a file exists; False if its folders cannot be searched."""
     try:
         return bool(str(path)) and Path(path).exists()
     except OSError:
@@ -379,7 +379,7 @@ def count_devices(kind: str, python: str, environ: Mapping[str, str] | None = No
 async def ask_count_devices(
     kind: str, python: str, environ: Mapping[str, str], account: Account | None = None
 ) -> int:
-    """Do the same as `count_devices` without blocking the event loop."""
+    """Count like `count_devices`, but without blocking the event loop."""
     try:
         question = ("-c", _COUNT, kind)
         answer, complaint = await _ask(python, question, environ, COUNT_TIMEOUT_S, account)
@@ -413,22 +413,18 @@ def _uncounted(kind: str, python: str, complaint: str) -> InvalidRequestError:
 
 
 async def local_address(endpoint: Endpoint) -> str:
-    """Return the local address that this node uses towards the server."""
+    """Return the local address for connections to the server, or else this machine's host name."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)
     except (OSError, TimeoutError):
-        return await _own_name() or "127.0.0.1"
-    return address_towards(found) or await _own_name() or "127.0.0.1"
+        return await reachable_host_name() or "127.0.0.1"
+    return address_towards(found) or await reachable_host_name() or "127.0.0.1"
 
 
 async def reachable_host_name() -> str:
-    """Return this machine's name, unless it resolves only to loopback addresses; then nothing."""
-    return await _own_name()
-
-
-async def _own_name() -> str:
+    """Return this machine's host name; empty if it resolves to loopback addresses only."""
     name = socket.gethostname()
     loop = asyncio.get_running_loop()
     try:

@@ -10,8 +10,8 @@ Three differences from torch are deliberate:
 * `socket` skips nodes without a CPU for this process: memory-only nodes, possible but absent ones,
   and those outside of the container. torch fails on each of these.
 * Without a GPU torch fails. Here the workers are spread over the nodes in blocks, the first ones
-  on the first node: neighbours by rank, which communicate most, stay together, two workers on two
-  sockets get one each, and the memory of a CPU job is as remote as that of any other.
+  on the first node. Neighbouring ranks, which communicate most, stay together, and two workers on
+  two sockets get one each.
 
 Like torch, this binds CPUs but not memory: the kernel places a page near the thread that first
 writes to it.
@@ -34,6 +34,7 @@ from typing import TypeVar
 from rdzv.agent import runner_link
 from rdzv.agent.system.accounts import Account, started_as
 from rdzv.agent.system.error_files import describe_exit
+from rdzv.core.words import counted
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 
@@ -42,11 +43,11 @@ SYSFS = Path("/sys")
 CUDA_LIBRARY = "libcuda.so.1"
 
 CUDA_TIMEOUT_S = 60.0
-"""How long the CUDA driver may take to list GPUs; without persistence mode it wakes each one."""
+"""How long the CUDA driver may take to list GPUs; it wakes each one without persistence mode."""
 
 
 HIDES_ALL = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES with which users, frameworks and Slurm hide all GPUs."""
+"""The values of CUDA_VISIBLE_DEVICES with which users, frameworks and Slurm hide all GPUs."""
 
 _NO_GPUS = "set CUDA_VISIBLE_DEVICES to nothing to bind without GPUs, or leave --numa-binding out"
 
@@ -57,7 +58,7 @@ class NumaBinding(StrEnum):
     """How close to its GPU, and how exclusively, a worker is bound."""
 
     NODE = "node"
-    """All CPUs of its GPU's NUMA node. The right choice if in doubt."""
+    """All CPUs of its GPU's NUMA node; the best choice if in doubt."""
 
     SOCKET = "socket"
     """All CPUs of all NUMA nodes of its GPU's socket."""
@@ -130,12 +131,15 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
 
 
 class _UnbindableError(Exception):
-    """A worker cannot be bound; the message says why, and what helps."""
+    """A worker cannot be bound; the message gives the reason and a remedy."""
 
 
 @struct(frozen=True)
 class _Machine:
-    """The kernel's description of CPUs, NUMA nodes and PCI devices; raises `_UnbindableError`."""
+    """The kernel's description of CPUs, NUMA nodes and PCI devices.
+
+    Its methods raise `_UnbindableError` if the kernel lacks a value.
+    """
 
     sysfs: Path
     allowed: frozenset[int]
@@ -297,8 +301,8 @@ def _bind_exclusive(machine: _Machine, place: _Place) -> frozenset[int]:
     cores = _grouped(_bind_node(machine, place), machine.core_of)
     if len(cores) < place.sharers:
         raise _UnbindableError(
-            f"{place.sharers} share NUMA node {place.node}, whose usable physical cores "
-            f"are {len(cores)} (CPUs "
+            f"{place.sharers} share NUMA node {place.node}, which has only "
+            f"{counted(len(cores), 'usable physical core')} (CPUs "
             f"{format_cpu_list(frozenset().union(*cores.values()))}); widen the job's CPU "
             f"set, or use --numa-binding={NumaBinding.NODE}"
         )
@@ -343,14 +347,13 @@ async def visible_gpu_pci_addresses(
 ) -> tuple[str, ...]:
     """Return the PCI addresses of the GPUs that workers with this environment see, in their order.
 
-    Only the CUDA driver itself knows them: the order depends on CUDA_DEVICE_ORDER (by default the
-    fastest comes first, unlike in nvidia-smi and NVML), and CUDA_VISIBLE_DEVICES may hold numbers,
-    UUIDs, prefixes of UUIDs, and MIG devices, which have their GPU's address. It runs in a process
-    of its own, which has this environment, and whose threads, device files and crashes do not
-    affect the agent.
+    Only the CUDA driver can tell: the order depends on CUDA_DEVICE_ORDER (by default the fastest
+    comes first, unlike in nvidia-smi and NVML), and CUDA_VISIBLE_DEVICES may contain numbers,
+    UUIDs, prefixes of UUIDs, and MIG devices, which have their GPU's address. The driver runs in a
+    separate process with this environment.
 
-    The result is empty if the job has no GPU. If CUDA does not show GPUs that were not hidden on
-    purpose, the call is refused, because a guess would bind workers far from them.
+    The result is empty if the job has no GPU. If CUDA shows no GPU although there are some that
+    were not hidden on purpose, that is an error, because a guess would bind workers far from them.
 
     Raises:
         InvalidRequestError: the driver fails or hangs, or shows none of the existing GPUs.
@@ -375,7 +378,7 @@ async def _ask_cuda(
     try:
         with started_as(account) as how:
             process = await runner_link.start_spared(
-                # It is isolated (-I -S), because PYTHONPATH and the like are the job's.
+                # Isolated by -I and -S, because PYTHONPATH and the like belong to the job.
                 *(sys.executable, "-I", "-S", str(_CUDA), library),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -393,14 +396,14 @@ async def _ask_cuda(
     finally:
         await runner_link.end_spared(process)
     if process.returncode or not said:
-        raise _cuda_failed(f"fails: {_last_words(process.returncode, complaint)}")
+        raise _cuda_failed(f"fails: {_final_message(process.returncode, complaint)}")
     answer = json.loads(said.splitlines()[-1])  # Preloaded code may have printed something before.
     if answer["failure"]:
         raise _cuda_failed(f"fails: {answer['failure']}")
     return tuple(answer["gpus"]), answer["why_none"]
 
 
-def _last_words(return_code: int | None, complaint: bytes) -> str:
+def _final_message(return_code: int | None, complaint: bytes) -> str:
     if return_code is not None and return_code < 0:
         return describe_exit(None, -return_code)
     said = complaint.decode(errors="replace").strip().rpartition("\n")[2]

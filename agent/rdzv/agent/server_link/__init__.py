@@ -1,4 +1,4 @@
-"""The node's stream to the server: kept open, its messages converted to values of the agent core.
+"""The node's stream to the server, and the conversion of its messages to values of the agent core.
 
-In: reports of jobs. Out: events for them. It never gives up on the server by itself.
+In: reports of jobs. Out: events for them. The stream is reopened until the agent closes it.
 """

@@ -1,4 +1,4 @@
-"""Log lines about the stream to the server: each cause once, until a stream is open again."""
+"""Logs the loss and the return of the server; each cause only once until a stream is open again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rdzv.transport.endpoints import Endpoint
 log = logging.getLogger("rdzv.agent")
 
 CAUSES_MOST = 16
-"""How many causes of a missing stream are logged at most until one is open again."""
+"""The most causes that are logged until a stream is open again."""
 _FIGURES = re.compile(r"\d+(\.\d+)?")
 
 
@@ -19,13 +19,13 @@ class ConnectionLog:
 
     def __init__(self) -> None:
         self._causes: set[str] = set()
-        """The causes logged since the last stream."""
+        """The causes logged since a stream was last open."""
         self._was_connected = False
 
     def lost(self, endpoint: Endpoint, reason: str, *, again: bool) -> None:
-        """Log that there is no stream; `again` if the immediate retry has failed too.
+        """Log that there is no stream, if `again`: if the immediate retry has failed, too.
 
-        Each cause is logged once, even if its numbers change: they may differ every time.
+        Each cause is logged once; causes that differ only in numbers are the same.
         """
         cause = _FIGURES.sub("", reason)
         if again and cause not in self._causes and len(self._causes) < CAUSES_MOST:
@@ -37,7 +37,7 @@ class ConnectionLog:
     def silent(self, endpoint: Endpoint, silent_s: float) -> None:
         """Log that the server does not answer, and that the agent waits for it."""
         reason = f"no answer from {endpoint} within {silent_s:g} s"
-        # This counts as the same cause as giving up the attempt later.
+        # If the attempt is given up later, that is the same cause.
         if (cause := _FIGURES.sub("", reason)) not in self._causes:
             self._causes.add(cause)
             log.warning(
@@ -47,7 +47,7 @@ class ConnectionLog:
             )
 
     def connected(self, endpoint: Endpoint) -> None:
-        """Log that there is a server again, if its absence was logged."""
+        """Log that the agent is connected, if it was logged that it was not."""
         if self._causes:
             self._causes.clear()
             again = " again" if self._was_connected else ""

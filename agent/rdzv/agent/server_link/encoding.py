@@ -68,7 +68,7 @@ def belief(
     state: AgentState, offer: Offer, now_ms: int, *, refuse_reuse: bool, secret: str = ""
 ) -> pb.Belief:
     """Encode everything that this node believes about its job."""
-    # The join of a node without workers already includes its failures.
+    # The join of a node that waits for a round already includes its failures.
     failures = () if state.phase is Phase.JOINING else state.failures
     believed = pb.Belief(
         phase=_PHASES[state.phase],
@@ -267,7 +267,7 @@ def health(failing: Iterable[FailingCheck]) -> pb.Health:
 
 
 def declined(rdzv_id: str, run: str, reason: str, *, passing: bool = False) -> pb.NodeMessage:
-    """Encode that this node cannot take up a job; `passing` if the reason may pass."""
+    """Encode that this node cannot take up a job; `passing` if it may be able to later."""
     return pb.NodeMessage(
         declined=pb.Declined(rdzv_id=rdzv_id, run=run, reason=sendable(reason), passing=passing)
     )
@@ -285,7 +285,7 @@ def draining(drain: NodeDrain) -> pb.Draining | None:
 
 
 def gone(line: pb.RoundCompleted) -> pb.NodeMessage:
-    """Encode that this node gives back its seat in a job that it no longer takes part in."""
+    """Encode that this node gives back a seat in a job that it has left."""
     return pb.NodeMessage(
         leave=pb.Leave(
             rdzv_id=line.rdzv_id,
@@ -309,7 +309,7 @@ def rdzv_id_of(message: pb.ServerMessage) -> str:
 
 
 def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
-    """Decode a message about a job into an event; None for one that is only for people."""
+    """Decode a message about a job into an event; None if the core does not need it."""
     match message.WhichOneof("body"):
         case "joined":
             return events.Joined(message.joined.run, message.joined.run_number)

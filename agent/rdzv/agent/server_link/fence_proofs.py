@@ -1,8 +1,8 @@
 """Proofs that the server receives this node's messages, for nodes whose workers are fenced.
 
-A Welcome confirms the Hello, a Heard its heartbeat. Each proves that the server received a message
-that was *sent* at a known time: the server counts the lease from then, or later. Unsolicited
-messages of the server prove nothing: they may have been under way for long.
+A Welcome answers the Hello, and a Heard answers a heartbeat. Each proves that the server received a
+message that was *sent* at a known time, so the server's lease starts then or later. Unsolicited
+messages of the server prove nothing: they may have been in transit for a long time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rdzv.v1 import rdzv_pb2 as pb
 log = logging.getLogger("rdzv.agent")
 
 HEARTBEATS_PER_FENCE = 4
-"""Heartbeats per fence time, for a node whose workers are fenced: if one is unanswered when the
-next is due, there is time for a new stream before the fence.
+"""How many heartbeats a node with a fence sends in that time. If one has no answer when the next is
+due, there is still time to open another stream before the fence.
 """
 UNANSWERED_MOST = 1_000
 """The most unanswered heartbeats that are remembered."""
@@ -39,7 +39,7 @@ class FenceProofs:
         self.server_clock = ServerClock()
 
     def begin_stream(self) -> None:
-        """Drop the answers that earlier streams were waiting for."""
+        """Forget the messages of earlier streams, which will not be answered any more."""
         self._unanswered.clear()
         self.server_clock.forget()
 
@@ -52,7 +52,7 @@ class FenceProofs:
     def note_sent(self, message: pb.NodeMessage) -> bool:
         """Remember when a message was sent, for its answer; request one if needed.
 
-        Returns whether too much is unanswered, so that another stream must be tried.
+        Returns True if the server has not answered for too long, so another stream must be tried.
         """
         if message.HasField("hello"):
             self._hello_sent_ms = boottime_ms()

@@ -18,7 +18,7 @@ log = logging.getLogger("rdzv.agent")
 
 
 class Inbox:
-    """Delivers the server's messages, except those about the stream itself."""
+    """Delivers the server's messages, except those that concern the stream itself."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Inbox:
         log_reading: LogReading,
         say: Callable[[pb.NodeMessage], None],
     ) -> None:
-        """Deliver to the recipients present at the time; answer for absent ones with `say`.
+        """Deliver to these recipients; answer with `say` if a message's recipient is gone.
 
         A job that the server withdraws is removed from `declined`.
         """
@@ -80,20 +80,20 @@ class Inbox:
         self, message: pb.ServerMessage, placements: PlacementPort | None
     ) -> None:
         if placements is None:
-            job = encoding.rdzv_id_of(message)
-            log.warning("the server placed %s on a node that takes no submitted jobs", job)
+            rdzv_id = encoding.rdzv_id_of(message)
+            log.warning("the server placed %s on a node that takes no submitted jobs", rdzv_id)
         elif message.HasField("placed"):
             placements.placed(encoding.placed(message.placed))
         else:
-            told = message.withdrawn
-            self._declined.pop((told.rdzv_id, told.run), None)
-            placements.withdrawn(told.rdzv_id, told.run, told.reason)
+            job = message.withdrawn
+            self._declined.pop((job.rdzv_id, job.run), None)
+            placements.withdrawn(job.rdzv_id, job.run, job.reason)
 
     def _deliver(self, message: pb.ServerMessage) -> None:
         """Deliver a message about a job to its driver."""
         job = self._jobs.get(encoding.rdzv_id_of(message))
         if job is None and message.HasField("round_completed"):
-            # A driver that is gone had requested the place, so it is given back here.
+            # A driver that is gone had asked for the seat, so it is given back here.
             self._say(encoding.gone(message.round_completed))
         elif job is None:
             log.debug("received a message for a job that is not here: %s", message)

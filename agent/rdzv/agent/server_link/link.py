@@ -1,8 +1,8 @@
-"""The node's stream to the server: kept open, reopened, and never given up by itself.
+"""The node's stream to the server: reopened whenever it ends, until the agent closes it.
 
-One `ServerLink` serves all jobs of an agent. It knows only the names of jobs: the drivers send and
-receive the messages. Each time a stream opens, a Hello contains everything that the node believes,
-so a message that was lost with the previous stream does no harm.
+One `ServerLink` serves all jobs of an agent, and does not interpret their messages: the drivers
+send and receive them. Each stream begins with a Hello that contains everything that the node
+believes, so a message that was lost with the previous stream does no harm.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ from rdzv.v1 import rdzv_pb2_grpc
 log = logging.getLogger("rdzv.agent")
 
 WELCOME_TIMEOUT_S = 10.0
-"""How long an open stream of up to a thousand nodes may wait for the server's Welcome at first."""
+"""How long to wait for the Welcome on a first stream, with up to a thousand nodes."""
 WELCOME_TIMEOUT_MOST_S = 80.0
-"""The longest that it may wait; see `ServerLink._welcome_timeout_s`."""
+"""The longest wait for a Welcome; see `ServerLink._welcome_timeout_s`."""
 SILENT_S = 5.0
-"""After this time without a Welcome, the log says that the server does not answer."""
+"""How long to wait for a Welcome before logging that the server does not answer."""
 RENEWAL_MS = 5_000
-"""How long the server waits for the next stream after this node has ended one."""
+"""How long the server waits for the next stream after this node has ended one to renew it."""
 DECLINED_KEPT = 64
+"""The most declined jobs that are remembered."""
 
 
 @struct(frozen=True)
@@ -77,11 +78,11 @@ class Identity:
     pid: int
     version: str
     incarnation: int = 0
-    """The incarnation of this instance, if an earlier agent has started it."""
+    """The incarnation of this instance, if a previous agent began it; otherwise 0."""
     leadership: int = 0
-    """The highest leadership that the earlier agent has seen."""
+    """The highest leadership that the previous agent had seen."""
     lease_ms: int | None = None
-    """The lease that the earlier agent had."""
+    """The lease that the previous agent had."""
 
 
 class ServerLink:
@@ -102,30 +103,30 @@ class ServerLink:
         self._identity = identity
         self._jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
-        """Takes up submitted jobs; None if this node takes none."""
+        """The submitted jobs of this node; None if it takes none."""
         self._lease_ms: int | None = None
         """The lease of the open stream; None if no stream is open."""
         self._last_lease_ms = identity.lease_ms
         """The lease of the last stream, open or not; None if there was none."""
         self._declined: dict[tuple[str, str], str] = {}
-        """The jobs that this node cannot take up, by rdzv_id and run, and why. Sent again when a
-        stream opens, because the Hello does not contain it.
+        """The jobs that this node cannot take up, by rdzv_id and run, and why. They are reported
+        again on each new stream, because the Hello does not contain them.
         """
         self._renewing = False
-        """Whether the stream was ended to send a new Hello, and another follows at once."""
+        """Whether the stream is ending because another is to follow at once, with a new Hello."""
         self._proofs = FenceProofs(self._jobs)
         self.outbox = Outbox(self._proofs, WELCOME_TIMEOUT_S)
         self._leadership = identity.leadership
         self._incarnation = identity.incarnation
         self.on_welcome: Callable[[int, int, int], None] = lambda *given: None
-        """Called with incarnation, leadership and lease, before anything relies on them."""
+        """Called with the incarnation, leadership and lease before anything else uses them."""
         self.superseded: NodeSupersededError | None = None
-        """Why this instance no longer represents its node, once `is_superseded`."""
+        """The refusal that superseded this agent; set when `is_superseded` is."""
         self.is_superseded = asyncio.Event()
         self._log = ConnectionLog()
         self._closing = asyncio.Event()
         self._unanswered = 0
-        """Streams without a Welcome, since the last one with it."""
+        """How many streams have had no Welcome since the last one that had."""
         self.log_reading = LogReading(self._say_piece)
         self.drain = NodeDrain(_now_ms, self._tell_notice)
         self._inbox = Inbox(
@@ -160,9 +161,9 @@ class ServerLink:
         return self._lease_ms
 
     def add(self, job: JobPort) -> None:
-        """Serve a job: each later Hello contains its belief; until then the job reports it."""
+        """Serve a job: every later Hello contains its belief; on an open stream, it joins itself."""
         if self._last_lease_ms is not None and not self._check_fence(job, self._last_lease_ms):
-            # Because of one such job, the server would refuse the whole node.
+            # Because of this one job, the server would refuse the whole node.
             return
         self._jobs[job.rdzv_id] = job
         if (notice := self.drain.event()) is not None:
@@ -170,7 +171,7 @@ class ServerLink:
         if self._lease_ms is not None:
             job.post(events.ServerConnected())
         if job.fence_after_ms:
-            # The server must know the fence, and this node the time of its last proof.
+            # The Hello tells the server of the fence, and its answer is the first proof of contact.
             self.say_hello_again()
 
     def remove(self, job: JobPort) -> None:
@@ -181,7 +182,7 @@ class ServerLink:
     def say_hello_again(self) -> None:
         """Open another stream at once, to send data that only a Hello contains.
 
-        This loses no seat: the server is told first that this node will be back.
+        The node keeps its seats, because the server is told first that it will be back.
         """
         if self.outbox.waiting is not None:
             self.say(pb.NodeMessage(away=pb.Away(deadline_ms=RENEWAL_MS)))
@@ -189,7 +190,7 @@ class ServerLink:
             self._renewing = True
             self.outbox.finish()
             self.outbox.forget()
-            # An overloaded server does not end the stream.
+            # An overloaded server may not end the stream in time.
             hang_up = self.outbox.hang_up
             asyncio.get_running_loop().call_later(RENEWAL_MS / 2000, hang_up)
 
@@ -206,23 +207,23 @@ class ServerLink:
 
     @property
     def tolerated_ms(self) -> int:
-        """How long the server tolerates silence from this node: the last lease, or the default."""
+        """How long the server tolerates this node's silence: the last lease, else the default."""
         return self._last_lease_ms or NodesTuning().lease_ms
 
     @property
     def _welcome_timeout_s(self) -> float:
         """How long to wait for the next Welcome.
 
-        Longer where thousands of nodes return at once, and after each Welcome that did not come:
-        otherwise a busy server would serve only nodes that have given up on it. Pings detect a
-        server that is gone. The lease, which grows with the nodes, says how many there are.
+        The wait grows with the lease, and so with the number of nodes that may reconnect at once.
+        It also doubles after each stream without a Welcome; otherwise a busy server would serve
+        only nodes that have given up on it. A server that is gone is detected by pings.
         """
         over_s = max(self.tolerated_ms - NodesTuning().lease_ms, 0) / 1000
         first_s = WELCOME_TIMEOUT_S + 2 * over_s
         return min(first_s * 2.0 ** min(self._unanswered, 10), WELCOME_TIMEOUT_MOST_S)
 
     def say_away(self, deadline_ms: int) -> None:
-        """Announce that this agent leaves on purpose, and that another follows by the deadline."""
+        """Announce that this agent exits on purpose and that another follows by the deadline."""
         self.say(pb.NodeMessage(away=pb.Away(deadline_ms=deadline_ms)))
 
     def say_holdings(self) -> None:
@@ -231,7 +232,7 @@ class ServerLink:
             self.say(pb.NodeMessage(holdings=encoding.holdings(self.placements.holdings())))
 
     def say_health(self) -> None:
-        """Report which of this node's health checks fail, or that none does any more."""
+        """Report which of this node's health checks fail; none means that the node is healthy."""
         if self.placements is not None:
             self.say(pb.NodeMessage(health=encoding.health(self.placements.failing)))
 
@@ -256,7 +257,7 @@ class ServerLink:
         return self._proofs.server_clock
 
     def ask_clock(self) -> None:
-        """Ask the server for its clock, with a heartbeat that requests an answer."""
+        """Ask for the server's clock, by a heartbeat that requests an answer."""
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat(number=1)))
 
     def say(self, message: pb.NodeMessage) -> None:
@@ -267,11 +268,11 @@ class ServerLink:
         await self.say_after_all(encoding.log_piece(piece))
 
     async def say_after_all(self, message: pb.NodeMessage) -> None:
-        """Send a large message once nothing else waits: all other messages go first."""
+        """Send a large message once no other message waits to be sent."""
         await self.outbox.say_after_all(message)
 
     async def run(self) -> None:
-        """Keep a stream open until `close`; log once when it is lost, and when it is back."""
+        """Keep a stream open until `close`; log when it is lost and when it is back."""
         try:
             await self._keep_stream()
         finally:
@@ -310,12 +311,12 @@ class ServerLink:
     # ------------------------------------------------------------------ one stream
 
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
-        """Hold a stream, and those that follow it at once; return why the last one ended."""
+        """Hold a stream, and any that follow it at once; return why the last one ended."""
         try:
             opened = await self._standby.take(endpoint)
             opened = opened or self._credentials.aio_channel(endpoint, self._options)
         except InvalidRequestError as unusable:
-            # The stream may be about to be renewed.
+            # The certificate may be about to be renewed.
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {unusable}")
         async with opened as channel:
             stub = cast("rdzv_pb2_grpc.RendezvousAsyncStub", rdzv_pb2_grpc.RendezvousStub(channel))
@@ -324,8 +325,7 @@ class ServerLink:
                 error = await self._hold_stream(stub, endpoint)
                 if not self._renewing or self._closing.is_set():
                     return error
-                # It is opened on the same connection, so that the server misses this node only for
-                # a moment.
+                # The next one uses the same connection, so the node is away only for a moment.
 
     async def _hold_stream(
         self, stub: rdzv_pb2_grpc.RendezvousAsyncStub, endpoint: Endpoint
@@ -362,7 +362,7 @@ class ServerLink:
             call.cancel()
 
     async def _first_answer(self, call: Call, endpoint: Endpoint) -> pb.ServerMessage | None:
-        """Send the Hello once connected; return the server's first message, log if none arrives."""
+        """Send the Hello once connected; return the first answer, and log if it takes long."""
         silent = asyncio.get_running_loop().call_later(
             SILENT_S, self._log.silent, endpoint, SILENT_S
         )
@@ -387,7 +387,7 @@ class ServerLink:
                     await self._learn(one.servers)
                     continue
                 if one.HasField("refused") and one.refused.code not in FINAL_REFUSALS:
-                    return f"the server cannot do it now: {one.refused.message}"
+                    return f"the server refused for now: {one.refused.message}"
                 self._hear(endpoint, one)
             message = await _read(call)
         return "the server ended the stream"
@@ -399,7 +399,7 @@ class ServerLink:
         elif message.HasField("lease"):
             self._take_lease(message.lease.lease_ms, message.lease.heartbeat_interval_ms)
             for job in list(self._jobs.values()):
-                job.post(events.Ticked())  # Something in it may depend on the lease.
+                job.post(events.Ticked())  # The job's runner must learn the new lease.
         elif message.HasField("heard"):
             self._proofs.note_heard(message.heard.number, message.heard.clock_us)
         else:
@@ -413,7 +413,7 @@ class ServerLink:
         self._attempts.welcomed(asyncio.get_running_loop().time())
         self._unanswered = 0
         self._log.connected(endpoint)
-        # The sender is still waiting for the old interval; this ends its wait.
+        # The sender is still waiting out the old interval; this message ends the wait.
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
         self._proofs.note_welcomed()
         for job in list(self._jobs.values()):
@@ -423,10 +423,11 @@ class ServerLink:
             self.say(encoding.declined(rdzv_id, run, reason))
 
     async def _learn(self, servers: pb.Servers) -> None:
-        """Connect beforehand to the server that takes over if this one ends."""
+        """Connect in advance to the server that would take over from this one."""
         self._attempts.learn(servers.addresses)
         if servers.addresses:
-            # Thousands of nodes are told at the same time, and their lease grows with their number.
+            # Thousands of nodes learn of it at once; the lease, which grows with their number,
+            # spreads their connections over time.
             await self._standby.keep(self._attempts.next, self.tolerated_ms / 1000)
 
     def _take_lease(self, lease_ms: int, heartbeat_interval_ms: int) -> None:
@@ -437,7 +438,7 @@ class ServerLink:
         self.outbox.heartbeat_interval_s = interval_s
 
     def _check_fence(self, job: JobPort, lease_ms: int) -> bool:
-        """Refuse a fence that comes too late for the lease, as a server that knew it would."""
+        """Refuse a job whose fence is too late for the lease, as the server would."""
         try:
             check_fence(job.fence_after_ms, lease_ms)
         except InvalidRequestError as error:
@@ -446,7 +447,7 @@ class ServerLink:
         return True
 
     def _judge(self, endpoint: Endpoint, error: grpc.aio.AioRpcError) -> RendezvousError:
-        """Distinguish a final refusal from a failure, after which the link tries again."""
+        """Distinguish a final refusal, which ends the jobs, from a failure that is retried."""
         trailing = error.trailing_metadata()
         failure = error_from_status(
             error.code(),
@@ -456,12 +457,13 @@ class ServerLink:
             WELCOME_TIMEOUT_S,
             self._credentials,
         )
-        # A node that was accepted before may be again, with a renewed token or certificate.
+        # A node that was accepted before may be accepted again with a new token or certificate.
         stranger = isinstance(failure, UnauthenticatedError) and not self._incarnation
         if stranger or failure.code in FINAL_REFUSALS:
             for job in list(self._jobs.values()):
                 job.post(events.Refused(failure.code, str(failure)))
-        # A stream that was never welcomed may only have preceded the end of the previous one.
+        # Without a Welcome so far, the refusal may only mean that the previous agent's stream has
+        # not ended yet.
         if isinstance(failure, NodeSupersededError) and self._incarnation:
             self.superseded = failure
             self.is_superseded.set()

@@ -1,8 +1,9 @@
 """Whether this node is about to leave all its jobs, at the server's request or its own.
 
-A *drain* is an operator's: the server sends it, repeats it after a reconnect, and may lift it. A
-*wish* is the node's own (a preemption, the end of its agent), is never withdrawn, and is reported
-to the server, which then places nothing more here. If there are both, the earlier deadline counts.
+A *drain* comes from an operator: the server sends it, repeats it after a reconnect, and may lift
+it. A *wish* comes from the node itself, because of a preemption or the end of its agent; it is
+never withdrawn, and the server places nothing more here once it knows. If there are both, the
+earlier deadline counts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from rdzv.agent.core import events
 from rdzv.structs import struct
 
 FORMER = 1
-"""The number of a drain that a previous agent received: servers use only higher ones."""
+"""The number given to a drain that the previous agent received; servers use only higher ones."""
 
 
 @struct(frozen=True)
@@ -30,7 +31,7 @@ Event = events.NoticeGiven | events.NoticeLifted
 
 
 class NodeDrain:
-    """The drain state of this node. `tell` gets each change, for every job."""
+    """The drain state of this node. Each change is passed to `tell`, for all jobs."""
 
     def __init__(self, now_ms: Callable[[], int], tell: Callable[[Event], None]) -> None:
         self._now_ms = now_ms
@@ -39,9 +40,9 @@ class NodeDrain:
         self.told: Notice | None = None
 
     def wish(self, left_ms: int, reason: str) -> bool:
-        """Leave within `left_ms`; a later deadline than that of an earlier wish changes nothing.
+        """Leave within `left_ms`, unless an earlier wish has an earlier deadline.
 
-        Returns whether there is anything new to report to the server.
+        Returns whether the server must be told.
         """
         wished = Notice(self._now_ms() + left_ms, reason)
         if self.wished is not None and self.wished.due_ms <= wished.due_ms:
@@ -50,14 +51,14 @@ class NodeDrain:
         return True
 
     def hear(self, number: int, left_ms: int, reason: str) -> None:
-        """Accept a drain from the server; an already known drain keeps its deadline."""
+        """Accept a drain from the server; one that is already known keeps its deadline."""
         if self.told is None or self.told.number != number:
             self._change(self.wished, Notice(self._now_ms() + left_ms, reason, number))
 
     def remember(self, due_ms: int, reason: str) -> None:
-        """Restore the drain that the previous agent received, which its jobs remember.
+        """Restore the drain that the previous agent received, as its jobs remember it.
 
-        The server will send it again, or report that it was lifted meanwhile.
+        The server will send it again, or report that it has been lifted.
         """
         if self.present is None:
             self.told = Notice(due_ms, reason, FORMER)

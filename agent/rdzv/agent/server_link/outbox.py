@@ -15,13 +15,13 @@ from rdzv.v1 import rdzv_pb2 as pb
 log = logging.getLogger("rdzv.agent")
 
 OUTBOX_MESSAGES = 1_000
-"""The most messages that may wait to be sent; a stream that is too slow is reopened."""
+"""The most messages that may wait to be sent; if there are more, the stream is reopened."""
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]"
 
 
 class Outbox:
-    """The messages of this node to the server. Without a stream they are dropped."""
+    """The messages from this node to the server. Without a stream they are dropped."""
 
     def __init__(self, proofs: FenceProofs, heartbeat_interval_s: float) -> None:
         self.heartbeat_interval_s = heartbeat_interval_s
@@ -43,9 +43,9 @@ class Outbox:
         attach: Callable[[AsyncIterator[pb.NodeMessage]], Call],
         hello: Callable[[], pb.Hello],
     ) -> Call:
-        """Open a stream with `attach`; its first message is `hello`, and later messages follow.
+        """Open a stream with `attach`, on which `hello` is the first message.
 
-        They are sent once `let_through` has been called.
+        Nothing is sent before `let_through` is called.
         """
         waiting: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue(OUTBOX_MESSAGES)
         self._connected = asyncio.Event()
@@ -58,18 +58,18 @@ class Outbox:
     def let_through(self) -> None:
         """Start sending, now that there is a connection.
 
-        gRPC takes the first message earlier. But the time of sending proves something about the
-        fence, so it must not be before the connection exists.
+        gRPC would take the first message earlier. But the fence relies on the time at which a
+        message is sent, and that must not be before there is a connection.
         """
         self._connected.set()
 
     def forget(self) -> None:
-        """Accept no more messages for this stream, which has ended, connected or not."""
+        """Accept no more messages for this stream: it has ended, or was never connected."""
         self._waiting = None
         self._connected.set()
 
     def finish(self) -> bool:
-        """End the stream once everything was sent; return False if there is no room for that."""
+        """End the stream once all messages are sent; return False if the queue is full."""
         if self._waiting is not None:
             try:
                 self._waiting.put_nowait(None)
@@ -89,7 +89,7 @@ class Outbox:
             self.hang_up()
 
     async def say_after_all(self, message: pb.NodeMessage) -> None:
-        """Send a large message once nothing else waits: all other messages go first."""
+        """Send a large message once no other message waits to be sent."""
         while self._waiting is not None and not self._waiting.empty():
             self._idle.clear()
             await self._idle.wait()
@@ -98,13 +98,13 @@ class Outbox:
     async def _outgoing(
         self, waiting: asyncio.Queue[pb.NodeMessage | None], connected: asyncio.Event
     ) -> AsyncIterator[pb.NodeMessage]:
-        """Send the messages, and a heartbeat whenever an interval passes without a message.
+        """Yield the messages, and a heartbeat whenever an interval passes without a message.
 
-        If workers are fenced, heartbeats are sent in any case, because only they are answered.
+        If workers are fenced, each interval has a heartbeat, because only heartbeats are answered.
         """
         await connected.wait()
         if self._waiting is not waiting:
-            return  # There was never a connection, and gRPC does not cancel this by itself.
+            return  # There was never a connection; gRPC does not cancel this generator by itself.
         loop = asyncio.get_running_loop()
         since_s = loop.time()
         while True:
@@ -112,8 +112,8 @@ class Outbox:
             if waiting.empty():
                 self._idle.set()
             try:
-                # This is checked even while there are messages: pieces of a log may follow without
-                # a pause.
+                # Checked also while there are messages: pieces of a log may follow each other
+                # without a pause.
                 if loop.time() >= due_s:
                     raise TimeoutError
                 async with asyncio.timeout_at(due_s):

@@ -6,7 +6,7 @@ from rdzv.core.model import JobSpec
 from rdzv.structs import struct
 
 Key = tuple[str, str]
-"""A run of a job: rdzv_id and run."""
+"""Identifies a run of a job: its rdzv_id and its uid."""
 
 
 @struct(frozen=True)
@@ -19,7 +19,7 @@ class Placed:
 
     @property
     def key(self) -> Key:
-        """The run of a job that was placed."""
+        """The key of the placed run."""
         return self.rdzv_id, self.run
 
 

@@ -16,12 +16,15 @@ class JobPort(Protocol):
 
     rdzv_id: str
     fence_after_ms: int
-    """How long workers may run without proof that the server receives this node's messages; then
-    they are killed. 0: they are not.
+    """How long workers may run without proof that the server receives this node's messages before
+    they are killed; 0: there is no limit.
     """
 
     def renew_fence(self, heard_at_ms: int) -> None:
-        """Note that the server received a message of this node at that `boottime_ms` or later."""
+        """Renew the fence: the server received a message of this node at `heard_at_ms` or later.
+
+        The time is by `boottime_ms`.
+        """
 
     def belief(self) -> pb.Belief | None:
         """Return this node's belief; None once the job has ended for this node."""
@@ -30,7 +33,7 @@ class JobPort(Protocol):
         """Process an event."""
 
     def note(self, reason: str) -> None:
-        """Log why there are no workers to run."""
+        """Log why no worker runs yet."""
 
     def take_stacks(self, asked: StacksAsked) -> None:
         """Start reporting the stacks of a round's workers."""
@@ -60,4 +63,4 @@ class PlacementPort(Protocol):
         """Run the health checks now, at an operator's request."""
 
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
-        """Note, before the jobs do, that this node is about to leave all its jobs, or stays."""
+        """Note that this node is about to leave all its jobs, or stays; called before the jobs."""

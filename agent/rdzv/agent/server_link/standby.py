@@ -1,7 +1,7 @@
-"""A connection to the server that this node would ask next, made before it is needed.
+"""A connection to the server that this node would try next, opened before it is needed.
 
-It costs that server a connection, with its handshake, and no call. Nodes that lose their server all
-at once would otherwise wait for thousands of handshakes.
+It costs that server a connection and a handshake, but no call. Without it, nodes that lose their
+server at the same time would wait for thousands of handshakes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rdzv.transport.endpoints import Endpoint
 
 
 class Standby:
-    """At most one open channel; nothing is sent on it until it is taken."""
+    """Keeps at most one open channel; nothing is sent on it until it is taken."""
 
     def __init__(self, credentials: Credentials, options: Sequence[tuple[str, int]]) -> None:
         self._credentials = credentials
@@ -29,7 +29,7 @@ class Standby:
         self._task: asyncio.Task[None] | None = None
 
     async def keep(self, endpoint: Endpoint, within_s: float) -> None:
-        """Connect to an endpoint at some time within `within_s`, and stay connected."""
+        """Connect to an endpoint at a random time within `within_s`, and stay connected."""
         if self._wanted == endpoint:
             return
         await self.close()
@@ -37,7 +37,7 @@ class Standby:
         self._task = asyncio.create_task(self._hold(endpoint, random.uniform(0, within_s)))
 
     async def take(self, endpoint: Endpoint) -> grpc.aio.Channel | None:
-        """Return the channel, if it is to this endpoint and its credentials are current."""
+        """Return the channel if it leads to this endpoint and its credentials are current."""
         channel = self._channel
         if channel is None or self._wanted != endpoint or self._stamp != self._credentials.stamp():
             return None
@@ -46,7 +46,7 @@ class Standby:
         return channel
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close the channel, if there is one, and stop connecting."""
         task, self._task, self._wanted = self._task, None, None
         if task is not None:
             task.cancel()
@@ -56,14 +56,14 @@ class Standby:
             await channel.close()
 
     async def _hold(self, endpoint: Endpoint, in_s: float) -> None:
-        """Connect after a while, and again whenever the connection ends."""
+        """Connect after `in_s`, and again whenever the connection ends."""
         await asyncio.sleep(in_s)
         try:
             self._stamp = self._credentials.stamp()
             channel = self._channel = self._credentials.aio_channel(endpoint, self._options)
         except InvalidRequestError:
-            # The certificate may be about to be renewed: whoever needs the server connects then.
+            # The certificate may be about to be renewed; the link connects if it needs the server.
             return
         while True:
-            # A server that is away is asked ever less often: the channel has a backoff of its own.
+            # While the server is away, the channel's own backoff spaces out the attempts.
             await channel.wait_for_state_change(channel.get_state(try_to_connect=True))
