@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.inventory import preemption as module
-from rdzv.agent.inventory.preemption import Preemption, heeded
+from rdzv.agent.inventory.preemption import Preemption, reporting_preemptions
 
 PATIENCE_S = 100.0
 
@@ -43,7 +43,7 @@ async def watched(
     file: Path | None = None, command: tuple[str, ...] = ()
 ) -> AsyncIterator[Notices]:
     notices = Notices()
-    async with heeded(Preemption(file, command, left_ms=7_000), notices.give):
+    async with reporting_preemptions(Preemption(file, command, left_ms=7_000), notices.give):
         yield notices
 
 

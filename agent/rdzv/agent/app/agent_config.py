@@ -130,9 +130,9 @@ def check_state_dir(config: Config) -> None:
             pass
     except OSError as error:
         where = "" if above == path else f" in {above}"
-        done = "written" if above == path else "created"
+        what = "write to" if above == path else "create"
         raise InvalidRequestError(
-            f"`state_dir` = {str(path)!r} cannot be {done}{where}: {error.strerror}; give another"
+            f"cannot {what} `state_dir` = {str(path)!r}{where}: {error.strerror}; give another"
         ) from error
 
 

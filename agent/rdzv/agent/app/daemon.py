@@ -23,7 +23,7 @@ from rdzv.agent.app.agent_config import Config, read_config
 from rdzv.agent.handover.adoption import AdoptedRunner, RuntimeDirectory
 from rdzv.agent.handover.previous_runners import Runners
 from rdzv.agent.inventory.health import Health
-from rdzv.agent.inventory.preemption import heeded
+from rdzv.agent.inventory.preemption import reporting_preemptions
 from rdzv.agent.inventory.resources import NONE, describe, find_resources
 from rdzv.agent.node.metrics_endpoint import metered
 from rdzv.agent.node.node import LINK_CLOSE_TIMEOUT_S, LOG_FINISH_TIMEOUT_S, daemon_identity
@@ -61,7 +61,9 @@ HAND_OVER_SIGNAL = signal.SIGUSR2
 
 
 async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]) -> None:
-    """Run submitted jobs until a signal ends the agent; on return all their processes are gone.
+    """Run submitted jobs until a signal ends the agent.
+
+    On return all their processes are gone, unless the jobs were left to the next agent.
 
     The configuration is reloaded from `path`.
 
@@ -76,7 +78,7 @@ async def serve(path: Path, config: Config, set_log_level: Callable[[str], None]
         log.info("this node, %s, takes submitted jobs: %s", node_id, daemon.describe())
         async with (
             metered(listen, daemon.link, daemon.placements),
-            heeded(config.preemption, daemon.link.drain_node),
+            reporting_preemptions(config.preemption, daemon.link.drain_node),
         ):
             await daemon.adopt()
             await daemon.run()
@@ -377,7 +379,7 @@ def _own_directories(config: Config) -> Iterator[None]:
             path.mkdir(mode=mode, parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidRequestError(
-                f"`{key}` = {str(path)!r} cannot be created: {error.strerror}; give another"
+                f"cannot create `{key}` = {str(path)!r}: {error.strerror}; give another"
             ) from error
         check_own(key, path, strictly=bool(settings.user))
     with locked("state_dir", settings.state_dir), locked("runtime_dir", settings.runtime_dir):
@@ -444,7 +446,7 @@ def locked(key: str, path: Path) -> Iterator[None]:
         fd = open_untrusted(lock, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise InvalidRequestError(
-            f"`{key}` = {str(path)!r}: {lock} cannot be written: {error.strerror}; give another"
+            f"`{key}` = {str(path)!r}: cannot write {lock}: {error.strerror}; give another"
         ) from error
     with os.fdopen(fd, "r+", encoding="utf-8") as file:
         try:

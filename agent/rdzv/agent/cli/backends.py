@@ -145,7 +145,7 @@ def _means_static(options: RendezvousOptions) -> bool:
 
 
 def _alone(options: RendezvousOptions) -> bool:
-    """Return whether the job has one node, which needs no rendezvous with others."""
+    """Return whether the job needs no rendezvous, because it has only one node."""
     if options.endpoint or options.max_nodes > 1:
         return False
     if options.backend in ("", "static"):

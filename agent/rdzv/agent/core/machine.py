@@ -114,7 +114,7 @@ class Transition:
 
 
 def begin(job: Job, now_ms: int, run: str = "") -> AgentState:
-    """Return the state of an agent about to join; if `run` is given, only that run."""
+    """Return the state of a node that is about to join a job, or only this `run` of it."""
     return AgentState(job, run=run, idle_since_ms=now_ms, disconnected_since_ms=now_ms)
 
 
@@ -589,7 +589,7 @@ def _resume_due_ms(state: AgentState) -> int | None:
 
 
 def _suspect_waiting(work: _Step) -> None:
-    """Report a kept worker that has not continued; it may be waiting for another node."""
+    """Treat a kept worker that has not continued as a suspect: it may be waiting for a peer."""
     state = work.state
     assert state.assignment is not None
     one = next(one for one in state.resuming if one.local_rank in state.alive)
@@ -806,7 +806,10 @@ def _finish(work: _Step, outcome: Outcome, charged: tuple[int, ...] = ()) -> Non
 
 
 def _conclude(work: _Step, charged: tuple[int, ...] = ()) -> None:
-    """Join again or end, now that no worker takes part in a round; parked workers end first."""
+    """Join again or exit, now that no worker takes part in a round.
+
+    Before the node exits, its parked workers are ended.
+    """
     state = work.state
     notice = state.notice
     if notice is not None and notice.due_ms is not None and not _ends(state):

@@ -56,7 +56,7 @@ class Preemption:
 
 
 @asynccontextmanager
-async def heeded(preemption: Preemption, give: Give) -> AsyncIterator[None]:
+async def reporting_preemptions(preemption: Preemption, give: Give) -> AsyncIterator[None]:
     """Report each preemption to `give` until the body ends."""
     watching, works = _Watching(preemption, give), []
     if preemption.file is not None:
@@ -168,7 +168,7 @@ async def _soon(changed: asyncio.Event, within_s: float) -> bool:
 
 
 def _read(path: Path) -> str | None:
-    """Return the first line of a file, or in parentheses why it cannot be read; None if absent."""
+    """Return the first line of a file; None if there is none, and the error if it is unreadable."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except FileNotFoundError:

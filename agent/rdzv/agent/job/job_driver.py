@@ -201,7 +201,7 @@ class JobDriver:
             self._do(stop_again)
 
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
-        """Use this runner from now on; if its job is to be kept, let it outlive this process."""
+        """Use this runner from now on; with `keeping`, it outlives this process."""
         self._context.linked = runner
         runner.hold_snapshots(self._context.launch.snapshot_memory)
         if self._keeping is not None:
@@ -215,7 +215,7 @@ class JobDriver:
         self._link.log_reading.serve(self.rdzv_id, self._context.workers.written)
 
     async def get_ready(self, why_not: str = "") -> None:
-        """After `resume`, get ready for the next rounds, unless `why_not` is a reason against it.
+        """After `resume`, get ready for the next rounds; `why_not` is set if that is impossible.
 
         That reason, or an error here, makes the next round fail to start. In either case the
         workers of the current round keep running under supervision.

@@ -94,7 +94,7 @@ class Reports:
         self._link.say(encoding.gpus(report, self._rdzv_id))
 
     def read_clock(self) -> Reading | None:
-        """Return the present estimate of the server's clock, and request another reading."""
+        """Return the current estimate of the server's clock, and request another reading."""
         self._link.ask_clock()
         return self._link.server_clock.read(time.monotonic_ns())
 

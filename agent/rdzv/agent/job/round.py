@@ -177,17 +177,17 @@ class Round:
         listening = self._context.offer.take_socket()
         if listening is None:
             if line.hosts_store:
-                self._lack_store_socket()
+                self._report_lost_socket()
             return
         with listening:
             if line.hosts_store and listening.getsockname()[1] != line.master_port:
-                self._lack_store_socket()
+                self._report_lost_socket()
             elif line.hosts_store:
                 self._context.runner.start_store_host(
                     line.round, listening, launch.python, launch.environ, launch.identity
                 )
 
-    def _lack_store_socket(self) -> None:
+    def _report_lost_socket(self) -> None:
         """Report that the socket of the announced store was lost with the agent that offered it."""
         port = self.assignment.master_port
         reason = f"the agent that offered port {port} was restarted before the round began"

@@ -169,7 +169,7 @@ class RunnerEventRouter:
         return self._context.ended.done()
 
     async def _end_leftovers(self) -> bool:
-        """Kill a dead runner's processes; return False if some could not be searched for."""
+        """Kill a dead runner's processes; return False if the search for them failed."""
         try:
             await runner_link.sweep_orphans()
             if self._socket is not None:

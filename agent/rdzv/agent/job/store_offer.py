@@ -22,7 +22,7 @@ class StoreOffer:
 
     @classmethod
     async def make(cls, launch: Launch, endpoint: Endpoint) -> StoreOffer:
-        """Make this node's offer; its address is the one used towards `endpoint`, unless given."""
+        """Make this node's offer for a server at `endpoint`."""
         address = launch.local_addr or await local_address(endpoint)
         host_name = await reachable_host_name() if is_loopback(address) else ""
         return cls(

@@ -60,7 +60,7 @@ class WorkerObservers:
         self.notice.open_round()
 
     def watch(self, assignment: Assignment, running: Mapping[int, int] | None = None) -> None:
-        """Watch a round's workers as they start, and those already `running`, by their pids."""
+        """Watch a round's workers as they start; `running` has the pids of earlier ones."""
         self._hangs.open_round(assignment)
         self._arrivals.open_round(assignment)
         self._gpus.open_round(assignment)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rdzv.agent.core import events
-from rdzv.agent.inventory.preemption import Preemption, heeded
+from rdzv.agent.inventory.preemption import Preemption, reporting_preemptions
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, local_address
 from rdzv.agent.node.metrics_endpoint import metered
@@ -93,7 +93,7 @@ async def take_part(
             await stack.enter_async_context(metered(metrics_listen, link, drivers=drivers))
             sources = {Preemption(launch.preemption_file) for launch in launches}
             for source in sources | {preemption or Preemption()}:
-                await stack.enter_async_context(heeded(source, link.drain_node))
+                await stack.enter_async_context(reporting_preemptions(source, link.drain_node))
             try:
                 for driver in drivers:
                     await driver.prepare(endpoints[0])

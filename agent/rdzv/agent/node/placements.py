@@ -83,7 +83,7 @@ class _Held:
 
 @struct(frozen=True)
 class Occupancy:
-    """How many jobs and GPUs of this node are in which state."""
+    """The numbers of this node's submitted jobs and of its GPUs, by state."""
 
     jobs: Mapping[str, int]
     gpus: Mapping[str, int]

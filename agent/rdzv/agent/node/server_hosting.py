@@ -85,7 +85,7 @@ async def serving_itself(
 
 @contextlib.asynccontextmanager
 async def serving_others(host_at: Endpoint, rdzv_id: str) -> AsyncIterator[None]:
-    """Serve all nodes of the job until the body ends and they have learned how the job ended.
+    """Serve all nodes of the job until the body ends; then let them learn how the job ended.
 
     The store of its round is reachable at the same port. If another process of this machine listens
     there, this one serves nothing.
@@ -124,7 +124,7 @@ class StoreFinder:
 async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator[Endpoint]:
     """Serve all nodes of the job while this one is elected; yield where to ask for the server.
 
-    An elected node exits only once the others have learned how the job ended, or after a while.
+    At the end, an elected node waits a few seconds for the others to learn how the job ended.
 
     Raises:
         InvalidRequestError: etcd refuses this node.

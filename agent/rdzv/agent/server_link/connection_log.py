@@ -15,7 +15,7 @@ _FIGURES = re.compile(r"\d+(\.\d+)?")
 
 
 class ConnectionLog:
-    """Tells the user when the server is lost, why, and when it is back."""
+    """Logs when the server is lost, why, and when it is back."""
 
     def __init__(self) -> None:
         self._causes: set[str] = set()
@@ -23,9 +23,10 @@ class ConnectionLog:
         self._was_connected = False
 
     def lost(self, endpoint: Endpoint, reason: str, *, again: bool) -> None:
-        """Log that there is no stream, if `again`: if the immediate retry has failed, too.
+        """Log that there is no stream; `again` if the immediate retry has failed, too.
 
-        Each cause is logged once; causes that differ only in numbers are the same.
+        Without `again` this is only a debug message. Each cause is logged once; causes that differ
+        only in numbers are the same.
         """
         cause = _FIGURES.sub("", reason)
         if again and cause not in self._causes and len(self._causes) < CAUSES_MOST:
@@ -47,7 +48,7 @@ class ConnectionLog:
             )
 
     def connected(self, endpoint: Endpoint) -> None:
-        """Log that the agent is connected, if it was logged that it was not."""
+        """Log that a stream is open, if the lack of one was logged."""
         if self._causes:
             self._causes.clear()
             again = " again" if self._was_connected else ""

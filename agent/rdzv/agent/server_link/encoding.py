@@ -159,7 +159,7 @@ Statement: TypeAlias = (
 
 
 def report(say: Statement, rdzv_id: str, now_ms: int) -> pb.NodeMessage:
-    """Encode a statement of the core about its workers."""
+    """Encode a statement of the core about the job's workers."""
     match say:
         case commands.SayFailed():
             return pb.NodeMessage(
@@ -194,7 +194,7 @@ def progress(said: Report, rdzv_id: str) -> pb.NodeMessage:
 
 
 def snapshots_held(say: commands.SaySnapshots, rdzv_id: str) -> pb.NodeMessage:
-    """Encode all that this node holds of a run's state."""
+    """Encode all snapshots of a run that this node holds in memory."""
     return pb.NodeMessage(snapshots_held=_held(say, rdzv_id))
 
 
@@ -209,7 +209,7 @@ def started(report: StartReport, rdzv_id: str) -> pb.NodeMessage:
 
 
 def arrivals(report: ArrivalReport, rdzv_id: str) -> pb.NodeMessage:
-    """Encode when this node's workers entered collectives."""
+    """Encode the times at which this node's workers entered collectives."""
     return pb.NodeMessage(arrivals=to_message(pb.Arrivals(rdzv_id=rdzv_id), report))
 
 
@@ -267,14 +267,14 @@ def health(failing: Iterable[FailingCheck]) -> pb.Health:
 
 
 def declined(rdzv_id: str, run: str, reason: str, *, passing: bool = False) -> pb.NodeMessage:
-    """Encode that this node cannot take up a job; `passing` if it may be able to later."""
+    """Encode that this node declines a job; `passing` if it may take up the job later."""
     return pb.NodeMessage(
         declined=pb.Declined(rdzv_id=rdzv_id, run=run, reason=sendable(reason), passing=passing)
     )
 
 
 def draining(drain: NodeDrain) -> pb.Draining | None:
-    """Encode that this node is about to leave all its jobs; None if it is not."""
+    """Encode this node's drain and its own wish; None if there is neither."""
     if drain.present is None:
         return None
     said = pb.Draining(number=drain.told.number if drain.told is not None else 0)
@@ -285,7 +285,7 @@ def draining(drain: NodeDrain) -> pb.Draining | None:
 
 
 def gone(line: pb.RoundCompleted) -> pb.NodeMessage:
-    """Encode that this node gives back a seat in a job that it has left."""
+    """Encode the leave that gives back a seat in a job that this node has left."""
     return pb.NodeMessage(
         leave=pb.Leave(
             rdzv_id=line.rdzv_id,

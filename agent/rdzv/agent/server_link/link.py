@@ -161,7 +161,10 @@ class ServerLink:
         return self._lease_ms
 
     def add(self, job: JobPort) -> None:
-        """Serve a job: every later Hello contains its belief; on an open stream, it joins itself."""
+        """Serve a job: every Hello from now on contains its belief.
+
+        On a stream that is already open, the job has to join by itself.
+        """
         if self._last_lease_ms is not None and not self._check_fence(job, self._last_lease_ms):
             # Because of this one job, the server would refuse the whole node.
             return

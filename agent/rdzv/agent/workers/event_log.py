@@ -108,7 +108,8 @@ class EventLog:
     def ended(self, local: LocalRound | None, outcome: NodeOutcome, now_ms: int) -> None:
         """Record the outcome of each worker of the last round, and of the agent.
 
-        As under torchrun, the agent has succeeded if it knows how the workers ended, well or not.
+        As under torchrun, the agent counts as succeeded if its workers' outcome is known, even if
+        they failed.
         """
         ran_s = (now_ms - self._began_ms) // 1000
         known = outcome.exit_code == 0 or (bool(outcome.workers) and outcome.result is not None)

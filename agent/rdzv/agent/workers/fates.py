@@ -66,11 +66,11 @@ class LocalRound:
         return cls(assignment, tuple(fates))
 
     def started(self, local_rank: int, pid: int) -> LocalRound:
-        """Return the round with a worker marked as running."""
+        """Return the round after a worker's start."""
         return self._with(local_rank, pid=pid)
 
     def told_to_end(self, alive: Collection[int], stop: Stop) -> LocalRound:
-        """Return the round after a stop of the workers in `alive`.
+        """Return the round after the workers in `alive` were told to end.
 
         Each keeps its first stop, unless that one let it park.
         """
@@ -107,7 +107,7 @@ class LocalRound:
         *,
         failed: bool,
     ) -> LocalRound:
-        """Return the round with an exit; a worker that was told to end has not failed."""
+        """Return the round after a worker's exit; one that was told to end has not failed."""
         return self._with(
             local_rank,
             exit_code=exit_code,
@@ -188,9 +188,8 @@ class FateRecorder:
             case events.WorkerExited() if self._is_current(event.round):
                 assert self._round is not None
                 failed = event.local_rank in {failure.local_rank for failure in state.failures}
-                at_ms = self._now_ms() - event.age_ms
                 self._round = self._round.ended(
-                    event.local_rank, event.exit_code, event.signal, at_ms, failed=failed
+                    event.local_rank, event.exit_code, event.signal, self._now_ms(), failed=failed
                 )
             case events.KeptExited() if self._has(event.local_rank, event.pid):
                 assert self._round is not None
