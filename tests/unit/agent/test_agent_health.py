@@ -328,7 +328,7 @@ def test_each_gpu_is_asked_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     assert look_at_gpus() == ({"GPU-0": 0, "GPU-2": 200}, ["number 1: GPU is lost"])
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    del sys.modules["pynvml"]  # monkeypatch would put this one back for later tests.
 
 
 # ---------------------------------------------------------------- the kernel's log
