@@ -42,7 +42,7 @@ class CopiesOfSnapshots:
 
     def note(self, context: JobContext, event: SnapshotsHeld) -> None:
         """Start the carrier, or renew its token, if the snapshots that are held now require it."""
-        line, runner = context.decisions.state.assignment, context.runner
+        assignment, runner = context.decisions.state.assignment, context.runner
         if event.missing is not None and event.missing.reason not in self._logged:
             self._logged.add(event.missing.reason)
             log.warning(
@@ -52,12 +52,12 @@ class CopiesOfSnapshots:
         sharded = any(one.mark.shards > 1 and one.copy_of is None for one in event.snapshots)
         if not sharded or not self._launch.snapshot_copy_rate or not runner.carries_copies:
             return
-        if line is None or line.group_world_size < 2:
+        if assignment is None or assignment.group_world_size < 2:
             return
-        is_new = self._round != (line.run, line.round)
+        is_new = self._round != (assignment.run, assignment.round)
         is_gone = event.carrier is None and time.monotonic() >= self._not_before
         if is_new or is_gone:
-            self._round = line.run, line.round
+            self._round = assignment.run, assignment.round
             self._not_before = time.monotonic() + START_AGAIN_S
             context.tasks.start(self._carry(context), f"copies in {self._launch.job.rdzv_id}")
 

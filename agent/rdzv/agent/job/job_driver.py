@@ -153,20 +153,20 @@ class JobDriver:
         self._decisions.state, self._joined = state, kept.joined
         context.offer = StoreOffer(kept.offer)
         folder = None if kept.progress_folder is None else Path(kept.progress_folder)
-        line = state.assignment
-        context.observers.resume_round(folder, None if state.workers_gone else line)
+        assignment = state.assignment
+        context.observers.resume_round(folder, None if state.workers_gone else assignment)
         if state.notice is not None and state.notice.due_ms is not None:
             self._link.drain.remember(state.notice.due_ms, state.notice.reason)
-        if line is not None:
-            self._context.last_round = Round(context, line)
+        if assignment is not None:
+            self._context.last_round = Round(context, assignment)
             # Otherwise its workers were never requested, and the round begins here.
-            started = found.hello.last_round == line.round
-            self._context.fates.resume(line, found.hello.workers if started else {})
+            started = found.hello.last_round == assignment.round
+            self._context.fates.resume(assignment, found.hello.workers if started else {})
             if started or state.phase is not Phase.RUNNING:
                 self._context.last_round.resume(kept, found.hello)
         runner_link.become_subreaper()
         running = () if state.workers_gone else tuple(found.hello.workers)
-        self.meter.adopted(running, line.restarts if line else None)
+        self.meter.adopted(running, assignment.restarts if assignment else None)
         self._take_charge(found.link(self._runner_event_router.hear))
         self._serve_server()
         self._decisions.guard(self._redo, kept, found.hello)
@@ -174,24 +174,26 @@ class JobDriver:
 
     def _redo(self, kept: KeptState, hello: runner_link.Hello) -> None:
         """Repeat the previous agent's decisions that it may not have carried out."""
-        state, line = self._decisions.state, self._decisions.state.assignment
+        state, assignment = self._decisions.state, self._decisions.state.assignment
         if state.outcome is not None and state.phase is Phase.ENDED:
             self._do(commands.Exit(state.outcome))
-        needed = None if state.phase in (Phase.JOINING, Phase.ENDED) else line and line.round
+        needed = (
+            None if state.phase in (Phase.JOINING, Phase.ENDED) else assignment and assignment.round
+        )
         for round_ in hello.store_hosts - {needed}:
             self._context.runner.stop_store_host(round_)
         if state.ending_kept:
             self._do(commands.EndKept(state.job.failure_stop_timeout_ms))
-        if line is None or state.workers_gone:
+        if assignment is None or state.workers_gone:
             return
-        if state.phase is Phase.RUNNING and hello.last_round != line.round:
+        if state.phase is Phase.RUNNING and hello.last_round != assignment.round:
             self._context.round.begin()
         elif state.phase is not Phase.RUNNING:
             stop = kept.stop
-            if stop is None or stop.round != line.round:
+            if stop is None or stop.round != assignment.round:
                 # The fence has ended the round. `WorkersGone` may have arrived, but the previous
                 # agent had no time to record it.
-                stop = KeptStop(line.round, 0, None, now_ms())
+                stop = KeptStop(assignment.round, 0, None, now_ms())
             spent_ms = now_ms() - stop.at_ms
             left_ms = max(stop.grace_ms - spent_ms, 0)
             keep_ms = None if stop.keep_ms is None else max(stop.keep_ms - spent_ms, 0)
@@ -298,8 +300,10 @@ class JobDriver:
 
     def describe(self) -> str:
         """Describe the job's state on this node."""
-        line = self._decisions.state.assignment
-        return f"{self._decisions.state.phase}{'' if line is None else f', round {line.round}'}"
+        state = self._decisions.state
+        if state.assignment is None:
+            return str(state.phase)
+        return f"{state.phase}, round {state.assignment.round}"
 
     @property
     def runner_pid(self) -> int | None:
@@ -339,15 +343,18 @@ class JobDriver:
 
     def take_stacks(self, asked: StacksAsked) -> None:
         """Start sampling and reporting the stacks of a round's workers."""
-        state, line = self._decisions.state, self._decisions.state.assignment
+        state, assignment = self._decisions.state, self._decisions.state.assignment
         targets: tuple[Target, ...] = ()
         why_none = f"it has no workers of round {asked.round}"
-        if line is not None and (line.run, line.round) == (asked.run, asked.round):
+        if assignment is not None and (assignment.run, assignment.round) == (
+            asked.run,
+            asked.round,
+        ):
             why_none = f"its workers of round {asked.round} have all exited"
             if not state.workers_gone and state.alive and self._context.last_round is not None:
                 targets = self._context.last_round.stack_targets(state.alive)
                 why_none = "" if targets else "its workers are about to be started"
-        world_size = line.world_size if line is not None else 1
+        world_size = assignment.world_size if assignment is not None else 1
         self._decisions.guard(self._reports.stacks, asked, targets, why_none, world_size)
 
     def _current_offer(self) -> Offer | None:
@@ -403,9 +410,12 @@ class JobDriver:
         """Store this driver's state in the runner if it has changed."""
         if self._keeper is None:
             return
-        folder, line = self._context.observers.progress.folder, self._decisions.state.assignment
+        folder, assignment = (
+            self._context.observers.progress.folder,
+            self._decisions.state.assignment,
+        )
         # Between a round's announcement and its start, `last_round` is still the previous one.
-        round_ = None if line is None else self._context.round_of(line.round)
+        round_ = None if assignment is None else self._context.round_of(assignment.round)
         self._keeper.keep(
             KeptState(
                 state=self._decisions.state,
@@ -431,12 +441,14 @@ class JobDriver:
             case commands.StopWorkers():
                 self._context.round.stop_workers(command)
             case commands.SaySnapshots():
-                line = self._decisions.state.assignment
-                self._reports.snapshots(command, 1 if line is None else line.group_world_size)
+                assignment = self._decisions.state.assignment
+                self._reports.snapshots(
+                    command, 1 if assignment is None else assignment.group_world_size
+                )
             case commands.AnnounceWatermark():
-                runner, line = self._context.runner, self._decisions.state.assignment
+                runner, assignment = self._context.runner, self._decisions.state.assignment
                 runner.announce_watermark(command.mark)
-                self._disk.announced(runner, command.mark, command.whole_ms, line)
+                self._disk.announced(runner, command.mark, command.whole_ms, assignment)
             case commands.FetchCopies():
                 self._context.runner.fetch_copies(command.mark, command.sources)
             case commands.EndKept():

@@ -78,33 +78,33 @@ def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:
 
 def _serves(state: AgentState, round_: int) -> bool:
     """Return whether this node's workers of a round are running and need its store."""
-    line, phase = state.assignment, state.phase
-    return line is not None and line.round == round_ and phase is Phase.RUNNING
+    assignment, phase = state.assignment, state.phase
+    return assignment is not None and assignment.round == round_ and phase is Phase.RUNNING
 
 
-def _log_round(line: Assignment, state: AgentState) -> None:
-    last = line.rank_first + state.job.local_world_size - 1
+def _log_round(assignment: Assignment, state: AgentState) -> None:
+    last = assignment.rank_first + state.job.local_world_size - 1
     log.info(
         "%s: round %d: GROUP_RANK %d of %d, RANK %d..%d of %d, MASTER %s:%d, restarts %s",
         state.job.rdzv_id,
-        line.round,
-        line.group_rank,
-        line.group_world_size,
-        line.rank_first,
+        assignment.round,
+        assignment.group_rank,
+        assignment.group_world_size,
+        assignment.rank_first,
         last,
-        line.world_size,
-        line.master_addr,
-        line.master_port,
-        _restarts(line, state.job.settings.restart_window_ms),
+        assignment.world_size,
+        assignment.master_addr,
+        assignment.master_port,
+        _restarts(assignment, state.job.settings.restart_window_ms),
     )
 
 
-def _restarts(line: Assignment, window_ms: int) -> str:
+def _restarts(assignment: Assignment, window_ms: int) -> str:
     """Describe the restarts that count, their limit and the total, in the server's words."""
     if not window_ms:
-        return f"{line.restarts} of {line.max_restarts}"
+        return f"{assignment.restarts} of {assignment.max_restarts}"
     # The server reports at most this number of ages.
-    counted = 0 if line.tally is None else len(line.tally.restart_ages_ms)
+    counted = 0 if assignment.tally is None else len(assignment.tally.restart_ages_ms)
     more = " or more" if counted == MAX_RESTART_AGES else ""
     within = f"in the last {duration(window_ms)}"
-    return f"{counted}{more} of {line.max_restarts} {within}, {line.restarts} in all"
+    return f"{counted}{more} of {assignment.max_restarts} {within}, {assignment.restarts} in all"

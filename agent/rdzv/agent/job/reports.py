@@ -62,9 +62,11 @@ class Reports:
 
     def start_failed(self, state: AgentState, reason: str) -> None:
         """Report that this node leaves because it cannot continue; none of its workers is left."""
-        line = state.assignment
+        assignment = state.assignment
         leaving = Leaving(LeaveCause.START_FAILED, reason, EXIT_FAILED)
-        self.report(commands.SayLeave(state.run, leaving, None if line is None else line.round))
+        self.report(
+            commands.SayLeave(state.run, leaving, None if assignment is None else assignment.round)
+        )
 
     def progress(self, report: Report) -> None:
         """Report the progress of the workers."""

@@ -120,11 +120,17 @@ class Round:
 
     def _keep_spec(self) -> KeepSpec | None:
         """Return which parked workers take part; None if no worker is ever kept."""
-        job, line = self._context.launch.job, self.assignment
+        job, assignment = self._context.launch.job, self.assignment
         if not job.keep_timeout_ms:
             return None
         grace_s = job.failure_stop_timeout_ms / 1000
-        return KeepSpec(line.kept, line.source, line.resume_step, line.charged_suspects, grace_s)
+        return KeepSpec(
+            assignment.kept,
+            assignment.source,
+            assignment.resume_step,
+            assignment.charged_suspects,
+            grace_s,
+        )
 
     async def _prepare(self) -> list[WorkerSpec]:
         """Wait until this node is ready, and create the folders for the workers' files.
@@ -173,18 +179,18 @@ class Round:
 
     def _start_store_host(self) -> None:
         """Start the store host on the offered socket, or free the port if it is not needed."""
-        launch, line = self._context.launch, self.assignment
+        launch, assignment = self._context.launch, self.assignment
         listening = self._context.offer.take_socket()
         if listening is None:
-            if line.hosts_store:
+            if assignment.hosts_store:
                 self._report_lost_socket()
             return
         with listening:
-            if line.hosts_store and listening.getsockname()[1] != line.master_port:
+            if assignment.hosts_store and listening.getsockname()[1] != assignment.master_port:
                 self._report_lost_socket()
-            elif line.hosts_store:
+            elif assignment.hosts_store:
                 self._context.runner.start_store_host(
-                    line.round, listening, launch.python, launch.environ, launch.identity
+                    assignment.round, listening, launch.python, launch.environ, launch.identity
                 )
 
     def _report_lost_socket(self) -> None:

@@ -39,16 +39,16 @@ class SnapshotsOnDisk:
         self._idle.set()
 
     def announced(
-        self, runner: RunnerLink, mark: SnapshotMark, whole_ms: int, line: Assignment | None
+        self, runner: RunnerLink, mark: SnapshotMark, whole_ms: int, assignment: Assignment | None
     ) -> None:
         """Write a mark that has become whole, if it is the first one of its period."""
-        if self._files is None or not self._files.every_s or not whole_ms or line is None:
+        if self._files is None or not self._files.every_s or not whole_ms or assignment is None:
             return
         period = int(whole_ms / (1000 * self._files.every_s))
         is_first = self._period is not None and period > self._period
         self._period = period
-        if is_first and (mark.shards > 1 or line.group_rank == 0):
-            self.write(runner, mark, line.run)
+        if is_first and (mark.shards > 1 or assignment.group_rank == 0):
+            self.write(runner, mark, assignment.run)
 
     def write(self, runner: RunnerLink, mark: SnapshotMark | None, run: str) -> None:
         """Start writing this node's snapshots of a mark, unless one is being written.

@@ -93,13 +93,13 @@ class WorkerStarts:
         kept = {rank for rank, how in self._how.items() if how == _KEPT}
         if self._round is None or len(self._how) < self._local_world_size or kept - self._resumed:
             return
-        line, self._round = self._round, None
+        assignment, self._round = self._round, None
         ranks = sorted(self._how)
         workers = tuple(StartedWorker(rank, self._how[rank], self._why(rank)) for rank in ranks)
-        self._reported = StartReport(line.run, line.round, workers)
+        self._reported = StartReport(assignment.run, assignment.round, workers)
         self._report(self._reported)
         if not self._is_first:
-            log.info("%s: round %d: %s", self._rdzv_id, line.round, self._described(kept))
+            log.info("%s: round %d: %s", self._rdzv_id, assignment.round, self._described(kept))
 
     def _described(self, kept: set[int]) -> str:
         parts = []

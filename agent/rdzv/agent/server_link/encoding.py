@@ -284,15 +284,15 @@ def draining(drain: NodeDrain) -> pb.Draining | None:
     return said
 
 
-def gone(line: pb.RoundCompleted) -> pb.NodeMessage:
+def gone(completed: pb.RoundCompleted) -> pb.NodeMessage:
     """Encode the leave that gives back a seat in a job that this node has left."""
     return pb.NodeMessage(
         leave=pb.Leave(
-            rdzv_id=line.rdzv_id,
-            run=line.run,
+            rdzv_id=completed.rdzv_id,
+            run=completed.run,
             cause=pb.Leave.SIGNAL,
             reason="it left before it received the round",
-            left_round=line.round,
+            left_round=completed.round,
         )
     )
 
@@ -339,9 +339,9 @@ def event(message: pb.ServerMessage, now_ms: int) -> events.Event | None:
             return None
 
 
-def _assignment(line: pb.RoundCompleted, now_ms: int) -> Assignment:
-    tally = tally_of(line.tally) if line.HasField("tally") else None
-    return from_message(Assignment, line, tally=tally, heard_at_ms=now_ms)
+def _assignment(completed: pb.RoundCompleted, now_ms: int) -> Assignment:
+    tally = tally_of(completed.tally) if completed.HasField("tally") else None
+    return from_message(Assignment, completed, tally=tally, heard_at_ms=now_ms)
 
 
 def _closed(closed: pb.Closed) -> events.RunClosed:

@@ -124,7 +124,7 @@ class EventLog:
     def _record(
         self,
         state: str,
-        line: Assignment | None,
+        assignment: Assignment | None,
         fate: WorkerFate | None = None,
         *,
         restarts: int | None = None,
@@ -136,26 +136,26 @@ class EventLog:
         if self._side is None:
             return
         more: dict[str, Any] = {
-            "group_world_size": line.group_world_size if line else None,
+            "group_world_size": assignment.group_world_size if assignment else None,
             "entry_point": self._entry_point(),
         }
         error_file, exit_code = None, None
-        if fate is not None and line is not None:
+        if fate is not None and assignment is not None:
             if final and fate.failed:
                 exit_code = fate.exit_code if fate.signal is None else -fate.signal
                 error_file = os.fspath(self._error_file(fate.local_rank))
             # Lists with one element, as in torchrun.
             more["local_rank"] = [fate.local_rank]
             more["role_rank"] = [fate.role_rank]
-            more["role_world_size"] = [line.role_world_size]
+            more["role_world_size"] = [assignment.role_world_size]
             more["exit_code"] = [exit_code]
             more["worker_pid"] = [fate.pid if exit_code is not None else None]
         if restarts is None:
-            restarts = line.restarts if line else 0
+            restarts = assignment.restarts if assignment else 0
         metadata = {
             "run_id": self._launch.job.rdzv_id,
             "global_rank": fate.rank if fate else None,
-            "group_rank": line.group_rank if line else None,
+            "group_rank": assignment.group_rank if assignment else None,
             "worker_id": str(fate.pid) if fate else None,
             "role": self._launch.role,
             "hostname": "",
