@@ -760,7 +760,8 @@ async def test_the_user_hears_that_a_server_is_silent_before_it_is_given_up(
     async with running(link_to(server.endpoint, jobs=(job,))):
         await server.greet()
         await job.hear(events.ServerConnected)
-    silent, found = caplog.messages
+    # gRPC may log that it lost an earlier test's event loop.
+    silent, found = (one.message for one in caplog.records if one.name == "rdzv.agent")
     assert silent.startswith(f"no answer from {server.endpoint} within 0 s: it may be stopped")
     assert found == f"connected to the server at {server.endpoint}"
     assert not [event for event in job.everything if isinstance(event, events.ServerLost)]

@@ -124,7 +124,7 @@ class StartFailed:
 
 @struct(frozen=True)
 class WorkersGone:
-    """No process on the node takes part in the round any more, except its store host."""
+    """No process on the node still takes part in the round, except its store host."""
 
     round: int
     moved: Moved = UNMOVED

@@ -223,7 +223,7 @@ class AgentState:
     alive: frozenset[int] = frozenset()
     """LOCAL_RANKs of the workers that have not exited."""
     workers_gone: bool = True
-    """Whether the runner has confirmed that no process takes part in the round any more."""
+    """Whether the runner has confirmed that no process still takes part in the round."""
     kept: tuple[KeptWorker, ...] = ()
     """The parked workers on this node."""
     resuming: tuple[KeptWorker, ...] = ()
@@ -237,7 +237,7 @@ class AgentState:
     carrier: CopyCarrier | None = None
     """The carrier from which other nodes fetch copies of them."""
     missing_copies: MissingCopies | None = None
-    """The copies that this node was last asked to keep, but could not fetch."""
+    """The copies that this node was last asked to keep, but could not get."""
     watermark: SnapshotMark | None = None
     """The newest snapshots that the server has announced as whole, with the round or since."""
     ending_kept: bool = False

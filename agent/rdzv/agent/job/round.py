@@ -296,7 +296,7 @@ class Round:
         )
 
     def workers_gone(self, kept: tuple[KeptWorker, ...]) -> None:
-        """Record that no process takes part in the round any more; `kept` workers are parked."""
+        """Record that no process still takes part in the round; `kept` workers are parked."""
         self._kept = kept
         self._cancel_start()
         self._gone.set()

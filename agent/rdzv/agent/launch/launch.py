@@ -107,7 +107,7 @@ class Launch:
     snapshot_files: SnapshotFiles | None = None
     """None: snapshots are not written to disk."""
     snapshot_memory: int | None = None
-    """The most bytes of memory for snapshots here; None: half of what is free at the first one."""
+    """The most bytes of memory for snapshots here; None: half of what is free at the first save."""
     snapshot_copy_rate: int = 0
     """The most bytes of snapshots that this node sends to others per second; 0: none."""
     preemption_file: Path | None = None
@@ -124,7 +124,7 @@ class Launch:
     """Every worker has LOCAL_RANK 0 and sees one GPU."""
     numa_binding: NumaBinding | None = None
     warm: tuple[str, ...] = ()
-    """The modules that a zygote preloads before the first round; empty: there is none by then."""
+    """The modules that a zygote preloads before the first round; empty if it does not."""
     warm_restarts: bool = False
     """Whether a zygote is started for restarts, once the workers have imported torch."""
     collective_trace: bool = True

@@ -39,7 +39,7 @@ class FenceProofs:
         self.server_clock = ServerClock()
 
     def begin_stream(self) -> None:
-        """Forget the messages of earlier streams, which will not be answered any more."""
+        """Forget the messages of earlier streams, which can no longer be answered."""
         self._unanswered.clear()
         self.server_clock.forget()
 

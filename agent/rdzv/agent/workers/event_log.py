@@ -31,7 +31,7 @@ START_TIMEOUT_S = 30.0
 """Additional time if the job ends before the handler's process has imported torch."""
 
 AT_HAND = ("console",)
-"""Handlers that every torch has, so no import of torch is needed to check the name."""
+"""Handlers that every torch has, so the job need not wait until the process confirms the name."""
 
 
 class EventLog:
