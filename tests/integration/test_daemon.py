@@ -388,7 +388,7 @@ def test_a_reload_says_what_it_changes_and_disturbs_no_job(d: Daemons) -> None:
         d.cluster.wait_for_text(agent, text)
     d.config("n1", "capacity = 0\n")
     agent.process.send_signal(signal.SIGHUP)
-    d.until("it is refused", lambda: "nothing was changed" in agent.text)
+    d.until("it is refused", lambda: "nothing has changed" in agent.text)
     assert d.node("n1")["node"].resources.capacity == 3
     assert alive(report["pid"])
     assert [one["pid"] for one in d.reports("job-1", 1)] == [report["pid"]]

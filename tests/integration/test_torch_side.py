@@ -235,7 +235,7 @@ async def test_a_handler_that_dies_takes_nothing_with_it(
     play(log)
     await log.close()
     told = [record.getMessage() for record in caplog.records]
-    assert told[0].startswith("the event handler no longer gets events: its process has ended")
+    assert told[0].startswith("the event handler no longer receives events: its process has ended")
     # All of the second time, and of the first those that came after its death.
     missed = [text.split()[5] for text in told if text.startswith("the event handler has missed")]
     assert [7 <= int(number) <= 14 for number in missed] == [True]

@@ -65,7 +65,9 @@ def test_silence_after_a_word(looks: tuple[Observation, ...], hung: str) -> None
     ("looks", "hung"),
     [
         pytest.param(
-            [Observation(None, "D", 7)] * 6, "in D state for 5 s without a break", id="one sleep"
+            [Observation(None, "D", 7)] * 6,
+            "in D state for 5 s without interruption",
+            id="one sleep",
         ),
         pytest.param([Observation(None, "D", 7)] * 5, "", id="4 s"),
         pytest.param(

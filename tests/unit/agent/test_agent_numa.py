@@ -460,7 +460,7 @@ async def test_gpus_that_cuda_does_not_show_are_not_bound_to_by_guess(
     with pytest.raises(InvalidRequestError) as caught:
         await visible_gpu_pci_addresses({}, sysfs=tmp_path)
     assert str(caught.value).startswith(
-        "--numa-binding: the CUDA driver cannot be loaded (gone), but there are some on the PCI "
+        "--numa-binding: the CUDA driver cannot be loaded (gone), but there are GPUs on the PCI "
         "bus (0000:e0:00.0); give this job access to them"
     )
 

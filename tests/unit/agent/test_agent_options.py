@@ -387,7 +387,7 @@ REFUSED = [
     ),
     (
         "--rdzv-backend=etcd --rdzv-endpoint=e --rdzv-id=j --rdzv-conf=protocol=ftp",
-        "--rdzv-conf: protocol=ftp is neither http nor https",
+        "--rdzv-conf: protocol=ftp is unknown; use http or https",
     ),
     (
         "--rdzv-backend=mine",

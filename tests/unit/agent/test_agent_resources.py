@@ -287,7 +287,7 @@ def test_no_gpu_is_given_twice() -> None:
     assert kept.take("a", 2) == ("GPU-0", "GPU-1")
     assert kept.take("b", 1) == ("GPU-2",)
     assert kept.take("c", 2) is None
-    assert kept.why_not(2) == "GPUs: 2 are requested, 1 of 4 are free"
+    assert kept.why_not(2) == "GPUs: 2 requested, 1 of 4 free"
     kept.release("a")
     assert kept.take("c", 2) == ("GPU-0", "GPU-1")
     assert kept.free == ("GPU-3",)
@@ -298,7 +298,7 @@ def test_no_more_jobs_are_here_than_the_node_takes() -> None:
     assert kept.take("a", 0) == ()
     assert kept.take("b", 0) == ()
     assert kept.take("c", 0) is None
-    assert kept.why_not(0) == "a job to end: 2 of 2 places are taken"
+    assert kept.why_not(0) == "a job to end: 2 of 2 places taken"
     kept.release("a")
     assert kept.take("c", 0) == ()
 

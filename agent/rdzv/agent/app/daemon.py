@@ -322,7 +322,7 @@ class Daemon:
             found = await in_time(READ_CONFIG_WITHIN_S, read_config, self._path)
             change = compare(self._config.loaded, found.loaded)
         except (ConfigurationError, InvalidRequestError, TimeoutError) as error:
-            log.error("did not reload the configuration, nothing was changed: %s", error)
+            log.error("did not reload the configuration; nothing has changed: %s", error)
             systemd.notify("READY=1", "STATUS=the configuration has errors; see the log")
             return
         for line in change.lines or ("nothing in it has changed",):

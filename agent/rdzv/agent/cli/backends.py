@@ -259,7 +259,7 @@ def _etcd_config(options: RendezvousOptions) -> EtcdConfig:
     password = file("etcd_password_file")
     protocol = conf.get("protocol", "http")
     if protocol not in ("http", "https"):
-        raise InvalidRequestError(f"--rdzv-conf: protocol={protocol} is neither http nor https")
+        raise InvalidRequestError(f"--rdzv-conf: protocol={protocol} is unknown; use http or https")
     endpoints = [part.strip() for part in options.endpoint.split(",") if part.strip()]
     prefix = conf.get("etcd_prefix", DEFAULT_ETCD_PREFIX).rstrip("/")
     return EtcdConfig.parse(

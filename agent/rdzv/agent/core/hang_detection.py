@@ -101,7 +101,7 @@ class WorkerActivity:
         'no progress reported for 62 s, limit 60 s'
         """
         if self.blocked_ms >= timeout_ms:
-            return f"in D state for {self.blocked_ms / 1000:.0f} s without a break"
+            return f"in D state for {self.blocked_ms / 1000:.0f} s without interruption"
         if self.counts and (self.completed or 0) < START_COLLECTIVES:
             timeout_ms = max(timeout_ms, START_LEAST_MS)
         if (self.report is None and not self.counts) or self.silent_ms < timeout_ms:

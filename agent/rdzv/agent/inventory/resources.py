@@ -213,7 +213,7 @@ def parse_gpus(text: str) -> tuple[str, ...]:
 def _named_gpus(uuids: Sequence[str], present: Sequence[Gpu], trouble: str) -> tuple[Gpu, ...]:
     if trouble:
         raise InvalidRequestError(
-            f"`gpus` names {uuids[0]}, but NVML cannot be asked whether it is on this node: "
+            f"`gpus` names {uuids[0]}, but NVML cannot be queried for it: "
             f'{trouble}; check that `nvidia-smi -L` shows it, or set gpus = "{NONE}"'
         )
     by_uuid = {gpu.uuid: gpu for gpu in present}

@@ -250,7 +250,7 @@ def _check_folder(option: str, folder: Path | None) -> None:
     if not there.is_dir():
         reason = f"{there} is not a directory"
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-        reason = f"{there} cannot be written"
+        reason = f"cannot write to {there}"
     else:
         return
     raise InvalidRequestError(f"{option}={folder}: {reason}; give another")

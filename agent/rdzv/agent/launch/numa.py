@@ -364,7 +364,7 @@ async def visible_gpu_pci_addresses(
     unseen = () if shown else _gpus_on_pci(sysfs)
     if unseen:
         raise InvalidRequestError(
-            f"--numa-binding: {why or 'CUDA shows no GPU'}, but there are some on the PCI "
+            f"--numa-binding: {why or 'CUDA shows no GPU'}, but there are GPUs on the PCI "
             f"bus ({', '.join(unseen)}); give this job access to them (driver, container "
             f"runtime, CUDA_VISIBLE_DEVICES; only NVIDIA's are supported), or {_NO_GPUS}"
         )

@@ -76,8 +76,8 @@ class Ledger:
     def why_not(self, count: int) -> str:
         """Explain why a job that asks for `count` GPUs has to wait."""
         if len(self._held) >= self.capacity:
-            return f"a job to end: {len(self._held)} of {self.capacity} places are taken"
-        return f"GPUs: {count} are requested, {len(self.free)} of {len(self.uuids)} are free"
+            return f"a job to end: {len(self._held)} of {self.capacity} places taken"
+        return f"GPUs: {count} requested, {len(self.free)} of {len(self.uuids)} free"
 
 
 class GpuQueue:

@@ -280,7 +280,7 @@ class Placements:
 
         def tell(failed: Exception | None) -> None:
             if failed is not None:
-                text = "%s: cannot record where its logs are, so they are lost after its end: %s"
+                text = "%s: cannot record where its logs are, to show them after its end: %s"
                 log.warning(text, driver.rdzv_id, failed)
 
         driver.written.listeners.add(lambda: noting.call(tell, folder.note, driver.written))

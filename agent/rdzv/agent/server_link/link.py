@@ -383,7 +383,7 @@ class ServerLink:
         message = welcome
         while message is not None:
             if message.leadership < self._leadership:
-                return f"a server was deposed (leadership {message.leadership})"
+                return f"{endpoint} no longer leads the servers (leadership {message.leadership})"
             self._leadership = message.leadership
             for one in (message, *message.more):
                 if one.HasField("servers"):

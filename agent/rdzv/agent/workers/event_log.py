@@ -186,7 +186,7 @@ class EventLog:
     def _hear(self, message: Message) -> None:
         if self._side is not None and message.get("ended"):
             reason = self._side.refusal or "its process has ended"
-            log.warning("the event handler no longer gets events: %s", reason)
+            log.warning("the event handler no longer receives events: %s", reason)
 
 
 def _state(fate: WorkerFate) -> str:
