@@ -159,7 +159,7 @@ def play(log: EventLog, *, failed: bool = False) -> None:
     for fate in local.workers:
         log.worker_started(fate)
     for rank in range(2):
-        local = local.ended(rank, 1 if failed else 0, None, failed=failed)
+        local = local.ended(rank, 1 if failed else 0, None, 0, failed=failed)
     ending = NodeOutcome(int(failed), "", (), Result.SUCCEEDED, local.workers)
     log.ended(local, ending, 0)
 

@@ -200,10 +200,10 @@ def test_a_gpu_that_is_named_and_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("broken", ["init", "handle"])
 def test_where_nvml_can_not_be_asked_none_may_be_named(broken: str) -> None:
-    said = f"names GPU-c, but NVML cannot be asked .* {broken} fails; check that `nvidia-smi -L`"
+    said = f"names GPU-c, but NVML cannot be queried .* {broken} fails; check that `nvidia-smi -L`"
     with pytest.raises(InvalidRequestError, match=said):
         find_gpus("GPU-c", nvml=Nvml(broken=broken))
-    with pytest.raises(InvalidRequestError, match="names GPU-c, but NVML cannot be asked"):
+    with pytest.raises(InvalidRequestError, match="names GPU-c, but NVML cannot be queried"):
         find_gpus("GPU-c", library="/no/such/library")
 
 

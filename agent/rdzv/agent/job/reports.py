@@ -8,6 +8,7 @@ from typing import TypeAlias
 from rdzv.agent.core import commands
 from rdzv.agent.core.machine import EXIT_FAILED
 from rdzv.agent.core.model import AgentState, Leaving, StartReport
+from rdzv.agent.job.decisions import now_ms
 from rdzv.agent.job.snapshot_reports import SnapshotReports
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.observers.arrival_watch import ArrivalReport
@@ -45,20 +46,20 @@ class Reports:
         """Return what this node believes about the job."""
         launch = self._launch
         return encoding.belief(
-            state, offer, _now_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
+            state, offer, now_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
         )
 
     def join(self, say: commands.SayJoin, state: AgentState, offer: Offer) -> None:
         """Ask for a place in the next round."""
         launch = self._launch
         join = encoding.join(
-            say, state, offer, _now_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
+            say, state, offer, now_ms(), refuse_reuse=launch.refuse_reuse, secret=launch.secret
         )
         self._link.say(pb.NodeMessage(join=join))
 
     def report(self, command: encoding.Statement) -> None:
         """Send a statement that the core has decided on."""
-        self._link.say(encoding.report(command, self._rdzv_id, _now_ms()))
+        self._link.say(encoding.report(command, self._rdzv_id, now_ms()))
 
     def start_failed(self, state: AgentState, reason: str) -> None:
         """Report that this node leaves because it cannot continue; none of its workers is left."""
@@ -115,7 +116,3 @@ class Reports:
         """Stop sampling stacks, and drop reports that wait to be sent."""
         self._snapshots.close()
         await self._stacks.close()
-
-
-def _now_ms() -> int:
-    return time.monotonic_ns() // 1_000_000

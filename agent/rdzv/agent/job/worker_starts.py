@@ -6,12 +6,14 @@ Every round is reported to the server, and every round but the first is logged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from rdzv.agent import runner_link
 from rdzv.agent.core import commands
 from rdzv.agent.core.model import Assignment, StartedWorker, StartReport
 from rdzv.agent.system.error_files import describe_exit
+from rdzv.agent.workers.summary import ranges
+from rdzv.core.words import counted
 
 log = logging.getLogger("rdzv.agent")
 
@@ -106,12 +108,12 @@ class WorkerStarts:
         if kept:
             went_on_s = (self._now_ms() - self._began_ms) / 1000
             parts.append(
-                f"{_workers(len(kept))} kept (local_rank {_listed(kept)}), parked in "
+                f"{counted(len(kept), 'worker')} kept (local_rank {ranges(kept)}), parked in "
                 f"{self._parked_ms / 1000:.2f} s and continued in {went_on_s:.2f} s"
             )
         if new := sorted(self._how.keys() - kept):
             each = "; ".join(self._describe(rank) for rank in new)
-            parts.append(f"{_workers(len(new))} new ({each})")
+            parts.append(f"{counted(len(new), 'worker')} new ({each})")
         return ", ".join(parts)
 
     def _describe(self, rank: int) -> str:
@@ -124,11 +126,3 @@ class WorkerStarts:
             return ""
         found = (self._why_new.get(rank), self._why_cold.get(rank))
         return "; ".join(why for why in found if why)
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker{'' if count == 1 else 's'}"
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))

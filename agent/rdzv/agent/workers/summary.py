@@ -14,7 +14,7 @@ from rdzv.agent.system.error_files import describe_exit, signal_name
 from rdzv.agent.workers.fates import NodeOutcome, Stop, WorkerFate
 from rdzv.core.model import Failure
 from rdzv.core.root_cause import is_connection_error
-from rdzv.core.words import duration
+from rdzv.core.words import counted, duration
 from rdzv.structs import field_names
 
 
@@ -70,11 +70,10 @@ def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
             by_end.setdefault(_end(fate, fate.stopped), []).append(fate.local_rank)
     if not by_end:
         return []
-    count = sum(map(len, by_end.values()))
-    noun = "worker" if count == 1 else "workers"
+    ended = counted(sum(map(len, by_end.values())), "worker")
     ends = (f"local_rank {ranges(ranks)}: {end}" for end, ranks in by_end.items())
     return [
-        f"Ended by this node's agent ({count} {noun} of {len(workers)}):",
+        f"Ended by this node's agent ({ended} of {len(workers)}):",
         *_indented(ends),
     ]
 
