@@ -102,7 +102,7 @@ def flip_bits(count: int, chance: random.Random) -> None:
             resumed, _ = loaded(runner, 1_000, 4)
         assert resumed.step == 2, f"byte {at}: step {resumed.step} was loaded"
         assert resumed.contents.modules["model"][0][0].item() == 2.0
-        assert "goes on from the snapshot of step 2 in memory" in errors.getvalue()
+        assert "resumed from the snapshot of step 2 in memory" in errors.getvalue()
         said += "is damaged, and is not used" in errors.getvalue()
         os.pwrite(runner.fds[number], slots[number], 0)
     print(

@@ -68,6 +68,6 @@ def test_a_sharded_training_survives_the_end_of_a_node(c: Cluster) -> None:
         assert node.wait() == 0
     (begun,) = lines(three, "begin")
     assert begun["step"] in (STOPPED_IN // EVERY * EVERY, STOPPED_IN // EVERY * EVERY - EVERY)
-    said = f"goes on from the snapshot of step {begun['step']} in memory (copies of parts "
+    said = f"resumed from the snapshot of step {begun['step']} in memory (copies of parts "
     assert said in one.text + three.text
     assert len(lines(one, "done")) == len(lines(three, "done")) == 1

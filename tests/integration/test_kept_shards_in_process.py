@@ -93,7 +93,7 @@ def test_a_model_that_is_the_same_on_all_ranks_belongs_to_the_state() -> None:
 
 
 def test_a_sharded_model_belongs_to_a_round() -> None:
-    with pytest.raises(NoRoundError, match=r"state\.add\(\) was called while no round"):
+    with pytest.raises(NoRoundError, match=r"state\.add\(\) was called outside of a round"):
         State(step=0).add(model=nn.Linear(1, 1))
 
     def train(state: State) -> None:

@@ -149,7 +149,7 @@ def test_losses_are_those_of_a_run_that_nothing_disturbed(
         begun = killed.wait_for("begin", 2, round=1)
         # Step 10 was saved some steps before; on a busy machine it may be on its way.
         assert {row["step"] for row in begun} in ({5}, {10})
-        (said,) = [line for line in killed.text.splitlines() if "goes on from" in line]
+        (said,) = [line for line in killed.text.splitlines() if "resumed from" in line]
         assert f"the snapshot of step {begun[0]['step']} in memory, not from a checkpoint" in said
         killed.kill_all(1)
         assert {row["step"] for row in killed.wait_for("begin", 2, round=2)} in ({10}, {15})

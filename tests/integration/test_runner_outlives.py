@@ -21,7 +21,7 @@ import pytest
 from runners import PATIENCE_S, Node, marked, state_of, until
 
 from rdzv.agent.runner.linux.descriptors import short_path
-from rdzv.agent.runner.spawn import be_spared_no_more
+from rdzv.agent.runner.spawn import drop_oom_protection
 from rdzv.agent.runner_link import (
     FoundRunner,
     NotAdoptableError,
@@ -334,5 +334,5 @@ def test_workers_are_not_spared_by_the_oom_killer_as_their_agent_is(
 ) -> None:
     score = tmp_path / "oom_score_adj"
     score.write_text(f"{before}\n")
-    be_spared_no_more(score)
+    drop_oom_protection(score)
     assert score.read_text().strip() == after

@@ -166,7 +166,7 @@ def test_a_torch_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_commit_and_check_belong_to_a_round() -> None:
     state = State(step=0)
     for call in (state.commit, state.check):
-        with pytest.raises(NoRoundError, match="no round is under way"):
+        with pytest.raises(NoRoundError, match="outside of a round"):
             call()
 
 
@@ -179,7 +179,7 @@ def test_entries_are_attributes() -> None:
         _ = state.epoch
     with pytest.raises(AttributeError, match="no plain value 'epoch'"):
         state.epoch = 1
-    with pytest.raises(ValueError, match="'commit' for itself"):
+    with pytest.raises(ValueError, match="the name 'commit' itself"):
         State(commit=1)
 
 
@@ -211,7 +211,7 @@ def test_an_error_of_a_collective_is_suspect(error: BaseException) -> None:
 
 def test_a_group_from_outside_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.raises(StaleGroupError, match="a process group was made before the function"):
+    with pytest.raises(StaleGroupError, match="a process group was created before the function"):
         elastic(lambda state, round: None)(State(step=0))
 
 
@@ -226,7 +226,7 @@ def test_a_call_without_a_state_is_refused() -> None:
 
 
 def test_a_part_is_added_within_a_round() -> None:
-    with pytest.raises(NoRoundError, match=r"state\.add\(\) was called while no round"):
+    with pytest.raises(NoRoundError, match=r"state\.add\(\) was called outside of a round"):
         State(step=0).add(model=nn.Linear(1, 1))
 
 
@@ -335,7 +335,7 @@ def test_a_worker_parks_in_order(monkeypatch: pytest.MonkeyPatch, nccl_log: list
         def parked(self, number: int, connections: list[Any], **state: Any) -> None:
             nccl_log.append("parked")
 
-        def wait_for_word(self) -> None:
+        def wait_for_order(self) -> None:
             return None
 
     state = State(step=0)

@@ -59,8 +59,8 @@ def runner() -> Iterator[tuple[Link, Runner]]:
         other = Runner(theirs)
         assert other.hear()["type"] == "hello"
         yield link, other
-    while link._word is None and not link.is_closed:
-        link.wait_for_word()
+    while link._order is None and not link.is_closed:
+        link.wait_for_order()
     ours.close()
 
 
@@ -71,14 +71,14 @@ def test_a_round_is_over_from_its_own_end_on(runner: tuple[Link, Runner]) -> Non
     # A type that this worker does not know, from a newer runner, is ignored.
     other.say(type="news", round=2)
     other.say(type="go", round=1, env={})
-    assert link.wait_for_word() == Go(1, {})
+    assert link.wait_for_order() == Go(1, {})
     assert not link.is_over()
     other.say(type="round_over", round=2)
     assert link.wait_until_over(60)
     # A late message of an earlier round undoes nothing.
     other.say(type="round_over", round=1)
     other.say(type="release", reason="enough")
-    assert link.wait_for_word() == Release("enough")
+    assert link.wait_for_order() == Release("enough")
     assert link.is_over()
 
 
@@ -99,7 +99,7 @@ def test_a_worker_that_cannot_park_says_so_once(
     link.parked(3, [])
     assert other.hear()["type"] == "parked"
     other.say(type="go", round=4, env={})
-    link.wait_for_word()
+    link.wait_for_order()
 
 
 def test_a_round_that_is_over_is_cut_again_and_again_until_nothing_of_it_is_left(
@@ -138,7 +138,7 @@ def test_what_a_worker_reports(runner: tuple[Link, Runner]) -> None:
 def test_a_runner_that_is_gone_ends_the_wait(runner: tuple[Link, Runner]) -> None:
     link, other = runner
     other.leave()
-    assert link.wait_for_word() is None
+    assert link.wait_for_order() is None
     assert link.is_closed
     link.resumed(round=4)  # Nobody receives it, and that is no error.
 
@@ -160,7 +160,7 @@ def test_a_forked_child_has_no_link_and_no_lock_of_its_parent(runner: tuple[Link
     if pid == 0:
         # Ended by the alarm, if it waits for a lock that no thread of its own holds.
         signal.alarm(20)
-        os._exit(0 if link.wait_for_word() is None and link.is_closed else 1)
+        os._exit(0 if link.wait_for_order() is None and link.is_closed else 1)
     let_go.set()
     other_thread.join()
     assert os.waitpid(pid, 0)[1] == 0

@@ -214,7 +214,7 @@ def test_a_part_is_read_from_its_copy_if_nobody_else_has_it(
     image = sealings[0].shards.all_held(step)[1]
     assert any(torch.equal(one, torch.full((2, 4), 10.0 + step)) for _, one in image.tensors())
     said = capsys.readouterr().err
-    assert f"goes on from the snapshot of step {step} in memory (copies of parts 1)" in said
+    assert f"resumed from the snapshot of step {step} in memory (copies of parts 1)" in said
     assert ("step 3 in memory is damaged, and is not used" in said) == damaged
 
 
@@ -270,9 +270,9 @@ def test_a_snapshot_of_another_state_is_refused_in_words(
     train(runners[0], 3)
     new, found = resume(runners, width=5)
     assert found == [False, False] and new[0].step is None
-    refused = "it is of a state with other names, sizes or types"
+    refused = "its state has other names, sizes or types"
     said = capsys.readouterr().err
-    assert f"rank 0: cannot go on from the snapshot of step 3 in memory: {refused}" in said
+    assert f"rank 0: cannot resume from the snapshot of step 3 in memory: {refused}" in said
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_round_goes_on_from_the_newest_step_that_all_parts_have_sealed() -> No
             [Claim(0, 2, [0], 2, ""), Claim(1, 2, [], 1, "")],
             "no rank holds part 1 of 2 of the sharded state, which rank 1 needs",
         ),
-        ([Claim(0, 1, [0], 2, "")], "the state was sharded in 2 parts, and is in 1 now"),
+        ([Claim(0, 1, [0], 2, "")], "the state was sharded into 2 parts"),
     ],
 )
 def test_a_part_that_is_held_nowhere_is_named(claims: list[Claim], text: str) -> None:

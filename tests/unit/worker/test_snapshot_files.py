@@ -60,7 +60,7 @@ def test_a_new_run_goes_on_from_disk_with_any_number_of_workers(
     assert [bits(one) for one in new] == [bits(last)] * ranks
     assert new[0].contents.values["step"] == 3
     said = capsys.readouterr().err
-    assert f"rank 0: goes on from the snapshot of step 3 in {folder}/step-000000003.run-1.0" in said
+    assert f"rank 0: resumed from the snapshot of step 3 in {folder}/step-000000003.run-1.0" in said
 
 
 def test_torch_reads_it_without_us(runner: Runner, folder: Path) -> None:

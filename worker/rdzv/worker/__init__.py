@@ -1,6 +1,7 @@
-"""Workers that stay: a script's processes go on when others fail, with all they have in memory.
+"""Workers that stay: a script's processes survive the failure of others, with their memory intact.
 
-The script gives what it trains to a `State`, and its loop to a function under `@elastic`:
+A script puts everything that it trains into a `State`, and its loop into a function under
+`@elastic`:
 
     state = State(model=model, optimizer=optimizer, sampler=ElasticBatchSampler(data, 32))
 
@@ -14,20 +15,20 @@ The script gives what it trains to a `State`, and its loop to a function under `
 
     train(state)
 
-In comes the word of this worker's runner, over a socket that it inherits (`link`): the round is
-over, or the next one begins. Out goes that this worker has *parked*: nothing of it takes part in
-the round any more. In between, `session` leads from round to round: `cutting` breaks off
-collectives, `groups` makes and destroys process groups, `healing` brings all ranks to the state of
-the one that has come furthest, `sealing` knows which step that is. `shards` holds the parts of
-sharded models between rounds, and `shard_healing` puts them back. `snapshots` saves the state in
-memory of the runner, and `resuming` loads it in new processes. `suspicion` tells an exception that
-a lost peer may have caused from the script's own.
+The runner tells a worker, over a socket that the worker inherits (`link`), that the round is over,
+or that the next one begins. The worker reports that it has *parked*: nothing in it takes part in
+the round any more. `session` leads from round to round. `cutting` interrupts collectives, `groups`
+creates and destroys process groups, `healing` brings all ranks to the state of the furthest one,
+and `sealing` tracks which step a state is at. `shards` holds the parts of sharded models between
+rounds, and `shard_healing` restores them. `snapshots` saves the state in memory of the runner, and
+`resuming` loads it in new processes. `suspicion` tells exceptions that a lost peer may have caused
+from the script's own.
 
-Without such a socket (torchrun, plain python) there is one round, and the same script runs.
+Without that socket (under torchrun or plain python) there is one round, and the same script runs.
 
-It needs the standard library and torch, which is imported when it is first used; nothing else of
-rdzv, so that the job's interpreter can have it alone. It never decides whether a worker is kept:
-the server does, and the runner ends what has not parked in time.
+The package needs only the standard library and torch, which is imported on first use. It needs
+nothing else of rdzv, so it can be installed alone for the job's interpreter. It never decides
+whether a worker is kept: the server does, and the runner kills workers that do not park in time.
 """
 
 from .elastic import elastic

@@ -32,7 +32,7 @@ class Contents:
             if isinstance(entry, DistributedDataParallel):
                 raise WorkerError(
                     f"state.{name} is wrapped in DistributedDataParallel: give State the module "
-                    "itself, and wrap it inside of the function under @elastic, anew in each round"
+                    "itself, and wrap it inside the function under @elastic, anew in each round"
                 )
             if isinstance(entry, torch.nn.Module):
                 self.modules[name] = entry
@@ -112,7 +112,7 @@ class Contents:
             if type(parameter.data).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
                 raise UnsupportedError(
                     f"{name} is distributed over a device mesh, which ends with its round. Build "
-                    "and shard the model inside of the function under @elastic, in each round, and "
+                    "and shard the model inside the function under @elastic, in each round, and "
                     "give it to state.add(model=..., optimizer=...), not to State(...)"
                 )
 
@@ -167,7 +167,7 @@ def load_object(name: str, entry: Any, state: Any) -> None:
     # A disabled scaler has an empty state, and refuses to load it.
     if state or not hasattr(entry, "_per_optimizer_states"):
         entry.load_state_dict(state)
-    # Else its unscale_() says that it was called already in this step.
+    # Otherwise its unscale_() would raise, as if it were called twice in one step.
     if (unfinished := getattr(entry, "_per_optimizer_states", None)) is not None:
         unfinished.clear()
 
@@ -197,7 +197,7 @@ def packed(parts: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
-    """Read, on another rank of the same job, what `packed` has made."""
+    """Unpickle a result of `packed` that another rank of this job has sent."""
     import torch
 
     return {

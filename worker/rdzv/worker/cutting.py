@@ -1,4 +1,4 @@
-"""Breaks off the collectives of a round, for each of torch's backends."""
+"""Interrupts the collectives of a round, for each of torch's backends."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .tcp import Address, drop_in_child, knock, let_go, stop_reading
 
 
 class Backend(Protocol):
-    """A backend whose collectives can be broken off from another thread."""
+    """A backend whose collectives can be interrupted from another thread."""
 
     def cut(self) -> None:
         """Make every collective in progress fail. May be called repeatedly."""
 
     def release(self) -> None:
-        """Release what `cut` has kept, since no collective is in progress any more."""
+        """Release what `cut` has kept, because no collective is in progress any more."""
 
 
 class Cut:
-    """Whether a round's collectives are broken off, and how: a state, not an event.
+    """The cut of a round's collectives: a state, not an event.
 
-    From the first `cut` until the worker has parked, no new group is made, and `cut` is called
-    repeatedly for connections that come late.
+    From the first `cut` until the worker has parked, no new group can be made, and `cut` is called
+    repeatedly, to catch late connections.
     """
 
     def __init__(self, backends: list[Backend]) -> None:
@@ -47,7 +47,7 @@ class Cut:
                 backend.cut()
 
     def cut(self) -> None:
-        """Break off all collectives in progress, from any thread."""
+        """Interrupt all collectives in progress; may be called from any thread."""
         with self._lock:
             self._is_cut = True
             for backend in self._backends:
@@ -69,13 +69,13 @@ class Cut:
 class GlooCut:
     """Shuts down gloo's connections, because gloo has no abort that unblocks waiters.
 
-    They are known by the addresses that the round's groups have published in its store. The store's
-    own connection is one of them, since a rank may wait in the store for others.
+    The connections are found by the addresses that the round's groups have published in its store.
+    The store's own connection is among them, because a rank may be waiting for others in the store.
 
-    gloo forgets an operation whose write fails because the peer has closed, and waits for it until
-    its timeout; where its read comes to an end, it fails all operations. So connections are shut
-    down for reading only, and held open until this rank has left its collectives: a peer that is
-    cut a little later has not seen them close by then.
+    When a write fails because the peer has closed, gloo loses the operation, and waits for it until
+    its timeout; when a read finds the end of the stream, gloo fails all operations. So connections
+    are shut down for reading only, and kept open until this rank has left its collectives: a peer
+    that is cut a little later does not see them close before that.
     """
 
     def __init__(self, published: Published, store: set[Address]) -> None:
@@ -92,8 +92,8 @@ class GlooCut:
     def cut(self) -> None:
         """Shut down the round's connections that are open now."""
         stop_reading(self.addresses, self._held)
-        # A rank may also wait for a peer's connection, where there is nothing to shut down yet. It
-        # gets one that breaks off at once. Ids that no peer waits for have no effect.
+        # A rank may also wait for a peer to connect, when there is nothing to shut down yet. It
+        # gets a connection that is reset at once. Ids that it does not wait for have no effect.
         own = list(self._published.own)
         for address, ids in own[self._knocked :]:
             for peer in ids:
@@ -101,7 +101,7 @@ class GlooCut:
         self._knocked = len(own)
 
     def release(self) -> None:
-        """End the connections, so that peers see it."""
+        """Close the connections, which peers then notice."""
         let_go(self._held)
 
     def drop_in_child(self) -> None:
@@ -110,7 +110,7 @@ class GlooCut:
 
 
 class NcclCut:
-    """Has torch abort all NCCL groups together; aborting one after another deadlocks."""
+    """Makes torch abort all NCCL groups together: aborting them one by one deadlocks."""
 
     def __init__(self) -> None:
         self.aborted: list[weakref.ref[Any]] = []

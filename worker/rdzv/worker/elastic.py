@@ -1,4 +1,4 @@
-"""The decorator that turns a training function into one that is called once a round."""
+"""The decorator that makes a training function be called once in each round."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def elastic(
 ) -> Callable[..., Any]:
     """Decorate `train(state, round, ...)` so that it is called in every round.
 
-    The script calls it as `train(state, ...)`. In each round the default process group is made,
+    The script calls it as `train(state, ...)`. In each round the default process group is created,
     with torch's `backend` ("gloo" on CPUs, "cpu:gloo,cuda:nccl" with GPUs) and `timeout`, and the
-    state is brought to that of the newest rank; then the function is called with the state and a
-    `Round`. It makes its wrappers, groups and loaders anew, goes on from where the state is, and
-    calls `state.commit()` after each step. When the round ends, because another worker or node was
-    lost or came, the function is left by `RoundOver` or by the exception of a collective, and
-    called again in the next round in the same process, if it was started by rdzvrun. Otherwise
-    there is one round, and exceptions are raised as in any script.
+    state of the furthest rank is loaded; then the function is called with the state and a `Round`.
+    It must make its wrappers, groups and loaders anew, continue from where the state is, and call
+    `state.commit()` after each step. The round ends when another worker or node is lost or joins;
+    the function is then left by `RoundOver` or by a collective's exception. If rdzvrun started the
+    process, the function is called again in the next round, in the same process. Otherwise there is
+    one round, and exceptions are raised as in any script.
 
-    What the function returns is returned as soon as all ranks have returned. Its own exceptions are
-    raised at once.
+    The function's result is returned once all ranks have returned. Its own exceptions are raised at
+    once.
     """
     if function is None:
         return functools.partial(elastic, backend=backend, timeout=timeout)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class RoundOver(BaseException):
-    """The round has ended: the function leaves its loop, and is called again in the next round.
+    """The round has ended: the function must be left, and is called again in the next round.
 
-    It is no `Exception`, so that a loop's `except Exception` cannot swallow it. A script may catch
-    it to put something in order, and must raise it again.
+    This is not an `Exception`, so a loop's `except Exception` cannot swallow it. A script may catch
+    it to clean up, and must raise it again.
     """
 
     def __init__(self, reason: str = "the round is over", *, leaving: bool = False) -> None:
@@ -21,7 +21,7 @@ class WorkerError(RuntimeError):
 
 
 class NoRoundError(WorkerError):
-    """A call that belongs to a round was made while no round was live."""
+    """A call that needs a round was made outside of one."""
 
 
 class MismatchError(WorkerError):
@@ -37,7 +37,7 @@ class StaleGroupError(WorkerError):
 
 
 class UnsupportedError(WorkerError):
-    """This torch, or this form of parallelism, cannot be used."""
+    """This torch, or this form of parallelism, is not supported."""
 
 
 class NoSourceError(WorkerError):

@@ -20,7 +20,7 @@ MAX_RECEIVED_BYTES = 1 << 20
 
 
 class BrokenLinkError(OSError):
-    """The peer is gone, or what it sends is not a frame."""
+    """The peer is gone, or has sent something that is not a frame."""
 
 
 def encode(message: Mapping[str, object]) -> bytes:
@@ -81,7 +81,7 @@ class Received:
         if not isinstance(message, dict):
             raise BrokenLinkError("a frame is not a JSON object")
         if message.get("type") not in WITH_FDS:
-            return message, []  # What has come already is for a message after this one.
+            return message, []  # The descriptors received so far belong to a later message.
         fds, self._fds = self._fds, []
         return message, fds
 

@@ -14,14 +14,14 @@ _STORAGE_BYTES = 128
 
 @dataclass
 class Published:
-    """The addresses of all groups of a round, as seen on their way through the store."""
+    """The addresses of all groups of a round, recorded as they pass through the store."""
 
     addresses: set[Address] = field(default_factory=set)
     own: list[tuple[Address, list[bytes]]] = field(default_factory=list)
-    """Where this rank listens, and the ids with which its peers introduce themselves."""
+    """The addresses at which this rank listens, each with the ids that its peers send."""
 
     def note(self, value: bytes, *, own: bool) -> None:
-        """Note a value from the store, if it is one of gloo's."""
+        """Record a value of the store, if it is one of gloo's."""
         found = parse(value)
         if found is None:
             return
@@ -32,10 +32,10 @@ class Published:
 
 
 def parse(value: bytes) -> tuple[Address, list[bytes]] | None:
-    """Read what a rank has published: its address, and an id of 8 bytes for each peer.
+    """Parse the value that a rank has published: its address, and an 8-byte id for each peer.
 
-    Its form: the host's name, a `sockaddr_storage` with a number behind it, both with their
-    lengths before them in 8 bytes, and the ids. None for every other value.
+    The format is the host's name, a `sockaddr_storage` followed by a number, both preceded by their
+    lengths in 8 bytes, and the ids. Returns None for any other value.
     """
     try:
         (name_bytes,) = struct.unpack_from("<Q", value)

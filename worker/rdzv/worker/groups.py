@@ -1,4 +1,4 @@
-"""Makes the process groups of one round on its store, breaks them off, and destroys them."""
+"""Creates, cuts and destroys the process groups of one round."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LRU_CACHE = type(functools.lru_cache(int))
 
 @dataclass(frozen=True)
 class Options:
-    """How process groups are made: torch's back-end and timeout, or its and our defaults."""
+    """The backend and timeout of process groups, as in torch; None for the default."""
 
     backend: str | None = None
     timeout: timedelta | None = None
@@ -43,7 +43,7 @@ class RoundGroups:
         self.round = round_
         self.cut = Cut([])
         self.store: Store | None = None
-        """A store of this round alone; None before `open`."""
+        """The round's own store; None before `open`."""
         self._options = options
         self._link = link
         self._published = Published()
@@ -53,9 +53,9 @@ class RoundGroups:
         self._excepthook = sys.excepthook
 
     def open(self) -> None:
-        """Make the default group. Blocks until all ranks of the round do so.
+        """Create the default group; blocks until all ranks of the round do so.
 
-        `RoundOver` or a collective's exception if the round ends meanwhile.
+        Raises `RoundOver` or a collective's exception if the round ends meanwhile.
         """
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
@@ -66,7 +66,7 @@ class RoundGroups:
             self._link.begin(self.round.number, self.cut)
         timeout = self._options.timeout or dist.distributed_c10d.default_pg_timeout
         self._base_store = self._made_store(timeout)
-        # Names of groups begin at 0 in every round, so two rounds must not share their keys.
+        # Group names start at 0 in every round, so two rounds must not share their keys.
         self.store = PrefixStore(f"rdzv/{self.round.number}", self._base_store)
         dist.init_process_group(
             self._options.backend or _default_backend(),
@@ -79,9 +79,9 @@ class RoundGroups:
         self.cut.refuse()
 
     def before_step(self) -> None:
-        """Return once the collectives of a step have ended. Raises `RoundOver` if they are cut.
+        """Wait until the collectives of a step have ended; raise `RoundOver` if they were cut.
 
-        On a GPU, they have only been started when the backward pass returns.
+        On a GPU, the backward pass returns when they are only enqueued.
         """
         import torch
 
@@ -97,20 +97,20 @@ class RoundGroups:
         return [[host, port] for host, port in sorted(self._published.addresses)]
 
     def close(self) -> None:
-        """Destroy all groups. Returns with no connection of the round left open to a peer."""
+        """Destroy all groups; afterwards no connection of the round to a peer is open."""
         import torch.distributed as dist
 
         if dist.is_initialized():
-            # NCCL's abort in the other thread may have been first.
+            # NCCL's abort, in the other thread, may have been faster.
             with contextlib.suppress(ValueError, AssertionError):
                 dist.destroy_process_group()
-        # An init that was broken off has counted its group. Names are numbers, alike on all ranks.
+        # An interrupted init has counted its group. Names are numbers, and must agree on all ranks.
         dist.distributed_c10d._world.group_count = 0
         if self._link is not None:
             self._link.end()
         self.cut.release()
         self.store = self._base_store = None
-        # Each init wraps the hook once more.
+        # Each init_process_group wraps the hook once more.
         sys.excepthook = self._excepthook
 
     def watch(self) -> list[weakref.ref[Any]]:
@@ -158,15 +158,15 @@ def refuse_groups_from_outside() -> None:
 
     if dist.is_available() and dist.is_initialized():
         raise StaleGroupError(
-            "a process group was made before the function under @elastic was called. The library "
-            "makes it for each round: remove init_process_group from the script"
+            "a process group was created before the function under @elastic was called. The "
+            "library creates one for each round: remove init_process_group from the script"
         )
 
 
 def refuse_old_groups(groups: list[weakref.ref[Any]], number: int) -> None:
     """Raise `StaleGroupError` if anything still refers to a group of a finished round.
 
-    The group would still be used over the old connections, as long as both ends live.
+    It would go on using the old connections, as long as both ends are alive.
     """
     free_groups(groups)
     holders = {
@@ -177,7 +177,7 @@ def refuse_old_groups(groups: list[weakref.ref[Any]], number: int) -> None:
     raise StaleGroupError(
         f"a process group of round {number}, which is over, is still in use"
         + (f" by {', '.join(sorted(holders))}" if holders else "")
-        + ": make groups and wrappers (DistributedDataParallel) inside of the function under "
+        + ": make groups and wrappers (DistributedDataParallel) inside the function under "
         "@elastic, and keep them in its local variables only"
     )
 
@@ -190,7 +190,7 @@ def free_groups(groups: list[weakref.ref[Any]]) -> None:
     """
     if any(group() is not None for group in groups):
         _forget_meshes()
-        gc.collect()  # It costs some tenths of a second, and most often nothing is left to collect.
+        gc.collect()  # This takes some tenths of a second, and most often it is not needed.
 
 
 def _forget_meshes() -> None:
@@ -200,7 +200,7 @@ def _forget_meshes() -> None:
     import torch
 
     for one in gc.get_objects():
-        # Some are kept for each thread, out of reach in any other way.
+        # Some exist once for each thread, and cannot be reached in any other way.
         if type(one) is _LRU_CACHE and str(one.__module__).startswith("torch.distributed."):
             one.cache_clear()
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
@@ -213,7 +213,7 @@ def _forget_meshes() -> None:
 
 
 def _holders(group: object) -> set[str]:
-    """Name the types of what refers to a group, for people; dictionaries by their owners."""
+    """Name the types of the objects that refer to a group; for a dictionary, its owner's type."""
     names = set()
     for holder in gc.get_referrers(group):
         if isinstance(holder, dict):
@@ -231,7 +231,7 @@ def _check_torch() -> None:
 
     if not dist.is_available() or not dist.is_gloo_available():
         raise UnsupportedError(
-            "this build of torch has no gloo, which the library needs beside any other back-end: "
+            "this build of torch has no gloo, which the library needs beside any other backend: "
             "install a build with USE_GLOO=1"
         )
 
@@ -246,7 +246,7 @@ def _default_backend() -> str:
 
 
 def _keep_nccl_quiet() -> None:
-    """Keep NCCL's watchdog and monitor from ending a process that is to be kept.
+    """Keep NCCL's watchdog and monitor from ending a process that should be kept.
 
     "1", which every launcher sets, ends the process at the first error of a collective.
     """

@@ -1,4 +1,4 @@
-"""Brings the ranks of a round to one state: the furthest of those that took part before."""
+"""Brings all ranks of a round to one state: that of the furthest rank of the round before."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Offer:
     oldest_step: int | None = None
     """The oldest step to which it can go back, if its part of the state is sharded."""
     lineage: int = 0
-    """The round in which its training began, or continued with only new processes."""
+    """The last round in which all workers of its training were new."""
     nonce: str = ""
     """Distinguishes the lineage from another one with the same number."""
 
@@ -66,7 +66,7 @@ class Healed:
 
 
 def elect(offers: list[Offer]) -> int:
-    """Return the rank whose state the round goes on from.
+    """Return the rank whose state the round continues from.
 
     It is the lowest rank with the newest sealed step; for a sharded state, the newest step that all
     parts have sealed. Ranks that took part in the previous round come before new ones; a torn rank
@@ -86,21 +86,21 @@ def elect(offers: list[Offer]) -> int:
     if not whole:
         raise NoSourceError(
             "every rank that was kept is torn: an optimizer had begun to change its parameters. "
-            "The job has to go on from its checkpoint, in new processes"
+            "The job must resume from its checkpoint, in new processes"
         )
     shards = max(offers[rank].shards for rank in whole)
     furthest: dict[int, int] = {}
     for offer in (offers[rank] for rank in whole if offers[rank].shards == shards):
         furthest[offer.shard] = max(offer.sealed, furthest.get(offer.shard, 0))
     step = min(furthest.values())
-    # That each part is held of this very step is seen when the script adds its own.
+    # Whether some rank holds each part at exactly this step is checked when the script adds it.
     return min(
         rank for rank in whole if (offers[rank].shards, offers[rank].sealed) == (shards, step)
     )
 
 
 def receivers(offers: list[Offer], source: int) -> list[int]:
-    """Return the ranks that need the source's state: all that are not equal to it."""
+    """Return the ranks that need the source's state: all whose own state differs from it."""
     one = offers[source]
     return [
         rank
@@ -122,16 +122,16 @@ def heal(
 ) -> Healed:
     """Bring this rank to the state of the round's source; all ranks call it together.
 
-    If no rank was kept, they go on from snapshots, if there are some that are whole.
+    If no rank was kept, the ranks first load the newest whole snapshot, if there is one.
 
-    Ranks that are equal to the source receive nothing. A rank that cannot be a source any more once
-    it has begun to receive is torn until the last tensor has come, and its digest is the source's.
-    Blocks as long as ranks are missing. `MismatchError` if entries, sizes or types differ, on all
-    ranks, before anything is sent; `CannotBroadcastError` for what could not be sent.
+    Ranks whose state equals the source's receive nothing. A rank that receives into its own tensors
+    is torn until the last one has arrived and the digests agree. Blocks while ranks are missing.
+    Raises `MismatchError`, on all ranks and before anything is sent, if entries, sizes or types
+    differ, and `CannotBroadcastError` for an entry that cannot be sent.
     """
     sealing.contents.refuse_shards()
     if not sealing.has_begun:
-        # Else it would be refused only in the round that needs it, with the state it was to save.
+        # Fail now, not in the round that needs to send the state.
         _head(sealing)
     offers, manifest = _exchange(sealing, round_, store, "offer")
     resumed = None
@@ -147,8 +147,8 @@ def heal(
     step = offers[source].step
     if expected_step is not None and (step or 0) < expected_step:
         raise NoSourceError(
-            f"the round was to go on from step {expected_step}, and the furthest that a rank of it "
-            f"holds is {step or 0}"
+            f"the round should continue from step {expected_step}, but its furthest rank has "
+            f"sealed only {step or 0}"
         )
     to = receivers(offers, source)
     _settle(sealing, offers, source, round_)
@@ -170,7 +170,7 @@ def _exchange(
     """Publish this rank's offer, and wait for all others."""
     manifest, hashed = described(sealing.contents)
     mine = Offer(
-        # One that never came so far as to train has nothing to offer, like a new process.
+        # A rank that has never begun to train has nothing to offer, like a new process.
         kept=sealing.has_begun,
         digest="" if sealing.torn else digest(sealing.contents.replicated()),
         manifest=hashed,
@@ -215,7 +215,7 @@ def compare_manifests(
 
 
 def _settle(sealing: Sealing, offers: list[Offer], source: int, round_: Round) -> None:
-    """Bring this rank's own part of the state to the end of the source's step."""
+    """Bring this rank's own values to the end of the source's step."""
     mine, step = offers[round_.rank], offers[source].sealed
     if not mine.kept:
         return
@@ -226,12 +226,12 @@ def _settle(sealing: Sealing, offers: list[Offer], source: int, round_: Round) -
             "their states belong together. Call state.commit() on every rank after each step"
         )
     if mine.sealed > step:
-        # Not all parts of the state have sealed the last step: it is done again.
+        # Not all parts of the state have sealed the last step, so it is repeated.
         sealing.undo_local()
         sealing.is_redo = True
     elif mine.sealed < step:
-        # The source was a step ahead. This rank has done the passes of that step as well, else no
-        # collective of it had come to its end: so its buffers and random numbers are right already.
+        # The source is a step ahead. This rank has run that step's forward and backward passes,
+        # too, or its collectives could not have ended. So its buffers and generators are right.
         sealing.is_redo = False
     elif mine.torn:
         sealing.roll_back_local()
@@ -251,7 +251,7 @@ def _transfer(
     import torch
     import torch.distributed as dist
 
-    # Every rank calls this, also those that are not in it.
+    # Every rank must call this, even those that are not in the group.
     group: Any = dist.new_group(sorted([source, *to]))
     if round_.rank == source:
         head = _head(sealing)
@@ -272,7 +272,7 @@ def _sent(sealing: Sealing) -> list[tuple[str, Tensor]]:
 
 
 def _head(sealing: Sealing) -> bytes:
-    """Return everything but the tensors in fixed places, and a description of those to create."""
+    """Pack everything but tensors, with a description of the optimizer tensors to create."""
     import torch
 
     contents = sealing.contents
@@ -296,7 +296,7 @@ def _head(sealing: Sealing) -> bytes:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor that an optimizer holds, to be made by ranks that have none yet."""
+    """An optimizer's tensor, as ranks that do not have it yet must create it."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -314,20 +314,20 @@ def _receive(
     import torch
 
     contents, mine, step = sealing.contents, offers[round_.rank], offers[source].sealed
-    # A rank that is whole, though behind, stays so until everything has come: it may be the only
-    # one that is left if the source dies now.
+    # A rank that is whole, though behind, stays whole until everything has arrived: if the source
+    # dies now, it may be the only one left.
     staged = mine.kept and not mine.torn
     held = _made_optimizer_state(sealing, head["optimizer state"], fresh=staged)
     places = [tensor.detach() for _, tensor in (*contents.parameters(), *contents.outside())]
-    # A rank that did the passes of the source's last step has buffers of its own.
     buffers = [tensor.detach() for _, tensor in contents.buffers()]
-    buffers_count = 0 if mine.kept else len(buffers)
+    if mine.kept:
+        # This rank did the passes of the source's last step, and has buffers of its own.
+        buffers = [torch.empty_like(one) for one in buffers]
     if not staged:
         sealing.torn = True
     into = [torch.empty_like(one) for one in places] if staged else places
-    scratch = buffers if buffers_count else [torch.empty_like(one) for one in buffers]
     tensors = [value for _, value in held if isinstance(value, torch.Tensor)]
-    broadcast([*into, *tensors, *scratch], source, group)
+    broadcast([*into, *tensors, *buffers], source, group)
     sealing.torn = True
     if staged:
         with torch.no_grad():
@@ -344,13 +344,13 @@ def _receive(
         rng.derive(head["seed"], round_.rank, step)
     if digest(contents.replicated()) != offers[source].digest:
         raise NoSourceError(
-            f"rank {round_.rank} has received other bits than rank {source} has announced"
+            f"the state that rank {round_.rank} received is not the one that rank {source} offered"
         )
     sealing.torn = False
 
 
 def _made_optimizer_state(
-    sealing: Sealing, described: list[tuple[Any, Any]], *, fresh: bool
+    sealing: Sealing, wanted: list[tuple[Any, Any]], *, fresh: bool
 ) -> list[tuple[Any, Any]]:
     """Return the source's optimizer state, with tensors to receive into.
 
@@ -363,7 +363,7 @@ def _made_optimizer_state(
         name: parameters_of(optimizer) for name, optimizer in sealing.contents.optimizers.items()
     }
     made = []
-    for key, value in described:
+    for key, value in wanted:
         if isinstance(value, _Shape):
             tensor = here.get(key)
             if fresh or not _fits(tensor, value):

@@ -20,13 +20,13 @@ class Image:
     step: int
     parameters: dict[str, Tensor]
     optimizers: list[tuple[tuple[str, int, str], Any, bool]]
-    """The state of optimizers: optimizer, parameter's place and name; the value; whether it is
-    sharded like its parameter."""
+    """The state of optimizers, each with its key (optimizer, place of the parameter, name), its
+    value, and whether it is sharded like its parameter."""
     small: dict[str, Any]
-    """Buffers, settings of optimizers and states of objects, by kind and name; plain values."""
+    """Buffers, settings of optimizers, states of objects and plain values, by kind and name."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Name all of its tensors, but those that are small."""
+        """List all tensors except the small ones, with names."""
         held = [
             ("/".join(map(str, key)), value)
             for key, value, _ in self.optimizers
@@ -50,7 +50,7 @@ class Image:
 def image_of(
     step: int, tensors: Sequence[tuple[str, Tensor]], contents: Contents, small: dict[str, Any]
 ) -> Image:
-    """Return an image of these tensors and of what optimizers hold; it shares their memory."""
+    """Return an image of these tensors and of the optimizers' state; it shares their memory."""
     return Image(
         step,
         {name: local(one) for name, one in tensors},
@@ -68,7 +68,7 @@ def put_back(
     tensors: Sequence[tuple[str, Tensor]],
     buffers: Sequence[tuple[str, Tensor]],
 ) -> None:
-    """Bring contents to where an image is; what it has for optimizers becomes theirs."""
+    """Load an image into contents; its optimizer state is handed over, not copied."""
     import torch
 
     with torch.no_grad():
@@ -109,7 +109,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def _like(parameter: Any, value: Tensor) -> Tensor:
-    """Return a sharded tensor with a parameter's layout and this part."""
+    """Return a sharded tensor with the layout of a parameter and this local part."""
     made: Tensor = type(parameter.detach()).from_local(
         value,
         parameter.device_mesh,

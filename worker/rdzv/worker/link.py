@@ -1,4 +1,4 @@
-"""The socket between a worker and its runner: its messages, and the thread that listens."""
+"""The socket between a worker and its runner: its messages, and the thread that receives them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROTOCOL = 1
 VERSION = "0.1.0"
 
 _CUT_AGAIN_MS = 20
-"""How often to look for late connections of a round that is cut."""
+"""How often a cut round is searched for late connections."""
 _SEND_TIMEOUT_S = 10.0
 """A runner that reads nothing for this long counts as gone."""
 _ANSWER_TIMEOUT_S = 10.0
@@ -42,26 +42,26 @@ class Go:
 
 @dataclass(frozen=True)
 class Release:
-    """The runner's message that this worker's failure counts: it raises its exception, and ends."""
+    """The runner's message that this worker must raise the exception it reported, and end."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class GivenSlots:
-    """The runner's memory for snapshots; whoever takes it closes the descriptors."""
+    """The runner's memory for snapshots; the receiver must close the descriptors."""
 
     size: int
     fds: list[int]
     reason: str = ""
-    """Why there are none."""
+    """Why there are no slots."""
     copies: list[int] = field(default_factory=list)
     """Descriptors of copies of other nodes' snapshots."""
 
 
 @dataclass(frozen=True)
 class Watermark:
-    """The newest step of which all parts are saved, in which lineage and series."""
+    """The newest step whose parts are all saved, with its lineage and series."""
 
     lineage: int
     step: int
@@ -83,13 +83,13 @@ class Link:
         self._round = -1
         self._over_through = -1
         """The last round that the runner has declared over."""
-        self._word: Go | Release | None = None
+        self._order: Go | Release | None = None
         self._closed = False
         self._slots: GivenSlots | None = None
         self.watermark: Watermark | None = None
-        """None until the runner says which steps are whole."""
+        """The newest whole step; None until the runner announces one."""
         self.pinned: tuple[int, int] | None = None
-        """Lineage and step of what is being written to disk."""
+        """Lineage and step of the snapshot being written to disk; None if there is none."""
 
     def listen(self) -> None:
         """Send the hello and start the thread that receives, which ends with the process."""
@@ -121,7 +121,7 @@ class Link:
             return self._changed.wait_for(self.is_over, timeout_s)
 
     def end(self) -> None:
-        """Stop cutting: nothing of the round is left."""
+        """Stop cutting, because the round's groups are destroyed."""
         with self._changed:
             self._cut = None
 
@@ -146,9 +146,10 @@ class Link:
         self._send({"type": "resumed", **what})
 
     def reserve(self, size: int, *, copies: bool = False) -> GivenSlots:
-        """Ask for the slots of this worker, of at least this size; 0: those that are in use.
+        """Request this worker's slots, of at least `size` bytes; with 0, those that hold data.
 
-        With `copies`, ask for those of other nodes' snapshots as well.
+        With `copies`, also request the copies of other nodes' snapshots. Waits for the runner's
+        answer, but at most 10 seconds.
         """
         if SNAPSHOTS_VARIABLE not in os.environ:
             return GivenSlots(0, [], "its runner holds no snapshots")
@@ -161,15 +162,15 @@ class Link:
         return slots or GivenSlots(0, [], "its runner does not answer")
 
     def saved(self, slot: int, **what: Any) -> None:
-        """Say which snapshot a slot holds; without fields: none, or one without state."""
+        """Report the snapshot in a slot; without fields, the slot is empty or holds no state."""
         self._send({"type": "saved", "slot": slot, **what})
 
-    def wait_for_word(self) -> Go | Release | None:
-        """Wait, parked, for the next message; None if the runner is gone."""
+    def wait_for_order(self) -> Go | Release | None:
+        """Wait, parked, for the runner's order; None if the runner is gone."""
         with self._changed:
-            self._changed.wait_for(lambda: self._word is not None or self._closed)
-            word, self._word = self._word, None
-            return word
+            self._changed.wait_for(lambda: self._order is not None or self._closed)
+            order, self._order = self._order, None
+            return order
 
     def _send(self, message: Mapping[str, object]) -> None:
         """Send a message; a runner that is gone, or reads nothing, closes the link."""
@@ -184,8 +185,6 @@ class Link:
                     if not ready:
                         raise TimeoutError("the runner reads nothing")
                     view = view[self._socket.send(view, socket.MSG_DONTWAIT) :]
-            except BlockingIOError:
-                self._close()
             except OSError:
                 self._close()
 
@@ -254,9 +253,9 @@ class Link:
             if cut is not None:
                 cut.cut()
 
-    def _note(self, word: Go | Release) -> None:
+    def _note(self, order: Go | Release) -> None:
         with self._changed:
-            self._word = word
+            self._order = order
             self._changed.notify_all()
 
     def _close(self) -> None:
@@ -279,7 +278,7 @@ _links: list[Link] = []
 def process_link() -> Link | None:
     """Return this process's link, if its launcher gave it one; the first call sends the hello.
 
-    The variable is taken out of the environment, since the number means nothing to children.
+    The variable is removed from the environment, because the descriptor means nothing to children.
     """
     value = os.environ.pop(LINK_VARIABLE, "")
     if value:
@@ -298,7 +297,7 @@ def _opened(value: str) -> Link | None:
         os.set_inheritable(fd, False)
         sock = socket.socket(fileno=fd)
     except (ValueError, OSError):
-        return None  # A child of the worker may have the variable, and never has the descriptor.
+        return None  # A child of the worker may inherit the variable, but not the descriptor.
     if sock.family != socket.AF_UNIX:
         sock.detach()
         return None

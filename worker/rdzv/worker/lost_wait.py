@@ -1,9 +1,9 @@
-"""Tells when the main thread waits for an operation that gloo has lost.
+"""Detects that the main thread waits for an operation that gloo has lost.
 
-gloo forgets an operation now and then whose peer dies at that very moment. It then waits for it
-until the group's timeout, though its connections are shut down: in the backward pass, or while a
-group is destroyed. Seen about once in a hundred kills (torch 2.13). Nothing in the process can end
-that wait, so the runner is told, and need not wait for `--keep-timeout`.
+gloo sometimes loses an operation whose peer dies at the wrong moment. It then waits for the
+operation until the group's timeout, although its connections are shut down: in the backward pass,
+or while a group is destroyed. This was seen in about one of a hundred kills (torch 2.13). Nothing
+in the process can end that wait, so the runner is told, and need not wait for `--keep-timeout`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import time
 from pathlib import Path
 
 LOST_AFTER_S = 1.0
-"""How long the main thread has done nothing, where a collective that is cut ends within 0.1 s."""
+"""How long the main thread must have been idle; a collective that is cut ends within 0.1 s."""
 
 _WAITS_IN = (
     *("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/"),
     "/rdzv/worker/groups.py",
 )
-"""Where the main thread is, by its innermost frame, while it waits for gloo."""
+"""Parts of the innermost frame's path while the main thread waits for gloo."""
 
 
 class LostWait:
-    """Looks at the main thread again and again, from another one, after a round was cut."""
+    """Checks the main thread repeatedly, from another thread, after a round was cut."""
 
     def __init__(self) -> None:
         self._used: tuple[str, str] | None = None
@@ -34,7 +34,7 @@ class LostWait:
     def place(self) -> str:
         """Return where the main thread waits in vain, as FILE:LINE; empty if it does not.
 
-        A backward pass on a GPU is waited for without using the CPU, so there nothing is said.
+        With CUDA it is always empty, because waiting for a backward pass uses no CPU time, either.
         """
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
@@ -52,7 +52,7 @@ class LostWait:
 
 
 def _cpu_ticks() -> tuple[str, str]:
-    """Return the CPU time of the main thread, as the kernel counts it: most often in 10 ms."""
+    """Return the CPU time of the main thread in the kernel's ticks, usually of 10 ms."""
     pid = os.getpid()
     stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
     fields = stat.rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Memory of the runner, mapped into this process: no child that it forks has it."""
+"""Maps memory of the runner into this process, but not into its forked children."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MAP_POPULATE = 0x8000
 
 
 def mapped(fd: int, size: int) -> memoryview:
-    """Map a file into memory, with all its pages, as bytes; it stays until the last view is gone.
+    """Map a file with all its pages; the mapping stays until its last view is gone.
 
-    Takes about a second for each gigabyte that has no pages yet, without the GIL. The descriptor
-    can be closed afterwards. `OSError` if there is no memory for the pages.
+    Takes about a second for each gigabyte that has no pages yet, and releases the GIL. The
+    descriptor can be closed afterwards. `OSError` if there is no memory for the pages.
     """
-    # Without pages, a write to the mapping would be answered by SIGBUS once there is no memory.
+    # Allocate all pages now: without memory, a later write would raise SIGBUS.
     os.posix_fallocate(fd, 0, size)
     # mmap.mmap() would hold a descriptor, which forked children inherit.
     address = _libc.mmap(
@@ -41,6 +41,6 @@ def mapped(fd: int, size: int) -> memoryview:
 
 
 def _unmap(pid: int, address: int, size: int) -> None:
-    # A forked child does not have it, and may have something else at its address.
+    # A forked child does not have the mapping, and may have something else at its address.
     if os.getpid() == pid:
         _libc.munmap(address, size)

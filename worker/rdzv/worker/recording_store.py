@@ -1,4 +1,4 @@
-"""A store that notes, on their way, the addresses which gloo's ranks publish for each other."""
+"""A store that records the addresses which gloo's ranks publish for each other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def recording_store(inner: Store, published: Published, refuse: Callable[[], None]) -> Store:
-    """Return a store that passes everything on to another one, and fills `published`.
+    """Return a store that forwards everything to `inner`, and fills `published`.
 
-    `refuse` is called before each operation, and raises once the round is cut: no new group is made
-    then. The store must live as long as the groups that use it: torch calls into it.
+    `refuse` is called before each operation, and raises once the round is cut, so that no new group
+    can be made. The store must live as long as the groups that use it: torch calls into it.
     """
     store: Store = _store_class()(inner, published, refuse)
     return store
@@ -73,11 +73,11 @@ def _store_class() -> Any:
         *("queue_push", "queue_pop", "queue_len", "list_keys", "set_timeout"),
     ):
         if hasattr(Store, name):
-            setattr(RecordingStore, name, _passed_on(name))
+            setattr(RecordingStore, name, _forwarded(name))
     return RecordingStore
 
 
-def _passed_on(name: str) -> Callable[..., Any]:
+def _forwarded(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> Any:
         self._refuse()
         return getattr(self._inner, name)(*args)

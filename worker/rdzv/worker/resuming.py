@@ -1,8 +1,8 @@
-"""How new processes go on from snapshots that their predecessors have left in memory, or on disk.
+"""Lets new processes resume from snapshots that their predecessors left in memory or on disk.
 
-Only a round without any kept worker does: all ranks say which snapshots their runners hold, and go
-on from the newest step that is whole. If there is none, they do the same with those on disk.
-Nothing is loaded before all ranks have verified theirs.
+This happens only in a round without kept workers. All ranks publish which snapshots their runners
+hold, and resume from the newest whole step. If there is none, they do the same with snapshots on
+disk. Nothing is loaded before all ranks have verified their snapshots.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from .snapshots import HeldSlots
 
 NEWEST_VARIABLE = "RDZV_SNAPSHOT"
-"""What the round goes on from, as LINEAGE:STEP:SERIES, or from what is older, if that is damaged;
-empty: from no snapshot. Not set: the ranks decide alone."""
+"""The newest snapshot that may be used, as LINEAGE:STEP:SERIES; an older one is used if this one is
+damaged. Empty: no snapshot may be used. Not set: the ranks decide alone."""
 ORIGIN_VARIABLE = "RDZV_SNAPSHOT_ORIGIN"
-"""The lineage from which on snapshots may be used: the job has gone on without those before."""
+"""The oldest lineage whose snapshots may be used: the job has continued without older ones."""
 FOLDER_VARIABLE = "RDZV_SNAPSHOT_DIR"
-"""The folder of snapshots on disk; not set: there are none."""
+"""The folder of snapshots on disk; not set if there are none."""
 
 
 class Key(NamedTuple):
-    """What parts of one state have in common. The larger one is the newer one."""
+    """Identifies a state: equal for all its parts, and larger for a newer state."""
 
     lineage: int
     step: int
@@ -50,9 +50,9 @@ class Key(NamedTuple):
 
 
 def newest_whole(found: Iterable[tuple[Key, int]]) -> Key | None:
-    """Return the newest state of which every part was found; None if there is none.
+    """Return the newest state whose parts were all found; None if there is none.
 
-    `found` has a key and a part of it for each snapshot.
+    `found` has the key and the part of each snapshot.
 
     >>> one, two = Key(0, 20, "a", 2), Key(0, 30, "a", 2)
     >>> newest_whole([(one, 0), (two, 0), (one, 1)])
@@ -66,7 +66,7 @@ def newest_whole(found: Iterable[tuple[Key, int]]) -> Key | None:
 
 
 def may_be_used(lineage: int, step: int, environ: Mapping[str, str]) -> bool:
-    """Whether the round leaves it to its workers to go on from a snapshot.
+    """Whether the round may resume from a snapshot of this lineage and step.
 
     >>> names = {NEWEST_VARIABLE: "3:20:a", ORIGIN_VARIABLE: "2"}
     >>> [may_be_used(*mark, names) for mark in ((3, 20), (2, 90), (3, 30), (4, 0), (1, 10))]
@@ -92,16 +92,16 @@ class Found(Protocol):
     """As in "the snapshot of step 3 in memory"."""
     bytes: int
     is_copy: bool
-    """Whether another node has saved it: it is of use if nobody else holds that part."""
+    """Whether another node saved it; a copy is used only if no rank holds the original."""
 
     def is_sound(self) -> bool:
-        """Whether it is as it was written; reads all of it once."""
+        """Whether it is undamaged; reads all of it once."""
 
     def read(self) -> tuple[Content, int, int]:
-        """Return it, and the rank and world size that it was saved with."""
+        """Return its content, and the rank and world size that it was saved with."""
 
     def give_up(self) -> None:
-        """Have nobody find it again, if it is damaged."""
+        """Make sure that it is not found again, because it is damaged."""
 
 
 class InMemory:
@@ -123,11 +123,11 @@ class InMemory:
         self.bytes = header.bytes
 
     def is_sound(self) -> bool:
-        """Whether it is as it was written; reads all of it once."""
+        """Whether it is undamaged; reads all of it once."""
         return self._slot.is_sound(self.header)
 
     def read(self) -> tuple[Content, int, int]:
-        """Return it, and the rank and world size that it was saved with."""
+        """Return its content, and the rank and world size that it was saved with."""
         return self._slot.read(self.header), self.header.rank, self.header.world_size
 
 
@@ -145,11 +145,11 @@ class OnDisk:
         self.bytes = step.bytes_of(shard)
 
     def is_sound(self) -> bool:
-        """Whether it is as it was written; reads all of it once."""
+        """Whether it is undamaged; reads all of it once."""
         return self._step.is_sound(self.header.shard)
 
     def read(self) -> tuple[Content, int, int]:
-        """Return it, and the rank and world size that it was saved with."""
+        """Return its content, and the rank and world size that it was saved with."""
         return self._step.read(self.header.shard)
 
     def give_up(self) -> None:
@@ -157,7 +157,7 @@ class OnDisk:
 
 
 class Resuming:
-    """The snapshots that this rank can load, in a round of new processes alone."""
+    """The snapshots that this rank can load, in a round of new processes only."""
 
     def __init__(self, held: HeldSlots | None, sealing: Sealing, round_: Round) -> None:
         """Look for snapshots of this state; without a runner there are none in memory."""
@@ -168,7 +168,7 @@ class Resuming:
         self._loaded: Sequence[Found] = ()
         self._own: Mapping[str, Any] | None = None
         self.key: Key | None = None
-        """What is gone on from."""
+        """The state that was loaded; None if there was none."""
         if held is not None:
             copies = held.find()
             found: list[tuple[Slot, Callable[[], None], bool]] = [
@@ -184,10 +184,10 @@ class Resuming:
             ]
 
     def load(self, store: Store) -> bool:
-        """Bring this rank to the newest step that is whole, if there is one; all ranks call it.
+        """Load the newest whole step, if there is one; all ranks call it together.
 
-        Returns whether there is. A rank that does not hold the state itself is still to be healed.
-        Blocks as long as ranks are missing. Snapshots that are damaged are given up, on all ranks.
+        Returns whether there is one. A rank that does not hold the state itself must still be
+        healed. Blocks while ranks are missing. Damaged snapshots are given up, on all ranks.
         """
         folder = os.environ.get(FOLDER_VARIABLE, "")
         looks = self._exchange(store, "looks on disk", bool(folder))
@@ -198,7 +198,7 @@ class Resuming:
         return any(looks) and self._load(store, "on disk", self._on_disk(folder))
 
     def put_back_own(self) -> None:
-        """Bring what is this rank's alone to that step, once the state is there."""
+        """Restore this rank's own values at that step, once the state is loaded."""
         if self.key is None:
             return
         if self._own is not None:
@@ -209,7 +209,7 @@ class Resuming:
             rng.derive(torch.initial_seed(), self._round.rank, self.key.step)
 
     def give_up(self) -> None:
-        """Have nothing of it gone on from again: the script's objects do not fit to it."""
+        """Give these snapshots up for good: they do not fit the script's objects."""
         if self._held is not None:
             for number in range(len(self._held.slots)):
                 self._held.clear(number)
@@ -218,12 +218,12 @@ class Resuming:
                 one.give_up()
             elif isinstance(one, OnDisk):
                 self._say(
-                    f"the snapshot {one.where} does not fit to what the script adds to its state: "
+                    f"the snapshot {one.where} does not fit what the script adds to its state: "
                     "move it away, or give another --snapshot-dir"
                 )
 
     def _load(self, store: Store, name: str, found: Sequence[Found]) -> bool:
-        """Load the newest step that is whole of what all ranks have found."""
+        """Load the newest whole step among the snapshots that all ranks have found."""
         begun = time.monotonic()
         attempt, are_sound = 0, False
         while not are_sound:
@@ -234,7 +234,7 @@ class Resuming:
             if newest is None:
                 return False
             key = newest
-            # Nobody reads a copy of what is there without it.
+            # A copy is read only if the original is lost.
             lost = set(range(key.shards)) - {
                 shard for of, shard, is_copy in itertools.chain(*held) if of == key and not is_copy
             }
@@ -259,13 +259,13 @@ class Resuming:
             size = sum(one.bytes for one in chosen)
             parts = f" (copies of parts {', '.join(map(str, sorted(lost)[:8]))})" if lost else ""
             self._say(
-                f"goes on from the snapshot of step {key.step} {chosen[0].where}{parts}, not from "
+                f"resumed from the snapshot of step {key.step} {chosen[0].where}{parts}, not from "
                 f"a checkpoint: {size / 1e6:.1f} MB in {time.monotonic() - begun:.2f} s"
             )
         return True
 
     def _on_disk(self, folder: str) -> list[OnDisk]:
-        """List what this rank can load of the steps on disk: one rank of each node, if all do."""
+        """List the steps on disk that this rank loads: all of them have the state on one rank."""
         found = []
         for step in whole_steps(Path(folder)) if folder else []:
             shards, rank = step.header.shards, self._round.rank
@@ -275,23 +275,23 @@ class Resuming:
         return found
 
     def _exchange(self, store: Store, name: str, mine: Any) -> list[Any]:
-        """Publish this rank's, and wait for all."""
+        """Publish this rank's value, and wait for those of all ranks."""
         store.set(f"{name}/{self._round.rank}", json.dumps(mine))
         ranks = range(self._round.world_size)
         return [json.loads(one) for one in store.multi_get([f"{name}/{rank}" for rank in ranks])]
 
     def _fits(self, header: Header, where: str) -> bool:
-        """Whether a snapshot is of this state; else say why not."""
+        """Whether a snapshot fits this state; if not, print why."""
         reason = ""
         if header.state != described(self._sealing.contents)[1]:
-            reason = "it is of a state with other names, sizes or types"
+            reason = "its state has other names, sizes or types"
         elif header.part and header.world_size != self._round.world_size:
             reason = (
-                f"its {header.shards} parts are of {header.world_size} ranks, and now there are "
-                f"{self._round.world_size}: start {header.world_size}, or load a checkpoint"
+                f"its {header.shards} parts were saved by {header.world_size} ranks, but there are "
+                f"{self._round.world_size} now: start {header.world_size}, or load a checkpoint"
             )
         if reason:
-            self._say(f"cannot go on from the snapshot of step {header.step} {where}: {reason}")
+            self._say(f"cannot resume from the snapshot of step {header.step} {where}: {reason}")
         return not reason
 
     def _is_sound(self, one: Found) -> bool:
@@ -316,7 +316,7 @@ class Resuming:
 
 
 def _is_of(one: Found, key: Key) -> bool:
-    """Whether a snapshot belongs to a state; one without state belongs to that of its step."""
+    """Whether a snapshot belongs to a state; one without state belongs to any of its step."""
     if one.header.shards:
         return one.key == key
     return (one.header.lineage, one.header.step) == (key.lineage, key.step)

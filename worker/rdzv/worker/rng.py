@@ -1,4 +1,4 @@
-"""The random number generators of this process: captured, put back, derived for a new rank."""
+"""Captures, restores and derives the states of this process's random number generators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of Python's, torch's, the GPU's and, if it was imported, numpy's."""
+    """Return the states of the generators of Python, torch, the GPU and, if imported, numpy."""
     import torch
 
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
@@ -21,7 +21,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Put captured states back."""
+    """Restore captured states."""
     import torch
 
     random.setstate(states["python"])
@@ -35,7 +35,7 @@ def restore(states: dict[str, Any]) -> None:
 def derive(seed: int, rank: int, step: int) -> None:
     """Seed all generators for a rank that enters the job at a step.
 
-    The same three numbers give the same states in every process, and any other three give others.
+    The same three numbers give the same states in every process; other numbers give other states.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The round that a worker takes part in, as its environment tells it."""
+"""The round that a worker takes part in, read from its environment."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Round:
     restarts: int
     """Restarts that the job has spent so far."""
     token: str
-    """A name for this round that is safe in file names.
+    """A unique name for this round, safe in file names.
 
-    Two rounds never have the same. Put it into the names of what is written in the background:
-    a writer of a round that is over then cannot damage a newer file.
+    Put it into the names of files that are written in the background, so that a writer of an
+    earlier round cannot damage a newer file.
     """
     kept: bool = False
     """Whether this process took part in the round before."""

@@ -10,21 +10,21 @@ from .errors import NoRoundError, WorkerError
 
 
 class ElasticBatchSampler:
-    """Hands out every sample once an epoch, over any history of failures and resizes.
+    """Yields every sample once per epoch, whatever failures and resizes happen.
 
     It goes into `State(sampler=...)` and `DataLoader(..., batch_sampler=state.sampler)`. An epoch
     is one order of all samples, which depends on `seed` and the epoch alone; each step takes the
-    next `batch_size * world_size` of it, a consecutive `batch_size` for each rank. The place in the
-    order moves by `state.commit()`, so samples that were loaded ahead, or were part of a step that
-    did not come to its end, are handed out again.
+    next `batch_size * world_size` of it, a consecutive `batch_size` for each rank. Only
+    `state.commit()` advances the position in that order, so samples that were loaded ahead, or were
+    part of an unfinished step, are yielded again.
 
-    At the end of an epoch fewer samples than that may be left. They are divided among the ranks, as
-    evenly as possible. If there are fewer than ranks, the first samples of the epoch fill up, so
+    At the end of an epoch fewer samples may be left. They are divided among the ranks as evenly as
+    possible. If there are fewer samples than ranks, the first samples of the epoch are added, so
     that each rank has one: only these are seen twice. With `drop_tail` the last incomplete step is
     left out instead, so that all batches have the same size.
 
-    Iterating ends with the epoch. Loop over epochs like this, which is right also where a round
-    begins in the middle of one:
+    Iteration ends with the epoch. Loop over epochs like this, which also works if a round begins in
+    the middle of one:
 
         while state.sampler.epoch < epochs:
             for batch in loader:
@@ -44,8 +44,8 @@ class ElasticBatchSampler:
     ) -> None:
         """Take a data set or the number of its samples, and the size of a rank's batch.
 
-        `batches_per_commit` is how many batches lie between two commits, if a script accumulates
-        gradients over several. `ValueError` if a number is not positive.
+        `batches_per_commit` is the number of batches between two commits, for scripts that
+        accumulate gradients. `ValueError` if a number is not positive.
         """
         self.size = data if isinstance(data, int) else len(data)
         for name, value in (
@@ -61,18 +61,18 @@ class ElasticBatchSampler:
         self.drop_tail = drop_tail
         self.batches_per_commit = batches_per_commit
         self.epoch = 0
-        """Epochs done."""
+        """The number of epochs done."""
         self.position = 0
-        """Samples of the present epoch that are done, of all ranks together."""
+        """The number of samples of the present epoch that all ranks together have done."""
         self.on_first_batch: Callable[[], None] | None = None
-        """Called as the first batch of a round is handed out in the middle of an epoch."""
+        """Called before the first batch of a round that begins in the middle of an epoch."""
         self._rank: int | None = None
         self._world_size = 1
         self._round = 0
         self._ends: deque[int] = deque()
 
     def begin_round(self, rank: int, world_size: int) -> None:
-        """Divide the samples again; iterators of the previous round are refused from now on.
+        """Divide the samples among the ranks of a new round; older iterators raise from now on.
 
         `WorkerError` if `drop_tail` would leave nothing of an epoch.
         """
@@ -88,13 +88,13 @@ class ElasticBatchSampler:
         self._end_epoch()
 
     def commit(self) -> None:
-        """Count the batches that were handed out first as done; `State.commit` calls this."""
+        """Count the oldest yielded batches as done; `State.commit` calls this."""
         for _ in range(min(self.batches_per_commit, len(self._ends))):
             self.position = self._ends.popleft()
         self._end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data: epochs and samples done, and what the order depends on."""
+        """Return the position in the data, and the values that its order depends on."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -103,10 +103,10 @@ class ElasticBatchSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a place; `WorkerError` if it is one in another data set."""
+        """Continue from a position; `WorkerError` if the data set has another size."""
         if state["size"] != self.size:
             raise WorkerError(
-                f"the sampler's state is of {state['size']} samples, and the data set here has "
+                f"the sampler's state is for {state['size']} samples, but the data set here has "
                 f"{self.size}: give every rank and every start of the job the same data set"
             )
         self.epoch = state["epoch"]
@@ -115,17 +115,17 @@ class ElasticBatchSampler:
         self._ends.clear()
 
     def __len__(self) -> int:
-        """Return how many batches this rank still gets in this epoch, in a world of this size."""
+        """Return how many batches this rank has left in this epoch, at this world size."""
         per_step = self.batch_size * self._world_size
         left = self.size - self.position
         return left // per_step if self.drop_tail else -(-left // per_step)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield lists of indices to the end of the epoch."""
+        """Yield lists of indices until the end of the epoch."""
         if self._rank is None:
             raise NoRoundError(
                 "the sampler was asked for batches before a round began: give it to State(...), "
-                "and make loaders and iterators inside of the function under @elastic"
+                "and make loaders and iterators inside the function under @elastic"
             )
         return self._batches(self._rank, self._round)
 
@@ -146,8 +146,8 @@ class ElasticBatchSampler:
     def _refuse_if_stale(self, round_: int) -> None:
         if round_ != self._round:
             raise WorkerError(
-                "an iterator of an earlier round was asked for a batch; it divides the samples "
-                "among other ranks. Make loaders and iterators inside the function under @elastic"
+                "an iterator of an earlier round was asked for a batch, but it divides the samples "
+                "among other ranks: make loaders and iterators inside the function under @elastic"
             )
 
     def _end_epoch(self) -> None:
@@ -157,7 +157,7 @@ class ElasticBatchSampler:
             self._ends.clear()
 
     def _left(self, position: int) -> int:
-        """Return how many samples are left to hand out, from a position on."""
+        """Return how many samples are left to yield from a position on."""
         left = self.size - position
         if self.drop_tail and left < self.batch_size * self._world_size:
             return 0

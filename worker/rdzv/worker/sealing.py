@@ -1,4 +1,4 @@
-"""Which step a worker's state is at: sealed by a commit, torn by a step that was not."""
+"""Tracks which step a worker's state is at: sealed by a commit, or torn by an unfinished step."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ if TYPE_CHECKING:
 
 
 class Sealing:
-    """The state's contents, and a copy of what moves outside of the parameters.
+    """The state's contents, with a copy of everything that changes outside of optimizer steps.
 
-    Parameters and what optimizers hold for them change in an optimizer's step alone, so they need
-    no copy: they are at the sealed step, or torn. Everything else (buffers, averages of the
-    weights, the scaler, the sampler, random number generators, plain values) may change at any
-    time, and is put back to the sealed step before a step is done again.
+    Parameters and optimizer state change only in an optimizer's step, so they need no copy: they
+    are at the sealed step, or torn. Everything else (buffers, averages of the weights, the scaler,
+    the sampler, random number generators, plain values) may change at any time, and is restored to
+    the sealed step before a step is repeated.
     """
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self.contents = Contents(entries)
         self.step: int | None = None
-        """How many steps were sealed; None before the first."""
+        """The number of sealed steps; None before the first."""
         self.torn = False
         """Whether an optimizer has touched the parameters since the last seal."""
         self.is_redo = False
         self.shards = Shards()
         self._sealed: _Copy | None = None
         self._before: _Copy | None = None
-        """The copy of the step before, which a rank with a sharded state may go back to."""
+        """The copy of the previous step, to which a rank with a sharded state may go back."""
         self._before_step: Callable[[], None] | None = None
         self.lineage = 0
-        """The round in which this training began or went on with new processes alone."""
+        """The last round in which all workers of this training were new."""
         self.nonce = secrets.token_hex(8)
-        """What tells this lineage from another one of the same number: a random word of RANK 0."""
+        """Distinguishes this lineage from another with the same number: RANK 0's random word."""
         self.wait_for_copy: Callable[[], object] = lambda: None
-        """Returns once the sealed step's tensors may be changed: a snapshot may be copied."""
+        """Blocks while the sealed step's tensors are being copied to a snapshot."""
         for optimizer in self.contents.optimizers.values():
             optimizer.register_step_pre_hook(self._refuse_or_tear)
 
     @property
     def is_torn(self) -> bool:
-        """Whether this rank has no whole state, so that none can be healed by it."""
+        """Whether this rank has no whole state, so that it can heal no other rank."""
         return self.torn or self.shards.is_missing
 
     @property
@@ -73,7 +73,7 @@ class Sealing:
         return self._sealed is not None
 
     def holds(self) -> dict[str, Any]:
-        """Return what this rank brings into a round, as other ranks and the runner get it."""
+        """Describe the state that this rank holds, for other ranks and for the runner."""
         return {
             "step": self.step,
             "torn": self.is_torn,
@@ -84,7 +84,7 @@ class Sealing:
     def content(self, *, with_state: bool) -> Content:
         """Return the sealed step, sharing memory with tensors that the next step changes.
 
-        Without `with_state` it is only what this rank has for itself.
+        Without `with_state`, a state that is not sharded is left out.
         """
         sealed, parts = self._sealed, self.shards.parts
         assert sealed is not None
@@ -99,14 +99,14 @@ class Sealing:
         return Content(own, images)
 
     def load(self, image: Image) -> None:
-        """Bring the contents of a new process to where a snapshot is."""
+        """Load a snapshot into the contents of a new process."""
         contents = self.contents
         tensors = [*contents.parameters(), *contents.outside()]
         put_back(image, contents, tensors, contents.buffers())
         self.step = image.step
 
     def load_own(self, own: Mapping[str, Any]) -> None:
-        """Put back what is this rank's alone."""
+        """Restore this rank's own values."""
         rng.restore(own["rng"])
         _copy_back(own["buffers"], self.contents.buffers())
 
@@ -114,7 +114,7 @@ class Sealing:
         """Prepare for a round; `before_step` is called before each step, and may refuse it."""
         self._before_step = before_step
         for optimizer in self.contents.optimizers.values():
-            # A backward pass that was broken off has left some.
+            # An interrupted backward pass may have left some.
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
         for entry in self.contents.objects.values():
@@ -125,15 +125,15 @@ class Sealing:
         self._before = None
 
     def end_round(self) -> None:
-        """Let optimizers step unasked again, outside of rounds."""
+        """Let optimizers step without a check again, outside of rounds."""
         self._before_step = None
 
     def add(self, parts: Parts, *, holds_last: bool) -> None:
-        """Take a sharded part of the state, which is where the state is."""
+        """Take over a sharded part of the state, which is already at the state's step."""
         for optimizer in parts.contents.optimizers.values():
             optimizer.register_step_pre_hook(self._refuse_or_hold)
         self.shards.begin(parts, holds_last=holds_last)
-        # The model was built with random numbers that no undisturbed run draws.
+        # Building the model has drawn random numbers that an undisturbed run does not draw.
         if self.step:
             self._restore_rng()
 
@@ -149,17 +149,17 @@ class Sealing:
         self.is_redo = False
 
     def roll_back(self) -> None:
-        """Put everything outside of the parameters back to the sealed step."""
+        """Restore everything but parameters and optimizer state to the sealed step."""
         assert self._sealed is not None
         self._sealed.put_back(self.contents)
 
     def roll_back_local(self) -> None:
-        """Put back only what each rank has for itself: its buffers and its random numbers."""
+        """Restore only each rank's own values: its buffers and random number generators."""
         assert self._sealed is not None
         self._sealed.put_back_local(self.contents)
 
     def undo_local(self) -> None:
-        """Put the same back to the step before the sealed one: others have not sealed that."""
+        """Restore the same values to the previous step: other ranks have not sealed this one."""
         assert self._before is not None
         self._sealed = self._before
         self.roll_back_local()
@@ -169,7 +169,7 @@ class Sealing:
         self._sealed = _Copy(self.contents)
 
     def _restore_rng(self) -> None:
-        # A loader draws a number as it begins. In the middle of an epoch the round before did not.
+        # A new loader draws a number, which an undisturbed run does not in the middle of an epoch.
         if self._sealed is not None:
             rng.restore(self._sealed.rng)
 
@@ -187,7 +187,7 @@ class Sealing:
 
 
 class _Copy:
-    """A copy of everything but the parameters; it does not change any more."""
+    """An immutable copy of everything but parameters and optimizer state."""
 
     def __init__(self, contents: Contents) -> None:
         self.rng = rng.capture()

@@ -1,4 +1,4 @@
-"""Rounds, one after another, in one process: init, heal, train, park, wait."""
+"""Runs one round after another in one process: init, heal, train, park, wait."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from .state import State
 
 _MEET_SLICE = timedelta(seconds=1)
-"""How long a rank waits at the end in one go: signal handlers run in between."""
-
+"""The longest uninterrupted wait at the end: Python's signal handlers run only in between."""
 
 _CAUSE_WAIT_S = 0.25
-"""A peer's death is most often known within milliseconds, and then there is nothing to report."""
+"""How long a suspect waits for the end of its round before it is reported.
+
+Usually a peer's death is known within milliseconds, and then there is nothing to report.
+"""
 
 
 @dataclass
@@ -54,9 +56,9 @@ class _Over:
     round: Round
     groups: RoundGroups
     error: BaseException
-    """Why the script's function was left."""
+    """The exception by which the script's function was left."""
     text: str = ""
-    """Its traceback, once it is parked."""
+    """The exception's traceback, once this rank has parked."""
 
 
 class _RaisedInRoundError(Exception):
@@ -84,10 +86,10 @@ class Session:
         self._ended_between_steps = False
 
     def run(self, call: Callable[[Round], Any]) -> Any:
-        """Call the script's function in each round, and return what it returns at last.
+        """Call the script's function in each round until it returns, and return its result.
 
-        Exceptions of the script's own are raised at once. Those that follow from the end of the
-        round lead into the next one, if a runner keeps this process.
+        The script's own exceptions are raised at once. Exceptions that follow from the end of the
+        round lead to the next one, if a runner keeps this process.
         """
         refuse_groups_from_outside()
         self._refuse_second_call()
@@ -97,13 +99,14 @@ class Session:
             if isinstance(outcome, _Returned):
                 Session.has_returned = True
                 return outcome.value
-            word = self._park(outcome)
-            if isinstance(word, Release):
+            order = self._park(outcome)
+            if isinstance(order, Release):
                 raise outcome.error from _RaisedInRoundError(outcome.text)
-            if word is None:
-                raise SystemExit("the runner of this worker is gone, so it will have no next round")
-            _enter(word)
-            go, outcome = word, _Returned(None)
+            if order is None:
+                raise SystemExit("the runner of this worker is gone, so there is no next round")
+            _enter(order)
+            go = order
+            del outcome  # It refers to the groups of the round that is over.
 
     def check(self, *, between_steps: bool) -> None:
         """Raise `RoundOver` if the round has ended."""
@@ -128,7 +131,7 @@ class Session:
             )
         except WorkerError:
             if self._resuming is not None:
-                # Else the next processes would fail in the same way.
+                # Otherwise the next processes would fail in the same way.
                 self._resuming.give_up()
             raise
 
@@ -137,8 +140,8 @@ class Session:
         if Session.has_returned and not alone:
             raise WorkerError(
                 "a function under @elastic was called a second time in this process. A new worker "
-                "would begin with the first one while others are in the second: call one function, "
-                "and do both parts in it, by what the state says"
+                "would begin with the first call while others are in the second: write one "
+                "function that does both parts, and let the state decide which one is next"
             )
 
     def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> _Returned | _Over:
@@ -187,13 +190,13 @@ class Session:
             )
 
     def _resume(self) -> Resuming:
-        """Look for snapshots, in a round of new processes alone."""
+        """Look for snapshots; called only in a round of new processes."""
         assert self._round is not None
         self._resuming = Resuming(self.snapshots.held, self._sealing, self._round)
         return self._resuming
 
     def _meet(self, groups: RoundGroups) -> None:
-        """Wait until all ranks have returned, since a rank that has left cannot do a step again.
+        """Wait until all ranks have returned, because a rank that has left cannot repeat a step.
 
         A node that is leaving repeats no step, so its ranks do not wait.
         """
@@ -212,7 +215,7 @@ class Session:
                     raise
 
     def _ends_the_round(self, error: Exception) -> bool:
-        """Say whether an exception follows from the round's end, and report it if it is suspect."""
+        """Return whether an exception follows from the round's end; report it if it is suspect."""
         link = self._link
         if link is None or link.is_closed:
             return False
@@ -228,11 +231,11 @@ class Session:
         return True
 
     def _park(self, over: _Over) -> Go | Release | None:
-        """Leave the round with everything, say so, and wait for what comes next."""
+        """Leave the round completely, report that, and wait for the runner's order."""
         link = self._link
         assert link is not None
         over.groups.cut.cut()
-        over.text = _taken_traceback(over.error)
+        over.text = _detach_traceback(over.error)
         self.snapshots.wait_until_copied()
         self._sealing.shards.take_out(self._sealing.step)
         watched = over.groups.watch()
@@ -242,18 +245,18 @@ class Session:
         for callback in self._state._on_park:
             callback(over.round)
         link.parked(over.round.number, over.groups.connections, **self._sealing.holds())
-        return link.wait_for_word()
+        return link.wait_for_order()
 
 
 def drop_in_child(session: weakref.ref[Session]) -> None:
-    """Let go of a session's connections in a forked child."""
+    """Close a forked child's copies of a session's connections."""
     found = session()
     if found is not None and found._groups is not None:
         found._groups.drop_in_child()
 
 
 def _enter(go: Go) -> None:
-    """Become a worker of the next round: its environment, and where it writes to."""
+    """Take over the environment and the output files of the next round."""
     os.environ.update(go.env)
     for number, stream, fd in zip((1, 2), (sys.stdout, sys.stderr), go.fds):
         stream.flush()
@@ -261,10 +264,10 @@ def _enter(go: Go) -> None:
         os.close(fd)
 
 
-def _taken_traceback(error: BaseException) -> str:
-    """Take the frames from an exception and its chain, and return them as text.
+def _detach_traceback(error: BaseException) -> str:
+    """Return an exception's traceback as text, and remove the frames from its whole chain.
 
-    Frames hold the function's variables and closures: its wrappers, and so the groups.
+    Frames refer to the function's variables and closures, and so to its wrappers and groups.
     """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     for one in chain(error):

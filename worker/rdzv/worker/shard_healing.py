@@ -1,4 +1,4 @@
-"""How the ranks of a round come to their parts of a sharded state: their own, or a replica's."""
+"""Restores each rank's part of a sharded state: the one it holds, or one from a replica."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Claim:
-    """Which part of the state a rank has in this round, and which it holds from before."""
+    """The part of the state that a rank has in this round, and those that it holds from before."""
 
     shard: int
     shards: int
@@ -35,12 +35,12 @@ class Claim:
 def add_parts(
     sealing: Sealing, parts: Parts, round_: Round, store: Store, *, holds_last: bool
 ) -> None:
-    """Bring what the script has added to where the state is; all ranks call it together.
+    """Load the state into the objects that the script has added; all ranks call it together.
 
-    A rank that holds its part receives nothing. A rank that does not receives it from one that has
-    the same part (HSDP), or has found a copy of it. Blocks as long as ranks are missing.
-    `MismatchError` if ranks have added different things, and `NoSourceError` if a part is held
-    nowhere, on all ranks.
+    A rank that holds its part receives nothing. Any other rank receives its part from one that has
+    the same part (HSDP), or has found a copy of it. Blocks while ranks are missing. Raises, on all
+    ranks, `MismatchError` if ranks have added different objects, and `NoSourceError` if no rank
+    holds a part.
     """
     shards, step = sealing.shards, sealing.step
     held = shards.all_held(step)
@@ -67,9 +67,9 @@ def add_parts(
 
 
 def sources(claims: list[Claim]) -> dict[int, int]:
-    """Return for each part of the state the lowest rank that holds it.
+    """Return the lowest rank that holds each part of the state.
 
-    `NoSourceError` if a part has none, or the state is divided in another way than before.
+    `NoSourceError` if no rank holds a part, or if the state is now divided differently.
 
     >>> sources([Claim(0, 2, [], 1, ""), Claim(1, 2, [1], 2, ""), Claim(0, 2, [0, 1], 2, "")])
     {1: 1, 0: 2}
@@ -80,8 +80,8 @@ def sources(claims: list[Claim]) -> dict[int, int]:
             continue
         if claim.held_shards != claim.shards:
             raise NoSourceError(
-                f"the state was sharded in {claim.held_shards} parts, and is in {claim.shards} "
-                "now: the job has to go on from its checkpoint, in new processes"
+                f"the state was sharded into {claim.held_shards} parts, and is now sharded into "
+                f"{claim.shards}: the job must resume from its checkpoint, in new processes"
             )
         for shard in claim.held:
             found.setdefault(shard, rank)
@@ -89,7 +89,7 @@ def sources(claims: list[Claim]) -> dict[int, int]:
         if claim.shard not in found:
             raise NoSourceError(
                 f"no rank holds part {claim.shard} of {claim.shards} of the sharded state, which "
-                f"rank {rank} needs: the job has to go on from its checkpoint, in new processes"
+                f"rank {rank} needs: the job must resume from its checkpoint, in new processes"
             )
     return found
 
@@ -113,7 +113,7 @@ def _transfer(
         ]
         if not to:
             continue
-        # Every rank calls this, also those that are not in it.
+        # Every rank must call this, even those that are not in the group.
         group: Any = dist.new_group(sorted([source, *to]))
         if round_.rank == source:
             _send(held[shard], shard, source, group, store)
@@ -148,6 +148,6 @@ def _receive(shard: int, source: int, round_: Round, group: Any, store: Store) -
     broadcast([tensor for _, tensor in image.tensors()], source, group)
     if digest(image.tensors()) != announced:
         raise NoSourceError(
-            f"rank {round_.rank} has received other bits than rank {source} has announced"
+            f"the part that rank {round_.rank} received is not the one that rank {source} offered"
         )
     return image

@@ -1,7 +1,7 @@
 """This rank's part of a sharded state (FSDP2): in a round, and held in memory between rounds.
 
-A sharded model is bound to the process groups of its round, so the script builds it in each round.
-Its parameters are held here as plain tensors, and loaded into the next one.
+A sharded model is bound to the process groups of its round, so the script builds it anew in each
+round. In between, its parameters are held here as plain tensors, and then loaded into the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of the state a rank has, of how many."""
+    """The number of the part that a rank has, and how many parts there are."""
 
     shard: int = 0
     shards: int = 1
@@ -31,20 +31,20 @@ class Parts:
     """The modules, optimizers and objects that a script has added to a round."""
 
     def __init__(self, entries: Mapping[str, Any], rank: int, world_size: int) -> None:
-        """Take them before their first step. `WorkerError` for what a round cannot put back."""
+        """Take the entries before their first step; `WorkerError` for a plain value."""
         self.contents = Contents(entries)
         if self.contents.values:
             raise WorkerError(
                 f"state.add() was given {min(self.contents.values)!r}, which is a plain value: "
                 "give it to State(...), which keeps it from round to round"
             )
-        # Forward passes put gathered parameters in their place for a while.
+        # Listed now, because a forward pass replaces them by gathered parameters for a while.
         self._tensors = self.contents.parameters() + self.contents.outside()
         self._buffers = self.contents.buffers()
         self.place = _place_of(self._tensors, rank, world_size)
 
     def small(self) -> dict[str, Any]:
-        """Copy what moves outside of the optimizers' steps, and is small."""
+        """Copy the small values, which change outside of optimizer steps."""
         return {
             "buffers": {name: local(one).clone() for name, one in self._buffers},
             "settings": {
@@ -64,7 +64,7 @@ class Parts:
         return image.mapped(lambda one: one.clone()) if clone else image
 
     def put_back(self, image: Image) -> None:
-        """Bring the part to where an image is; the image's memory may be used for it."""
+        """Load an image into the part, which may take over the image's memory."""
         put_back(image, self.contents, self._tensors, self._buffers)
 
 
@@ -78,13 +78,13 @@ class Shards:
         self.is_missing = False
         """Whether others have a sharded state, and this rank does not have its part yet."""
         self._held: dict[int, Image] = {}
-        """Between rounds, by step; at most the last two that were sealed."""
+        """This rank's part between rounds, by step: at most the last two sealed ones."""
         self._copies: dict[int, Image] = {}
-        """Other parts, of which a snapshot was found here, until the script adds its objects."""
+        """Other parts whose snapshots were found here, until the script adds its objects."""
         self._last: Image | None = None
         """The part before the latest optimizer step."""
         self.small: dict[str, Any] = {}
-        """What of the part moves outside of the optimizers' steps, at the sealed step."""
+        """The small values of the part at the sealed step."""
         self.is_touched = False
         """Whether an optimizer has changed the part since the last seal."""
         self._holds_last = False
@@ -94,7 +94,7 @@ class Shards:
         return self._held.get(step or 0)
 
     def all_held(self, step: int | None) -> dict[int, Image]:
-        """Return all parts of a sealed step that are held here, by their number."""
+        """Return all parts of a sealed step that are held here, by number."""
         found = {n: one for n, one in self._copies.items() if one.step == (step or 0)}
         if (own := self.held(step)) is not None:
             found[self.place.shard] = own
@@ -123,7 +123,7 @@ class Shards:
         self.is_missing = False
 
     def before_step(self, step: int) -> None:
-        """Hold the part as it is: an optimizer is about to change it."""
+        """Keep a copy of the part, because an optimizer is about to change it."""
         if self.parts is not None and not self.is_touched:
             self._last = None  # Its memory can be used for the next one.
             if self._holds_last:
@@ -142,7 +142,7 @@ class Shards:
             self.is_touched = False
 
     def take_out(self, step: int | None) -> None:
-        """Hold the part on as plain tensors, and let go of modules, optimizers and meshes."""
+        """Keep the part as plain tensors, and release modules, optimizers and meshes."""
         if self.parts is None:
             return
         images = [] if self._last is None else [self._last]
@@ -156,8 +156,8 @@ class Shards:
 def _place_of(tensors: list[tuple[str, Tensor]], rank: int, world_size: int) -> Place:
     """Return which part of the state a rank has: ranks with the same part can heal each other.
 
-    Where parameters are on one mesh of all ranks, it is the rank's place in those dimensions of the
-    mesh in which a parameter is sharded. Else each rank has a part of its own.
+    If all parameters are on one mesh of all ranks, the part is given by the rank's coordinates in
+    the mesh dimensions that shard a parameter. Otherwise each rank has a part of its own.
     """
     sharded: list[Any] = [one for _, one in tensors if is_sharded(one)]
     if not sharded:

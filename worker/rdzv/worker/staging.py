@@ -1,4 +1,4 @@
-"""How tensors are copied into memory that is not torch's: from the CPU, or a GPU."""
+"""Copies tensors from the CPU or a GPU into memory that torch does not own."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _CHUNK_BYTES = 32 << 20
 _MOST_COPIERS = 4
 _TINY_BYTES = 4 << 10
 _ROOM = 1.25
-"""How much more than a copy needs has to be free on a GPU before one is made there."""
+"""A copy is made on a GPU only if this many times its size is free there."""
 
 
 def set_aside(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-    """Copy tensors on GPUs, on their GPU, where there is room, and tiny ones anywhere.
+    """Copy tensors of GPUs on their own GPU if it has room, and tiny tensors on any device.
 
-    A GPU copies within its memory in a thousandth of the time that the way to the CPU takes, so
-    that training need not wait for that. Returns the copies, or the tensors themselves where there
-    is none, and whether all were copied.
+    A copy within a GPU takes a thousandth of the time of one to the CPU, so training need not wait
+    for the latter. Returns the copies, or the tensors themselves where none was made, and whether
+    all were copied.
     """
     needed: dict[torch.device, int] = {}
     for one in tensors:
@@ -38,11 +38,11 @@ def set_aside(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
 def copy_all(
     tensors: Sequence[Tensor], places: Sequence[Tensor], ready: Sequence[Any], threads: int = 1
 ) -> None:
-    """Copy tensors to places on the CPU, and return when all are there.
+    """Copy tensors to places on the CPU, and return when all are copied.
 
     Those on GPUs go through pinned memory, on streams of their own, once the events in `ready` have
-    come. The others are copied by so many threads, as one alone does not use all of the memory's
-    bandwidth.
+    occurred. The others are copied by `threads` threads, because one thread alone does not use the
+    full memory bandwidth.
     """
     import torch
 
@@ -65,9 +65,9 @@ def copy_all(
 
 
 def copiers() -> int:
-    """Return how many threads copy on the CPU: this worker's share of its CPUs, but few.
+    """Return how many threads should copy on the CPU: this worker's share of the CPUs, at most 4.
 
-    One, if torch copies large tensors with several threads itself.
+    It is 1 if torch itself copies large tensors with several threads.
     """
     import torch
 
@@ -76,7 +76,7 @@ def copiers() -> int:
 
 
 def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Divide a tensor, if it is large and lies in one piece."""
+    """Divide a large contiguous tensor; leave any other in one piece."""
     if not one.is_contiguous() or _bytes_of(one) <= _CHUNK_BYTES:
         return iter([(one, place)])
     import torch
@@ -86,7 +86,7 @@ def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _copy(pieces: deque[tuple[Tensor, Tensor]], errors: list[Exception]) -> None:
-    """Copy pieces until none is left; torch does so without the GIL."""
+    """Copy pieces until none is left; torch releases the GIL while it copies."""
     import torch
 
     try:
@@ -101,7 +101,7 @@ def _copy(pieces: deque[tuple[Tensor, Tensor]], errors: list[Exception]) -> None
 
 
 def events(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return events that come once all that this thread has asked of the tensors' GPUs is done."""
+    """Return an event for each GPU, which occurs once the work this thread has queued is done."""
     import torch
 
     found: list[Any] = []
@@ -129,7 +129,7 @@ _pinned: list[Tensor] = []
 
 
 def _fetch(tensor: Tensor, place: Tensor, ready: Sequence[Any]) -> None:
-    """Copy a tensor of a GPU to the CPU's memory, a part at a time."""
+    """Copy a GPU's tensor to CPU memory in chunks."""
     import torch
 
     if tensor.device not in _streams:

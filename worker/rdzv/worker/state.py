@@ -1,4 +1,4 @@
-"""The state of a training that stays in memory: what a script gives in, and steps it commits."""
+"""The state of a training: the entries that a script puts in, and the steps that it commits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class State:
-    """All that a training changes as it goes on: `State(model=..., optimizer=..., step=0)`.
+    """Everything that a training changes as it runs: `State(model=..., optimizer=..., step=0)`.
 
     An entry is a module, an optimizer, an object with `state_dict` and `load_state_dict` (a
     sampler, a scheduler, a gradient scaler), or a plain value that can be copied and pickled. Each
@@ -25,21 +25,21 @@ class State:
     >>> state.step, state.note
     (1, 'begun')
 
-    Parameters must be changed by the optimizers of the state alone, from the first commit on. What
-    is computed from random numbers before the first batch of a round is not put back.
+    From the first commit on, only the optimizers of the state may change its parameters. Values
+    computed from random numbers before the first batch of a round are not restored.
     """
 
     def __init__(self, *, snapshot_every: int | None = None, **entries: Any) -> None:
-        """Take the entries. `WorkerError` for one that a new round would break.
+        """Take the entries; `WorkerError` for one that a new round would break.
 
-        Each `snapshot_every` steps the state is saved in this node's memory, as by `save`; None:
-        only when `save` is called.
+        Every `snapshot_every` steps the state is saved in this node's memory, as by `save`. With
+        None, it is saved only when `save` is called.
         """
         if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):
-            raise ValueError(f"snapshot_every is a number of steps from 1, not {snapshot_every!r}")
+            raise ValueError(f"snapshot_every is {snapshot_every!r}; give 1 step or more, or None")
         taken = sorted(set(entries) & {name for name in dir(State) if not name.startswith("__")})
         if taken:
-            raise ValueError(f"State has {taken[0]!r} for itself: choose another name")
+            raise ValueError(f"State uses the name {taken[0]!r} itself: choose another name")
         object.__setattr__(self, "_sealing", Sealing(entries))
         object.__setattr__(self, "_snapshot_every", snapshot_every)
         object.__setattr__(self, "_session", None)
@@ -62,12 +62,12 @@ class State:
 
     @property
     def committed(self) -> int:
-        """How many steps were committed since the training was begun or loaded."""
+        """The number of steps committed since the training began or was loaded."""
         return self._sealing.step or 0
 
     @property
     def is_redo(self) -> bool:
-        """Whether the step under way was begun before, in a round that ended in its middle."""
+        """Whether the current step was begun before, in a round that ended in the middle of it."""
         redo: bool = self._sealing.is_redo
         return redo
 
@@ -76,12 +76,12 @@ class State:
 
         They are bound to the round's process groups, so the function under @elastic builds them
         anew in each round, shards the model (`fully_shard`) and adds all of them here, once, before
-        the first step. All ranks call it together. Each rank puts its own part of the state back;
-        a new rank gets its part from a replica (HSDP). Until the first commit nothing is changed.
+        the first step. All ranks call it together. Each rank restores its own part of the state; a
+        new rank gets its part from a replica (HSDP). Before the first commit nothing is changed.
 
-        Before each optimizer step the part is copied in its memory, so that all ranks can go on
-        from the same step. `hold_last=False` saves that memory: if ranks have stopped at different
-        steps then, the job goes on from its checkpoint.
+        Before each optimizer step the part is copied in memory, so that all ranks can go back to
+        the same step. `hold_last=False` saves that memory; if ranks then stop at different steps,
+        the job resumes from its checkpoint.
 
         Raises `UnsupportedError` for a model that is not sharded, `MismatchError` if ranks have
         added different things, `NoSourceError` if a part is lost.
@@ -89,11 +89,11 @@ class State:
         self._running("add").add(entries, hold_last=hold_last)
 
     def commit(self) -> None:
-        """Say that this step is done, on every rank; call it once after each optimizer step.
+        """Mark this step as done; call it on every rank, once after each optimizer step.
 
-        From here on the state can be gone on from: if the round ends, a step that was begun since
-        is done again from here. It copies the small things (buffers, the sampler's place, random
-        number generators, plain values), and no parameters.
+        The training can then continue from this state: if the round ends, a step begun since is
+        repeated from here. The small values are copied (buffers, the sampler's position, random
+        number generators, plain values), but no parameters.
 
         Raises `RoundOver` if the round has ended, `NoRoundError` outside of the function under
         @elastic, `CannotBroadcastError` for a value that cannot be copied.
@@ -104,17 +104,17 @@ class State:
         session.check(between_steps=True)
 
     def save(self) -> bool:
-        """Save the step that was just committed in this node's memory; call it on every rank.
+        """Save the step just committed in this node's memory; call it on every rank.
 
-        If all workers are lost later, new ones go on from there before `train` is called, in place
-        of the script's own checkpoint; `committed` is not 0 then. The state is copied while the
-        script goes on: the next optimizer step waits for the copy, and the next `save` for all of
-        the one before. On each node the memory of two copies is used, of the state or of the
-        parts of its ranks, from the first save on.
+        If all workers are lost later, new ones load it before `train` is called, in place of the
+        script's own checkpoint; `committed` is then not 0. The state is copied in the background:
+        the next optimizer step waits for the copy of its tensors, and the next `save` until this
+        one is done. From the first save on, each node uses memory for two copies of the state, or
+        of the parts of its ranks.
 
-        Returns False if there is none: without rdzvrun, before the first commit, or since its
-        limit was reached, which is said on stderr. Raises `NoRoundError` outside of the function
-        under @elastic, `WorkerError` in the middle of a step.
+        Returns False if nothing can be saved: without rdzvrun, before the first commit, or once
+        the limit on memory is reached, which is reported on stderr. Raises `NoRoundError` outside
+        of the function under @elastic, `WorkerError` in the middle of a step.
         """
         session = self._running("save")
         if self._sealing.is_in_step:
@@ -129,10 +129,10 @@ class State:
         self._running("check").check(between_steps=False)
 
     def on_park(self, callback: Callable[[Round], object]) -> Callable[[Round], object]:
-        """Register a function to call with each round that is over, before waiting for the next.
+        """Register a function to call with each finished round, before waiting for the next.
 
-        It makes writers in the background finish or give up, and returns soon: a worker that has
-        not parked within the job's --keep-timeout is ended. Can be used as a decorator.
+        It should make background writers finish or give up, and return soon: a worker that does
+        not park within the job's --keep-timeout is killed. Can be used as a decorator.
         """
         self._on_park.append(callback)
         return callback
@@ -141,7 +141,7 @@ class State:
         session: Session | None = self._session
         if session is None:
             raise NoRoundError(
-                f"state.{what}() was called while no round is under way: call it inside of the "
-                "function under @elastic"
+                f"state.{what}() was called outside of a round: call it inside the function under "
+                "@elastic"
             )
         return session

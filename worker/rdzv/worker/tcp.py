@@ -1,4 +1,4 @@
-"""The TCP connections of this process, found by their addresses and shut down."""
+"""Finds TCP connections of this process by their addresses, and shuts them down."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Address = tuple[str, int]
 
 
 def stop_reading(addresses: Collection[Address], held: dict[int, socket.socket]) -> None:
-    """Have every connection with one of these addresses at either end read its end, at once.
+    """Shut down for reading each connection that has one of these addresses at either end.
 
-    Nothing else is touched. A duplicate of each is put into `held`, by its inode, so that the peer
-    does not hear of it before `let_go`, not even when the connection's owner closes it.
+    Its owner reads the end of the stream at once. A duplicate of each connection is put into
+    `held`, by inode, so that the peer notices nothing before `let_go`, even if the owner closes it.
     """
     for _, connection in _connections(addresses):
         inode = os.fstat(connection.fileno()).st_ino
@@ -27,7 +27,7 @@ def stop_reading(addresses: Collection[Address], held: dict[int, socket.socket])
 
 
 def let_go(held: dict[int, socket.socket]) -> None:
-    """End the connections that are held, in both directions."""
+    """Shut down the held connections in both directions, and close them."""
     for connection in held.values():
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
@@ -36,11 +36,11 @@ def let_go(held: dict[int, socket.socket]) -> None:
 
 
 def drop_in_child(addresses: Collection[Address]) -> None:
-    """Let go of those connections in a forked child, without a word to their peers.
+    """Close those connections in a forked child, without their peers noticing.
 
-    A child that held them open would keep the peers of a dead worker waiting for the end of the
-    stream. Each descriptor then stands for /dev/null, so that its number is not used for another
-    file, which torch's objects in the child might close.
+    If a child kept them open, the peers of a dead worker would wait for the end of the stream. Each
+    descriptor is replaced by /dev/null, so that its number is not reused for another file, which
+    torch's objects in the child might then close.
     """
     found = [fd for fd, _ in _connections(addresses)]
     if not found:
@@ -52,15 +52,15 @@ def drop_in_child(addresses: Collection[Address]) -> None:
 
 
 def knock(address: Address, greeting: bytes, timeout_s: float = 0.2) -> None:
-    """Connect, send a greeting and break the connection off; errors are ignored."""
+    """Connect, send a greeting and reset the connection; errors are ignored."""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout_s) as caller:
         caller.sendall(greeting)
-        # The end comes as an error at the other side, and not as a regular one.
+        # The other side then reads an error, not the end of the stream.
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
 
 
 def resolve(host: str, port: int) -> set[Address]:
-    """Return all addresses that a host's name stands for; none if it cannot be resolved."""
+    """Return all addresses of a host name; none if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
@@ -69,7 +69,7 @@ def resolve(host: str, port: int) -> set[Address]:
 
 
 def plain(address: tuple[object, ...]) -> Address:
-    """Return host and port of a socket's address; an IPv4 address in its own form.
+    """Return host and port of a socket's address; an IPv4-mapped address as IPv4.
 
     >>> plain(("::ffff:10.0.0.5", 29500, 0, 0))
     ('10.0.0.5', 29500)
@@ -81,7 +81,7 @@ def plain(address: tuple[object, ...]) -> Address:
 
 
 def _connections(addresses: Collection[Address]) -> Iterator[tuple[int, socket.socket]]:
-    """Yield the connections with one of these addresses, as duplicates that are closed here."""
+    """Yield the descriptor of each such connection, with a duplicate that is then closed."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115
@@ -97,6 +97,6 @@ def _connections(addresses: Collection[Address]) -> Iterator[tuple[int, socket.s
             try:
                 ends = {plain(duplicate.getsockname()), plain(duplicate.getpeername())}
             except OSError:
-                continue  # It listens, or is not connected any more.
+                continue  # It listens, or is no longer connected.
             if not ends.isdisjoint(addresses):
                 yield int(name), duplicate

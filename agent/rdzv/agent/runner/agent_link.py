@@ -5,12 +5,12 @@ Both directions carry the frames of channel.py; requests.py lists the requests. 
     started           {round, local_rank, pid}        with `how`: kept, warm or cold
     start_failed      {round, local_rank, reason}     the round is then killed; `gone` follows
     exited            {round, local_rank, pid, exit_code, signal, age_ms}
-                                                      with `by_itself`: nothing sent explains it
+                                                      with `by_itself`: the runner did not cause it
     suspect           {round, local_rank, pid, message, traceback, age_ms}
     resumed           {round, local_rank, pid, step, source, healed, init_ms, heal_ms}
-    gone              {round, kept}                   no process takes part in it any more but its
-                                                      store host; these are parked, if there are any
-    not_kept          {round, local_rank, pid, reason}    it was to park, and is killed
+    gone              {round, kept}                   of its processes only the store host is left,
+                                                      and the parked workers in `kept`
+    not_kept          {round, local_rank, pid, reason}    it failed to park, and is killed
     kept_exited       {local_rank, pid, exit_code, signal}    a parked worker has exited
     kept_gone         {}                              no parked worker is left
     stuck             {round, pids}                   these survive SIGKILL; `gone` may yet follow
@@ -18,16 +18,16 @@ Both directions carry the frames of channel.py; requests.py lists the requests. 
     store_host_ready  {round}
     store_host_exited {round, exit_code, signal}
     zygote_ready      {pid, modules, threads, memory_kb, seconds}
-    zygote_lost       {reason, retry_s}               null: no other is tried
-    started_cold      {round, local_ranks, reason}    these were to be warm
+    zygote_lost       {reason, retry_s}               retry_s null: no other is started
+    started_cold      {round, local_ranks, reason}    they should have been warm
     snapshots_held    {snapshots: [{local_rank, lineage, step, series, shard, shards, world_size,
                                     bytes, digest, copy_of}], carrier: {port, token, fingerprint},
-                       missing: {mark, reason}}       all, whenever something has changed; of copies
-                                                      to an agent alone that knows them
+                       missing: {mark, reason}}       all of them, after each change; copies only if
+                                                      the agent knows of copies
     snapshot_refused  {local_rank, reason}            its worker gets no memory for snapshots
-    snapshots_written {lineage, step, series, reason} what is held of this step is on disk, unless
-                                                      there is a reason
-    serve_failed      {reason}                        it ends with its agent, as without `serve`
+    snapshots_written {lineage, step, series, reason} this node's parts of the step are on disk, or
+                                                      there is a reason why not
+    serve_failed      {reason}                        the runner still ends with its agent
     error             {reason}
 
 From the request `serve` on, events are numbered, and repeated to the next agent until one has sent
@@ -57,20 +57,20 @@ class AgentLink:
     def __init__(
         self,
         loop: Loop,
-        obey: Callable[[Mapping[str, object]], None],
+        handle: Callable[[Mapping[str, object]], None],
         on_lost: Callable[[bool], None],
     ) -> None:
-        """Call `obey` for each request, and `on_lost` with whether the agent was in charge."""
+        """Call `handle` for each request, and `on_lost` with whether the agent was in charge."""
         self._loop = loop
-        self._obey = obey
+        self._handle = handle
         self._on_lost = on_lost
         self._channel: Channel | None = None
         self.in_charge = False
         """Whether the connected agent gives orders and receives events."""
         self.hears_of_snapshots = False
-        """Whether this agent has asked to be told of snapshots; an older one does not know them."""
+        """Whether this agent has asked for reports of snapshots; older agents do not know them."""
         self.hears_of_copies = False
-        """Whether it also knows copies of other nodes' snapshots."""
+        """Whether it also knows of copies of other nodes' snapshots."""
         self.numbers_events = False
         """Whether events are remembered until an agent has confirmed them."""
         self._events = 0
@@ -115,7 +115,7 @@ class AgentLink:
                 request = channel.next_message()
                 if request is None:
                     return
-                self._obey(request)
+                self._handle(request)
             except (MalformedFrameError, RequestError) as error:
                 self.send({"type": "error", "reason": str(error)})
 
@@ -165,7 +165,7 @@ class AgentLink:
                 self.send(message)
 
     def forget_confirmed(self, request: Mapping[str, object]) -> None:
-        """Obey `heard`: forget all events up to that number."""
+        """Handle `heard`: forget all events up to that number."""
         number = read_field(request, "number", int)
         while self._unconfirmed and read_field(self._unconfirmed[0][1], "number", int) <= number:
             self._unconfirmed.popleft()

@@ -21,7 +21,7 @@ MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
 RECEIVE_BYTES = 256 << 10
 _MAX_FDS = 16
 
-_FLEETING = (
+_TRANSIENT = (
     errno.EINTR,
     errno.ENOMEM,
     errno.ENOBUFS,
@@ -33,7 +33,7 @@ _FLEETING = (
 
 
 class MalformedFrameError(ValueError):
-    """A frame is too large or does not hold a JSON object; the frames after it can be read."""
+    """A frame is too large or does not hold a JSON object; later frames can still be read."""
 
 
 class Channel:
@@ -97,7 +97,7 @@ class Channel:
             try:
                 sent = socket.send_fds(self._socket, [frame], fds)
             except OSError as error:
-                if error.errno in (errno.EAGAIN, *_FLEETING):
+                if error.errno in (errno.EAGAIN, *_TRANSIENT):
                     return
                 raise
             close_fds(fds)
@@ -116,7 +116,7 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno in _FLEETING:
+            if error.errno in _TRANSIENT:
                 return False  # Nothing is lost.
             raise EOFError(str(error)) from error
         self.lost_fds |= bool(flags & socket.MSG_CTRUNC)

@@ -59,7 +59,7 @@ class Launch:
 
     @property
     def failure(self) -> str:
-        """The reason why its program does not run, "" unless it has failed."""
+        """The reason why its program cannot run; "" if there is none."""
         return self._report.rpartition(b"\0")[2].decode(errors="replace")
 
 
@@ -86,11 +86,11 @@ class Child:
 
     @property
     def failure(self) -> str:
-        """The reason why its program never ran, "" if it did."""
+        """The reason why its program never ran; "" if there is none."""
         return "" if self.launch is None else self.launch.failure
 
     def poll(self) -> int | None:
-        """Reap it if it has exited; return its exit code then, negative for a signal."""
+        """Reap it if it has exited; return its exit code, negative for a signal, or None."""
         if self._exit_code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -111,19 +111,20 @@ class Children:
         self._own = OwnChildren()
         self._children: dict[int, Child] = {}
         self._launching: list[Child] = []
-        self._doorbell: socket.socket | None = None
+        self._sigchld: socket.socket | None = None
+        """Readable once a child has exited."""
         self._reap_again_at: float | None = None
 
     def listen(self) -> None:
-        """Notice SIGCHLD from now on."""
-        self._doorbell = _sigchld_doorbell()
-        self._loop.watch(self._doorbell.fileno(), self._answer_doorbell)
+        """Receive SIGCHLD from now on."""
+        self._sigchld = _sigchld_socket()
+        self._loop.watch(self._sigchld.fileno(), self._read_sigchld)
 
     def close(self) -> None:
         """Close everything opened at the start."""
         self._own.close()
-        if self._doorbell is not None:
-            self._doorbell.close()
+        if self._sigchld is not None:
+            self._sigchld.close()
 
     # ------------------------------------------------------------------ starting
 
@@ -208,10 +209,10 @@ class Children:
         del self._children[child.pid]
         child.on_exit(child, code)
 
-    def _answer_doorbell(self) -> None:
-        assert self._doorbell is not None
+    def _read_sigchld(self) -> None:
+        assert self._sigchld is not None
         with suppress(BlockingIOError):
-            self._doorbell.recv(4096)
+            self._sigchld.recv(4096)
         self._reap_unwatched()
 
     def _reap_unwatched(self) -> None:
@@ -309,11 +310,11 @@ def exit_fields(code: int) -> dict[str, int | None]:
     return {"exit_code": code, "signal": None}
 
 
-def _sigchld_doorbell() -> socket.socket:
+def _sigchld_socket() -> socket.socket:
     """Return a socket that is readable after a child of this process has exited."""
-    doorbell, ringer = socket.socketpair()
-    doorbell.setblocking(False)
-    ringer.setblocking(False)
-    signal.set_wakeup_fd(ringer.detach(), warn_on_full_buffer=False)
+    receiver, sender = socket.socketpair()
+    receiver.setblocking(False)
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    return doorbell
+    return receiver

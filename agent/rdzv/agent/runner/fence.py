@@ -35,7 +35,7 @@ class Fence:
         return self._alarm.fileno()
 
     def renew(self, request: Mapping[str, object]) -> None:
-        """Obey `renew_fence`: move the fence forward, never back."""
+        """Handle `renew_fence`: move the fence forward, never back."""
         self._at_ms = max(read_fence_at_ms(request), self._at_ms)
 
     def check(self, held: Round | None, parked: ParkedWorkers) -> None:

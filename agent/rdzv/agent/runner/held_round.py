@@ -1,4 +1,4 @@
-"""The round whose workers are here, from its start until each worker is gone or parked."""
+"""The round that the runner holds: its workers, and when each of them is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Round:
-    """The round whose processes are here, from its start until they are gone."""
+    """A round, from its start until each of its workers is gone or parked."""
 
     def __init__(self, number: int, *, has_links: bool = False) -> None:
         """With `has_links` its workers get links, so that they can be kept."""
@@ -118,7 +118,7 @@ class Round:
         return [link for link in self.links.values() if link.parked is not None and link.is_open]
 
     def keep_none(self) -> set[int]:
-        """Keep no worker; return those, by pid, that have parked, or were asked to."""
+        """Keep no worker; return the pids of those that have parked or were asked to."""
         self.keeps = False
         parking = set()
         for link in self.links.values():
@@ -162,7 +162,7 @@ class Round:
     def _kill(self, pid: int) -> None:
         self._killed.add(pid)
         with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)  # It is not reaped.
+            os.kill(pid, signal.SIGKILL)  # It has not been reaped, so the pid is still its own.
 
     def _report(self, agent: AgentLink, link: WorkerLink, reason: str) -> None:
         agent.emit(

@@ -1,4 +1,4 @@
-"""Continues a parked worker in a new round: its output files and its environment."""
+"""Starts a round in a parked worker: opens its output files, and sends it the order to go on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from .workers import Workers
 
 
-class GoingOn:
-    """One parked worker that takes part in a round, until it has been told so.
+class KeptStart:
+    """The start of a round in one parked worker, until its order is sent.
 
-    Until then it is parked: if the round ends before, it stays parked.
+    Until then the worker is parked, and stays so if the round ends.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GoingOn:
         self._link = link
 
     def begin(self) -> None:
-        """Open its files, by a child with the rights of its account, and let it go on."""
+        """Have a child open the files, with the rights of the account, and send the order."""
         spec = self._spec
         if spec.stdout is None and spec.stderr is None:
             self._go(())
@@ -64,7 +64,7 @@ class GoingOn:
             )
             try:
                 self._children.start(
-                    self._name,
+                    f"the process that opens the output of local_rank {spec.local_rank}",
                     program,
                     partial(self._end_opener, ours),
                     on_run=lambda _: self._take_streams(ours),
@@ -72,10 +72,6 @@ class GoingOn:
             except OSError as error:
                 ours.close()
                 self._fail(reason_of(error))
-
-    @property
-    def _name(self) -> str:
-        return f"round {self._round.number}: the output of local_rank {self._spec.local_rank}"
 
     def _take_streams(self, streams: socket.socket) -> None:
         try:
@@ -94,13 +90,14 @@ class GoingOn:
 
     def _fail(self, reason: str) -> None:
         if self._round.kill_at is None:
-            reason = f"{self._name} cannot be opened: {reason}"
+            number, local_rank = self._round.number, self._spec.local_rank
+            reason = f"round {number}: cannot open the output of local_rank {local_rank}: {reason}"
             self._workers.fail_start(self._round, self._spec, reason)
 
     def _go(self, fds: tuple[int, ...]) -> None:
         parked, link, spec = self._workers.parked, self._link, self._spec
         if self._round.kill_at is not None or link not in parked.waiting():
-            close_fds(fds)  # The round is over, or the worker is.
+            close_fds(fds)  # The round or the worker is ending.
             return
         assert link.child is not None
         parked.remove(link, partial(self._workers.end_worker, self._round, spec))

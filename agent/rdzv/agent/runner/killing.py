@@ -1,9 +1,9 @@
 """How workers are killed: `Killing.advance` sends SIGKILL to all processes of an ending round.
 
-That is due when a stop's grace is over or no worker is left, when a worker could not be started, at
-the fence, and when the runner shuts down. It continues until nothing is left. The runner is a child
-subreaper, so it inherits daemons, and no process escapes. Only parked workers, and processes that
-they have started, stay.
+It does so when a stop's grace is over or no worker is left, when a worker could not be started, at
+the fence, and when the runner shuts down. It repeats this until nothing is left. The runner is a
+child subreaper, so it inherits daemons, and no process escapes. Only parked workers, and processes
+that they have started, stay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replaces the agent: the runner outlives it, and the next agent adopts the runner at a socket.
+"""How an agent is replaced: the runner outlives it, and the next agent adopts it over a socket.
 
 When the agent's end of the socket closes, everything is killed at once, unless the agent has asked
 the runner to *serve*. Then the runner listens on a socket, where a process of the same user may
@@ -8,9 +8,9 @@ connect and *adopt* it:
                                         zygote, kept}
                 ── adopt ──▶     every event that no agent has confirmed, and then new ones
 
-*Kept* are the values, by name, that an agent needs to continue where its predecessor died; the
-runner does not interpret them. They outlive the agent exactly as the workers do, and a value kept
-before a request was sent is known whenever the request is. Only one agent is served at a time;
+`kept` holds the values, by name, that an agent needs to continue where its predecessor died; the
+runner does not interpret them. They outlive the agent exactly as the workers do. A value that was
+sent before a request is never lost if that request arrived. Only one agent is served at a time;
 another is sent `refused` {reason}. If no agent adopts the runner within `orphan_timeout_s`, it
 stops its workers, with `grace_s`, and ends. The clock runs until `adopt`: an agent that finds this
 runner too old or too new simply disconnects.
@@ -73,7 +73,7 @@ class NextAgent:
         self._kept: dict[str, str] = {}
 
     def serve(self, request: Mapping[str, object]) -> None:
-        """Obey `serve`: outlive the agent from now on. A second request only changes the times."""
+        """Handle `serve`: outlive the agent from now on. A second one only changes the times."""
         path = read_socket_path(request)
         orphan_timeout_s = read_seconds(request, "orphan_timeout_s", MAX_ORPHAN_TIMEOUT_S)
         grace_s = read_seconds(request, "grace_s", MAX_GRACE_S)
@@ -90,11 +90,11 @@ class NextAgent:
         self._orphan_timeout_s, self._grace_s = orphan_timeout_s, grace_s
 
     def keep(self, request: Mapping[str, object]) -> None:
-        """Obey `keep`: hold a value for the next agent."""
+        """Handle `keep`: store a value for the next agent."""
         self._kept[read_field(request, "name", str)] = read_field(request, "value", str)
 
     def adopt(self) -> None:
-        """Obey `adopt`: take orders from the connected agent, and send it all events."""
+        """Handle `adopt`: take orders from the connected agent, and send it all events."""
         self._agent.in_charge, self._orphaned_until = True, None
         self._agent.repeat_unconfirmed()
 

@@ -1,8 +1,8 @@
 """The parked workers: they wait for the next round, or are ending.
 
 A worker is listed here from the end of its round until it enters the next one, or is gone with all
-its descendants. Processes started by a parked worker are not killed. A process belongs to a worker
-by its parents, otherwise by its session, otherwise by the mark in its environment.
+its descendants. Processes started by a parked worker are not killed. A process is matched to a
+worker by its parents, else by its session, else by the mark in its environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .worker_links import WorkerLink
 
 CHARGED_GRACE_S = 5.0
-"""The least time for a charged suspect to raise its exception, and write its traceback."""
+"""The minimum time for a charged suspect to raise its exception and write its traceback."""
 
 
 class ParkedWorkers:
@@ -39,31 +39,31 @@ class ParkedWorkers:
         self._agent = agent
         self._links: dict[int, WorkerLink] = {}
         self._ending: dict[WorkerLink, list[Callable[[], None]]] = {}
-        """Those that end, and what follows when they are gone."""
+        """The workers that are ending, and the functions to call once they are gone."""
         self._exited: set[WorkerLink] = set()
         self._says_gone = False
-        """Whether the agent waits for the end of all."""
+        """Whether the agent waits to hear that all of them are gone."""
         self._look_at: float | None = None
 
     def __bool__(self) -> bool:
         return bool(self._links)
 
     def waiting(self) -> list[WorkerLink]:
-        """List those that may enter the next round."""
+        """List the workers that may enter the next round."""
         return [link for link in self._links.values() if link not in self._ending]
 
     def find(self, local_rank: int) -> WorkerLink | None:
-        """Return the one with this local_rank, also if it ends."""
+        """Return the worker with this local_rank, if any, even if it is ending."""
         return self._links.get(local_rank)
 
     def add(self, link: WorkerLink) -> None:
-        """Take a worker that has parked."""
+        """Add a worker that has parked."""
         assert link.child is not None
         self._links[link.local_rank] = link
         link.child.on_exit = partial(self._reap_parked, link)
 
     def remove(self, link: WorkerLink, on_exit: Callable[[Child, int], None]) -> None:
-        """Give a worker to a round; `on_exit` is called when it exits."""
+        """Hand a worker over to a round; `on_exit` is called when it exits."""
         assert link.child is not None
         del self._links[link.local_rank]
         link.child.on_exit = on_exit
@@ -80,13 +80,13 @@ class ParkedWorkers:
     ) -> None:
         """End a worker and its descendants, and call `then` when they are gone.
 
-        If it is charged, it raises the exception that it has reported.
+        A charged worker ends by raising the exception that it has reported.
         """
         if link not in self._ending:
             self._ending[link] = []
             if charged:
                 grace_s = max(grace_s, CHARGED_GRACE_S)
-                link.release("its collective failed, and nothing else was found to be the cause")
+                link.release("its collective failed, and no other cause was found")
             else:
                 link.close()
                 signal_group(link.pid, signal.SIGTERM)
@@ -96,8 +96,8 @@ class ParkedWorkers:
         if then is not None:
             self._ending[link].append(then)
 
-    def obey_end(self, request: Mapping[str, object]) -> None:
-        """Obey `end_kept`; a second one may shorten the grace, never lengthen it."""
+    def handle_end(self, request: Mapping[str, object]) -> None:
+        """Handle `end_kept`; a second one may shorten the grace, never lengthen it."""
         grace_s = read_seconds(request, "grace_s", MAX_GRACE_S)
         self.end_all(grace_s, read_numbers(request, "charged"))
 
@@ -126,7 +126,7 @@ class ParkedWorkers:
             yield link.kill_at
 
     def do_due(self, now: float) -> None:
-        """Kill those whose grace is over, and what those that have exited have left behind."""
+        """Kill workers whose grace is over, and processes that exited workers left behind."""
         self._look_at = None
         for link in list(self._ending):
             if link not in self._exited:

@@ -13,30 +13,31 @@ events):
     renew_fence       {fence_at_ms}
     keep_zygote       {argv, env, cwd, modules, cpus, wait_s, identity, spare_forks,
                        after_import}                  once
-    hold_snapshots    {limit_bytes, copies}           null: half of the memory that is free; copies:
-                                                      the agent knows of copies
+    hold_snapshots    {limit_bytes, copies}           limit_bytes null: half of the free memory;
+                                                      copies: whether the agent knows of copies
     carry_copies      {argv, env, identity, token, fingerprint, pem}
-                                                      starts the carrier unless it runs, and tells
-                                                      it its token, key and certificate
+                                                      starts the carrier if it does not run, and
+                                                      gives it its token, key and certificate
     fetch_copies      {mark, sources: [{node_id, address, port, token, fingerprint,
                                         snapshots: [{local_rank, copy_of, mark, shard, bytes,
                                                      digest}]}]}
-                                                      copies of one mark that this node is to keep
+                                                      fetches the copies of one mark for this node
     watermark         {lineage, step, series}         all parts of this step are saved
     write_snapshots   {argv, env, cwd, identity, lineage, step, series}
-                                                      what is held of this step, to disk
-    serve             {socket, orphan_timeout_s, grace_s}         the path counts once
+                                                      writes this node's parts of the step to disk
+    serve             {socket, orphan_timeout_s, grace_s}         only the first path counts
     keep              {name, value}
     heard             {number}
     adopt             {}
     shutdown          {}
 
-`env` is a whole environment. `cwd`, `stdout` and `stderr` are null if a process has those of the
-agent, `cpus` if it may use all those of the agent, `identity` for the agent's own account.
+`env` is a whole environment. `cwd`, `stdout`, `stderr`, `cpus` and `identity` are null if a process
+gets those of the agent.
 
-`keep` is {kept, source, step, charged, grace_s}: the parked workers, by local_rank, that take part
-in the round; those that do not end first, and are then replaced. It is null or missing if workers
-are never kept. With `keep_s` workers have that time to park, except those in `not_kept`.
+`keep` is {kept, source, step, charged, grace_s}. `kept` lists the parked workers, by local_rank,
+that take part in the round; the others are ended first, and then replaced. `keep` is null or
+missing if workers are never kept. With `keep_s` workers have that time to park, except those in
+`not_kept`.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class RequestError(Exception):
 class WorkerSpec:
     """How to start one worker; `env` is its whole environment.
 
-    `stdout` and `stderr` are files to append to. If they, `cwd` or `identity` are None, it has
-    those of the agent. `cpus` are the CPUs that it may run on, None for all that the agent may use.
-    With a `zygote` it is forked from that, if the zygote is ready by then.
+    `stdout` and `stderr` are files to append to. `cpus` are the CPUs that it may run on. None means
+    those of the agent, as it does for `cwd` and `identity`. A worker with a `zygote` is forked from
+    it, if the zygote is ready by then.
     """
 
     local_rank: int
@@ -125,13 +126,13 @@ class KeepSpec:
     """Which of the parked workers take part in a round."""
 
     kept: tuple[int, ...]
-    """By local_rank."""
+    """Their local_ranks."""
     source: int | None
     """RANK of the worker whose state the others take over."""
     step: int | None
     """The last step that the source has sealed."""
     charged: tuple[int, ...] = ()
-    """By local_rank: those that raise the exception that they have reported."""
+    """The local_ranks of the workers that raise the exception that they have reported."""
     grace_s: float = 0.0
     """The time between SIGTERM and SIGKILL for those that do not take part."""
 
@@ -307,5 +308,5 @@ def _optional_number(request: Mapping[str, object], name: str) -> int | None:
 
 
 def read_optional_text(request: Mapping[str, object], name: str) -> str | None:
-    """Return a field of text, which may be null or missing."""
+    """Return a text field; None if it is null or missing."""
     return None if request.get(name) is None else read_field(request, name, str)

@@ -1,4 +1,4 @@
-"""The runner: assembles its parts, and calls each in turn."""
+"""The runner's main program: assembles the parts, and calls each in turn."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Runner:
 
     def __init__(self, agent: Channel) -> None:
         self._loop = loop = Loop()
-        self.agent = AgentLink(loop, self._obey, self._lose_agent)
+        self.agent = AgentLink(loop, self._handle, self._lose_agent)
         self.next_agent = NextAgent(loop, self.agent, self._hello, self._stop_orphaned)
         self.agent.attach(agent)
         self.agent.in_charge = True
@@ -59,7 +59,7 @@ class Runner:
         self.requests: dict[str, Callable[[Mapping[str, object]], None]] = {
             "start_workers": self._workers.start,
             "stop_workers": self._workers.stop,
-            "end_kept": self._workers.parked.obey_end,
+            "end_kept": self._workers.parked.handle_end,
             "notify_workers": self._workers.notify,
             "start_store_host": self._store_hosts.start,
             "stop_store_host": self._store_hosts.stop,
@@ -85,7 +85,7 @@ class Runner:
             for call in self._loop.wait(self._timeout_s()):
                 self._attempt(call)
             self._attempt(self._do_what_is_due)
-            # Here, so that workers requested together are forked together.
+            # At the end of a turn, so that workers requested together are forked together.
             self._attempt(self.forks.fork_wanted)
             self._attempt(self._advance)
         self.close()
@@ -105,7 +105,7 @@ class Runner:
         try:
             call()
         except OSError as error:
-            # It may have handled an exit, which nothing else would announce again.
+            # The function may have been handling an exit, which nothing will announce again.
             self._children.reap_again()
             if not self._reported_error:
                 self._reported_error = True
@@ -133,7 +133,7 @@ class Runner:
         self._workers.do_due(now)
 
     def _advance(self) -> None:
-        """Take the end of the round, or the shutdown, as far as it can go now."""
+        """Advance the end of the round, or the shutdown, as far as possible now."""
         self._finished = self._killing.advance()
         if self.next_agent.gave_up and not (self._loop.shutting_down or self._workers.round):
             self._loop.shutting_down = True
@@ -141,19 +141,19 @@ class Runner:
 
     # ------------------------------------------------------------------ requests
 
-    def _obey(self, request: Mapping[str, object]) -> None:
+    def _handle(self, request: Mapping[str, object]) -> None:
         name = read_field(request, "type", str)
         if name == "adopt" and not self.agent.in_charge:
             self.next_agent.adopt()
             return
-        obey = self.requests.get(name)
-        if obey is None:
+        handle = self.requests.get(name)
+        if handle is None:
             raise RequestError(f"type: there is no request {name!r:.80}")
         if not self.agent.in_charge:
             raise RequestError(f"{name}: this runner was not adopted")
         if self._loop.shutting_down and name not in _CROSS_A_SHUTDOWN:
             raise RequestError("the runner is shutting down")
-        obey(request)
+        handle(request)
 
     def _renew_fence(self, request: Mapping[str, object]) -> None:
         self._fence.renew(request)
@@ -204,6 +204,6 @@ def main(fd: int) -> None:
     try:
         Runner(Channel(socket.socket(fileno=fd))).run()
     except BaseException:
-        # Otherwise nothing is left here.
+        # Leave no process behind.
         sweep_descendants()
         raise

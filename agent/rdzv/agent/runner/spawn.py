@@ -63,7 +63,7 @@ class Program:
     blocked: Collection[int] = ()
     identity: Identity | None = None
     needs: Path | None = None
-    """A file without which it must not run, because it would do something else."""
+    """A file that must exist: without it, the program would do something else."""
     sends_streams_to: int | None = None
     """A socket to which the child sends its open stdout and stderr instead of running `argv`."""
 
@@ -133,7 +133,7 @@ def _prepare_child(program: Program, parent: int, says: int) -> None:
     if program.cpus is not None:
         with _step(f"cpus {program.cpus!r:.80}", says):
             os.sched_setaffinity(0, program.cpus)
-    be_spared_no_more()
+    drop_oom_protection()
     if program.identity is not None:
         with _step(f"user {program.identity.uid}, with its groups and limits", says):
             become(program.identity)
@@ -202,7 +202,7 @@ def _put_on_leash(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def be_spared_no_more(score: Path = Path("/proc/self/oom_score_adj")) -> None:
+def drop_oom_protection(score: Path = Path("/proc/self/oom_score_adj")) -> None:
     """Undo the agent's protection from the OOM killer: workers must not inherit it."""
     with suppress(OSError, ValueError):
         if int(score.read_bytes()) < 0:

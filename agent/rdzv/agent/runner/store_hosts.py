@@ -43,7 +43,7 @@ class StoreHosts:
         return sorted({*self._hosts, *self._warm()})
 
     def start(self, request: Mapping[str, object]) -> None:
-        """Obey `start_store_host`."""
+        """Handle `start_store_host`."""
         listen_fd = self._agent.take_fd()
         if listen_fd is None and self._agent.lost_fds:
             number = read_field(request, "round", int)
@@ -63,11 +63,11 @@ class StoreHosts:
         except OSError as error:
             self._report_failure(read_field(request, "round", int), reason_of(error))
         finally:
-            # Only the host may hold it: when it dies, its clients must notice.
+            # Only the host may hold the socket, so that its clients notice when it dies.
             os.close(listen_fd)
 
     def stop(self, request: Mapping[str, object]) -> None:
-        """Obey `stop_store_host`."""
+        """Handle `stop_store_host`."""
         number = read_field(request, "round", int)
         host = self._hosts.get(number)
         if host is not None:

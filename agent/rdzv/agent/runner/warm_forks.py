@@ -43,7 +43,7 @@ FORK_TIMEOUT_S = 5.0
 """How long the zygote may take to fork, and a fork to get ready; then it counts as hung."""
 
 SPARE_FORKS_AFTER_S = 1.0
-"""How long after a start no spare forks are made, to leave it the CPUs."""
+"""The delay between a start and new spare forks, so that the start gets the CPUs."""
 
 MAX_ANSWER_BYTES = 64 << 10
 """The maximum size of a fork's answer to its order."""
@@ -62,7 +62,7 @@ class Fork:
         start: WarmStart | None,
         on_answer: Callable[[Fork, Mapping[str, object]], None],
     ) -> None:
-        """Take `link`, a socket to it even before it exists; without it, the fork exits."""
+        """Take the socket to the fork, which need not exist yet, and exits if this is closed."""
         self._loop = loop
         # A fork is the job's own process, and its answer is short.
         self._link = Channel(link, takes_fds=False, max_bytes=MAX_ANSWER_BYTES)

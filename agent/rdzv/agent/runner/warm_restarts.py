@@ -32,7 +32,7 @@ WATCH_HOOK = ZYGOTE_HOOK.with_name("watch_hook")
 """A folder whose `sitecustomize` makes an interpreter report its import of torch."""
 
 SETTLE_S = 10.0
-"""How long after the first import of torch the CPUs are left to the other workers' imports."""
+"""The time after the first import of torch for which the other workers' imports get the CPUs."""
 
 CRASH_WITHIN_S = 10.0
 """A warm worker that crashes within this time of its start may have been broken by the fork."""
@@ -45,7 +45,7 @@ CRASHES = (
 """
 
 MAX_REPORTS_PER_WORKER = 64
-"""Forks of a worker may report as well; after this many per worker they are no longer received."""
+"""Forks of a worker may report, too; after this many reports per worker, none are received."""
 
 _CREDENTIALS = struct.Struct("3i")
 """The kernel's `struct ucred`: pid, uid, gid."""
@@ -96,7 +96,7 @@ class WarmRestarts:
             self._give_up(f"its workers cannot be watched: {reason_of(error)}")
 
     def _listen(self) -> None:
-        # A descriptor in each worker would be one that its script has not opened.
+        # It has an abstract address, because an inherited descriptor would be visible to scripts.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._address = f"rdzv-torch-{os.urandom(16).hex()}"
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

@@ -9,29 +9,31 @@ directions carry the frames of channel.py. From the worker, each of at most 64 K
     parked   {round, step, torn, shard, shards, oldest_step, connections}
                                                      it takes part in no round, and waits
     resumed  {round, step, source, healed, init_ms, heal_ms}     it goes on in a new round
-    reserve  {bytes, copies}                         it wants two slots for snapshots of that size
-                                                     (snapshot_slots.py); 0: those with something in
-                                                     them; copies: and those of others' snapshots
+    reserve  {bytes, copies}                         it requests two slots of this size for
+                                                     snapshots (snapshot_slots.py), or with 0 those
+                                                     that hold data; copies: whether it also
+                                                     requests copies of other nodes' snapshots
     saved    {slot, lineage, step, series, shard, shards, world_size, bytes, digest}
-                                                     slot 0 or 1 has this snapshot; without a step:
-                                                     it holds none, or one without state
+                                                     slot 0 or 1 holds this snapshot; without a
+                                                     step, the slot is empty or holds no state
 
 To the worker:
 
-    round_over {round}                               it has to park
-    go         {round, env, source, step}            it takes part in this round; with it stdout and
-                                                     stderr, if the round has files for them
-    release    {reason}                              it has to raise the exception that it reported
-    slots      {bytes}                               the answer to `reserve`, with two memfds
-    no_slots   {reason}                              the other answer; with both, the memfds of
-                                                     copies, if it has asked for them
-    watermark  {lineage, step, series}               all parts of this step are saved somewhere
+    round_over {round}                               it must park
+    go         {round, env, source, step}            it takes part in this round; comes with stdout
+                                                     and stderr, if the round has files for them
+    release    {reason}                              it must raise the exception that it reported
+    slots      {bytes}                               answers `reserve`; comes with two memfds, and
+                                                     with those of copies, if requested
+    no_slots   {reason}                              answers `reserve`; comes with the memfds of
+                                                     copies, if requested
+    watermark  {lineage, step, series}               all parts of this step are saved on some node
     pinned     {lineage, step, series}               this step is being written to disk; without
-                                                     fields: none is
+                                                     fields, none is
 
-Unknown frames are ignored by both. A worker is the job's own process, so nothing that it sends is
-trusted: a frame that cannot be read, or more frames than can be of use, close the link, and then
-the worker is ended like one that has none. A parked worker exits when its link is closed.
+Both sides ignore unknown frames. A worker is the job's own process, so nothing that it sends is
+trusted: a malformed frame, or too many frames, close the link, and the worker is then ended like
+one without a link. A parked worker exits when its link is closed.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ LINK_VARIABLE = "RDZV_WORKER_LINK"
 """Names the descriptor of a worker's link."""
 
 MARK_VARIABLE = "RDZV_WORKER_MARK"
-"""Tells the descendants of one worker from those of all others."""
+"""Distinguishes the descendants of one worker from those of all others."""
 
 SNAPSHOTS_VARIABLE = "RDZV_SNAPSHOTS"
 """Set if this runner answers `reserve`."""
@@ -69,26 +71,26 @@ SNAPSHOTS_VARIABLE = "RDZV_SNAPSHOTS"
 PROTOCOL = 1
 MAX_FRAME_BYTES = 64 << 10
 MAX_FRAMES = 64
-"""The most frames that a worker may send from one `go` to the next, beside `saved`."""
+"""The most frames, not counting `saved`, that a worker may send from one `go` to the next."""
 MAX_SAVED_A_SECOND = 200
 MAX_CONNECTIONS = 4096
 MAX_SHARDS = 1 << 20
 MAX_NAME_CHARS = 64
 MAX_NUMBER = 1 << 53
-"""No step or time is larger."""
+"""The largest step or time that is accepted."""
 
 _marks = itertools.count()
 
 
 class FrameError(Exception):
-    """A worker sends something that it must not."""
+    """A worker has sent an invalid frame."""
 
 
 class Parked:
-    """What a parked worker reports."""
+    """The report of a parked worker."""
 
     def __init__(self, frame: Mapping[str, object]) -> None:
-        """Read the frame; `FrameError` if it is wrong."""
+        """Parse the frame; `FrameError` if it is invalid."""
         self.step = _optional_number(frame, "step")
         self.torn = bool(frame.get("torn", False))
         self.shard = _optional_number(frame, "shard") or 0
@@ -119,12 +121,12 @@ class WorkerLink:
         self.child: Child | None = None
         self.parked: Parked | None = None
         self.stuck_in = ""
-        """Where it waits, and will not park; empty if it does not say so."""
+        """Where it is stuck, by its own report, so that it cannot park; "" if it is not."""
         self.kill_at: float | None = None
-        """When it is killed, if it was asked to park or to end."""
+        """When it will be killed; None unless it was asked to park or to end."""
         self.killed = False
         self.hung_up = False
-        """Whether it could be kept, and has closed its end, as it does when it exits."""
+        """Whether a worker that could be kept has closed its end, as it does when it exits."""
         self.left: set[int] = set()
         """The processes that it left behind, by pid, after its exit."""
         self._store = _store_of(spec)
@@ -133,7 +135,7 @@ class WorkerLink:
         self._resumed = False
         self._frames = 0
         self._saved: tuple[int, int] = (0, 0)
-        """In which second it has said `saved`, and how often."""
+        """The second of the last `saved` frame, and the number of such frames in it."""
         ours, self.theirs = socket.socketpair()
         self._channel = Channel(ours, takes_fds=False, max_bytes=MAX_FRAME_BYTES)
         try:
@@ -145,16 +147,16 @@ class WorkerLink:
 
     @property
     def pid(self) -> int:
-        """The worker's process id, also when it has exited."""
+        """The worker's process id, even after its exit."""
         assert self.child is not None
         return self.child.pid
 
     def owns(self, pid: int) -> bool:
-        """Whether a child of the runner without a parent of its own was started by this worker."""
+        """Whether a child that the runner inherited was started by this worker."""
         return session_of(pid) == self.pid or has_variable(pid, MARK_VARIABLE, self.mark)
 
     def has_left(self, pid: int) -> bool:
-        """As `owns`, also for a process being killed, which soon shows neither session nor mark."""
+        """Like `owns`, but also true of dying processes, which show neither session nor mark."""
         return pid in self.left or self.owns(pid)
 
     def kill(self) -> None:
@@ -192,15 +194,15 @@ class WorkerLink:
         }
 
     def connected_to(self) -> str:
-        """Return what of its last round the parked worker is still connected to; empty if nothing.
+        """Return the address of its last round to which the parked worker is connected, or "".
 
-        What cannot be inspected counts as connected.
+        A worker that cannot be inspected counts as connected.
         """
         assert self.parked is not None
         try:
             found = live_connection(self.pid, [*self._store, *self.parked.connections])
         except (OSError, ValueError, LookupError) as error:
-            return f"what cannot be inspected: {error}"
+            return f"something that cannot be inspected: {error}"
         return "" if found is None else f"{found[0]}:{found[1]}"
 
     # ------------------------------------------------------------------ to the worker
@@ -303,7 +305,7 @@ class WorkerLink:
             snapshot = _snapshot(frame) if "step" in frame else None
             self._slots.note(self.local_rank, number, snapshot)
         elif self.child is None or not self._hello or frame.get("round") != self.round:
-            return  # It has not said hello, or this is of a round that is over.
+            return  # It has not sent `hello`, or the frame is of an earlier round.
         elif kind == "suspect" and not self._suspected and self.parked is None:
             self._suspected = True
             self._agent.emit(
@@ -352,7 +354,7 @@ def _optional_number(frame: Mapping[str, object], name: str) -> int | None:
 
 
 def _snapshot(frame: Mapping[str, object]) -> SavedSnapshot:
-    """Read which snapshot a worker says it has saved."""
+    """Parse a worker's report of a snapshot."""
     lineage, step, shard, shards, world_size, size = (
         _optional_number(frame, name) or 0
         for name in ("lineage", "step", "shard", "shards", "world_size", "bytes")

@@ -18,7 +18,7 @@ from functools import partial
 
 from .child_exits import exit_fields
 from .held_round import Round
-from .kept_workers import GoingOn
+from .kept_workers import KeptStart
 from .linux.process_tree import signal_group, signal_relative
 from .parked_workers import ParkedWorkers
 from .requests import (
@@ -74,7 +74,7 @@ class Workers:
     # ------------------------------------------------------------------ starting
 
     def start(self, request: Mapping[str, object]) -> None:
-        """Obey `start_workers`."""
+        """Handle `start_workers`."""
         number = read_field(request, "round", int)
         specs = read_worker_specs(request)
         ranks = read_field(request, "warm", list) if "warm" in request else []
@@ -93,7 +93,7 @@ class Workers:
             if link is None:
                 new.append(spec)
             elif keep is not None and spec.local_rank in keep.kept and link.can_be_kept:
-                GoingOn(self, self._children, started, spec, keep, link).begin()
+                KeptStart(self, self._children, started, spec, keep, link).begin()
             else:
                 self._replace(started, spec, keep, link, ranks)
         self._start_new(started, new, ranks)
@@ -157,7 +157,7 @@ class Workers:
         return WorkerLink(self._loop, self._agent, self._slots, spec, started.number)
 
     def end_worker(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
-        """Handle the exit of a worker, or that its program never ran."""
+        """Handle the exit of a worker, whether or not its program ever ran."""
         if child.failure:
             of.forget(child)
             self.fail_start(of, spec, child.failure)
@@ -165,7 +165,7 @@ class Workers:
             self.report_exit(of, spec, child, code)
 
     def report_start(self, started: Round, spec: WorkerSpec, how: str, child: Child) -> None:
-        """Note that a worker runs, which was kept, or started warm or cold."""
+        """Record that a worker runs; `how` is kept, warm or cold."""
         started.pids[spec.local_rank] = child.pid
         fields = {"how": how} if started.has_links else {}
         self._agent.emit(
@@ -175,7 +175,7 @@ class Workers:
             signal_group(child.pid, started.notified_by)
 
     def fail_start(self, failed: Round, spec: WorkerSpec, reason: str) -> None:
-        """Begin to kill the round. The first reason is reported: others may follow from it."""
+        """Begin to kill the round. Only the first reason is reported: others may follow from it."""
         failed.kill_at, failed.keeps = time.monotonic(), False
         self._forks.drop(self._wanted_warm())
         if not failed.failed:
@@ -231,7 +231,7 @@ class Workers:
     # ------------------------------------------------------------------ signals
 
     def stop(self, request: Mapping[str, object]) -> None:
-        """Obey `stop_workers`. A second stop may shorten the grace, never lengthen it.
+        """Handle `stop_workers`. A second stop may shorten the grace, never lengthen it.
 
         A signal is sent once, so that a handler that runs is not entered twice.
         """
@@ -271,7 +271,7 @@ class Workers:
                 signal_group(pid, signum)
 
     def notify(self, request: Mapping[str, object]) -> None:
-        """Obey `notify_workers`: signal each worker once; those that do not run yet, once they do.
+        """Handle `notify_workers`: signal each worker once, as soon as it runs.
 
         A stop with the same signal does not repeat it.
         """
@@ -287,15 +287,15 @@ class Workers:
     # ------------------------------------------------------------------ the end
 
     def begin_kill(self) -> None:
-        """Start no more of its workers: the round is about to be killed."""
+        """Start no more workers: the round is about to be killed."""
         self._forks.drop(self._wanted_warm())
         if self.round is not None:
             self.round.verify_parked(self._agent)
 
     def stays(self, pid: int) -> bool:
-        """Whether a child of the runner outlives the round: a parked worker, or what one started.
+        """Whether a child of the runner outlives the round.
 
-        What no parked worker has started does not.
+        Parked workers do, and the processes that they started; nothing else does.
         """
         held = self.round
         if self._loop.shutting_down or held is None or not held.keeps:

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
         """Receives what a zygote reports."""
 
         def zygote_ready(self) -> None:
-            """Handle that it accepts fork requests."""
+            """Use the zygote, which now accepts fork requests."""
 
         def forked(self, batch: int, pids: Sequence[int], reason: str) -> None:
             """Handle the forks of a batch; `reason` explains missing ones. May raise `KeyError`."""
 
         def zygote_lost(self, reason: str) -> None:
-            """Handle that it can fork no more."""
+            """Go on without the zygote."""
 
 
 PRELOAD_TIMEOUT_S = 600.0
@@ -73,7 +73,7 @@ class Zygote:
         self.spec = spec
         self.ready = False
         self.ready_until: float | None = time.monotonic() + PRELOAD_TIMEOUT_S
-        """When it is given up; None once that has happened, or it was ready."""
+        """When it is given up; None once it is ready or given up."""
         self.lost_because = ""
         """Why it ends, if its exit status does not show it."""
         self.final = False
@@ -97,9 +97,9 @@ class ZygoteProcess:
         self._retry_at: float | None = None
         self._none_because = ""
         self.begun = False
-        """Whether one was started, or was meant to be."""
+        """Whether a start was attempted."""
         self.given_up = False
-        """Whether there will be no other."""
+        """Whether no other zygote will be started."""
 
     @property
     def is_ready(self) -> bool:
@@ -119,7 +119,7 @@ class ZygoteProcess:
         return self._zygote.lost_because or "the zygote is still importing"
 
     def keep(self, request: Mapping[str, object]) -> None:
-        """Obey `keep_zygote`."""
+        """Handle `keep_zygote`."""
         spec = read_zygote_spec(request)
         if self.spec is not None:
             raise RequestError("this job already has a zygote")

@@ -1,12 +1,13 @@
 """Callbacks for training frameworks: progress, a save before the node leaves, workers that stay.
 
 `transformers` has one for Hugging Face's Trainer, `lightning` one for Lightning, and `accelerate`
-makes the Accelerator of a round. Each module imports its framework, and nothing here imports them,
-so a job needs the one that it uses. `report_step` and `Notice` serve a loop of one's own.
+makes the Accelerator of a round. Each module imports its framework, and nothing here imports these
+modules, so a job needs only the framework that it uses. `report_step` and `Notice` are for custom
+training loops.
 
-In come the files that the agent names in the environment (`RDZV_PROGRESS_FILE`,
-`RDZV_NOTICE_FILE`) and SIGTERM. Out goes the step to the one file, and to the framework the wish
-to save. Without these files, as under torchrun, only SIGTERM is left, and no progress is shown.
+The agent names two files in the environment: the step is written to `RDZV_PROGRESS_FILE`, and
+`RDZV_NOTICE_FILE` says that the node is leaving. On that notice, or on SIGTERM, the framework is
+asked to save. Without these files, as under torchrun, only SIGTERM works, and no progress is shown.
 """
 
 from .notice import Notice

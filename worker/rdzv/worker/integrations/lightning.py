@@ -56,7 +56,7 @@ class RdzvCallback(Callback):  # type: ignore[misc]
         """Report the step of the checkpoint.
 
         Lightning's own handler of SIGTERM broadcasts from wherever it interrupts the training,
-        which waits for ever if not all ranks get the signal, so it is replaced.
+        which waits forever if not all ranks get the signal, so it is replaced.
         """
         self._step = trainer.global_step
         report_step(self._step)

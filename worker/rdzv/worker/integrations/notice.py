@@ -1,4 +1,4 @@
-"""Whether this worker should save and end: its node was told to leave, or SIGTERM has come."""
+"""Tells a worker to save and end, because its node is leaving or SIGTERM has arrived."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 class Notice:
     """A notice to this worker that all ranks act on in the same step.
 
-    The ranks of one node alone may get a notice, and a checkpoint needs all ranks. So a loop asks
+    A notice may reach only the ranks of one node, but a checkpoint needs all ranks. So a loop calls
     `agreed` after each step, on every rank:
 
         if notice.agreed():
             save_checkpoint()
             notice.saved()
 
-    The ranks that got no notice train on. As the others are gone, the group forms anew without
-    them, and goes on from that checkpoint.
+    The ranks that got no notice train on. Once the others are gone, the group re-forms without
+    them, and resumes from that checkpoint.
     """
 
     def __init__(self) -> None:

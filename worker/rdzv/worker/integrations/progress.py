@@ -1,4 +1,4 @@
-"""Shows the step that a worker is at."""
+"""Reports the step that a worker is at."""
 
 from __future__ import annotations
 
