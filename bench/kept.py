@@ -58,7 +58,7 @@ KEEP_S = 0.5
 HANG_S = 2.0
 GROWN_BYTES = 24 << 20
 """Growth beyond this since early in the case does not count as flat memory."""
-WARM_UP = 10
+WARM_UP = 50
 """After this many rounds the memory is measured for the first time."""
 
 

@@ -253,6 +253,7 @@ def test_fifty_rounds_leave_nothing_behind(tmp_path: Path) -> None:
 def test_operations_that_are_cut_anywhere_fail_at_once(tmp_path: Path) -> None:
     """Gloo forgets an operation whose write fails; one round in ten ended so, at gloo's timeout."""
     with world(tmp_path, "busy") as made:
+        made.holds_connections = True
         kept: list[Worker] = []
         for _ in range(30):
             made.begin(2, kept)

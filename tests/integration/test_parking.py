@@ -13,15 +13,16 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runners import FOR_EVER_MS, Node, marked, state_of, until
+from runners import FOR_EVER_MS, PATIENCE_S, Node, marked, state_of, until
 from test_runner import line_of, playing
 
 from rdzv.agent.core.model import KeptWorker
+from rdzv.agent.runner.held_connections import HELD_S
 from rdzv.agent.runner.linux.boottime import boottime_ms
 from rdzv.agent.runner.linux.identity import Identity
 from rdzv.agent.runner_link import (
@@ -128,6 +129,51 @@ async def test_parked_workers_go_on_as_the_same_processes_and_write_to_the_new_f
         assert (resumed.pid, resumed.source, resumed.healed) == (pid, 1, False)
         await node.printed(node.worker(1, rank), f"round 1 pid {pid}")
     await node.stop(1)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        made.settimeout(PATIENCE_S)
+        yield made
+
+
+async def test_a_kept_workers_connections_end_when_all_have_left_the_round(
+    node: Parking, listener: socket.socket
+) -> None:
+    """The worker has closed its own descriptors long before."""
+    worker = node.worker(0, 0, f"holds:{listener.getsockname()[1]}")
+    await node.begin_with(worker, node.worker(0, 1))
+    await node.printed(worker, "the runner holds it")
+    peer, _ = listener.accept()
+    with peer:
+        await node.park()
+        peer.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)
+        await node.go_on(0, 1)
+        peer.settimeout(PATIENCE_S)
+        assert peer.recv(1) == b""
+    await node.stop(1)
+
+
+async def test_a_killed_workers_connections_do_not_end_with_it(
+    node: Parking, listener: socket.socket
+) -> None:
+    """Its peers' gloo would lose what it sends at that moment. After `HELD_S` they hear of it."""
+    worker = node.worker(0, 0, f"holds:{listener.getsockname()[1]}")
+    pid, _ = await node.begin_with(worker, node.worker(0, 1))
+    await node.printed(worker, "the runner holds it")
+    peer, _ = listener.accept()
+    with peer:
+        os.kill(pid, signal.SIGKILL)
+        await node.heard(WorkerExited, round=0, local_rank=0)
+        peer.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)
+        peer.settimeout(HELD_S + PATIENCE_S)
+        assert peer.recv(1) == b""
+    await node.stop(0)
 
 
 async def test_a_worker_with_one_file_writes_to_the_new_one(node: Parking) -> None:

@@ -296,10 +296,15 @@ def test_a_group_of_gloo_alone_is_not_aborted() -> None:
 
 
 class FakeLink:
-    """A link whose runner says nothing."""
+    """A link whose runner says nothing but that rounds are over, and holds no connections."""
+
+    holds_connections = False
 
     def begin(self, number: int, cut: Cut) -> None:
         pass
+
+    def is_over(self) -> bool:
+        return True
 
     def end(self) -> None:
         pass

@@ -666,7 +666,7 @@ MUTANTS = (
     ),
     Mutant(
         "snapshots: the watermark goes back",
-        "_hear_of_snapshots",
+        "_apply_to_snapshots",
         "state.watermark is None or event.mark > state.watermark",
         "event.mark != state.watermark",
         by=SNAPSHOT_TESTS,
@@ -1448,14 +1448,14 @@ MUTANTS = (
     ),
     Mutant(
         "a seat of which the node has not heard is kept",
-        "_confirm_unheard",
+        "_give_back_seat",
         "            _end_kept(work)\n        work.do(rejoin(work.state))",
         "            _end_kept(work)",
         by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(
         "keeping: workers parked since before a round that the node has not heard of",
-        "_confirm_unheard",
+        "_give_back_seat",
         "        if state.kept:\n            _end_kept(work)\n",
         "",
         by="tests/unit/agent/test_agent_parking.py",

@@ -23,6 +23,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from rdzv.agent.runner.held_connections import ConnectionQueue
+
 DEADLINE_S = 60.0
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["kept_training"])
@@ -65,6 +67,8 @@ class Worker:
     process: BaseProcess
     link: socket.socket
     out: Path
+    connections: ConnectionQueue | None = None
+    """Where its connections are held, also if it dies."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     _received: bytearray = field(default_factory=bytearray)
 
@@ -148,6 +152,7 @@ class World:
         self.function = function
         self.args = args
         self.number = -1
+        self.holds_connections = False
         self.workers: list[Worker] = []
         """Those of the present round, by rank."""
         self.all: list[Worker] = []
@@ -179,6 +184,8 @@ class World:
             env = self._env(rank, size, port)
             if rank < len(kept):
                 worker = kept[rank]
+                if worker.connections is not None:
+                    worker.connections.drop()
                 worker.send(
                     {
                         "type": "go",
@@ -234,6 +241,10 @@ class World:
         process.start()
         theirs.close()
         worker = Worker(process, ours, out)
+        if self.holds_connections:
+            worker.connections = ConnectionQueue()
+            with worker.connections.theirs as queue:
+                worker.send({"type": "queue"}, queue.fileno())
         self.all.append(worker)
         return worker
 
@@ -243,6 +254,8 @@ class World:
                 os.kill(worker.pid, signal.SIGKILL)
             worker.process.join(DEADLINE_S)
             worker.link.close()
+            if worker.connections is not None:
+                worker.connections.close()
         self._stores.clear()
 
 

@@ -15,6 +15,7 @@ It runs by path, with the standard library alone. Arguments are what it does bes
     stays            it ignores SIGTERM
     saves:BYTES      it asks for slots of that size, prints what is in them, writes its pid into the
                      first, and says that it has saved a snapshot; it reports its step as progress
+    holds:PORT       it connects to that port, and has the runner hold the connection
     floods           it says so a thousand times
 
 It prints a line for each thing that happens to it, so that its log tells where it was written.
@@ -115,7 +116,8 @@ class Worker:
         self.store: socket.socket | None = None
         self.link = None if "unlinked" in sys.argv else Link()
         if self.link is not None:
-            self.link.say(type="hello", protocol=1, version="by hand")
+            holds = option("holds") is not None
+            self.link.say(type="hello", protocol=1, version="by hand", wants_queue=holds)
             if size := option("saves"):
                 self.link.say(type="reserve", bytes=int(size))
 
@@ -177,6 +179,8 @@ class Worker:
                     self.park()
             elif frame["type"] == "go":
                 self.go(frame)
+            elif frame["type"] == "queue":
+                self.hold()
             elif frame["type"] == "slots":
                 self.save(frame)
             elif frame["type"] in ("no_slots", "watermark", "pinned"):
@@ -207,6 +211,16 @@ class Worker:
         with suppress(ConnectionError):
             for _ in range(1000 if "floods" in sys.argv else 1):
                 self.link.say(type="saved", **mark, **place)
+
+    def hold(self) -> None:
+        assert self.link is not None
+        (queue,), self.link.fds = self.link.fds, []
+        with (
+            socket.socket(fileno=queue) as runner,
+            socket.create_connection(("127.0.0.1", int(option("holds") or 0))) as connection,
+        ):
+            socket.send_fds(runner, [b"0"], [connection.fileno()])
+        say("the runner holds it")
 
     def go(self, frame: dict) -> None:  # type: ignore[type-arg]
         assert self.link is not None

@@ -25,6 +25,10 @@ class Runner:
     def say(self, **message: Any) -> None:
         self._socket.sendall(encode(message))
 
+    def send_queue(self, queue: socket.socket) -> None:
+        socket.send_fds(self._socket, [encode({"type": "queue"})], [queue.fileno()])
+        queue.close()
+
     def hear(self) -> Mapping[str, Any]:
         while (found := self._received.next_message()) is None:
             self._received.read(self._socket)
@@ -80,6 +84,37 @@ def test_a_round_is_over_from_its_own_end_on(runner: tuple[Link, Runner]) -> Non
     other.say(type="release", reason="enough")
     assert link.wait_for_order() == Release("enough")
     assert link.is_over()
+
+
+def test_connections_stay_open_in_the_runners_queue_though_the_worker_is_gone(
+    runner: tuple[Link, Runner],
+) -> None:
+    link, other = runner
+    assert not link.holds_connections
+    assert not link.hold_open([0])
+    queue, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    other.send_queue(theirs)
+    # Messages are received in order.
+    other.say(type="go", round=1, env={})
+    link.wait_for_order()
+    assert link.holds_connections
+    ours, peer = socket.socketpair()
+    with queue, peer:
+        peer.setblocking(False)
+        fds = [ours.fileno(), *(os.dup(ours.fileno()) for _ in range(300))]
+        assert link.hold_open(fds)
+        ours.detach()
+        for fd in fds:
+            os.close(fd)
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)
+        for _ in range(2):  # All fit into two messages.
+            queue.recv(1)
+        assert peer.recv(1) == b""
+        # A runner that is gone holds nothing.
+        queue.close()
+        assert not link.hold_open([0])
+    other.say(type="go", round=2, env={})
 
 
 def test_a_worker_that_cannot_park_says_so_once(

@@ -79,6 +79,55 @@ def test_a_connection_that_is_stopped_reads_its_end_and_its_peer_hears_nothing_y
         one.ours.sendall(b"x")
 
 
+@pytest.mark.parametrize("over", [True, False])
+def test_connections_that_the_runner_holds_end_for_peers_when_it_lets_go(
+    connections: list[Connection], over: bool
+) -> None:
+    """Unless this rank alone leaves the round: then its peers have to see it."""
+    one, other = connections
+    published, held = Published(addresses={one.address}), list[int]()
+
+    def hold_open(fds: list[int]) -> bool:
+        held.extend(map(os.dup, fds))
+        return True
+
+    cut = GlooCut(published, set())
+    cut.hand_over(hold_open)
+    cut.hand_over(hold_open)
+    assert len(held) == 2
+    # A group that the script has made since.
+    published.addresses.add(other.address)
+    cut.hand_over(hold_open)
+    assert len(held) == 4
+    before = open_files()
+    cut.cut()
+    assert one.theirs.recv(1) == b""
+    one.theirs.close()
+    cut.release(over=over)
+    assert open_files() == before - 1
+    if over:
+        one.ours.sendall(b"still accepted")
+    else:
+        with pytest.raises(BrokenPipeError):
+            one.ours.sendall(b"x")
+    for fd in held:
+        os.close(fd)
+
+
+def test_connections_are_held_here_if_the_runner_has_no_place(
+    connections: list[Connection],
+) -> None:
+    one, _ = connections
+    cut = GlooCut(Published(addresses={one.address}), set())
+    before = open_files()
+    cut.hand_over(lambda fds: False)
+    assert open_files() == before
+    cut.cut()
+    cut.release(over=True)
+    with pytest.raises(BrokenPipeError):
+        one.ours.sendall(b"x")
+
+
 def test_a_child_keeps_the_numbers_and_not_the_connections(connections: list[Connection]) -> None:
     one, other = connections
     number, before = one.ours.fileno(), open_files()

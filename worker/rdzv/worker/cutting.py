@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .errors import RoundOver
 from .gloo_addresses import Published
-from .tcp import Address, drop_in_child, knock, let_go, stop_reading
+from .tcp import Address, drop_in_child, duplicates, knock, let_go, stop_reading
 
 
 class Backend(Protocol):
@@ -18,8 +19,11 @@ class Backend(Protocol):
     def cut(self) -> None:
         """Make every collective in progress fail. May be called repeatedly."""
 
-    def release(self) -> None:
-        """Release what `cut` has kept, because no collective is in progress any more."""
+    def release(self, *, over: bool) -> None:
+        """Release what `cut` has kept, because this rank is in no collective any more.
+
+        `over`: the round has ended, so all ranks are cut. Otherwise peers must see the end.
+        """
 
 
 class Cut:
@@ -53,11 +57,11 @@ class Cut:
             for backend in self._backends:
                 backend.cut()
 
-    def release(self) -> None:
+    def release(self, *, over: bool) -> None:
         """End the cut: the round's groups are destroyed."""
         with self._lock:
             for backend in self._backends:
-                backend.release()
+                backend.release(over=over)
             self._backends = []
 
     def refuse(self) -> None:
@@ -72,10 +76,11 @@ class GlooCut:
     The connections are found by the addresses that the round's groups have published in its store.
     The store's own connection is among them, because a rank may be waiting for others in the store.
 
-    When a write fails because the peer has closed, gloo loses the operation, and waits for it until
-    its timeout; when a read finds the end of the stream, gloo fails all operations. So connections
-    are shut down for reading only, and kept open until this rank has left its collectives: a peer
-    that is cut a little later does not see them close before that.
+    When a connection fails, gloo loses the operation that it has begun to send or receive, waits
+    for it until its timeout, and fails all others. A write fails as soon as the peer's end is
+    closed. So no end is closed before all ranks are cut: connections are shut down for reading
+    only, and the runner holds duplicates of them, even a dead rank's, until the next round. Those
+    that it does not hold are kept open here until this rank has left its collectives.
     """
 
     def __init__(self, published: Published, store: set[Address]) -> None:
@@ -83,6 +88,10 @@ class GlooCut:
         self._store = store
         self._held: dict[int, socket.socket] = {}
         self._knocked = 0
+        self._handed_over: set[int] = set()
+        """The connections, by inode, that the runner holds."""
+        self._known = 0
+        """How many addresses were published at the last `hand_over`."""
 
     @property
     def addresses(self) -> set[Address]:
@@ -100,9 +109,21 @@ class GlooCut:
                 knock(address, peer)
         self._knocked = len(own)
 
-    def release(self) -> None:
-        """Close the connections, which peers then notice."""
-        let_go(self._held)
+    def hand_over(self, hold_open: Callable[[list[int]], bool]) -> None:
+        """Have the runner hold the connections that were made since the last call."""
+        known = len(self._published.addresses)
+        if known == self._known:
+            return
+        self._known = known
+        found = duplicates(set(self._published.addresses), self._handed_over)
+        if hold_open([connection.fileno() for connection in found.values()]):
+            self._handed_over |= found.keys()
+        for connection in found.values():
+            connection.close()
+
+    def release(self, *, over: bool) -> None:
+        """Close the connections. Peers notice, except where the runner holds one."""
+        let_go(self._held, self._handed_over if over else ())
 
     def drop_in_child(self) -> None:
         """Close a forked child's copies of the round's connections."""
@@ -125,5 +146,5 @@ class NcclCut:
             self.aborted = [weakref.ref(group) for group in list(c10d._world.pg_map)]
             c10d._abort_process_group()
 
-    def release(self) -> None:
+    def release(self, *, over: bool) -> None:
         """Do nothing: there is nothing to release."""

@@ -13,7 +13,7 @@ from typing import Any
 MAX_FRAME_BYTES = 64 << 10
 MAX_FDS = 18
 """Two slots, and copies of at most 16 snapshots of other nodes."""
-WITH_FDS = ("go", "slots", "no_slots")
+WITH_FDS = ("go", "queue", "slots", "no_slots")
 """The messages that come with descriptors."""
 MAX_RECEIVED_BYTES = 1 << 20
 """A frame from the runner carries a whole environment, so it may be longer than a worker's."""

@@ -76,6 +76,7 @@ class RoundGroups:
             timeout=self._options.timeout,
         )
         self.cut.add(self._nccl)
+        self.hold_connections()
         self.cut.refuse()
 
     def before_step(self) -> None:
@@ -90,6 +91,11 @@ class RoundGroups:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
         self.cut.refuse()
+
+    def hold_connections(self) -> None:
+        """Have the runner hold the connections that were made since the last call."""
+        if self._gloo is not None and self._link is not None and self._link.holds_connections:
+            self._gloo.hand_over(self._link.hold_open)
 
     @property
     def connections(self) -> list[list[Any]]:
@@ -106,9 +112,11 @@ class RoundGroups:
                 dist.destroy_process_group()
         # An interrupted init has counted its group. Names are numbers, and must agree on all ranks.
         dist.distributed_c10d._world.group_count = 0
+        over = False
         if self._link is not None:
+            over = self._link.is_over()
             self._link.end()
-        self.cut.release()
+        self.cut.release(over=over)
         self.store = self._base_store = None
         # Each init_process_group wraps the hook once more.
         sys.excepthook = self._excepthook

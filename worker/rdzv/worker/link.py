@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import select
@@ -27,6 +28,8 @@ _CUT_AGAIN_MS = 20
 _SEND_TIMEOUT_S = 10.0
 """A runner that reads nothing for this long counts as gone."""
 _ANSWER_TIMEOUT_S = 10.0
+_FDS_AT_ONCE = 200
+"""The kernel passes at most 253 in one message."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Link:
         """The last round that the runner has declared over."""
         self._order: Go | Release | None = None
         self._closed = False
+        self._queue: socket.socket | None = None
+        """Holds the connections sent to it; None if the runner has not given one."""
         self._slots: GivenSlots | None = None
         self.watermark: Watermark | None = None
         """The newest whole step; None until the runner announces one."""
@@ -94,7 +99,7 @@ class Link:
     def listen(self) -> None:
         """Send the hello and start the thread that receives, which ends with the process."""
         os.register_at_fork(after_in_child=self._leave_to_parent)
-        self._send({"type": "hello", "protocol": PROTOCOL, "version": VERSION})
+        self._send({"type": "hello", "protocol": PROTOCOL, "version": VERSION, "wants_queue": True})
         threading.Thread(target=self._listen, name="rdzv link", daemon=True).start()
 
     @property
@@ -144,6 +149,29 @@ class Link:
     def resumed(self, **what: Any) -> None:
         """Report that the script's function is about to be called."""
         self._send({"type": "resumed", **what})
+
+    @property
+    def holds_connections(self) -> bool:
+        """Whether the runner holds connections open."""
+        return self._queue is not None
+
+    def hold_open(self, fds: list[int]) -> bool:
+        """Keep these connections open until all workers have left the round.
+
+        They then stay open even if this process closes them or dies. Returns False if the runner's
+        queue is full or gone.
+        """
+        queue = self._queue
+        if queue is None:
+            return False
+        try:
+            for at in range(0, len(fds), _FDS_AT_ONCE):
+                rights = array.array("i", fds[at : at + _FDS_AT_ONCE])
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                queue.sendmsg([b"0"], ancillary, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
 
     def reserve(self, size: int, *, copies: bool = False) -> GivenSlots:
         """Request this worker's slots, of at least `size` bytes; with 0, those that hold data.
@@ -235,6 +263,9 @@ class Link:
                 self._slots = slots
                 self._changed.notify_all()
             return
+        if kind == "queue" and len(fds) == 1:
+            self._queue = socket.socket(fileno=fds[0])
+            return
         for fd in fds:
             os.close(fd)
         if kind == "watermark":
@@ -270,6 +301,8 @@ class Link:
         self._changed = threading.Condition()
         with contextlib.suppress(OSError):
             self._socket.close()
+        if self._queue is not None:
+            self._queue.close()
 
 
 _links: list[Link] = []

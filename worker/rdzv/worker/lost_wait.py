@@ -1,9 +1,9 @@
 """Detects that the main thread waits for an operation that gloo has lost.
 
-gloo sometimes loses an operation whose peer dies at the wrong moment. It then waits for the
-operation until the group's timeout, although its connections are shut down: in the backward pass,
-or while a group is destroyed. This was seen in about one of a hundred kills (torch 2.13). Nothing
-in the process can end that wait, so the runner is told, and need not wait for `--keep-timeout`.
+When a connection fails, gloo (torch 2.13) forgets the operation that it has begun to send or
+receive, and waits for it until the group's timeout: in the backward pass, in a broadcast of
+buffers, or while a group is destroyed. `cutting` makes that rare. Nothing in the process can end
+the wait, so the runner is told, and need not wait for `--keep-timeout`.
 """
 
 from __future__ import annotations

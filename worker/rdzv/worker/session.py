@@ -114,6 +114,8 @@ class Session:
             self._ended_between_steps = between_steps
             assert self._round is not None
             raise RoundOver(leaving=self._round.leaving)
+        if self._groups is not None:
+            self._groups.hold_connections()  # Those of the script's own groups.
 
     def add(self, entries: Mapping[str, Any], *, hold_last: bool) -> None:
         """Load the state into the objects that the function has just built."""

@@ -20,19 +20,34 @@ def stop_reading(addresses: Collection[Address], held: dict[int, socket.socket])
         inode = os.fstat(connection.fileno()).st_ino
         if inode in held:
             continue
-        # socket.dup() would make the connection block, and its owner's thread with it.
-        held[inode] = socket.socket(fileno=os.dup(connection.fileno()))
+        held[inode] = _duplicate(connection)
         with contextlib.suppress(OSError):  # It has ended by itself.
             connection.shutdown(socket.SHUT_RD)
 
 
-def let_go(held: dict[int, socket.socket]) -> None:
-    """Shut down the held connections in both directions, and close them."""
-    for connection in held.values():
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
+def let_go(held: dict[int, socket.socket], but: Collection[int] = ()) -> None:
+    """Close the held connections, and except for `but` (inodes) shut them down for all holders."""
+    for inode, connection in held.items():
+        if inode not in but:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         connection.close()
     held.clear()
+
+
+def duplicates(
+    addresses: Collection[Address], but: Collection[int] = ()
+) -> dict[int, socket.socket]:
+    """Return duplicates of the connections with one of these addresses, by inode, except `but`.
+
+    The caller closes them.
+    """
+    found = {}
+    for _, connection in _connections(addresses):
+        inode = os.fstat(connection.fileno()).st_ino
+        if inode not in but and inode not in found:
+            found[inode] = _duplicate(connection)
+    return found
 
 
 def drop_in_child(addresses: Collection[Address]) -> None:
@@ -78,6 +93,11 @@ def plain(address: tuple[object, ...]) -> Address:
     if host.startswith("::ffff:") and "." in host:
         host = host[len("::ffff:") :]
     return host.partition("%")[0], int(str(address[1]))
+
+
+def _duplicate(connection: socket.socket) -> socket.socket:
+    """Return a duplicate; socket.dup() would make the connection block, and its owner with it."""
+    return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def _connections(addresses: Collection[Address]) -> Iterator[tuple[int, socket.socket]]:

@@ -59,10 +59,8 @@ async def take_part(
 
     With `host_at` the node serves the others there, unless another process of this machine does.
     With `elect_by` the nodes elect the one that serves. Without endpoints the node serves itself,
-    and the round's store can also be reached at `host_at`. `credentials` are for the servers at the
-    endpoints; a server hosted by a node uses plain connections. /metrics is served at
-    `metrics_listen`, if given. `started` is a runner that was started in advance, for the first
-    launch.
+    and the round's store can also be reached at `host_at`. `credentials` are for servers at the
+    endpoints, not for one hosted by a node. `started` is a runner for the first launch.
     """
     drivers: list[JobDriver] = []
     endpoints_given = bool(endpoints)

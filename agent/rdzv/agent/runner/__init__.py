@@ -8,8 +8,8 @@ end is `rdzv.agent.runner_link`. It decides nothing about jobs.
 
 How a worker is spawned: workers.py, spawn.py. How its exit is noticed: child_exits.py. How it is
 killed: killing.py, fence.py. How it is kept between two rounds: worker_links.py, parked_workers.py,
-kept_workers.py. How its snapshots outlive it: snapshot_slots.py, snapshot_copies.py. How an agent
-is replaced: next_agent.py. How forks of the zygote are used: warm_forks.py.
+kept_workers.py. What outlives it: snapshot_slots.py, snapshot_copies.py, held_connections.py.
+How an agent is replaced: next_agent.py. How forks of the zygote are used: warm_forks.py.
 
 It opens no path of a job and waits for no exec: otherwise a hung file system would block it, and
 with it the fence and every stop. A child opens its own files as its own account; a pipe that the

@@ -3,7 +3,7 @@
 A worker finds its end of a link, a Unix stream socket, by the descriptor in RDZV_WORKER_LINK. Both
 directions carry the frames of channel.py. From the worker, each of at most 64 KiB:
 
-    hello    {protocol, version}                     once; from then on it can be kept
+    hello    {protocol, version, wants_queue}        once; from then on it can be kept
     suspect  {round, message, traceback}             a collective has failed; it is about to park
     stuck    {round, place}                          it cannot park: gloo has lost an operation
     parked   {round, step, torn, shard, shards, oldest_step, connections}
@@ -22,6 +22,8 @@ To the worker:
     round_over {round}                               it must park
     go         {round, env, source, step}            it takes part in this round; comes with stdout
                                                      and stderr, if the round has files for them
+    queue      {}                                    to a worker that wants it; comes with a socket
+                                                     that holds connections (held_connections.py)
     release    {reason}                              it must raise the exception that it reported
     slots      {bytes}                               answers `reserve`; comes with two memfds, and
                                                      with those of copies, if requested
@@ -45,6 +47,7 @@ import time
 from contextlib import suppress
 
 from .channel import Channel, MalformedFrameError
+from .held_connections import ConnectionQueue
 from .linux.process_tree import has_variable, session_of
 from .linux.tcp_connections import live_connection
 from .snapshot_slots import MAX_SLOT_BYTES, SavedSnapshot
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
 
     from .agent_link import AgentLink
     from .child_exits import Child
+    from .held_connections import HeldConnections
     from .loop import Loop
     from .requests import WorkerSpec
     from .snapshot_slots import SnapshotSlots
@@ -105,7 +109,13 @@ class WorkerLink:
     """One worker and the runner's end of its link."""
 
     def __init__(
-        self, loop: Loop, agent: AgentLink, slots: SnapshotSlots, spec: WorkerSpec, round_: int
+        self,
+        loop: Loop,
+        agent: AgentLink,
+        slots: SnapshotSlots,
+        held: HeldConnections,
+        spec: WorkerSpec,
+        round_: int,
     ) -> None:
         """Make the link of a worker that is about to be started; `OSError` if that fails.
 
@@ -114,6 +124,8 @@ class WorkerLink:
         self._loop = loop
         self._agent = agent
         self._slots = slots
+        self._held = held
+        self._queue: ConnectionQueue | None = None
         self.local_rank = spec.local_rank
         self.mark = f"{os.getpid()}.{next(_marks)}"
         self.round = round_
@@ -223,6 +235,8 @@ class WorkerLink:
         self.round, self.parked, self._store = round_, None, _store_of(spec)
         self._suspected = self._resumed = False
         self.stuck_in = ""
+        if self._queue is not None:
+            self._queue.drop()  # All others have left the round before, too.
         self._frames = 0
         env = self.environ(spec.env)
         self._send({"type": "go", "round": round_, "env": env, "source": source, "step": step}, fds)
@@ -248,7 +262,10 @@ class WorkerLink:
         self._send({"type": "pinned", **mark})
 
     def close(self) -> None:
-        """Close the link; a parked worker exits."""
+        """Close the link; a parked worker exits. Its connections are held for a while."""
+        if self._queue is not None:
+            self._held.take(self._queue)
+            self._queue = None
         if self.is_open:
             self._loop.unwatch(self._channel.fileno())
             self._channel.close()
@@ -296,6 +313,8 @@ class WorkerLink:
         kind = frame.get("type")
         if kind == "hello" and frame.get("protocol") == PROTOCOL:
             self._hello = True
+            if frame.get("wants_queue") is True and self._queue is None:
+                self._give_queue()
         elif kind == "reserve" and self._hello:
             size = _optional_number(frame, "bytes") or 0
             copies = frame.get("copies") is True
@@ -324,6 +343,12 @@ class WorkerLink:
         elif kind == "resumed" and not self._resumed:
             self._resumed = True
             self._agent.emit("resumed", round=self.round, **self._resumption(frame))
+
+    def _give_queue(self) -> None:
+        """Send it a socket for its connections, unless this process has too many open."""
+        with suppress(OSError):
+            self._queue = ConnectionQueue()
+            self._send({"type": "queue"}, (self._queue.theirs.detach(),))
 
     def _resumption(self, frame: Mapping[str, object]) -> dict[str, object]:
         return {

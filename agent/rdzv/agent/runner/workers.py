@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 
 from .child_exits import exit_fields
+from .held_connections import HeldConnections
 from .held_round import Round
 from .kept_workers import KeptStart
 from .linux.process_tree import signal_group, signal_relative
@@ -66,6 +67,7 @@ class Workers:
         self._fence = fence
         self._forks = forks
         self._slots = slots
+        self._connections = HeldConnections()
         self.parked = ParkedWorkers(children, agent)
         self.round: Round | None = None
         self.last_round: int | None = None
@@ -154,7 +156,9 @@ class Workers:
         """Make the link of a worker, if it gets one; `OSError` if that fails."""
         if not started.has_links:
             return None
-        return WorkerLink(self._loop, self._agent, self._slots, spec, started.number)
+        return WorkerLink(
+            self._loop, self._agent, self._slots, self._connections, spec, started.number
+        )
 
     def end_worker(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
         """Handle the exit of a worker, whether or not its program ever ran."""
@@ -328,14 +332,16 @@ class Workers:
     def wake_times(self) -> Iterator[float | None]:
         """Yield when `do_due`, or the end of the round, has something to do."""
         yield from self.parked.wake_times()
+        yield from self._connections.wake_times()
         if self.round is not None:
             yield from self.round.wake_times()
 
     def do_due(self, now: float) -> None:
-        """Kill workers that have not parked in time, and parked ones that have not ended."""
+        """Kill workers that have not parked or ended in time; let go of connections."""
         if self.round is not None:
             self.round.kill_late(now, self._agent)
         self.parked.do_due(now)
+        self._connections.do_due(now)
 
 
 def _signal_groups(
