@@ -106,7 +106,7 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
 
 @contextlib.contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Exempt the objects imported in the body from garbage collection, as at the top."""
+    """Freeze the objects that the body imports, so that the garbage collector skips them."""
     gc.disable()
     try:
         yield

@@ -112,7 +112,7 @@ def _account_environ() -> dict[str, str]:
 
 
 def check_state_dir(config: Config) -> None:
-    """Check that the run folders' parent can be created and written, without creating it.
+    """Check, without creating it, that `state_dir` can be created and written to.
 
     The runtime directory is not checked: the service manager creates it at each start.
 

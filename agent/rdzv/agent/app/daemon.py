@@ -234,7 +234,7 @@ class Daemon:
                 loop.remove_signal_handler(signum)
 
     def _end(self, signum: signal.Signals) -> None:
-        """Handle an end signal. systemd's SIGTERM for a restart hands the jobs over instead."""
+        """Handle an end signal; if systemd's SIGTERM is part of a restart, hand the jobs over."""
         if self._handing_over:
             return
         if signum is signal.SIGTERM and not self._ending.is_set() and self._asking is None:
@@ -277,7 +277,7 @@ class Daemon:
     async def _notice_superseded(self) -> None:
         """End once another agent has taken over this node."""
         await self._link.is_superseded.wait()
-        log.error("this agent ends: %s", self._link.superseded)
+        log.error("ending this agent: %s", self._link.superseded)
         self._placements.leave(signal.SIGTERM, "notice of supersession")
         self._ending.set()
 
@@ -306,7 +306,7 @@ class Daemon:
             self._reloading = asyncio.create_task(self._reload_all(), name="reload")
 
     async def _reload_all(self) -> None:
-        """Reload the configuration, again if another reload was requested in the meantime."""
+        """Reload the configuration; repeat if another reload was requested in the meantime."""
         while self._reload_again:
             self._reload_again = False
             try:

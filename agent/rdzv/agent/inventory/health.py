@@ -171,7 +171,7 @@ class Health:
             self._hung[check] = _Hung(task, loop.time() - check.timeout_s)
             return FailingCheck(check.name, f"did not return within {check.timeout_s:g} s")
         if (error := task.exception()) is not None:
-            log.error("%s: a bug in this check", check.name, exc_info=error)
+            log.error("the health check %s raised an exception", check.name, exc_info=error)
             return FailingCheck(check.name, f"failed because of a bug: {error!r}")
         return FailingCheck(check.name, wrong) if (wrong := task.result()) else None
 

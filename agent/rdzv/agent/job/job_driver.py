@@ -329,7 +329,7 @@ class JobDriver:
             return None
 
     def say_failed(self, reason: str) -> None:
-        """Tell the server that this node, whose workers are gone, leaves: it cannot continue."""
+        """Tell the server that this node cannot continue and leaves; no worker is left."""
         self._reports.start_failed(self._decisions.state, reason)
 
     def renew_fence(self, heard_at_ms: int) -> None:
@@ -384,7 +384,7 @@ class JobDriver:
     def _fail(self, error: Exception) -> None:
         """End the job on this node because of an unexpected error."""
         if self._context.ended.done():
-            log.error("%s: an error after the job's end", self.rdzv_id, exc_info=error)
+            log.error("%s: an error occurred after the job had ended", self.rdzv_id, exc_info=error)
         else:
             self._decisions.stop()
             self._context.ended.set_exception(error)

@@ -172,7 +172,7 @@ class Round:
             return "" if self._context.examine is None else await self._context.examine()
         except Exception:
             rdzv_id = self._context.launch.job.rdzv_id
-            log.exception("%s: a bug in this node's health checks", rdzv_id)
+            log.exception("%s: running this node's health checks raised an exception", rdzv_id)
             return ""
 
     # ------------------------------------------------------------------ the round's store

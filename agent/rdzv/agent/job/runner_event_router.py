@@ -52,7 +52,7 @@ class RunnerEventRouter:
         self._ending_leftovers: asyncio.Task[None] | None = None
 
     def hear(self, event: runner_link.RunnerEvent) -> asyncio.Future[None] | None:
-        """Handle an event; if that takes time, return a future that is done when it is handled."""
+        """Handle an event; return a future for its completion unless it is handled at once."""
         tasks = self._context.tasks
         match event:
             case runner_link.WorkerExited() if event.exit_code != 0:

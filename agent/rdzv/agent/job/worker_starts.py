@@ -30,7 +30,7 @@ class WorkerStarts:
         now_ms: Callable[[], int],
         report: Callable[[StartReport], None],
     ) -> None:
-        """`report` sends the report to the server."""
+        """Collect the starts of this job's workers; `report` sends the result to the server."""
         self._rdzv_id = rdzv_id
         self._local_world_size = local_world_size
         self._now_ms = now_ms

@@ -1,1 +1,1 @@
-"""The launch of a job on this node: what to run, checks in advance, device counts, CPU binding."""
+"""The launch of a job on this node: what to run, checks before the start, CPU binding."""

@@ -1,4 +1,4 @@
-"""The launch of a job on this node, and the checks and counts that it needs in advance."""
+"""The launch of a job on this node: what to run, checks before the start, and device counts."""
 
 from __future__ import annotations
 

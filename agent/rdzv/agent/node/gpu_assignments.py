@@ -94,7 +94,7 @@ class GpuQueue:
         return tuple(self._waiting)
 
     async def take(self, key: Key, count: int, name: str) -> tuple[str, ...]:
-        """Wait for a place and `count` free GPUs; log it if job `name` has to wait.
+        """Wait for a place and `count` free GPUs; log if job `name` has to wait.
 
         Raises:
             InvalidRequestError: this node does not have that many.

@@ -1,4 +1,4 @@
-"""The submitted jobs of this node: taken up when the server places them, each run by a driver.
+"""The submitted jobs of this node: accepted when the server places them, each run by a driver.
 
 ::
 
@@ -94,7 +94,7 @@ class _UnhealthyError(Exception):
 
 
 class Placements:
-    """Takes up the jobs that the server places on this node, until `leave`."""
+    """Accepts the jobs that the server places on this node, until `leave`."""
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class Placements:
         health: Health | None = None,
         accounts: Accounts | None = None,
     ) -> None:
-        """Take up the jobs that `link` receives, within this node's resources.
+        """Accept the jobs that `link` receives, within this node's resources.
 
         `around` is what every launch gets from this node, and `accounts` maps submitters to
-        accounts. While a check of `health` fails, no job is taken up.
+        accounts. While a check of `health` fails, no job is accepted.
         """
         self._accounts = accounts or Accounts()
         self._link = link
@@ -158,7 +158,7 @@ class Placements:
         self._health.look_again()
 
     def placed(self, placed: Placed) -> None:
-        """Take up a job, unless it is held already."""
+        """Accept a job, unless it is held already."""
         if self._leaving or self._handed_over:
             log.info("%s: placed here, but this agent is about to end", placed.rdzv_id)
             return
@@ -180,7 +180,7 @@ class Placements:
             self._give_back(held, reason, events.Withdrawn(run, reason))
 
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
-        """Take up no more jobs while this node is about to leave, and drop those without a driver.
+        """Accept no more jobs while this node is about to leave, and drop those without a driver.
 
         The link notifies the drivers itself.
         """
@@ -286,7 +286,7 @@ class Placements:
         driver.written.listeners.add(lambda: noting.call(tell, folder.note, driver.written))
 
     async def hand_over(self, within_ms: int) -> None:
-        """Leave every running job to the next agent, and take up no more jobs."""
+        """Leave every running job to the next agent, and accept no more jobs."""
         self._handed_over = True
         for held in tuple(self._held):
             if held.driver is not None:
@@ -295,7 +295,7 @@ class Placements:
     # ------------------------------------------------------------------ for the daemon
 
     def change(self, resources: Resources, environ: Mapping[str, str]) -> None:
-        """Change the resources, except GPUs, and the environment of jobs taken up from now on.
+        """Change the resources, except GPUs, and the environment of jobs accepted from now on.
 
         Jobs beyond the new capacity continue.
         """
@@ -305,11 +305,11 @@ class Placements:
         self.gpu_queue.grant()
 
     def take_no_more(self) -> None:
-        """Take up no more jobs."""
+        """Accept no more jobs."""
         self._leaving = True
 
     def leave(self, signum: int, name: str) -> None:
-        """Leave every job in order, and take up no more; a second call cuts the grace short."""
+        """Leave every job in order, and accept no more; a second call cuts the grace short."""
         self._leaving = True
         reason = f"its agent received {name}"
         for held in tuple(self._held):
@@ -347,7 +347,7 @@ class Placements:
     def _hold(
         self, held: _Held, body: Callable[[], Awaitable[None]], before: Iterable[_Held] = ()
     ) -> None:
-        """Hold a job while its task lives; the task begins once nothing is left of earlier ones."""
+        """Hold a job until its task is done; the task begins once the jobs in `before` are gone."""
         self._held[held] = None
         held.task = asyncio.create_task(self._live(held, body, before), name=f"job {held.name}")
         # The task itself cannot do this: if it is cancelled before its start, it runs no code.
@@ -369,7 +369,7 @@ class Placements:
         except asyncio.CancelledError:
             if not self._handed_over:
                 log.info(
-                    "%s: not taken up: %s", held.name, held.given_back or "this agent is ending"
+                    "%s: not started here: %s", held.name, held.given_back or "this agent is ending"
                 )
         except Exception as error:
             log.exception("%s: ended on this node by a bug in rdzv-agent", held.name)
@@ -499,7 +499,7 @@ class Placements:
                 continue
             except Exception:
                 # Its processes have ended before that, so the GPUs are free.
-                log.exception("%s: cleaning up after it failed", held.name)
+                log.exception("%s: cleanup failed", held.name)
             if driver.runner_pid is not None:
                 self._runners.forget(driver.runner_pid)
             return
@@ -523,7 +523,7 @@ async def _answered(
     """Call a function that may hang on a directory service or file server.
 
     Raises:
-        InvalidRequestError: it hangs, so job `rdzv_id` cannot be taken up here.
+        InvalidRequestError: it hangs, so this node cannot run job `rdzv_id`.
     """
     try:
         with waiting_is_said(f"{rdzv_id}: {what}"):

@@ -48,7 +48,7 @@ class ConnectionLog:
             )
 
     def connected(self, endpoint: Endpoint) -> None:
-        """Log that a stream is open, if the lack of one was logged."""
+        """Log that a server has answered, if its absence was logged."""
         if self._causes:
             self._causes.clear()
             again = " again" if self._was_connected else ""

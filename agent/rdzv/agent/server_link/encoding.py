@@ -267,7 +267,7 @@ def health(failing: Iterable[FailingCheck]) -> pb.Health:
 
 
 def declined(rdzv_id: str, run: str, reason: str, *, passing: bool = False) -> pb.NodeMessage:
-    """Encode that this node declines a job; `passing` if it may take up the job later."""
+    """Encode that this node declines a job; `passing` if it may accept the job later."""
     return pb.NodeMessage(
         declined=pb.Declined(rdzv_id=rdzv_id, run=run, reason=sendable(reason), passing=passing)
     )
@@ -298,7 +298,7 @@ def gone(completed: pb.RoundCompleted) -> pb.NodeMessage:
 
 
 def placed(message: pb.Placed) -> Placed:
-    """Decode a job that this node must take up."""
+    """Decode a job that the server has placed on this node."""
     return from_message(Placed, message)
 
 

@@ -50,7 +50,7 @@ class FenceProofs:
         return min(fences_ms, default=0) / 1000
 
     def note_sent(self, message: pb.NodeMessage) -> bool:
-        """Remember when a message was sent, for its answer; request one if needed.
+        """Record when a message is sent, and make it request an answer if one is needed.
 
         Returns True if the server has not answered for too long, so another stream must be tried.
         """

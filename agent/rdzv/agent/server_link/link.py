@@ -109,7 +109,7 @@ class ServerLink:
         self._last_lease_ms = identity.lease_ms
         """The lease of the last stream, open or not; None if there was none."""
         self._declined: dict[tuple[str, str], str] = {}
-        """The jobs that this node cannot take up, by rdzv_id and run, and why. They are reported
+        """The jobs that this node cannot run, by rdzv_id and run, and why. They are reported
         again on each new stream, because the Hello does not contain them.
         """
         self._renewing = False
@@ -240,14 +240,14 @@ class ServerLink:
             self.say(pb.NodeMessage(health=encoding.health(self.placements.failing)))
 
     def decline_for_now(self, rdzv_id: str, run: str, reason: str) -> None:
-        """Report that this node cannot take up a job now.
+        """Report that this node cannot run a job at the moment.
 
         If the message is lost, the server places the job here again, and the report is repeated.
         """
         self.say(encoding.declined(rdzv_id, run, reason, passing=True))
 
     def decline(self, rdzv_id: str, run: str, reason: str) -> None:
-        """Report that this node cannot take up a job."""
+        """Report that this node cannot run a job."""
         self._declined.pop((rdzv_id, run), None)
         self._declined[rdzv_id, run] = reason
         if len(self._declined) > DECLINED_KEPT:

@@ -1,4 +1,4 @@
-"""Submitted jobs as exchanged with the server: placed on this node, and held here."""
+"""How the link and the server name submitted jobs: those placed on this node, those held here."""
 
 from __future__ import annotations
 

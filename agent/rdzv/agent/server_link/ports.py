@@ -1,4 +1,4 @@
-"""The drivers of jobs and the placements, as the link to the server uses them."""
+"""The interfaces through which the link to the server uses job drivers and placements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 
 
 class JobPort(Protocol):
-    """The driver of a job, as the link uses it."""
+    """The interface of a job's driver that the link uses."""
 
     rdzv_id: str
     fence_after_ms: int
@@ -40,7 +40,7 @@ class JobPort(Protocol):
 
 
 class PlacementPort(Protocol):
-    """The submitted jobs of this node, as the link uses them."""
+    """The interface of this node's submitted jobs that the link uses."""
 
     @property
     def resources(self) -> Resources:
@@ -50,7 +50,7 @@ class PlacementPort(Protocol):
         """Return the jobs that may still have processes on this node."""
 
     def placed(self, placed: Placed) -> None:
-        """Take up a job that the server has placed on this node; may be repeated."""
+        """Accept a job that the server has placed on this node; may be repeated."""
 
     def withdrawn(self, rdzv_id: str, run: str, reason: str) -> None:
         """Leave a job that the server has withdrawn."""
@@ -63,4 +63,4 @@ class PlacementPort(Protocol):
         """Run the health checks now, at an operator's request."""
 
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
-        """Note that this node is about to leave all its jobs, or stays; called before the jobs."""
+        """Note that this node is about to leave all its jobs, or stays; jobs are notified next."""
