@@ -20,16 +20,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
+from torch.utils.data import DataLoader
 
 import rdzv.worker.state
 from rdzv.worker import (
     CannotBroadcastError,
+    ElasticBatchSampler,
     NoRoundError,
     Round,
     RoundOver,
     StaleGroupError,
     State,
     UnsupportedError,
+    WorkerError,
     elastic,
     groups,
     session,
@@ -333,6 +336,19 @@ def test_nccl_is_kept_from_ending_processes_that_may_be_kept(
     groups.close()
 
 
+def test_two_rounds_on_one_store_share_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch numbers its groups from 0 in each round: without prefixes they would meet."""
+    base = dist.HashStore()
+    monkeypatch.setattr(RoundGroups, "_made_store", lambda *_: base)
+    for number in (0, 1):
+        groups = RoundGroups(round_of({"RDZV_ROUND": str(number)}), Options(), None)
+        groups.open()
+        assert groups.store is not None
+        assert not groups.store.check(["key"])
+        groups.store.set("key", "")
+        groups.close()
+
+
 def test_a_worker_parks_in_order(monkeypatch: pytest.MonkeyPatch, nccl_log: list[str]) -> None:
     """Cut, release groups, wait for the devices, let writers finish, and only then report it."""
 
@@ -353,6 +369,25 @@ def test_a_worker_parks_in_order(monkeypatch: pytest.MonkeyPatch, nccl_log: list
     made._park(session._Over(groups.round, groups, RoundOver()))
     aborted = ["start", "abort second", "abort default", "end"]
     assert nccl_log == [*aborted, "devices", "on_park", "parked"]
+
+
+def test_a_loader_that_outlives_a_round_yields_none_of_its_prefetched_batches() -> None:
+    sampler = ElasticBatchSampler(64, 4, shuffle=False)
+    loader: DataLoader[int] = DataLoader(
+        list(range(64)),  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        num_workers=1,
+        persistent_workers=True,
+        prefetch_factor=4,
+    )
+    sampler.begin_round(rank=1, world_size=2)
+    batches = iter(loader)
+    assert next(batches).tolist() == [4, 5, 6, 7]
+    sampler.commit()
+    sampler.begin_round(rank=0, world_size=1)
+    with pytest.raises(WorkerError, match="earlier round"):
+        next(batches)
+    assert next(iter(loader)).tolist() == [8, 9, 10, 11]
 
 
 def test_what_is_published_several_at_a_time_is_noted_before_it_is_sent() -> None:
