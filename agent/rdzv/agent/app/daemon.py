@@ -252,7 +252,7 @@ class Daemon:
             self._leave(signum)
 
     def _hand_over(self, why: str) -> None:
-        """End without the jobs: their runners wait for the next agent."""
+        """Exit but leave the jobs running: their runners wait for the next agent."""
         if self._handing_over or self._ending.is_set():
             return
         self._handing_over = True

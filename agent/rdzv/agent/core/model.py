@@ -106,7 +106,7 @@ class Assignment:
 
 @struct(frozen=True)
 class WorkerFailure:
-    """A failed worker of this node; times are by the agent's clock."""
+    """A failed worker of this node; times are measured by the agent's clock."""
 
     local_rank: int
     rank: int

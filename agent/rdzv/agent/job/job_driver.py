@@ -230,7 +230,7 @@ class JobDriver:
             except (InvalidRequestError, OSError) as error:
                 unready = str(error)
             except Exception as error:
-                log.exception("%s: a bug in rdzv-agent", self.rdzv_id)
+                log.exception("%s: cannot get ready because of a bug in rdzv-agent", self.rdzv_id)
                 unready = f"a bug in its rdzv-agent: {error!r}"
         if unready:
             text = "%s: no further round can be started here; its workers keep running: %s"

@@ -262,7 +262,9 @@ class Placements:
         except (InvalidRequestError, OSError) as error:
             why_not = str(error)
         except Exception as error:
-            log.exception("%s: a bug in rdzv-agent", placed.rdzv_id)
+            log.exception(
+                "%s: cannot make its launch because of a bug in rdzv-agent", placed.rdzv_id
+            )
             why_not = f"a bug in its rdzv-agent: {error!r}"
         if why_not:
             launch = bare_launch(placed, around, share, job)
@@ -372,7 +374,7 @@ class Placements:
                     "%s: not started here: %s", held.name, held.given_back or "this agent is ending"
                 )
         except Exception as error:
-            log.exception("%s: ended on this node by a bug in rdzv-agent", held.name)
+            log.exception("%s: ended on this node because of a bug in rdzv-agent", held.name)
             self._decline(held, f"a bug in its rdzv-agent: {error!r}")
 
     def _let_go(self, held: _Held) -> None:
@@ -473,7 +475,7 @@ class Placements:
         except Exception as error:
             if held.driver is None:
                 raise
-            log.exception("%s: ended on this node by a bug in rdzv-agent", held.name)
+            log.exception("%s: ended on this node because of a bug in rdzv-agent", held.name)
             bug = error
         finally:
             held.driver, held.closing = None, True

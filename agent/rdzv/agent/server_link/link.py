@@ -314,7 +314,7 @@ class ServerLink:
     # ------------------------------------------------------------------ one stream
 
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
-        """Hold a stream, and any that follow it at once; return why the last one ended."""
+        """Keep a stream open, renewing it on request; return why the last one ended."""
         try:
             opened = await self._standby.take(endpoint)
             opened = opened or self._credentials.aio_channel(endpoint, self._options)

@@ -56,7 +56,7 @@ class NodeDrain:
             self._change(self.wished, Notice(self._now_ms() + left_ms, reason, number))
 
     def remember(self, due_ms: int, reason: str) -> None:
-        """Restore the drain that the previous agent received, as its jobs remember it.
+        """Restore a drain that the previous agent received and that was stored with a job.
 
         The server will send it again, or report that it has been lifted.
         """
