@@ -58,8 +58,6 @@ class SnapshotsOnDisk:
         launch, files = self._launch, self._files
         if files is None or mark is None or mark == self._written or self._writing is not None:
             return
-        if not runner.writes_snapshots:
-            return
         self._writing = mark
         self._idle.clear()
         argv = (launch.python, "-m", _MODULE, str(files.folder), "--run", run)

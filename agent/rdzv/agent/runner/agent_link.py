@@ -68,7 +68,7 @@ class AgentLink:
         self.in_charge = False
         """Whether the connected agent gives orders and receives events."""
         self.hears_of_snapshots = False
-        """Whether this agent has asked for reports of snapshots; older agents do not know them."""
+        """Whether this agent has asked for reports of snapshots."""
         self.hears_of_copies = False
         """Whether it also knows of copies of other nodes' snapshots."""
         self.numbers_events = False

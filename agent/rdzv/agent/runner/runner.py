@@ -186,6 +186,7 @@ class Runner:
             "parked": [link.describe() for link in self._workers.parked.waiting()],
             "store_hosts": self._store_hosts.rounds(),
             "zygote": self.forks.zygote.spec is not None,
+            # Agents of the former release ask for snapshots only with these two.
             "snapshots": True,
             "writes_snapshots": True,
             "carries_copies": True,

@@ -142,8 +142,6 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
             workers={int(local_rank): int(pid) for local_rank, pid in said["workers"]},
             store_hosts=frozenset(said["store_hosts"]),
             zygote=bool(said["zygote"]),
-            snapshots=bool(said.get("snapshots")),
-            writes_snapshots=bool(said.get("writes_snapshots")),
             carries_copies=bool(said.get("carries_copies")),
             kept={str(name): str(value) for name, value in said["kept"].items()},
         )

@@ -70,10 +70,6 @@ class Hello:
     """Whether a zygote is kept."""
     kept: Mapping[str, str]
     """The values that it keeps for its next agent."""
-    snapshots: bool = False
-    """Whether it holds snapshots."""
-    writes_snapshots: bool = False
-    """Whether it can have them written to disk."""
     carries_copies: bool = False
     """Whether it can keep copies of other nodes' snapshots."""
 
@@ -160,9 +156,6 @@ class RunnerLink:
         self._handling: asyncio.Future[None] | None = None
         """The event being handled; the others wait."""
         self._keeps_zygote = adopted is not None and adopted.zygote
-        self._holds_snapshots = adopted is None or adopted.snapshots
-        self.writes_snapshots = adopted is None or adopted.writes_snapshots
-        """Whether it can have snapshots written to disk: an older one is never asked to."""
         self.carries_copies = adopted is None or adopted.carries_copies
         """Whether it can keep copies of other nodes' snapshots: an older one is never asked to."""
         self._log = RunnerLog(self._pid)
@@ -322,19 +315,17 @@ class RunnerLink:
         """Bound the memory for snapshots, and be told of them: at first of all that are held.
 
         None: half of the memory that is free when a worker first asks for some. The bound holds for
-        what is asked for later. To be called again after an adoption. An older runner holds none.
+        what is asked for later. To be called again after an adoption.
         """
-        if self._holds_snapshots:
-            self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes, "copies": True})
+        self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes, "copies": True})
 
     def announce_watermark(self, mark: SnapshotMark) -> None:
         """Tell the workers that all parts of this step are saved, so that older ones may go.
 
         From the first call on they overwrite nothing but what is older than a step so announced.
         """
-        if self._holds_snapshots:
-            fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
-            self._send({"type": "watermark", **fields})
+        fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
+        self._send({"type": "watermark", **fields})
 
     def write_snapshots(
         self,
