@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import BIN, WORKERS, Cluster, Node, alive, cluster_without_server
+from cluster import BIN, WORKERS, Cluster, Node, alive, cluster_without_server, environ
 from test_daemon import Daemons, parent
 
+TESTS = Path(__file__).parents[1]
 COUNT = str(WORKERS / "count.py")
 
 
@@ -248,6 +249,41 @@ def test_a_planned_restart_has_the_time_that_was_announced(d: Nodes) -> None:
     d.cluster.finish()
     d.until_state("job", "succeeded")
     d.complete_logs(pids)
+
+
+def test_what_was_saved_in_memory_is_there_for_workers_of_the_next_agent(d: Nodes) -> None:
+    """Saves go on without an agent; the workers die before the next one is there."""
+    script = d.folder / "train.py"
+    paths = [str(TESTS / "support"), str(TESTS.parent / "worker")]
+    script.write_text(
+        f"import sys\nsys.path[:0] = {paths}\n"
+        "import kept_training\n"
+        "slowly = {'at': 'forward', 'do': 'sleep', 'seconds': 0.05}\n"
+        "kept_training.train(100_000, faults=[slowly], snapshot_every=2)\n"
+    )
+    d.agents["n1"] = d.start("n1")
+    d.submit("job", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", str(script))
+
+    def whole() -> int:
+        snapshot = d.status("job").snapshot
+        return snapshot.step if snapshot is not None else 0
+
+    d.until_state("job", "running")
+    d.until("a step is whole", lambda: whole() >= 4)
+    agent = d.agents["n1"]
+    agent.process.send_signal(signal.SIGUSR2)
+    assert agent.wait() == 0
+    announced = whole()
+    workers = [pid for pid in d.cluster.marked() if environ(pid).get("RANK")]
+    assert len(workers) == 2
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    d.come_back("n1")
+    said = "goes on from the snapshot of step "
+    d.until("new workers go on from memory", lambda: said in d.logs("job"))
+    resumed = int(d.logs("job").partition(said)[2].split()[0])
+    assert resumed >= announced
+    d.until("they save, too", lambda: whole() > resumed)
 
 
 def test_an_agent_that_dies_amid_a_drain_is_followed_by_one_that_goes_on_with_it(d: Nodes) -> None:

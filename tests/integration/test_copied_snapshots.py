@@ -4,70 +4,208 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, Node, cluster
+from cluster import Cluster, Node, cluster_without_server
+from tls_files import Files
+
+from rdzv.view.answers import NodeLoss
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = Path(__file__).parents[2]
-STEPS, STOPPED_IN, EVERY = 20, 13, 5
+EVERY = 5
+TOPOLOGY = {"n1": "a", "n2": "b"}
+CARRIER = "snapshot_carrier.py"
+
+
+class Training:
+    """A sharded model on two nodes of different topologies, one worker each."""
+
+    def __init__(self, folder: Cluster, faults: list[dict[str, Any]], steps: int) -> None:
+        self.cluster = folder
+        self.args = {"steps": steps, "snapshot_every": EVERY, "faults": faults}
+        self.options: dict[str, tuple[str, ...]] = {}
+        """More options, by the name of the node."""
+        self.nnodes = "2"
+        self.nodes: dict[str, Node] = {}
+
+    def start(self, *names: str) -> None:
+        script = self.cluster.folder / "train.py"
+        script.write_text(
+            "import json, sys, kept_training\n"
+            "kept_training.train_sharded(**json.loads(sys.argv[1]))\n"
+        )
+        paths = os.pathsep.join([str(SUPPORT), str(ROOT / "worker")])
+        for name in names:
+            options = ("--max-restarts=5", "--keep-timeout=1", f"--topology={TOPOLOGY[name]}")
+            self.nodes[name] = self.cluster.start_node(
+                name,
+                *options,
+                *self.options.get(name, ()),
+                worker=str(script),
+                args=(json.dumps(self.args),),
+                nnodes=self.nnodes,
+                environ={"PYTHONPATH": paths},
+            )
+
+    def replace(self, name: str) -> None:
+        """End a node as if its machine had died, and start another in its place."""
+        self.nodes[name].kill_tree()
+        self.start(name)
+
+    def lines(self, name: str, what: str, **fields: Any) -> list[dict[str, Any]]:
+        """Return the JSON lines of a node's present worker that have these fields."""
+        found = [
+            json.loads(line[line.index("{") :])
+            for line in self.nodes[name].text.splitlines()
+            if '{"what"' in line
+        ]
+        return [row for row in found if row["what"] == what and fields.items() <= row.items()]
+
+    def begun(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Wait until a node's worker has begun with a round, and return what it has said."""
+        (line,) = self.cluster.wait_until(
+            f"{name} has begun", lambda: self.lines(name, "begin", **fields)
+        )
+        assert isinstance(line, dict)
+        return line
+
+    def furthest(self) -> int:
+        return max(row["step"] for name in self.nodes for row in self.lines(name, "step"))
+
+    def node_loss(self) -> NodeLoss | None:
+        snapshot = self.cluster.status().snapshot
+        return None if snapshot is None else snapshot.node_loss
+
+    def survives(self, step: int) -> None:
+        """Wait until a step that is at least this would survive the loss of any one node."""
+        for name in self.nodes:
+            self.cluster.wait_until(f"{name} trains", lambda name=name: self.lines(name, "begin"))
+
+        def holds() -> bool:
+            loss = self.node_loss()
+            return loss is not None and loss.step is not None and loss.step >= step
+
+        self.cluster.wait_until(f"step {step} would survive the loss of a node", holds)
 
 
 @pytest.fixture(name="c")
 def _cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster(tmp_path) as made:
+    with cluster_without_server(tmp_path) as made:
         yield made
 
 
-def start(c: Cluster, name: str, topology: str, *options: str) -> Node:
-    """Start a node that trains a sharded model, and stops in the middle of a step of round 0."""
-    script = c.folder / "train.py"
-    script.write_text(
-        "import json, sys, kept_training\nkept_training.train_sharded(**json.loads(sys.argv[1]))\n"
-    )
-    place = {"step": STOPPED_IN, "at": "forward", "do": "sleep", "seconds": 600, "round": 0}
-    faults = [{"rank": rank, **place} for rank in range(2)]
-    args = {"steps": STEPS, "snapshot_every": EVERY, "faults": faults}
-    given = ("--max-restarts=5", "--keep-timeout=1", f"--topology={topology}", *options)
-    paths = os.pathsep.join([str(SUPPORT), str(ROOT / "worker")])
-    return c.start_node(
-        name,
-        *given,
-        worker=str(script),
-        args=(json.dumps(args),),
-        nnodes="2",
-        environ={"PYTHONPATH": paths},
-    )
-
-
-def lines(node: Node, what: str, **fields: Any) -> list[dict[str, Any]]:
-    """Return the JSON lines of a node's worker that have these fields."""
-    found = [
-        json.loads(line[line.index("{") :]) for line in node.text.splitlines() if '{"what"' in line
+def stopping(*steps: int) -> list[dict[str, Any]]:
+    """Let both ranks of round 0, 1, ... wait in the middle of a step until they are killed."""
+    place = {"at": "forward", "do": "sleep", "seconds": 600}
+    return [
+        {**place, "rank": rank, "step": step, "round": number}
+        for number, step in enumerate(steps)
+        for rank in range(2)
     ]
-    return [row for row in found if row["what"] == what and fields.items() <= row.items()]
 
 
-def snapshots_of(c: Cluster) -> dict[str, int]:
-    return {node.node_id: node.snapshots for node in c.status().nodes}
+SLOWLY = [{"at": "forward", "do": "sleep", "seconds": 0.05}]
 
 
-def test_a_sharded_training_survives_the_end_of_a_node(c: Cluster) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.campaign)])
+def test_the_end_of_a_node_costs_no_more_steps_than_are_between_two_saves(
+    c: Cluster, kills: int
+) -> None:
     """Its part of the model is nowhere but in a copy, of which the server knows where it is."""
-    one, two = start(c, "n1", "a"), start(c, "n2", "b")
-    for node in (one, two):
-        c.wait_until("it has stopped", lambda node=node: lines(node, "fault", round=0))
-    # Two of its own each, and one of the other's.
-    c.wait_until("copies are kept", lambda: snapshots_of(c) == {"n1": 3, "n2": 3})
-    two.kill_tree()
-    three = start(c, "n3", "b")
-    for node in (one, three):
+    c.start_server()
+    stops = [13 + 10 * number for number in range(kills)]
+    training = Training(c, stopping(*stops), steps=stops[-1] + 7)
+    training.start("n1", "n2")
+    for number, stop in enumerate(stops):
+        for name in training.nodes:
+            c.wait_until(
+                f"{name} has stopped",
+                lambda name=name, round_=number: training.lines(name, "fault", round=round_),
+            )
+        saved = stop // EVERY * EVERY
+        training.survives(saved)
+        lost = ("n2", "n1")[number % 2]
+        training.replace(lost)
+        assert training.begun(lost, round=number + 1)["step"] == saved
+        text = "".join(node.text for node in training.nodes.values())
+        assert f"goes on from the snapshot of step {saved} in memory (copies of parts " in text
+    for name, node in training.nodes.items():
         assert node.wait() == 0
-    (begun,) = lines(three, "begin")
-    assert begun["step"] in (STOPPED_IN // EVERY * EVERY, STOPPED_IN // EVERY * EVERY - EVERY)
-    said = f"resumed from the snapshot of step {begun['step']} in memory (copies of parts "
-    assert said in one.text + three.text
-    assert len(lines(one, "done")) == len(lines(three, "done")) == 1
+        assert len(training.lines(name, "done")) == 1
+
+
+def test_a_server_killed_amid_saves_forgets_no_step_that_it_has_announced(c: Cluster) -> None:
+    """A node dies while there is no server; the next one learns from the others what is whole."""
+    c.start_server()
+    training = Training(c, SLOWLY, steps=100_000)
+    training.start("n1", "n2")
+    training.survives(2 * EVERY)
+    loss = training.node_loss()
+    assert loss is not None and loss.step is not None
+    c.kill_server()
+    # Saves go on: nobody is told of them, so nothing that was announced is overwritten.
+    reached = training.furthest()
+    c.wait_until("training goes on", lambda: training.furthest() > reached + 4 * EVERY)
+    training.nodes["n2"].kill_tree()
+    c.start_server()
+    training.start("n2")
+    begun = training.begun("n2", round=1)["step"]
+    assert begun >= loss.step and begun % EVERY == 0
+    training.survives(begun + EVERY)
+
+
+def listening(pid: int) -> list[int]:
+    """Return the TCP ports at which a process listens."""
+    tables = [Path(f"/proc/{pid}/net/{table}") for table in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    ports = {
+        f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"
+    }
+    own = {str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    return [port for inode, port in ports.items() if inode in own]
+
+
+def test_copies_are_encrypted_where_nodes_have_certificates(c: Cluster, tmp_path: Path) -> None:
+    files = Files(tmp_path / "tls")
+    server, c.credentials = files.server(), files.client("ops", "admin")
+    tls = [f"--tls-cert={server.cert}", f"--tls-key={server.key}"]
+    c.start_server(*tls, f"--tls-client-ca={server.client_ca}")
+    training = Training(c, stopping(13), steps=20)
+    for name in ("n1", "n2"):
+        of = files.node(name)
+        given = (f"--tls-ca={of.ca}", f"--tls-cert={of.cert}", f"--tls-key={of.key}")
+        training.options[name] = given
+    training.start("n1", "n2")
+    training.survives(10)
+    for node in training.nodes.values():
+        (carrier,) = [
+            pid for pid in node.descendants() if CARRIER in Path(f"/proc/{pid}/cmdline").read_text()
+        ]
+        (port,) = listening(carrier)
+        assert "BEGIN CERTIFICATE" in ssl.get_server_certificate(("127.0.0.1", port))
+    training.replace("n2")
+    assert training.begun("n2", round=1)["step"] == 10
+    for node in training.nodes.values():
+        assert node.wait() == 0
+
+
+def test_parts_are_not_loaded_by_another_number_of_workers_and_that_is_explained(
+    c: Cluster,
+) -> None:
+    """A node is lost and nobody replaces it: all parts are there, but they are of two ranks."""
+    c.start_server()
+    training = Training(c, stopping(13), steps=20)
+    training.nnodes = "1:2"
+    training.start("n1", "n2")
+    training.survives(10)
+    training.nodes["n2"].kill_tree()
+    assert training.begun("n1", round=1)["step"] == 0
+    explained = c.run("rdzvctl", f"--server={c.endpoint}", "explain", "job").stdout
+    why = "they are parts of a state that another number of workers shared"
+    assert f"snapshots in memory are not loaded: {why}" in " ".join(explained.split())
+    assert training.nodes["n1"].wait() == 0

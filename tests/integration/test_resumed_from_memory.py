@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.accounts import needs_root
+
 SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = Path(__file__).parents[2]
 RDZVRUN = Path(sys.executable).parent / "rdzvrun"
@@ -27,10 +29,15 @@ class Job:
     """A training under rdzvrun, and its workers' output."""
 
     def __init__(
-        self, folder: Path, function: str, args: dict[str, Any], options: list[str]
+        self,
+        folder: Path,
+        function: str,
+        args: dict[str, Any],
+        options: tuple[str, ...],
+        below: tuple[str, ...],
     ) -> None:
-        script = folder / "train.py"
-        script.write_text(
+        self.script = folder / "train.py"
+        self.script.write_text(
             "import json, os, sys, kept_training, numpy\n"
             "numpy.random.seed(int(os.environ['RANK']))\n"
             f"kept_training.{function}(**json.loads(sys.argv[1]))\n"
@@ -41,7 +48,10 @@ class Job:
         self.log = folder / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [RDZVRUN, *launch, script, json.dumps(args)], env=env, stdout=log, stderr=log
+                [*below, RDZVRUN, *launch, self.script, json.dumps(args)],
+                env=env,
+                stdout=log,
+                stderr=log,
             )
 
     @property
@@ -83,10 +93,15 @@ class Job:
 
 @contextmanager
 def job(
-    folder: Path, function: str = "train", options: tuple[str, ...] = (), **args: Any
+    folder: Path,
+    function: str = "train",
+    options: tuple[str, ...] = (),
+    below: tuple[str, ...] = (),
+    **args: Any,
 ) -> Iterator[Job]:
+    """Run a training until the body ends; `below` is a command that runs rdzvrun."""
     folder.mkdir()
-    made = Job(folder, function, {"steps": STEPS, **args}, list(options))
+    made = Job(folder, function, {"steps": STEPS, **args}, options, below)
     try:
         yield made
     finally:
@@ -119,6 +134,13 @@ def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
         resumed.finish()
     if function == "train_sharded":
         assert undisturbed.ends() == resumed.ends()
+        with job(tmp_path / "d", function, (*disk, "--nproc-per-node=1")) as alone:
+            assert alone.wait_for("begin", 1)[0]["step"] == 0
+            assert (
+                "its 2 parts are of 2 ranks, and now there are 1: start 2, or load a checkpoint"
+                in alone.text
+            )
+            alone.finish()
     else:  # The random numbers of LOCAL_RANK 1 are not on disk.
         assert len(resumed.lines("step")) == 2 * (STEPS - manifest["step"])
 
@@ -156,3 +178,40 @@ def test_losses_are_those_of_a_run_that_nothing_disturbed(
         killed.finish()
     assert killed.losses() == undisturbed.losses()
     assert len(killed.ends()) == 2 and killed.ends() == undisturbed.ends()
+
+
+def test_a_script_whose_model_has_changed_starts_again_and_says_why(tmp_path: Path) -> None:
+    with job(tmp_path / "a", faults=stopped_in(KILLED_IN), snapshot_every=5) as changed:
+        changed.wait_for("fault", 2, round=0)
+        text = changed.script.read_text()
+        changed.script.write_text(text.replace("argv[1])", "argv[1]), width=16"))
+        changed.kill_all(0)
+        assert {row["step"] for row in changed.wait_for("begin", 2, round=1)} == {0}
+        changed.finish()
+    refused = "in memory: it is of a state with other names, sizes or types"
+    assert refused in changed.text
+    assert len(changed.lines("step", round=1)) == 2 * STEPS
+
+
+@needs_root
+def test_training_goes_on_while_the_disk_for_snapshots_is_full(tmp_path: Path) -> None:
+    """It is said each time that a step is not written, and the last one is given up, too."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    full = f'mount -t tmpfs -o size=16k tmpfs {disk} && exec "$@"'
+    options = (f"--snapshot-dir={disk}", "--snapshot-dir-every=1")
+    slowly = [{"at": "forward", "do": "sleep", "seconds": 0.1}]
+    with job(
+        tmp_path / "a",
+        options=options,
+        below=("unshare", "--mount", "sh", "-c", full, "sh"),
+        faults=slowly,
+        snapshot_every=2,
+        steps=60,
+    ) as training:
+        training.finish()
+    not_written = training.text.count(f" is not written to {disk}: ")
+    assert not_written > 1
+    assert "MB are needed, but only 0 MB are free" in training.text
+    assert {row["step"] for row in training.lines("done")} == {60}
+    assert f" is written to {disk}" not in training.text

@@ -38,11 +38,11 @@ def make_data() -> TensorDataset:
     return TensorDataset(torch.arange(SAMPLES), x, x.sum(1, keepdim=True).tanh())
 
 
-def make_state(rank: int, **more: Any) -> State:
+def make_state(rank: int, width: int = 32, **more: Any) -> State:
     torch.set_num_threads(1)
     torch.manual_seed(11)
     model = nn.Sequential(
-        nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 1)
+        nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 1)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
