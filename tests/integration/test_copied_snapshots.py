@@ -118,7 +118,8 @@ def test_the_end_of_a_node_costs_no_more_steps_than_are_between_two_saves(
 ) -> None:
     """Its part of the model is nowhere but in a copy, of which the server knows where it is."""
     c.start_server()
-    stops = [13 + 10 * number for number in range(kills)]
+    # One save a round: a second one would be left out if it came before the first one's copies.
+    stops = [13 + EVERY * number for number in range(kills)]
     training = Training(c, stopping(*stops), steps=stops[-1] + 7)
     training.start("n1", "n2")
     for number, stop in enumerate(stops):

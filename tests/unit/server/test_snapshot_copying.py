@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from rdzv.core.model import Offer, Snapshot, SnapshotMark
 from rdzv.core.snapshot_copies import CopyCarrier, CopySource, MissingCopies
 from rdzv.server.messages import Assignment, KeepCopies, SnapshotsHeld, SnapshotWatermark
@@ -173,6 +175,24 @@ async def test_copies_are_asked_for_once_a_carrier_is_there() -> None:
         p.note(p.n2, says(part(1, 40), port=7001))
         assert p.heard(p.n1) == [KeepCopies("job-7", "run-1", mark(40), (FROM_N2,))]
         assert p.heard(p.n2) == [KeepCopies("job-7", "run-1", mark(40), (FROM_N1,))]
+
+
+@pytest.mark.parametrize("order", ["renewed first", "given up first"])
+async def test_what_a_node_could_not_fetch_with_an_old_token_is_asked_for_again(order: str) -> None:
+    """With each round nodes renew their tokens, and may report what they hold before that."""
+    async with pair() as p:
+        p.note(p.n1, says(part(0, 40)))
+        p.note(p.n2, says(part(1, 40), port=7001))
+        p.note(p.n1, says(part(0, 40), part(1, 40, copy_of=2)))
+        p.heard(p.n1), p.heard(p.n2)
+        renewed = says(part(0, 40), part(1, 40, copy_of=2), port=7005)
+        given_up = says(part(1, 40), port=7001, missing="n1: the other side closed the connection")
+        in_order = [(p.n1, renewed), (p.n2, given_up)]
+        for stream, said in in_order if order == "renewed first" else reversed(in_order):
+            p.note(stream, said)
+        again = replace(FROM_N1, port=7005, token="token 7005")
+        asked = [one for one in p.heard(p.n2) if isinstance(one, KeepCopies)]
+        assert asked == [KeepCopies("job-7", "run-1", mark(40), (again,))]
 
 
 async def test_a_node_is_asked_once_on_each_of_its_streams() -> None:

@@ -22,8 +22,9 @@ class Copying:
         self._run = run
         self._participants = {one.node_id: one for one in round_.participants}
         self._carriers: dict[str, CopyCarrier] = {}
-        self._has_grown = False
-        """Whether a node carries copies that did not when the present mark was begun with."""
+        self._can_do_more = False
+        """Whether a node has a carrier, or its carrier a token, that it had not when the present
+        mark was begun with: what was given up may succeed now."""
         self._orders: dict[str, tuple[CopySource, ...]] = {}
         """What nodes are still to copy of the present mark."""
         self._keepers: dict[str, str] = {}
@@ -43,7 +44,7 @@ class Copying:
         if said.carrier is None:
             self._carriers.pop(node_id, None)
         else:
-            self._has_grown |= node_id not in self._carriers
+            self._can_do_more |= self._carriers.get(node_id) != said.carrier
             self._carriers[node_id] = said.carrier
         if sources := self._orders.get(node_id):
             wanted = [one for source in sources for one in source.snapshots]
@@ -55,7 +56,7 @@ class Copying:
         if not self._orders:
             self.settled = self._mark
             mark = held.whole_in_round
-            if mark is not None and (mark != self._mark or self._has_grown):
+            if mark is not None and (mark != self._mark or self._can_do_more):
                 self._begin(mark, held)
 
     def unsent(self) -> Iterator[tuple[str, KeepCopies]]:
@@ -88,7 +89,7 @@ class Copying:
         return f"{keeper} is fetching a copy"
 
     def _begin(self, mark: SnapshotMark, held: HeldByNodes) -> None:
-        self._mark, self._orders, self._sent, self._has_grown = mark, {}, set(), False
+        self._mark, self._orders, self._sent, self._can_do_more = mark, {}, set(), False
         self._keepers, self._given_up = {}, {}
         able = {name: held.held_by(name) for name in self._participants if name in self._carriers}
         for order in orders(mark, list(self._participants.values()), able):
