@@ -279,7 +279,7 @@ def test_what_was_saved_in_memory_is_there_for_workers_of_the_next_agent(d: Node
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     d.come_back("n1")
-    said = "goes on from the snapshot of step "
+    said = "resumed from the snapshot of step "
     d.until("new workers go on from memory", lambda: said in d.logs("job"))
     resumed = int(d.logs("job").partition(said)[2].split()[0])
     assert resumed >= announced

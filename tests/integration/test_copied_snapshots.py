@@ -134,7 +134,7 @@ def test_the_end_of_a_node_costs_no_more_steps_than_are_between_two_saves(
         training.replace(lost)
         assert training.begun(lost, round=number + 1)["step"] == saved
         text = "".join(node.text for node in training.nodes.values())
-        assert f"goes on from the snapshot of step {saved} in memory (copies of parts " in text
+        assert f"resumed from the snapshot of step {saved} in memory (copies of parts " in text
     for name, node in training.nodes.items():
         assert node.wait() == 0
         assert len(training.lines(name, "done")) == 1

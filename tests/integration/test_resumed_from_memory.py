@@ -136,10 +136,8 @@ def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
         assert undisturbed.ends() == resumed.ends()
         with job(tmp_path / "d", function, (*disk, "--nproc-per-node=1")) as alone:
             assert alone.wait_for("begin", 1)[0]["step"] == 0
-            assert (
-                "its 2 parts are of 2 ranks, and now there are 1: start 2, or load a checkpoint"
-                in alone.text
-            )
+            refused = "its 2 parts were saved by 2 ranks, but there are 1 now: start 2, or load"
+            assert refused in alone.text
             alone.finish()
     else:  # The random numbers of LOCAL_RANK 1 are not on disk.
         assert len(resumed.lines("step")) == 2 * (STEPS - manifest["step"])
@@ -188,7 +186,7 @@ def test_a_script_whose_model_has_changed_starts_again_and_says_why(tmp_path: Pa
         changed.kill_all(0)
         assert {row["step"] for row in changed.wait_for("begin", 2, round=1)} == {0}
         changed.finish()
-    refused = "in memory: it is of a state with other names, sizes or types"
+    refused = "in memory: its state has other names, sizes or types"
     assert refused in changed.text
     assert len(changed.lines("step", round=1)) == 2 * STEPS
 
