@@ -91,7 +91,7 @@ def test_a_job_whose_files_hang_keeps_nothing_else_from_going_on(
     os.kill(near["pid"], signal.SIGKILL)
     # The driver of the job that needs the server begins no other round, and the agent says what it
     # waits for; the other job is unaffected.
-    d.until("far's failure is told", lambda: "the error file cannot be read" in d.agent.text)
+    d.until("far's failure is told", lambda: "cannot read the error file" in d.agent.text)
     assert "no answer within 2 s from its file system" in d.agent.text
     d.reports("near", 2)
     d.until("near runs", lambda: d.status("near").state == "running")

@@ -35,7 +35,7 @@ class ResponseHeader(google.protobuf.message.Message):
     cluster_id: builtins.int
     member_id: builtins.int
     revision: builtins.int
-    """Of the whole key space when the request was applied."""
+    """The revision of the whole key space when the request was applied."""
     def __init__(
         self,
         *,

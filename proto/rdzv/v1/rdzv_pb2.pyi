@@ -138,11 +138,11 @@ class FromRelay(google.protobuf.message.Message):
     FRAMES_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___RelayHello:
-        """In the first message alone."""
+        """Only in the first message."""
 
     @property
     def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FromNode]:
-        """In order for each node; none: a sign of life of the relay itself."""
+        """In order for each node; without any, the message only shows that the relay is alive."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class FromNode(google.protobuf.message.Message):
     FINISHED_FIELD_NUMBER: builtins.int
     BROKEN_FIELD_NUMBER: builtins.int
     stream: builtins.int
-    """The number of the node's stream: chosen by the relay, used once in this call."""
+    """The number of the node's stream, which the relay chooses and uses only once in this call."""
     message: builtins.bytes
     """A `NodeMessage`, as the node sent it."""
     @property
@@ -194,7 +194,7 @@ class FromNode(google.protobuf.message.Message):
 
     @property
     def finished(self) -> global___RelayedFinish:
-        """The node sends no more messages, and waits for the answers to those sent."""
+        """The node sends no more messages, and waits for the answers to its earlier ones."""
 
     @property
     def broken(self) -> global___RelayedBreak:
@@ -217,7 +217,7 @@ global___FromNode = FromNode
 
 @typing.final
 class RelayedCaller(google.protobuf.message.Message):
-    """What the node has shown to the relay."""
+    """The credentials that the node has shown to the relay."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -273,7 +273,7 @@ class ToRelay(google.protobuf.message.Message):
     FRAMES_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___RelayWelcome:
-        """In the first message alone."""
+        """Only in the first message."""
 
     @property
     def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ToNode]: ...
@@ -297,7 +297,7 @@ class RelayWelcome(google.protobuf.message.Message):
     leadership: builtins.int
     """The leadership under which the server serves this call, which ends with it."""
     beat_ms: builtins.int
-    """The relay sends something at least this often; its own silence is not that of its nodes."""
+    """The relay must send something at least this often; its silence does not count as its nodes'."""
     def __init__(
         self,
         *,
@@ -343,7 +343,7 @@ class RelayedEnd(google.protobuf.message.Message):
     CODE_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     code: builtins.str
-    """The code of the error; empty: it ended in order."""
+    """The code of the error; empty if the stream ended normally."""
     message: builtins.str
     def __init__(
         self,
@@ -485,11 +485,11 @@ class Hello(google.protobuf.message.Message):
     """One start of the agent: a random id, the same over all its streams."""
     kind: global___AgentKind.ValueType
     address: builtins.str
-    """The local address of this stream, for "in use by ... since ..."."""
+    """The local address of this stream, for messages such as "in use by ... since ..."."""
     pid: builtins.int
-    """Process id of the agent, likewise."""
+    """The process id of the agent, for the same messages."""
     leadership: builtins.int
-    """The highest leadership number received; a server with a lower one is deposed."""
+    """The highest leadership number received; a server with a lower one no longer leads."""
     incarnation: builtins.int
     """The incarnation given to this instance before; 0 if none."""
     agent_version: builtins.str
@@ -510,7 +510,7 @@ class Hello(google.protobuf.message.Message):
 
     @property
     def holdings(self) -> global___Holdings:
-        """The submitted jobs that it has taken up; see `Holdings`."""
+        """The submitted jobs that it holds; see `Holdings`."""
 
     @property
     def health(self) -> global___Health:
@@ -562,7 +562,7 @@ class Draining(google.protobuf.message.Message):
     """The time that its workers have left, and the reason; only if it leaves by itself."""
     reason: builtins.str
     number: builtins.int
-    """The number of the drain that a server has sent, as in `Drain`; 0: none."""
+    """The number of the drain that a server has sent, as in `Drain`; 0 if none was sent."""
     own: builtins.bool
     """Whether it leaves by itself, even if a server has drained it as well."""
     def __init__(
@@ -656,9 +656,7 @@ global___Label = Label
 
 @typing.final
 class Health(google.protobuf.message.Message):
-    """All submitted jobs that may still have something on the node: from the placement until the last
-    process is gone and its GPUs are free. Sent after each change.
-    The result of a node's own health checks: nothing is placed on it while one fails. Sent after each
+    """The result of a node's own health checks: nothing is placed on it while one fails. Sent after each
     change.
     """
 
@@ -667,7 +665,7 @@ class Health(google.protobuf.message.Message):
     FAILING_FIELD_NUMBER: builtins.int
     @property
     def failing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FailingCheck]:
-        """The failing checks; none: it is healthy."""
+        """The failing checks; none if the node is healthy."""
 
     def __init__(
         self,
@@ -714,6 +712,10 @@ global___LookAgain = LookAgain
 
 @typing.final
 class Holdings(google.protobuf.message.Message):
+    """All submitted jobs that may still have something on the node: from the placement until the last
+    process is gone and its GPUs are free. Sent after each change.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HOLDINGS_FIELD_NUMBER: builtins.int
@@ -763,7 +765,7 @@ class Declined(google.protobuf.message.Message):
     run: builtins.str
     reason: builtins.str
     passing: builtins.bool
-    """The obstacle may pass: the node may be chosen again in this run."""
+    """The reason may go away, so the node may be chosen again in this run."""
     def __init__(
         self,
         *,
@@ -778,7 +780,7 @@ global___Declined = Declined
 
 @typing.final
 class Belief(google.protobuf.message.Message):
-    """What a node believes about one job; enough to rebuild the job from."""
+    """What a node believes about one job; the server can rebuild the job from the beliefs of its nodes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -790,7 +792,7 @@ class Belief(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         PHASE_UNSPECIFIED: Belief._Phase.ValueType  # 0
         JOINING: Belief._Phase.ValueType  # 1
-        """No workers; wants a place in the next round."""
+        """It has no workers, and wants a place in the next round."""
         RUNNING: Belief._Phase.ValueType  # 2
         """Workers of `round` run."""
         STOPPING: Belief._Phase.ValueType  # 3
@@ -803,7 +805,7 @@ class Belief(google.protobuf.message.Message):
     class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper): ...
     PHASE_UNSPECIFIED: Belief.Phase.ValueType  # 0
     JOINING: Belief.Phase.ValueType  # 1
-    """No workers; wants a place in the next round."""
+    """It has no workers, and wants a place in the next round."""
     RUNNING: Belief.Phase.ValueType  # 2
     """Workers of `round` run."""
     STOPPING: Belief.Phase.ValueType  # 3
@@ -903,15 +905,15 @@ class Join(google.protobuf.message.Message):
     fenced: builtins.bool
     """The node was cut off, and has killed the workers of `left_round` itself; none had failed."""
     furthest_step: builtins.int
-    """The highest step that a worker of `left_round` on this node has reported; unset: none has."""
+    """The highest step that a worker of `left_round` on this node has reported; unset if none has."""
     snapshot_changed: builtins.bool
-    """The snapshot file has changed since that round began, or that is unknown."""
+    """The snapshot file has changed since that round began, or may have."""
     secret: builtins.str
-    """The job secret that every participant of the run must know; empty: none. The first join sets it.
-    The server stores a hash of it.
+    """The job secret that every participant of the run must know; empty if there is none. The first join
+    sets it. The server stores a hash of it.
     """
     fenced_age_ms: builtins.int
-    """With `fenced`: how long ago that was; 0: unknown."""
+    """With `fenced`, how long ago that was; 0 if unknown."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -928,7 +930,7 @@ class Join(google.protobuf.message.Message):
 
     @property
     def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Snapshot]:
-        """What the node holds of the run's state; a later join replaces it."""
+        """The node's snapshots of the run's state; a later join replaces them."""
 
     def __init__(
         self,
@@ -971,14 +973,16 @@ class KeptWorker(google.protobuf.message.Message):
     OLDEST_STEP_FIELD_NUMBER: builtins.int
     local_rank: builtins.int
     step: builtins.int
-    """How many steps it has sealed since the job's state was first made; unset: none."""
+    """How many steps it has sealed since the job's state was first made; unset if none."""
     torn: builtins.bool
-    """A step that it has not sealed has touched its parameters: it is never a source."""
+    """An unsealed step has touched its parameters, so it cannot be the source."""
     shard: builtins.int
-    """Which part of a sharded state it holds, of how many. `shards` 0 or 1: it holds all of the state."""
+    """The number of the part of a sharded state that it holds, and how many parts there are. With
+    `shards` 0 or 1, it holds the whole state.
+    """
     shards: builtins.int
     oldest_step: builtins.int
-    """The oldest sealed step that it can go back to; unset: only `step`."""
+    """The oldest sealed step that it can go back to; unset if only to `step`."""
     def __init__(
         self,
         *,
@@ -1012,12 +1016,14 @@ class Snapshot(google.protobuf.message.Message):
     COPY_OF_FIELD_NUMBER: builtins.int
     local_rank: builtins.int
     shard: builtins.int
-    """Which part of the state it is, from 0."""
+    """The number of this part of the state, from 0."""
     bytes: builtins.int
     digest: builtins.str
     """Digest of its content."""
     copy_of: builtins.int
-    """It is a copy of a snapshot of another node: the RANK whose it is. Unset: its own worker saved it."""
+    """If this is a copy from another node, the RANK that saved the original. Unset if this node's own
+    worker saved it.
+    """
     @property
     def mark(self) -> global___SnapshotMark: ...
     def __init__(
@@ -1048,12 +1054,12 @@ class SnapshotMark(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     lineage: builtins.int
-    """The round in which this training began, or went on with new workers alone: after another such
-    round the same step is another state.
+    """The last round in which all workers of this training were new: after another such round, the same
+    step is a different state.
     """
     step: builtins.int
     series: builtins.str
-    """Digest of what the state consists of and how it is divided."""
+    """Digest of the state's structure: its names, shapes and types, and how it is divided."""
     shards: builtins.int
     """The number of its parts, and of the workers that shared them."""
     world_size: builtins.int
@@ -1072,7 +1078,7 @@ global___SnapshotMark = SnapshotMark
 
 @typing.final
 class SnapshotsHeld(google.protobuf.message.Message):
-    """All snapshots of this run that the node holds; sent when that has changed, and again after a
+    """All snapshots of this run that the node holds; sent after each change, and again after a
     reconnect. Older agents do not send it.
     """
 
@@ -1089,12 +1095,12 @@ class SnapshotsHeld(google.protobuf.message.Message):
     def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Snapshot]: ...
     @property
     def carrier(self) -> global___CopyCarrier:
-        """Where other nodes of the job fetch copies of them; unset: nowhere."""
+        """Where other nodes of the job can fetch copies of them; unset if they cannot."""
 
     @property
     def missing(self) -> global___MissingCopies:
-        """Copies that the node was to keep and does not get; unset: it has all that it was last asked for,
-        or still fetches it.
+        """The copies that the node should keep but cannot get; unset while it is still fetching them, or once
+        it has all that it was last asked for.
         """
 
     def __init__(
@@ -1122,7 +1128,7 @@ class CopyCarrier(google.protobuf.message.Message):
     FINGERPRINT_FIELD_NUMBER: builtins.int
     port: builtins.int
     token: builtins.str
-    """Proves to it, and to whoever fetches, that the other belongs to the job's present round."""
+    """Proves to the carrier and to a fetching node that the other belongs to the job's present round."""
     fingerprint: builtins.str
     """SHA-256 of its certificate, in hexadecimal, if it speaks TLS."""
     def __init__(
@@ -1178,19 +1184,19 @@ class Settings(google.protobuf.message.Message):
     min_nodes: builtins.int
     max_nodes: builtins.int
     max_restarts: builtins.int
-    """Worker failures that the whole job survives. Unset: each node's own agent counts them and does
-    not report the count, as torch's does; it reports only the failure that ends it.
+    """Worker failures that the whole job survives. If it is unset, each node's own agent counts them and
+    does not report the count, as torch's does; it reports only the failure that ends the job.
     """
     join_timeout_ms: builtins.int
     last_call_timeout_ms: builtins.int
     scale_up: global___ScaleUp.ValueType
     restart_window_ms: builtins.int
-    """Restarts older than this are forgotten; 0: never."""
+    """Restarts older than this are forgotten; 0 means never."""
     scale_up_after_ms: builtins.int
     """Only with SCALE_UP_AFTER."""
     restart_backoff_ms: builtins.int
-    """Wait before the second consecutive restart of rounds that failed soon; doubles with each further
-    one, up to the maximum. 0: none. Unset: the server's default.
+    """The wait before the second consecutive restart after rounds that failed soon; it doubles with each
+    further one, up to the maximum. 0 means no wait, unset the server's default.
     """
     restart_backoff_max_ms: builtins.int
     max_preemptions: builtins.int
@@ -1251,11 +1257,11 @@ class Offer(google.protobuf.message.Message):
     host_name: builtins.str
     """A name of this machine that other machines can use; empty if there is none."""
     machine: builtins.str
-    """Which machine (or network namespace) this is; nodes of one machine may meet on loopback."""
+    """Identifies the machine (or network namespace); nodes on the same one can connect over loopback."""
     local_world_size: builtins.int
     role: builtins.str
     topology: builtins.str
-    """Label of the place in the network (rack, block, ...); nodes of one label sit together."""
+    """Label of the place in the network (rack, block, ...); nodes with the same label get adjacent ranks."""
     store_port: builtins.int
     """Port of a listening socket that the node holds ready for the c10d store; 0 in the belief of a
     node that has workers.
@@ -1307,7 +1313,7 @@ class WorkerFailure(google.protobuf.message.Message):
     age_ms: builtins.int
     """How long ago it failed, by the node's own clock."""
     suspect: builtins.bool
-    """A collective raised an exception in it, perhaps because another worker failed. It is blamed only
+    """A collective raised an exception in it, perhaps because another worker failed. It is charged only
     if no other failure is found; it has not exited, and parks.
     """
     def __init__(
@@ -1404,7 +1410,7 @@ class Leave(google.protobuf.message.Message):
         TIMEOUT: Leave._Cause.ValueType  # 3
         """It gives up for now: join_timeout is over, or it has lost its runner."""
         FAILED: Leave._Cause.ValueType  # 4
-        """Its workers failed, and its own agent restarts them no more. Only without max_restarts."""
+        """Its workers failed, and its own agent does not restart them again. Only without max_restarts."""
 
     class Cause(_Cause, metaclass=_CauseEnumTypeWrapper): ...
     CAUSE_UNSPECIFIED: Leave.Cause.ValueType  # 0
@@ -1415,7 +1421,7 @@ class Leave(google.protobuf.message.Message):
     TIMEOUT: Leave.Cause.ValueType  # 3
     """It gives up for now: join_timeout is over, or it has lost its runner."""
     FAILED: Leave.Cause.ValueType  # 4
-    """Its workers failed, and its own agent restarts them no more. Only without max_restarts."""
+    """Its workers failed, and its own agent does not restart them again. Only without max_restarts."""
 
     RDZV_ID_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
@@ -1429,8 +1435,8 @@ class Leave(google.protobuf.message.Message):
     reason: builtins.str
     left_round: builtins.int
     exited_zero: builtins.bool
-    """All workers of the round exited 0 after a notice: they have left or, if those of other nodes have
-    succeeded, were done.
+    """All workers of the round exited 0 after a notice: they left early or, if those of other nodes have
+    succeeded, had finished.
     """
     def __init__(
         self,
@@ -1505,7 +1511,7 @@ global___StoreHostFailed = StoreHostFailed
 
 @typing.final
 class Away(google.protobuf.message.Message):
-    """The agent stops on purpose and its workers stay; it is back within the deadline."""
+    """The agent stops on purpose and its workers keep running; it will be back within the deadline."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1523,8 +1529,8 @@ global___Away = Away
 @typing.final
 class LogPiece(google.protobuf.message.Message):
     """A piece of a log that the server has requested with `ReadLog`, of at most 64 KiB. A piece without
-    data, error and `last` announces that the next ones are of `round`; the first piece is always one,
-    unless the node has none of the requested logs.
+    data, error and `last` announces that the next pieces are of `round`; the first piece is always
+    such an announcement, unless the node has none of the requested logs.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1541,7 +1547,7 @@ class LogPiece(google.protobuf.message.Message):
     request: builtins.int
     local_rank: builtins.int
     stderr: builtins.bool
-    """Standard error, otherwise standard output."""
+    """Whether it is standard error; otherwise it is standard output."""
     round: builtins.int
     data: builtins.bytes
     last: builtins.bool
@@ -1637,7 +1643,7 @@ class StartedWorker(google.protobuf.message.Message):
     how: builtins.str
     """kept (the process of the round before), warm (forked) or cold."""
     why: builtins.str
-    """Why it was not kept, or not started warm, in words; empty: its node does not know."""
+    """Why it was not kept, or not started warm, in words; empty if its node does not know."""
     def __init__(
         self,
         *,
@@ -1680,7 +1686,7 @@ global___RankProgress = RankProgress
 @typing.final
 class Hung(google.protobuf.message.Message):
     """All workers of `round` on this node that hang now; none has been stopped. Empty once no worker hangs
-    any more. Sent after each change, after a reconnect, and from time to time while it lasts.
+    any more. Sent after each change, after a reconnect, and repeatedly while workers hang.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1780,11 +1786,13 @@ class GroupArrivals(google.protobuf.message.Message):
     SEQUENCES_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     group: builtins.str
-    """The name by which all its workers know the process group."""
+    """The name of the process group, the same for all its workers."""
     per_second: builtins.float
     """Collectives per second."""
     error_us: builtins.int
-    """How much the times may differ from other nodes'; unset: they can be compared on this node alone."""
+    """The error of the times when compared with other nodes'; unset if they can be compared only with
+    times of this node.
+    """
     @property
     def sequences(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -1831,7 +1839,9 @@ global___RankArrivals = RankArrivals
 
 @typing.final
 class WorkerGpus(google.protobuf.message.Message):
-    """The GPUs of the workers of `round` on this node, as NVML shows them; said now and then where it does."""
+    """The GPUs of the workers of `round` on this node, as NVML shows them; sent about every half minute,
+    and only by nodes with NVML.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1865,7 +1875,7 @@ class RankGpu(google.protobuf.message.Message):
     rank: builtins.int
     @property
     def gpu(self) -> global___GpuState:
-        """Of several the one whose clock is slowed down most."""
+        """If it uses several, the one whose clock is slowed down most."""
 
     def __init__(
         self,
@@ -1880,7 +1890,7 @@ global___RankGpu = RankGpu
 
 @typing.final
 class GpuState(google.protobuf.message.Message):
-    """What NVML shows of a GPU. Unset: it does not show that."""
+    """The state of a GPU, as NVML shows it. A field that NVML does not show is unset."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1892,7 +1902,7 @@ class GpuState(google.protobuf.message.Message):
     TEMPERATURE_C_FIELD_NUMBER: builtins.int
     uuid: builtins.str
     clock_mhz: builtins.int
-    """The clock of its processors, now and at most."""
+    """The present clock of its processors, and the highest possible one."""
     max_clock_mhz: builtins.int
     uncorrected_errors: builtins.int
     """Errors of its memory that could not be corrected, since its driver was loaded or it was reset."""
@@ -1927,7 +1937,7 @@ global___GpuState = GpuState
 @typing.final
 class Stacks(google.protobuf.message.Message):
     """Some of the stacks that the server has requested with `TakeStacks`; each worker that has not exited
-    is in one of these messages. A node without workers of that round sends `error`.
+    appears in one of these messages. A node without workers of that round sends `error`.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1981,9 +1991,9 @@ class WorkerStack(google.protobuf.message.Message):
     note: builtins.str
     """Why something is missing, and the remedy."""
     node_id: builtins.str
-    """Unset where the node itself speaks."""
+    """Unset in messages from the node itself."""
     no_record: builtins.str
-    """Why there is no such record."""
+    """Why that record is missing."""
     @property
     def threads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ThreadStack]:
         """Python's main thread first. Empty if Python's frames could not be read."""
@@ -2054,7 +2064,7 @@ class GroupRecord(google.protobuf.message.Message):
     ENTERED_FIELD_NUMBER: builtins.int
     LATEST_FIELD_NUMBER: builtins.int
     group: builtins.str
-    """The name by which all its workers know it."""
+    """The name of the group, the same for all its workers."""
     description: builtins.str
     entered: builtins.int
     """The sequence number of the last collective that it has entered."""
@@ -2113,7 +2123,7 @@ class StackFrame(google.protobuf.message.Message):
     name: builtins.str
     file: builtins.str
     line: builtins.int
-    """0 if it is not known."""
+    """0 if unknown."""
     def __init__(
         self,
         *,
@@ -2197,8 +2207,8 @@ class ServerMessage(google.protobuf.message.Message):
     def undrain(self) -> global___Undrain: ...
     @property
     def more(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ServerMessage]:
-        """Messages that follow this one, in order, and have neither a leadership nor more of their own:
-        one message costs a server less than several. Only to a node whose Hello has `takes_several`.
+        """Further messages, in order, with neither `leadership` nor `more` of their own: one message costs
+        the server less than several. Only sent to a node whose Hello has `takes_several`.
         """
 
     def __init__(
@@ -2263,7 +2273,7 @@ global___Welcome = Welcome
 @typing.final
 class Servers(google.protobuf.message.Message):
     """The servers that stand by, as HOST:PORT, in the order in which the node tries them once this one is
-    gone. Follows Welcome, and is sent again after each change; never by a server that is alone.
+    gone. Sent after Welcome and after each change, but never by a server that has no others beside it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2302,7 +2312,9 @@ global___Lease = Lease
 
 @typing.final
 class Heard(google.protobuf.message.Message):
-    """The heartbeat with this number was received: the node's lease runs from when it was sent, or later."""
+    """The heartbeat with this number was received: the node's lease runs from the time it was sent, or
+    from a later time.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2310,7 +2322,7 @@ class Heard(google.protobuf.message.Message):
     CLOCK_US_FIELD_NUMBER: builtins.int
     number: builtins.int
     clock_us: builtins.int
-    """The server's clock at that time; 0: an older server, which does not send it."""
+    """The server's clock when it received the heartbeat; 0 from an older server."""
     def __init__(
         self,
         *,
@@ -2336,7 +2348,9 @@ class SnapshotWatermark(google.protobuf.message.Message):
     rdzv_id: builtins.str
     run: builtins.str
     whole_ms: builtins.int
-    """The server's clock when they became so: all nodes write the same ones to disk. 0: not known."""
+    """The server's clock when they became whole, so that all nodes write the same ones to disk; 0 if
+    unknown.
+    """
     @property
     def mark(self) -> global___SnapshotMark: ...
     def __init__(
@@ -2354,7 +2368,7 @@ global___SnapshotWatermark = SnapshotWatermark
 
 @typing.final
 class KeepCopies(google.protobuf.message.Message):
-    """Asks the node to keep copies of what other nodes hold; it answers with `SnapshotsHeld`. Older copies
+    """Asks the node to keep copies of other nodes' snapshots; it answers with `SnapshotsHeld`. Older copies
     that are whole stay until it has all of these.
     """
 
@@ -2385,7 +2399,7 @@ global___KeepCopies = KeepCopies
 
 @typing.final
 class CopySource(google.protobuf.message.Message):
-    """A node and what is to be fetched from it."""
+    """A node, and the snapshots to fetch from it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2402,7 +2416,9 @@ class CopySource(google.protobuf.message.Message):
     fingerprint: builtins.str
     @property
     def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Snapshot]:
-        """As that node has reported them, but with the `local_rank` here that reads the copy, and `copy_of`."""
+        """As that node has reported them, but with `copy_of`, and with the `local_rank` of the worker of the
+        fetching node that the copy is for.
+        """
 
     def __init__(
         self,
@@ -2439,19 +2455,19 @@ class ReadLog(google.protobuf.message.Message):
     request: builtins.int
     rdzv_id: builtins.str
     round: builtins.int
-    """Unset: the last round on this node."""
+    """Unset for the last round on this node."""
     local_rank: builtins.int
-    """Unset: all of them."""
+    """Unset for all workers."""
     stdout: builtins.bool
     stderr: builtins.bool
     follow: builtins.bool
     """Continue with new output, also of later rounds, until the job ends."""
     tail_bytes: builtins.int
-    """Only this many bytes from the end of each file of the first round; 0: all."""
+    """Only this many bytes from the end of each file of the first round; 0 for all."""
     rank: builtins.int
-    """Only the worker that has this RANK in a round. Unset: all of them."""
+    """Only the worker that has this RANK in a round; unset for all workers."""
     tail_lines: builtins.int
-    """Only this many lines from the end of each; 0: all."""
+    """Only this many lines from the end of each; 0 for all."""
     credit: builtins.int
     """The credit that the node begins with; see `LogCredit`."""
     @property
@@ -2517,8 +2533,8 @@ global___LogPosition = LogPosition
 
 @typing.final
 class LogCredit(google.protobuf.message.Message):
-    """Further bytes that the node may send for this request; each piece counts its data and 256 more.
-    With `cancel` the request ends.
+    """Further bytes that the node may send for this request; each piece counts as its data plus 256 bytes.
+    `cancel` ends the request.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2648,7 +2664,7 @@ global___Drain = Drain
 
 @typing.final
 class Undrain(google.protobuf.message.Message):
-    """The drain is lifted: no worker is killed for it any more."""
+    """The drain is lifted: no more workers are killed because of it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2679,16 +2695,16 @@ class JobSpec(google.protobuf.message.Message):
     priority: builtins.int
     """Higher ones are placed first."""
     gpus_per_node: builtins.int
-    """GPUs on each node. Unset: one for each worker on nodes that have GPUs, and none elsewhere."""
+    """GPUs on each node. If it is unset, one for each worker on nodes with GPUs, and none elsewhere."""
     local_world_size: builtins.int
-    """Workers of each node; 0: the node counts its GPUs or CPUs, and gives the job all its GPUs."""
+    """Workers of each node. If it is 0, the node counts its GPUs or CPUs, and gives the job all its GPUs."""
     needs_gpu: builtins.bool
-    """A node without any GPU is not used."""
+    """Nodes without GPUs are not used."""
     submitter: builtins.str
     """The submitter, as proven to the server, which sets this field; empty if no proof is required."""
     account: builtins.str
-    """The account of the node that it asks to run as; empty: the one that the node has for its
-    submitter. A node that does not let the submitter have it declines.
+    """The account that the job asks to run as; if empty, the one that the node maps its submitter to. A
+    node that does not allow the submitter this account declines.
     """
     @property
     def args(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -2700,7 +2716,7 @@ class JobSpec(google.protobuf.message.Message):
 
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Label]:
-        """A node has all of these, or is not used."""
+        """Only nodes with all of these labels are used."""
 
     def __init__(
         self,
@@ -2811,38 +2827,38 @@ class RoundCompleted(google.protobuf.message.Message):
     """Restarts spent so far, over the whole job."""
     max_restarts: builtins.int
     source: builtins.int
-    """RANK of the kept worker with the newest state, which heals the others. Unset: none has sealed a
-    step yet, or none is kept.
+    """RANK of the kept worker with the newest state, which heals the others. Unset if no worker is kept,
+    or none has sealed a step yet.
     """
     resume_step: builtins.int
     """How many steps the source has sealed; set if `source` is."""
     snapshot_loads: builtins.int
-    """How many rounds in a row have loaded them, with this one; 0: this round does not load them."""
+    """How many rounds in a row have loaded them, including this one; 0 if this round does not load them."""
     origin: builtins.int
     """The last round that began from the script's own checkpoint, or from nothing. Snapshots of
     earlier lineages are never loaded.
     """
     lineage: builtins.int
-    """The last round of new workers alone, which kept workers carry on; see `SnapshotMark`."""
+    """The last round of new workers only, whose lineage kept workers carry on; see `SnapshotMark`."""
     @property
     def tally(self) -> global___Tally:
-        """What else the run has spent; unset: nothing. Nodes keep it for a server without memory."""
+        """What else the run has spent; unset if nothing. Nodes keep it for a server that has lost its state."""
 
     @property
     def kept(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """LOCAL_RANKs of the parked workers that this node has offered and that are kept. All others are
-        new: parked processes among them end first.
+        """The LOCAL_RANKs of the parked workers of this node that are kept. All other workers are new; parked
+        processes that are not kept are ended first.
         """
 
     @property
     def charged_suspects(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """LOCAL_RANKs of parked workers of this node whose suspect failure was the root cause: they are
-        released to raise it, and end.
+        """The LOCAL_RANKs of this node's parked workers that are charged with the end of the last round: they
+        raise the exception that they reported, and end.
         """
 
     @property
     def snapshot(self) -> global___SnapshotMark:
-        """The newest snapshots that were whole when the round was formed; unset: there were none."""
+        """The newest snapshots that were whole when the round was formed; unset if there were none."""
 
     def __init__(
         self,
@@ -2899,13 +2915,13 @@ class Tally(google.protobuf.message.Message):
     soon: builtins.int
     """Consecutive rounds that failed soon, without progress."""
     in_vain: builtins.int
-    """Restarts in a row that did not move the job on."""
+    """Consecutive restarts that did not move the job on."""
     furthest_step: builtins.int
-    """The highest step that the job was ever at when a round ended; unset: none was said."""
+    """The highest step that the job had reached when a round ended; unset if no step was reported."""
     @property
     def restart_ages_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """How long ago the restarts were spent that `restart_window` has not forgotten: the last 64 of
-        them, the oldest first. None without a window, for then all count.
+        """The ages of the restarts that `restart_window` has not forgotten: at most the last 64, the oldest
+        first. Empty without a window, since all restarts count then.
         """
 
     def __init__(
@@ -2950,8 +2966,8 @@ class RoundEnded(google.protobuf.message.Message):
     """Workers that can park do so, and are offered with the next join."""
     @property
     def culprits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """LOCAL_RANKs of this node's workers that are not kept, whatever they do: those whose failure
-        ended the round, as far as it is known.
+        """The LOCAL_RANKs of this node's workers that are not kept in any case: those known to have ended the
+        round by their failure.
         """
 
     def __init__(
@@ -2990,7 +3006,7 @@ class Closed(google.protobuf.message.Message):
     retry_sensible: builtins.bool
     """The same launch may succeed later (join timeout), as opposed to a failed job."""
     no_progress: builtins.bool
-    """It kept failing without progress: launching it again unchanged is pointless."""
+    """The job kept failing without progress, so launching it again unchanged is pointless."""
     @property
     def root_cause(self) -> global___RootCause: ...
     def __init__(
@@ -3035,7 +3051,7 @@ global___Refused = Refused
 
 @typing.final
 class Waiting(google.protobuf.message.Message):
-    """Why this node has no workers to run, in words; sent when the reason changes."""
+    """Why this node has no workers, in words; sent when the reason changes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3055,7 +3071,7 @@ global___Waiting = Waiting
 
 @typing.final
 class RootCause(google.protobuf.message.Message):
-    """The failure to which a job's end or a restart is attributed, and those that came with it."""
+    """The failure to which a job's end or a restart is attributed, and those that followed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3165,7 +3181,7 @@ class JobStatus(google.protobuf.message.Message):
     world_size: builtins.int
     """World size of the last complete round; 0 before the first."""
     restarts: builtins.int
-    """Unset: the nodes' own agents count them, and do not report the count."""
+    """Unset if the nodes' own agents count them, which do not report the count."""
     max_restarts: builtins.int
     state_age_ms: builtins.int
     """How long the job has been in this state."""
@@ -3189,14 +3205,14 @@ class JobStatus(google.protobuf.message.Message):
     has_secret: builtins.bool
     """Whether nodes must know a secret to join."""
     kept: builtins.int
-    """Workers of the last complete round that took part in the one before, as the same processes."""
+    """The number of workers of the last complete round that were kept from the round before."""
     source: builtins.int
-    """RANK of the kept worker with the newest state; unset: there is none."""
+    """RANK of the kept worker with the newest state; unset if there is none."""
     resume_step: builtins.int
     """How many steps the source had sealed."""
     warm: builtins.int
-    """Workers of the live round that were forked warm, and those that were started cold. Unset: not
-    known, since not all nodes have said how theirs were started.
+    """How many workers of the live round were forked warm, and how many were started cold. Unset until
+    all nodes have reported how theirs were started.
     """
     cold: builtins.int
     @property
@@ -3211,11 +3227,11 @@ class JobStatus(google.protobuf.message.Message):
 
     @property
     def submission(self) -> global___Submission:
-        """Only of a submitted job."""
+        """Set only for a submitted job."""
 
     @property
     def budgets(self) -> global___Budgets:
-        """The budgets of the run other than restarts, spent and allowed; unset: unknown."""
+        """The budgets of the run other than restarts, spent and allowed; unset if unknown."""
 
     @property
     def stragglers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Straggler]:
@@ -3227,7 +3243,7 @@ class JobStatus(google.protobuf.message.Message):
 
     @property
     def snapshot(self) -> global___WholeSnapshot:
-        """The newest step of which participants hold every part in memory; unset: there is none."""
+        """The newest step whose parts are all held in memory by participants; unset if there is none."""
 
     def __init__(
         self,
@@ -3306,7 +3322,7 @@ class WholeSnapshot(google.protobuf.message.Message):
     """How many parts the state has."""
     age_ms: builtins.int
     lost_steps: builtins.int
-    """How many steps would be done again if all workers failed now; unset: not known."""
+    """How many steps would be repeated if all workers failed now; unset if unknown."""
     @property
     def node_loss(self) -> global___NodeLoss:
         """Unset: this server has not heard yet which nodes hold the step."""
@@ -3385,8 +3401,8 @@ global___SoleHolder = SoleHolder
 
 @typing.final
 class ReasonTime(google.protobuf.message.Message):
-    """A duration in a reason that changes with time. Do not search the reason for it, as a reason may
-    quote any text.
+    """A duration in a reason that changes with time. Use these offsets to find it, and do not search the
+    reason, which may quote any text.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -3397,7 +3413,7 @@ class ReasonTime(google.protobuf.message.Message):
     GROWS_FIELD_NUMBER: builtins.int
     WAITS_FOR_FIELD_NUMBER: builtins.int
     at: builtins.int
-    """Its first character in the reason; `length` characters belong to it."""
+    """The offset of its first character in the reason; it is `length` characters long."""
     length: builtins.int
     ms: builtins.int
     grows: builtins.bool
@@ -3434,19 +3450,19 @@ class Budgets(google.protobuf.message.Message):
     preemptions: builtins.int
     """Rounds that ended because a node was lost or left."""
     max_preemptions: builtins.int
-    """Unset: any number."""
+    """Unset if unlimited."""
     store_failures: builtins.int
     """Rounds that ended because their store host failed."""
     max_store_failures: builtins.int
-    """Unset: any number."""
+    """Unset if unlimited."""
     restarts_in_vain: builtins.int
-    """Restarts in a row that did not move the job on."""
+    """Consecutive restarts that did not move the job on."""
     no_progress_restarts: builtins.int
-    """The number of these after which the job fails; 0: never."""
+    """The number of these after which the job fails; 0 means never."""
     furthest_step: builtins.int
-    """The highest step that the job was ever at when a round ended; unset: none was said."""
+    """The highest step that the job had reached when a round ended; unset if no step was reported."""
     restart_window_ms: builtins.int
-    """Restarts older than this do not count against `max_restarts`; 0: all count."""
+    """Restarts older than this do not count against `max_restarts`; 0 if all count."""
     def __init__(
         self,
         *,
@@ -3487,21 +3503,24 @@ class Straggler(google.protobuf.message.Message):
     GPU_FIELD_NUMBER: builtins.int
     rank: builtins.int
     step_s: builtins.float
-    """If its rate shows it, else 0: the time that it takes for a step."""
+    """The time that it takes for a step, if its rate shows that it straggles; otherwise 0."""
     median_s: builtins.float
     """The same for the median worker of its role."""
     age_ms: builtins.int
     """How long it has straggled."""
     late_ms: builtins.float
-    """Of one that is known by when it enters collectives: how much later than the others, ..."""
+    """The next four are set if the record of collectives shows that it straggles. How much later than
+    How much later than the others it enters collectives: the median, and the 95th percentile. This
+    and the next two are set only if the record of collectives shows that it straggles.
+    """
     late_p95_ms: builtins.float
     clock_error_ms: builtins.float
-    """... how wrong that may be, because clocks of nodes differ, ..."""
+    """The error of these times, because clocks of nodes differ."""
     wait_share: builtins.float
-    """... and the share of the time that the others wait for it, at least."""
+    """The share of time that the others wait for it, at least."""
     @property
     def gpu(self) -> global___GpuState:
-        """Unset: its GPU is not known, or it has none."""
+        """Unset if its GPU is unknown, or it has none."""
 
     def __init__(
         self,
@@ -3533,7 +3552,7 @@ global___Straggler = Straggler
 
 @typing.final
 class Submission(google.protobuf.message.Message):
-    """How a job was submitted, and how far it is placed. Values of its environment are not shown."""
+    """How a job was submitted, and the nodes it was placed on. Values of its environment are not shown."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3649,18 +3668,18 @@ class NodeStatus(google.protobuf.message.Message):
     state_age_ms: builtins.int
     """How long it has been in this state."""
     reason: builtins.str
-    """Why it is not seated, and empty if it is; of a job that is only watched, when its last
+    """Why it is not seated; empty if it is. In a job that the server only observes, when its last
     heartbeat was seen.
     """
     role: builtins.str
     drain_left_ms: builtins.int
     """How much longer its workers have, if the node is about to leave; 0: their time is over."""
     kept: builtins.int
-    """How its workers were started for the live round; unset: the node has not reported it."""
+    """How many of its workers were kept, warm or cold in the live round; unset until the node reports it."""
     warm: builtins.int
     cold: builtins.int
     snapshots: builtins.int
-    """What it holds in memory of the job's state, and how large that is."""
+    """The number of snapshots of the job's state that it holds in memory, and their size."""
     snapshot_bytes: builtins.int
     @property
     def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
@@ -3720,8 +3739,8 @@ class ListJobsResponse(google.protobuf.message.Message):
     JOBS_FIELD_NUMBER: builtins.int
     STORE_AWAY_FIELD_NUMBER: builtins.int
     store_away: builtins.str
-    """While the store does not take what is decided: since when, why, and what waits for it, in words;
-    empty while it does. What is shown beside it is what was stored before.
+    """While the store accepts no writes: since when, why, and what waits for it, in words; otherwise
+    empty. The rest of the answer is then what was stored before.
     """
     @property
     def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JobSummary]: ...
@@ -3770,7 +3789,7 @@ class JobSummary(google.protobuf.message.Message):
     backend: builtins.str
     """As in JobStatus."""
     hangs: builtins.str
-    """The workers that hang now, in words; empty: none."""
+    """The workers that hang now, in words; empty if none."""
     @property
     def reason_times(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReasonTime]:
         """As in JobStatus."""
@@ -3813,7 +3832,7 @@ class ListEventsRequest(google.protobuf.message.Message):
     LIMIT_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     limit: builtins.int
-    """At most this many, the newest; 0: the server's default."""
+    """How many of the newest events to return; 0 for the server's default."""
     def __init__(
         self,
         *,
@@ -3857,7 +3876,7 @@ class Event(google.protobuf.message.Message):
     name: builtins.str
     """The event's name: NodeJoined, RoundCompleted, ..."""
     text: builtins.str
-    """One line, as in the server's log. For readers that do not know `fields`, or an event of this name."""
+    """One line, as in the server's log, for readers that do not know `fields` or this kind of event."""
     fields: builtins.str
     """The event's own fields, as a JSON object; a later version may have more of them. Empty where only
     the text is known.
@@ -3917,22 +3936,22 @@ class ReadLogsRequest(google.protobuf.message.Message):
     POSITIONS_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     rank: builtins.int
-    """Unset: all ranks."""
+    """Unset for all ranks."""
     round: builtins.int
-    """Unset: the last round."""
+    """Unset for the last round."""
     stdout: builtins.bool
-    """Neither: both."""
+    """If neither is set, both are read."""
     stderr: builtins.bool
     follow: builtins.bool
-    """From the round's beginning on, and into later rounds, until the run ends."""
+    """Continue with new output, also of later rounds, until the run ends."""
     tail_bytes: builtins.int
-    """Only this many bytes from the end of each file of the first round; 0: all."""
+    """Only this many bytes, or lines, from the end of each file of the first round; 0 for all."""
     tail_lines: builtins.int
     run: builtins.str
-    """The run that is meant; empty for the present or last one."""
+    """The run to read; empty for the present or last one."""
     @property
     def positions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LogPosition]:
-        """Where to go on after a stream that was cut, at the round that each node was in."""
+        """Where to continue after a broken stream, in the round that each node was at."""
 
     def __init__(
         self,
@@ -3983,9 +4002,9 @@ class LogLines(google.protobuf.message.Message):
     offset: builtins.int
     """Where `data` begins in its file."""
     note: builtins.str
-    """Why output of this node is missing; there is no data then."""
+    """Why output of this node is missing; then there is no data."""
     run: builtins.str
-    """The run that this is of."""
+    """The run that the output belongs to."""
     def __init__(
         self,
         *,
@@ -4012,9 +4031,9 @@ class TakeStacksRequest(google.protobuf.message.Message):
     ROUND_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
-    """The run that is meant; empty for the present or last one."""
+    """The run to look at; empty for the present or last one."""
     round: builtins.int
-    """Unset: the last round."""
+    """Unset for the last round."""
     def __init__(
         self,
         *,
@@ -4055,20 +4074,20 @@ class StackReport(google.protobuf.message.Message):
     summary: builtins.str
     """Where they differ, in one line."""
     left_out: builtins.int
-    """Workers whose stacks were taken, and are not in `stacks`."""
+    """The number of workers whose stacks were taken but are not in `stacks`."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StackGroup]:
-        """Workers that were at the same place together; the largest group first."""
+        """Workers at the same place in their code form a group; the largest group comes first."""
 
     @property
     def stacks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WorkerStack]:
-        """By RANK: at least one of each group. Of very many not all are kept."""
+        """By RANK: at least one of each group. If there are very many, not all are kept."""
 
     @property
     def silent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SilentNode]: ...
     @property
     def cause(self) -> global___HangCause:
-        """Unset where the records of the collectives do not show one."""
+        """Unset if the records of the collectives do not show a cause."""
 
     def __init__(
         self,
@@ -4116,7 +4135,7 @@ class HangCause(google.protobuf.message.Message):
     operation: builtins.str
     waiting_ms: builtins.int
     sentence: builtins.str
-    """All that in one sentence."""
+    """All of this in one sentence."""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The workers that the others wait for."""
@@ -4199,7 +4218,7 @@ class StopJobRequest(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
-    """The run that is meant, so that the next one is not ended by a repetition."""
+    """The run to end, so that a repeated request does not end the next one."""
     reason: builtins.str
     """The requester and the reason, for later readers."""
     def __init__(
@@ -4224,7 +4243,7 @@ class RestartJobRequest(google.protobuf.message.Message):
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
-    """The round that is meant."""
+    """The round to end."""
     reason: builtins.str
     def __init__(
         self,
@@ -4304,7 +4323,7 @@ class ListNodesRequest(google.protobuf.message.Message):
     NODE_IDS_FIELD_NUMBER: builtins.int
     @property
     def node_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Only these, if any are named."""
+        """List only these nodes; all if empty."""
 
     def __init__(
         self,
@@ -4376,14 +4395,14 @@ class Node(google.protobuf.message.Message):
     cordon_reason: builtins.str
     cordon_age_ms: builtins.int
     metrics: builtins.str
-    """Where its agent answers /metrics, as HOST:PORT; empty: nowhere."""
+    """Where its agent serves /metrics, as HOST:PORT; empty if other machines cannot reach it."""
     quarantine: builtins.str
-    """Why the server places nothing on it for a while, by itself; empty if it is not quarantined."""
+    """Why the server has quarantined it; empty if it has not."""
     quarantine_age_ms: builtins.int
     quarantine_left_ms: builtins.int
-    """Time left, unless UncordonNode lifts it earlier."""
+    """The time left, unless UncordonNode lifts it earlier."""
     unhealthy: builtins.str
-    """Its failing health checks: `disk /data has 1 % free; ...`; empty: nothing."""
+    """Its failing health checks, as `disk /data has 1 % free; ...`; empty if none fail."""
     unhealthy_age_ms: builtins.int
     drain: builtins.str
     """draining (something of a job is left there), drained, or empty"""
@@ -4394,7 +4413,7 @@ class Node(google.protobuf.message.Message):
     """Whether an operator requested it, and can lift it; otherwise the node leaves by itself."""
     @property
     def resources(self) -> global___Resources:
-        """Unset: it takes no submitted jobs."""
+        """Unset if it takes no submitted jobs."""
 
     @property
     def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeJob]:
@@ -4496,10 +4515,10 @@ class DrainNodeRequest(google.protobuf.message.Message):
     KEEP_MIN_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     deadline_ms: builtins.int
-    """How long its workers have, from now on."""
+    """How much time its workers have, from now on."""
     reason: builtins.str
     keep_min: builtins.bool
-    """Only if each of its jobs keeps min_nodes without it."""
+    """Refuse the drain unless each of its jobs keeps min_nodes without the node."""
     def __init__(
         self,
         *,
@@ -4572,20 +4591,20 @@ class Server(google.protobuf.message.Message):
     """Where nodes and operators reach it."""
     leads: builtins.bool
     leadership: builtins.int
-    """Its leadership number; 0 for one that does not lead."""
+    """Its leadership number; 0 if it does not lead."""
     store: builtins.str
     """Where its data is: `/var/lib/rdzv (sqlite)`."""
     server_version: builtins.str
     state_age_ms: builtins.int
     """How long it has led, or stood by."""
     insecure: builtins.str
-    """Why everyone who reaches it, also from other machines, may do everything. Empty: not everyone
-    may, or it is not the one that answers, and so not known.
+    """Why everyone who can reach it, even from other machines, may do everything. Empty if that is not
+    so, or unknown: each server knows this only about itself.
     """
     store_away: builtins.str
-    """As in ListJobsResponse; of the one that answers."""
+    """As in ListJobsResponse; only for the server that answers."""
     unix_ms: builtins.int
-    """The time by its clock, as Unix time; 0: it is not the one that answers."""
+    """The time by its clock, as Unix time; 0 unless it is the server that answers."""
     def __init__(
         self,
         *,
@@ -4646,9 +4665,9 @@ class Token(google.protobuf.message.Message):
     """The name of the caller that uses it."""
     age_ms: builtins.int
     expires_in_ms: builtins.int
-    """How long it is still valid; unset: for ever. 0: it has expired."""
+    """How much longer it is valid; 0 if it has expired, unset if it never expires."""
     used_age_ms: builtins.int
-    """How long ago it was last used, give or take an hour; unset: never."""
+    """How long ago it was last used, to within an hour; unset if never."""
     @property
     def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """read, submit, node, admin."""
@@ -4681,7 +4700,7 @@ class CreateTokenRequest(google.protobuf.message.Message):
     EXPIRES_IN_MS_FIELD_NUMBER: builtins.int
     name: builtins.str
     expires_in_ms: builtins.int
-    """0: it does not expire."""
+    """0 if it should never expire."""
     @property
     def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -4748,7 +4767,7 @@ class RevokeTokensRequest(google.protobuf.message.Message):
 
     ID_OR_NAME_FIELD_NUMBER: builtins.int
     id_or_name: builtins.str
-    """The id of one, or the name of a caller."""
+    """The id of a token, or the name of a caller."""
     def __init__(
         self,
         *,
@@ -4764,7 +4783,7 @@ class ListAuditRequest(google.protobuf.message.Message):
 
     LIMIT_FIELD_NUMBER: builtins.int
     limit: builtins.int
-    """At most this many, the newest; 0: the server's default."""
+    """How many of the newest changes to return; 0 for the server's default."""
     def __init__(
         self,
         *,

@@ -60,9 +60,9 @@ class RendezvousServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Relay(self, request_iterator, context):
-        """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). Its first message has
-        `hello`, the server's first has `welcome`. Each node's stream is served as if it had come by
-        Attach. The end of this call is not the end of any node.
+        """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). The relay's first message
+        has `hello`, the server's first has `welcome`. Each node's stream is served as if the node had
+        called Attach. The end of this call is not the end of any node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -279,7 +279,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """The same, at once and after each change, until the caller cancels.
+        """The status, at once and after each change, until the caller cancels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -308,7 +308,7 @@ class ControlServicer(object):
 
     def ReadLogs(self, request, context):
         """The output of workers, from the nodes that have it. Ends with the files, or with `follow` when
-        the job ends. If a node's logs cannot be read, a note says why; those of the others follow.
+        the job ends. If a node cannot read its logs, a note says why; those of the others follow.
         NOT_FOUND if the job is unknown, INVALID_ARGUMENT if it has had no such round or RANK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -317,9 +317,9 @@ class ControlServicer(object):
 
     def TakeStacks(self, request, context):
         """The stacks of a round's workers, grouped by position. If the round is live they are taken now,
-        which may take `stacks_answer` and a moment; otherwise the answer has those kept of a hang. Nodes
-        that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if there are no
-        stacks to take or show.
+        which may take a little longer than `stacks_answer`; otherwise the answer has the stacks kept from
+        a hang. Nodes that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if
+        there are no stacks to take or show.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -327,7 +327,7 @@ class ControlServicer(object):
 
     def ListServers(self, request, context):
         """The servers that share one store: which of them leads, and where the others listen. Every
-        one of them answers.
+        server answers, whether it leads or not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -356,9 +356,9 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SubmitJob(self, request, context):
-        """Begins a run whose nodes the server chooses, among those that take submitted jobs. It waits its
-        turn; `JobStatus.reason` says for what. ALREADY_EXISTS if a run of the job has not ended,
-        INVALID_ARGUMENT if no known node could ever take it.
+        """Begins a run whose nodes the server chooses among those that take submitted jobs. The job is
+        queued; `JobStatus.reason` says what it waits for. ALREADY_EXISTS if a run of the job has not
+        ended, INVALID_ARGUMENT if no known node could ever take it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -387,8 +387,8 @@ class ControlServicer(object):
 
     def DrainNode(self, request, context):
         """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
-        placed on it. With `keep_min`: FAILED_PRECONDITION, without a change, if one of its jobs would be
-        left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
+        placed on it. With `keep_min`, FAILED_PRECONDITION, and nothing changes, if one of its jobs would
+        be left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -402,14 +402,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Backup(self, request, context):
-        """All that the store holds, as lines of one file that `rdzvd --restore` reads.
+        """The whole content of the store, as lines of one file that `rdzvd --restore` reads.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateToken(self, request, context):
-        """Makes a token for a caller. Only this answer has its text.
+        """Makes a token for a caller. Only this answer contains its text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

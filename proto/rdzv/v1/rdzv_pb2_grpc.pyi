@@ -46,9 +46,9 @@ class RendezvousStub:
         rdzv.v1.rdzv_pb2.FromRelay,
         rdzv.v1.rdzv_pb2.ToRelay,
     ]
-    """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). Its first message has
-    `hello`, the server's first has `welcome`. Each node's stream is served as if it had come by
-    Attach. The end of this call is not the end of any node.
+    """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). The relay's first message
+    has `hello`, the server's first has `welcome`. Each node's stream is served as if the node had
+    called Attach. The end of this call is not the end of any node.
     """
 
 class RendezvousAsyncStub:
@@ -66,9 +66,9 @@ class RendezvousAsyncStub:
         rdzv.v1.rdzv_pb2.FromRelay,
         rdzv.v1.rdzv_pb2.ToRelay,
     ]
-    """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). Its first message has
-    `hello`, the server's first has `welcome`. Each node's stream is served as if it had come by
-    Attach. The end of this call is not the end of any node.
+    """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). The relay's first message
+    has `hello`, the server's first has `welcome`. Each node's stream is served as if the node had
+    called Attach. The end of this call is not the end of any node.
     """
 
 class RendezvousServicer(metaclass=abc.ABCMeta):
@@ -90,9 +90,9 @@ class RendezvousServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[rdzv.v1.rdzv_pb2.FromRelay],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.ToRelay], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.ToRelay]]:
-        """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). Its first message has
-        `hello`, the server's first has `welcome`. Each node's stream is served as if it had come by
-        Attach. The end of this call is not the end of any node.
+        """The streams of many nodes, carried as one by a relay (`rdzvd --relay`). The relay's first message
+        has `hello`, the server's first has `welcome`. Each node's stream is served as if the node had
+        called Attach. The end of this call is not the end of any node.
         """
 
 def add_RendezvousServicer_to_server(servicer: RendezvousServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
@@ -109,7 +109,7 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.GetStatusRequest,
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
-    """The same, at once and after each change, until the caller cancels."""
+    """The status, at once and after each change, until the caller cancels."""
 
     ListJobs: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListJobsRequest,
@@ -134,7 +134,7 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.LogLines,
     ]
     """The output of workers, from the nodes that have it. Ends with the files, or with `follow` when
-    the job ends. If a node's logs cannot be read, a note says why; those of the others follow.
+    the job ends. If a node cannot read its logs, a note says why; those of the others follow.
     NOT_FOUND if the job is unknown, INVALID_ARGUMENT if it has had no such round or RANK.
     """
 
@@ -143,9 +143,9 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.StackReport,
     ]
     """The stacks of a round's workers, grouped by position. If the round is live they are taken now,
-    which may take `stacks_answer` and a moment; otherwise the answer has those kept of a hang. Nodes
-    that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if there are no
-    stacks to take or show.
+    which may take a little longer than `stacks_answer`; otherwise the answer has the stacks kept from
+    a hang. Nodes that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if
+    there are no stacks to take or show.
     """
 
     ListServers: grpc.UnaryUnaryMultiCallable[
@@ -153,7 +153,7 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.ListServersResponse,
     ]
     """The servers that share one store: which of them leads, and where the others listen. Every
-    one of them answers.
+    server answers, whether it leads or not.
     """
 
     StopJob: grpc.UnaryUnaryMultiCallable[
@@ -180,9 +180,9 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.SubmitJobRequest,
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
-    """Begins a run whose nodes the server chooses, among those that take submitted jobs. It waits its
-    turn; `JobStatus.reason` says for what. ALREADY_EXISTS if a run of the job has not ended,
-    INVALID_ARGUMENT if no known node could ever take it.
+    """Begins a run whose nodes the server chooses among those that take submitted jobs. The job is
+    queued; `JobStatus.reason` says what it waits for. ALREADY_EXISTS if a run of the job has not
+    ended, INVALID_ARGUMENT if no known node could ever take it.
     """
 
     ListNodes: grpc.UnaryUnaryMultiCallable[
@@ -208,8 +208,8 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.Node,
     ]
     """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
-    placed on it. With `keep_min`: FAILED_PRECONDITION, without a change, if one of its jobs would be
-    left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
+    placed on it. With `keep_min`, FAILED_PRECONDITION, and nothing changes, if one of its jobs would
+    be left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
     """
 
     UndrainNode: grpc.UnaryUnaryMultiCallable[
@@ -222,13 +222,13 @@ class ControlStub:
         rdzv.v1.rdzv_pb2.BackupRequest,
         rdzv.v1.rdzv_pb2.BackupChunk,
     ]
-    """All that the store holds, as lines of one file that `rdzvd --restore` reads."""
+    """The whole content of the store, as lines of one file that `rdzvd --restore` reads."""
 
     CreateToken: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.CreateTokenRequest,
         rdzv.v1.rdzv_pb2.CreateTokenResponse,
     ]
-    """Makes a token for a caller. Only this answer has its text."""
+    """Makes a token for a caller. Only this answer contains its text."""
 
     ListTokens: grpc.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListTokensRequest,
@@ -261,7 +261,7 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.GetStatusRequest,
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
-    """The same, at once and after each change, until the caller cancels."""
+    """The status, at once and after each change, until the caller cancels."""
 
     ListJobs: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListJobsRequest,
@@ -286,7 +286,7 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.LogLines,
     ]
     """The output of workers, from the nodes that have it. Ends with the files, or with `follow` when
-    the job ends. If a node's logs cannot be read, a note says why; those of the others follow.
+    the job ends. If a node cannot read its logs, a note says why; those of the others follow.
     NOT_FOUND if the job is unknown, INVALID_ARGUMENT if it has had no such round or RANK.
     """
 
@@ -295,9 +295,9 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.StackReport,
     ]
     """The stacks of a round's workers, grouped by position. If the round is live they are taken now,
-    which may take `stacks_answer` and a moment; otherwise the answer has those kept of a hang. Nodes
-    that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if there are no
-    stacks to take or show.
+    which may take a little longer than `stacks_answer`; otherwise the answer has the stacks kept from
+    a hang. Nodes that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if
+    there are no stacks to take or show.
     """
 
     ListServers: grpc.aio.UnaryUnaryMultiCallable[
@@ -305,7 +305,7 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.ListServersResponse,
     ]
     """The servers that share one store: which of them leads, and where the others listen. Every
-    one of them answers.
+    server answers, whether it leads or not.
     """
 
     StopJob: grpc.aio.UnaryUnaryMultiCallable[
@@ -332,9 +332,9 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.SubmitJobRequest,
         rdzv.v1.rdzv_pb2.JobStatus,
     ]
-    """Begins a run whose nodes the server chooses, among those that take submitted jobs. It waits its
-    turn; `JobStatus.reason` says for what. ALREADY_EXISTS if a run of the job has not ended,
-    INVALID_ARGUMENT if no known node could ever take it.
+    """Begins a run whose nodes the server chooses among those that take submitted jobs. The job is
+    queued; `JobStatus.reason` says what it waits for. ALREADY_EXISTS if a run of the job has not
+    ended, INVALID_ARGUMENT if no known node could ever take it.
     """
 
     ListNodes: grpc.aio.UnaryUnaryMultiCallable[
@@ -360,8 +360,8 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.Node,
     ]
     """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
-    placed on it. With `keep_min`: FAILED_PRECONDITION, without a change, if one of its jobs would be
-    left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
+    placed on it. With `keep_min`, FAILED_PRECONDITION, and nothing changes, if one of its jobs would
+    be left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
     """
 
     UndrainNode: grpc.aio.UnaryUnaryMultiCallable[
@@ -374,13 +374,13 @@ class ControlAsyncStub:
         rdzv.v1.rdzv_pb2.BackupRequest,
         rdzv.v1.rdzv_pb2.BackupChunk,
     ]
-    """All that the store holds, as lines of one file that `rdzvd --restore` reads."""
+    """The whole content of the store, as lines of one file that `rdzvd --restore` reads."""
 
     CreateToken: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.CreateTokenRequest,
         rdzv.v1.rdzv_pb2.CreateTokenResponse,
     ]
-    """Makes a token for a caller. Only this answer has its text."""
+    """Makes a token for a caller. Only this answer contains its text."""
 
     ListTokens: grpc.aio.UnaryUnaryMultiCallable[
         rdzv.v1.rdzv_pb2.ListTokensRequest,
@@ -417,7 +417,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.JobStatus], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.JobStatus]]:
-        """The same, at once and after each change, until the caller cancels."""
+        """The status, at once and after each change, until the caller cancels."""
 
     @abc.abstractmethod
     def ListJobs(
@@ -450,7 +450,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.LogLines], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.LogLines]]:
         """The output of workers, from the nodes that have it. Ends with the files, or with `follow` when
-        the job ends. If a node's logs cannot be read, a note says why; those of the others follow.
+        the job ends. If a node cannot read its logs, a note says why; those of the others follow.
         NOT_FOUND if the job is unknown, INVALID_ARGUMENT if it has had no such round or RANK.
         """
 
@@ -461,9 +461,9 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.StackReport, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.StackReport]]:
         """The stacks of a round's workers, grouped by position. If the round is live they are taken now,
-        which may take `stacks_answer` and a moment; otherwise the answer has those kept of a hang. Nodes
-        that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if there are no
-        stacks to take or show.
+        which may take a little longer than `stacks_answer`; otherwise the answer has the stacks kept from
+        a hang. Nodes that do not answer are named. NOT_FOUND if the job is unknown, INVALID_ARGUMENT if
+        there are no stacks to take or show.
         """
 
     @abc.abstractmethod
@@ -473,7 +473,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.ListServersResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.ListServersResponse]]:
         """The servers that share one store: which of them leads, and where the others listen. Every
-        one of them answers.
+        server answers, whether it leads or not.
         """
 
     @abc.abstractmethod
@@ -508,9 +508,9 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.SubmitJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.JobStatus, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.JobStatus]]:
-        """Begins a run whose nodes the server chooses, among those that take submitted jobs. It waits its
-        turn; `JobStatus.reason` says for what. ALREADY_EXISTS if a run of the job has not ended,
-        INVALID_ARGUMENT if no known node could ever take it.
+        """Begins a run whose nodes the server chooses among those that take submitted jobs. The job is
+        queued; `JobStatus.reason` says what it waits for. ALREADY_EXISTS if a run of the job has not
+        ended, INVALID_ARGUMENT if no known node could ever take it.
         """
 
     @abc.abstractmethod
@@ -544,8 +544,8 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.Node, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.Node]]:
         """Empties a node: its workers receive a notice, and are killed at the deadline; no more jobs are
-        placed on it. With `keep_min`: FAILED_PRECONDITION, without a change, if one of its jobs would be
-        left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
+        placed on it. With `keep_min`, FAILED_PRECONDITION, and nothing changes, if one of its jobs would
+        be left with fewer than its min_nodes. NOT_FOUND if the node is unknown.
         """
 
     @abc.abstractmethod
@@ -562,7 +562,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.BackupRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rdzv.v1.rdzv_pb2.BackupChunk], collections.abc.AsyncIterator[rdzv.v1.rdzv_pb2.BackupChunk]]:
-        """All that the store holds, as lines of one file that `rdzvd --restore` reads."""
+        """The whole content of the store, as lines of one file that `rdzvd --restore` reads."""
 
     @abc.abstractmethod
     def CreateToken(
@@ -570,7 +570,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: rdzv.v1.rdzv_pb2.CreateTokenRequest,
         context: _ServicerContext,
     ) -> typing.Union[rdzv.v1.rdzv_pb2.CreateTokenResponse, collections.abc.Awaitable[rdzv.v1.rdzv_pb2.CreateTokenResponse]]:
-        """Makes a token for a caller. Only this answer has its text."""
+        """Makes a token for a caller. Only this answer contains its text."""
 
     @abc.abstractmethod
     def ListTokens(

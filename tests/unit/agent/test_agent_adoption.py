@@ -130,11 +130,11 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "it had not begun, and keeps no placement"),
-        ("{", "its placement cannot be read"),
-        ("[]", "its placement cannot be read"),
-        ("{}", "its placement cannot be read: .*node_id"),
-        ('{"format": 3}', "what it keeps has format 3, and this agent reads format 2"),
+        (None, "it keeps no placement, because its job had not begun"),
+        ("{", "cannot read its placement"),
+        ("[]", "cannot read its placement"),
+        ("{}", "cannot read its placement: .*node_id"),
+        ('{"format": 3}', "its state has format 3, but this agent reads only up to format 2"),
     ],
 )
 def test_what_can_not_be_read_says_why(text: str | None, why: str) -> None:

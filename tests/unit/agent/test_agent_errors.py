@@ -146,7 +146,7 @@ def test_without_a_file_a_signal_is_named(path: Path, signum: int, name: str) ->
 def test_a_file_that_can_not_be_read_is_the_message(path: Path) -> None:
     path.mkdir()
     found = read_error(path, SIGKILL, 7)
-    assert found.message.startswith("the error file cannot be read: ")
+    assert found.message.startswith("cannot read the error file: ")
     assert found.age_ms == 0
 
 

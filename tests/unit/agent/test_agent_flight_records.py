@@ -106,7 +106,7 @@ def test_what_is_completed_is_counted_over_all_groups() -> None:
     "text", [b"", b"[]", b'{"entries": 7}', b"\xff", b'{"entries": [{"pg_id": "x"}]}']
 )
 def test_what_is_no_record_is_refused(text: bytes) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="cannot read"):
         read_record(text, NOW_NS)
 
 

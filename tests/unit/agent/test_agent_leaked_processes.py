@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.handover import leaked_processes
-from rdzv.agent.handover.leaked_processes import RUNNER, kill_strays, mark_of
+from rdzv.agent.handover.leaked_processes import RUNNER, kill_leaked, mark_of
 
 
 @contextmanager
@@ -41,18 +41,18 @@ def test_only_those_of_this_runner_are_killed(caplog: pytest.LogCaptureFixture) 
             stack.enter_context(started(**environ))
             for environ in ({RUNNER: other}, {f"X{RUNNER}": mine}, {"X": f"{RUNNER}={mine}"}, {})
         ]
-        assert kill_strays(mine) == 2
+        assert kill_leaked(mine) == 2
         assert (first.wait(), second.wait()) == (-9, -9)
         assert [process.poll() for process in others] == [None] * 4
-        assert kill_strays(mine) == 0
-    assert caplog.text.count("killed 2 strays of a dead runner") == 1
+        assert kill_leaked(mine) == 0
+    assert caplog.text.count("killed 2 processes of a dead runner") == 1
 
 
 def test_whoever_asks_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is itself a job's worker does not count itself as leaked."""
     with started(**{RUNNER: "b2"}) as process:
         monkeypatch.setattr(os, "getpid", lambda: process.pid)
-        assert kill_strays("b2") == 0
+        assert kill_leaked("b2") == 0
         assert process.poll() is None
 
 
@@ -62,8 +62,8 @@ def test_one_that_survives_is_waited_for_no_longer_than_it_may_take(
 ) -> None:
     monkeypatch.setattr(leaked_processes.signal, "pidfd_send_signal", lambda *_: None)
     with started(**{RUNNER: "c3"}) as process:
-        assert kill_strays("c3", timeout_s=0.1) == 1
-        assert f"1 stray of a dead runner survived SIGKILL: pid {process.pid}" in caplog.text
+        assert kill_leaked("c3", timeout_s=0.1) == 1
+        assert f"1 process of a dead runner survived SIGKILL: pid {process.pid}" in caplog.text
         assert "killed" not in caplog.text
 
 
@@ -80,7 +80,7 @@ def test_what_can_not_be_looked_at_counts_as_left(
         with monkeypatch.context() as patch:
             patch.setattr(os, call, fail)
             with pytest.raises(OSError, match="Too many open files"):
-                kill_strays("d4", timeout_s=0.05)
+                kill_leaked("d4", timeout_s=0.05)
         assert caplog.text == ""
-        assert kill_strays("d4") == 1
+        assert kill_leaked("d4") == 1
         assert process.wait() == -9

@@ -28,14 +28,14 @@ from rdzv.agent.handover.handover_state import (
     decode_placement,
     decode_state,
 )
-from rdzv.agent.handover.leaked_processes import kill_strays, mark_of
+from rdzv.agent.handover.leaked_processes import kill_leaked, mark_of
 from rdzv.agent.runner_link import FoundRunner, NotAdoptableError
 from rdzv.agent.system.side_thread import in_time
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
 
-STRAYS_WITHIN_S = 10.0
+KILL_WITHIN_S = 10.0
 """How long finding and killing a dead runner's processes may take: the kernel may be slow."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -108,8 +108,8 @@ class RuntimeDirectory:
                 self._write()
             except OSError as error:
                 log.warning(
-                    "%s cannot be written: %s; if this agent crashes, the next one will be "
-                    "another instance", self._file, error)  # fmt: skip
+                    "cannot write %s: %s; if this agent crashes, the next one will be another "
+                    "instance", self._file, error)  # fmt: skip
 
     # ------------------------------------------------------------------ runners
 
@@ -120,7 +120,7 @@ class RuntimeDirectory:
         try:
             if (found := await FoundRunner.meet(path)) is None:
                 # A runner removes its own socket unless it was killed.
-                await in_time(STRAYS_WITHIN_S, kill_strays, mark_of(path))
+                await in_time(KILL_WITHIN_S, kill_leaked, mark_of(path))
                 _remove(path)
             return found
         except NotAdoptableError as error:
@@ -170,7 +170,7 @@ class RuntimeDirectory:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError) as error:
-            log.warning("%s cannot be read: %r", self._file, error)
+            log.warning("cannot read %s: %r", self._file, error)
             return None
 
     def _write(self) -> None:

@@ -110,7 +110,7 @@ def decode_placement(text: str | None) -> KeptPlacement:
     found = raw.get("format", 0)
     if isinstance(found, int) and found > FORMAT:
         raise NotAdoptableError(
-            f"what it keeps has format {found}, and this agent reads format {FORMAT}"
+            f"its state has format {found}, but this agent reads only up to format {FORMAT}"
         )
     return _convert(PLACEMENT, raw, KeptPlacement)
 
@@ -127,13 +127,13 @@ def decode_state(text: str | None) -> KeptState:
 
 def _load(name: str, text: str | None) -> dict[str, Any]:
     if text is None:
-        raise NotAdoptableError(f"it had not begun, and keeps no {name}")
+        raise NotAdoptableError(f"it keeps no {name}, because its job had not begun")
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise NotAdoptableError(f"its {name} cannot be read: {error}") from error
+        raise NotAdoptableError(f"cannot read its {name}: {error}") from error
     if not isinstance(raw, dict):
-        raise NotAdoptableError(f"its {name} cannot be read: {text:.80}")
+        raise NotAdoptableError(f"cannot read its {name}: {text:.80}")
     return raw
 
 
@@ -142,7 +142,7 @@ def _convert(name: str, raw: dict[str, Any], kind: type[_T]) -> _T:
         return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         # msgspec's error quotes the wrong value, and a lone surrogate in it cannot be encoded.
-        raise NotAdoptableError(f"its {name} cannot be read: {error}") from error
+        raise NotAdoptableError(f"cannot read its {name}: {error}") from error
 
 
 def keep_output(output: WorkerOutput) -> KeptOutput:

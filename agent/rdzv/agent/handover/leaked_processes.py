@@ -14,10 +14,9 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-
-from rdzv.core.words import counted
 
 log = logging.getLogger("rdzv.agent")
 
@@ -36,7 +35,7 @@ def mark_of(socket: Path) -> str:
     return socket.stem
 
 
-def kill_strays(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
+def kill_leaked(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
     """Kill all processes with a dead runner's mark, and wait until they are gone.
 
     Returns their number. Blocks for some milliseconds. A process that forks meanwhile passes the
@@ -54,17 +53,21 @@ def kill_strays(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
             raise unseen
         if not found and unseen is None:
             if killed:
-                log.warning("killed %s of a dead runner", counted(len(killed), "stray"))
+                log.warning("killed %s of a dead runner", _counted(killed))
             break
         if late:
             log.error(
                 "%s of a dead runner survived SIGKILL: pid %s",
-                counted(len(found), "stray"),
+                _counted(found),
                 ", ".join(map(str, found)),
             )
             break
         time.sleep(_LOOK_AGAIN_S)
     return len(killed)
+
+
+def _counted(pids: Collection[int]) -> str:
+    return "1 process" if len(pids) == 1 else f"{len(pids)} processes"
 
 
 def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:

@@ -175,7 +175,7 @@ class RunnerEventRouter:
             if self._socket is not None:
                 # If the runner was adopted, they are now children of init.
                 mark = leaked_processes.mark_of(self._socket)
-                await in_time(SWEEP_WITHIN_S, leaked_processes.kill_strays, mark)
+                await in_time(SWEEP_WITHIN_S, leaked_processes.kill_leaked, mark)
         except OSError as error:
             text = "%s: cannot search for processes that its dead runner has left: %s"
             log.error(text, self._rdzv_id, error)

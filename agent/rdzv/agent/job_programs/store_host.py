@@ -2,11 +2,11 @@
 
     python store_host.py --fd N --ready-fd M [--port P]
 
-Run by path with the job's interpreter, so it needs torch but nothing of rdzv, and supports older
-Pythons than rdzv itself. Writes "ready" to M once clients are served, then sleeps until it is
-killed. If there is a zygote with torch, a fork of it runs `serve` and `keep_serving` instead.
+It is run by path with the job's interpreter, so it needs torch but nothing of rdzv, and supports
+older Pythons than rdzv itself. It writes "ready" to M once clients are served, then sleeps until it
+is killed. If there is a zygote with torch, a fork of it runs `serve` and `keep_serving` instead.
 
-The choices, tested with torch 2.13:
+The store's options, tested with torch 2.13:
 
 * `master_listen_fd`: clients that connected before are served as soon as the store exists, so
   workers need not wait for it. The store takes ownership of the descriptor.
@@ -17,8 +17,8 @@ The choices, tested with torch 2.13:
 * `multi_tenant=False`: otherwise the stores of one process that have the same port would share one
   server. There should be one store here, and with sharing a second one would go unnoticed.
 * The port is always given: libuv accepts 0 for the socket's own port, the older server does not.
-* `prepare_for_many` before: torch's server looks up the name of each client that connects, in the
-  one thread that serves, and never closes a client's connection.
+* `prepare_for_many` is called first: torch's server looks up the name of each client that connects,
+  in the one thread that serves, and never closes a client's connection.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python torch_side.py FD
 
-Run by path with the job's interpreter, so it needs torch but nothing of rdzv, and supports older
-Pythons than rdzv itself. It exchanges JSON lines over the socket FD. The first line gives its role:
+It is run by path with the job's interpreter, so it needs torch but nothing of rdzv, and supports
+older Pythons than rdzv itself. It exchanges JSON lines over the socket FD. The first line gives its
+role:
 
 * `{"role": "events", "name": N, "logs_specs": ""}`: every further line is an event for torch's
   handler N.

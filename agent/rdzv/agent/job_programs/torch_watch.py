@@ -1,12 +1,12 @@
-"""Reports to the runner that a worker has imported torch, and what its script had changed before.
+"""Reports to the runner that a worker has imported torch, and what its script changed before that.
 
-Two kinds of workers are watched: one that starts cold, by watch_hook/, and a fork of a zygote, from
-whose script torch is hidden until it is imported. In both, a finder precedes the others until the
-import; nothing is left of it afterwards.
+Two kinds of workers are watched: those that start cold, by watch_hook/, and forks of a zygote, in
+which torch is hidden until the script imports it. In both, an import finder is put before the
+others, and removed at the import.
 
-The message is a datagram of JSON to a Unix socket with an abstract address: {changed}, the names of
-the variables that torch reads on import, and that the script set, unset or changed before. In a
-fork, these changes come too late. The C environment is compared, too.
+The report is a JSON datagram to a Unix socket with an abstract address: {changed}, the names of
+those variables that torch reads on import and that the script set, unset or changed before. In a
+fork, such changes come too late. The environment of the C library is compared, too.
 
 It supports older Pythons than rdzv itself, and imports next to nothing before torch is imported.
 """
@@ -35,7 +35,7 @@ MAX_NAMES = 8
 MAX_NAME_LENGTH = 64
 
 SEND_TIMEOUT_S = 1.0
-"""How long the runner may take to read the reports before this one."""
+"""How long to wait for the runner to read earlier reports."""
 
 
 def watch(address: str) -> None:

@@ -11,13 +11,13 @@ It imports only the standard library until it preloads, and supports older Pytho
 
 RDZV_ZYGOTE in its environment is a JSON object, its order:
 
-    {path, script, check}       Print in JSON which of these modules are missing, or why workers
-                                cannot be forked here at all (refused), and exit
+    {path, script, check}       print in JSON which of the modules in `check` are missing, or why
+                                workers cannot be forked here at all (`refused`), and exit
     {path, argv, fd, modules, for_restarts}
-                                Preload, then serve; fd is a Unix seqpacket socket to the runner
+                                preload, then serve; fd is a Unix seqpacket socket to the runner
 
 `path` is the PYTHONPATH that a worker would have, null for none; `argv` is the zygote's own command
-line, and `script` the script to check, -m or -c. Messages on the socket:
+line, and `script` the worker's script, -m or -c. Messages on the socket:
 
     {ready: {modules, threads, memory_kb, seconds}}   it accepts fork requests
     {refused: reason}                    workers cannot be forked from this; it exits
@@ -28,16 +28,16 @@ Each fork is forked twice, so that the runner, which is a subreaper, becomes its
 nothing until it has read its order from its link, as a frame (4 bytes of length, big endian, then
 JSON). If the link is closed before that, the fork is not needed, and exits.
 
-* A worker: {argv, env, given, cwd, cpus, parent, stdout, stderr}, where `given` is the environment
-  that the zygote was given, and with it three standard streams; `stdout` and `stderr` are files to
-  append to instead of these, null for none. The worker opens them, not the runner, which would
-  hang if their file system does. With `link_variable` a socket to the runner is passed, too: the
-  worker finds its descriptor in that variable. It answers {ready: true} and closes the link; or
+* A worker: {argv, env, given, cwd, cpus, parent, stdout, stderr}, with three standard streams.
+  `given` is the environment that the zygote was given; `stdout` and `stderr` are files to append to
+  in place of the streams, null for none. The worker opens them, not the runner, which would hang if
+  their file system does. With `link_variable`, a socket to the runner comes, too, and the worker
+  finds its descriptor in that variable. The worker answers {ready: true} and closes the link; or
   {failed: reason}, if no worker could be started like this; or {refused: reason}, if a cold one
   could. `watch` is the address to which torch_watch.py reports, null for none.
 * A store host: {store_host: {argv, env, cpus, parent}}, with the same streams and the listening
-  socket. It serves as store_host.py does, with the command line `argv`, and answers {ready: true}
-  once it serves; or {refused: reason}.
+  socket. It serves as store_host.py does, with the command line `argv`. It answers {ready: true}
+  once it serves, or {refused: reason}.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ BARE = ("torch", "numpy")
 """Modules imported first; the threads that they start on import are harmless in a fork."""
 
 BESIDE_TORCH = "rdzv.worker"
-"""Imported with torch if it is installed: scripts whose workers are kept take 20 ms to import it.
-"""
+"""Imported with torch if it is installed: it takes 20 ms, and kept workers need it."""
 
 MAX_FDS = 253
 """The most descriptors that the kernel accepts with one message."""
@@ -102,7 +101,7 @@ _torch_seed: dict[str, int] = {}
 
 _OOM_SCORE = "/proc/self/oom_score_adj"
 _oom_score: dict[str, str] = {}
-"""The score `before` it was changed; empty if it was not."""
+"""The score from `before` this process changed it; empty if it did not."""
 
 _LOW_PRIORITY = 5
 
@@ -130,7 +129,7 @@ def main(hook: str) -> bool:
     control = socket.socket(fileno=order["fd"])
     control.setblocking(True)
     os.set_inheritable(control.fileno(), False)
-    _call_oneself(f"rdzv zygote: {', '.join(order['modules'])}")
+    _show_title(f"rdzv zygote: {', '.join(order['modules'])}")
     _be_expendable()
     if order.get("for_restarts"):
         _leave_cpus_to_others(_LOW_PRIORITY)
@@ -234,7 +233,7 @@ class _ScriptFolder:
         if self._entry is not None:
             sys.path.insert(0, self._entry)
         if self._script not in ("-m", "-c"):
-            # Without this, libraries may take this for an interactive session.
+            # Without it, libraries may take this process for an interactive session.
             sys.modules["__main__"].__file__ = str(Path(self._script).absolute())
 
     def __exit__(self, *_: object) -> None:
@@ -356,9 +355,9 @@ def _try_fork() -> None:
 
 
 def _be_canary(zygote: int, write_end: int) -> NoReturn:
-    """Use, in a fork, what most often breaks there; write what is wrong, if anything, and exit."""
+    """Try, in a fork, what most often breaks there; write what failed, if anything, and exit."""
     try:
-        _leash(zygote)
+        _die_with_parent(zygote)
         complaint = _compute()
     except BaseException as error:
         complaint = _words(error)
@@ -438,7 +437,7 @@ def _serve(control: socket.socket, argv: Sequence[bytes]) -> None:
             os._exit(1)
         answer, mine = _fork_all(control, links, lost=lost)
         if answer is None:
-            _become_what_is_asked(links, mine, argv)
+            _carry_out_order(links, mine, argv)
             return
         for fd in links:
             os.close(fd)
@@ -529,7 +528,7 @@ def _say(sock: socket.socket, message: Mapping[str, object]) -> None:
 # ---------------------------------------------------------------------- a fork
 
 
-def _become_what_is_asked(links: Sequence[int], mine: int, zygote_argv: Sequence[bytes]) -> None:
+def _carry_out_order(links: Sequence[int], mine: int, zygote_argv: Sequence[bytes]) -> None:
     """Wait for this fork's order; return only in a worker."""
     os.setsid()
     if _oom_score:
@@ -579,7 +578,7 @@ def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket)
 
     Errors are raised only before the first client is served.
     """
-    _leash(spec["parent"])
+    _die_with_parent(spec["parent"])
     os.sched_setaffinity(0, spec["cpus"])
     argv, env = [_bytes(word) for word in spec["argv"]], _environment(spec["env"])
     os.environb.clear()
@@ -603,7 +602,7 @@ def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket)
 
 def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
     """Apply this worker's own settings, and renew state that two processes must not share."""
-    _leash(spec["parent"])
+    _die_with_parent(spec["parent"])
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if spec.get(name) is not None:
             _append_to(name, _text(_bytes(spec[name])), fd)
@@ -655,7 +654,7 @@ def _append_to(name: str, path: str, fd: int) -> None:
     os.close(log)
 
 
-def _leash(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when the runner dies."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -768,7 +767,7 @@ _shown: list[mmap.mmap] = []
 """The memory from which /proc reads the command line and environment."""
 
 
-def _call_oneself(title: str) -> None:
+def _show_title(title: str) -> None:
     _show_as([title.encode()], {os.fsencode(k): os.fsencode(v) for k, v in os.environ.items()})
 
 

@@ -42,7 +42,7 @@ from rdzv.agent.output.run_folders import RunFolder, RunFolders
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.server_link.placed_jobs import Holding, Key, Placed
 from rdzv.agent.system.accounts import Accounts
-from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside, in_time, waiting_is_said
+from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside, in_time, log_long_wait
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.core.fleet.placement import FailingCheck, Resources, gpus_needed
 from rdzv.errors import InvalidRequestError
@@ -528,7 +528,7 @@ async def _answered(
         InvalidRequestError: it hangs, so this node cannot run job `rdzv_id`.
     """
     try:
-        with waiting_is_said(f"{rdzv_id}: {what}"):
+        with log_long_wait(f"{rdzv_id}: {what}"):
             return await in_time(ANSWER_WITHIN_S, function, *args, **kwargs)
     except TimeoutError as error:
         raise InvalidRequestError(f"cannot check {what}: {error}") from error

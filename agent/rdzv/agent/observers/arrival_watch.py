@@ -24,9 +24,9 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 LEAST_S, MOST_S = 1.0, 5.0
-"""The bounds of the pause between two reads, ..."""
+"""The bounds of the pause between two reads."""
 PAUSE_PER_LOOK = 250
-"""... which is this many times as long as the last read."""
+"""The pause is this many times as long as the last read, within these bounds."""
 PER_NODE_S = 0.002
 """The shortest pause per node of a round, so that one job sends at most 500 reports a second."""
 ASK_TIMEOUT_S = 3.0
@@ -113,7 +113,7 @@ class ArrivalWatch:
             try:
                 await self._look(assignment)
             except Exception:
-                log.exception("%s: its workers' collectives are not reported", self._rdzv_id)
+                log.exception("%s: cannot report the collectives of its workers", self._rdzv_id)
                 return
             pause_s = min(max(PAUSE_PER_LOOK * (time.monotonic() - begun_s), LEAST_S), MOST_S)
 
@@ -143,7 +143,7 @@ def arrivals(
     most: int,
     clock: Reading | None,
 ) -> list[GroupArrivals]:
-    """Return the arrivals since those already `reported` of each group, and update `reported`.
+    """Return each group's arrivals since those already `reported`, and update `reported`.
 
     Each collective is reported together with the next one.
     """

@@ -15,7 +15,7 @@ from rdzv.core.evidence.collectives import DEFAULT_GROUP, Collective, GroupRecor
 from rdzv.structs import struct
 
 ENTRIES = 64
-"""How many collectives of one group one rank keeps at most."""
+"""The most collectives of one group that a rank keeps."""
 ENTRIES_OF_ALL_RANKS = 4_096
 """How many all ranks of a group keep together; with very many ranks, each keeps only a few."""
 LEAST_ENTRIES = 4
@@ -96,11 +96,11 @@ def read_record(
 ) -> FlightRecord:
     """Read a record; of each group, keep the last `entries` and the first that is not done.
 
-    `now_ns` is the present time of the clock of the entries' timestamps. If a collective has
-    `failed`, the worker's latest is not done, though torch may count a failure as its end.
+    `now_ns` is the present time of the clock of the entries' timestamps. With `failed`, the
+    worker's latest collective counts as not done, although torch may record its failure as its end.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the record is malformed.
     """
     trace = _decoded(text)
     if failed and trace.entries:
@@ -118,7 +118,7 @@ def read_times(text: bytes, clocks_apart_ns: int) -> dict[str, GroupTimes]:
     Collectives of NCCL are included only if they have ended and their durations are known.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the record is malformed.
     """
     found = {}
     for name, entries in list(_by_group(_decoded(text)).items())[:MAX_GROUPS]:
@@ -141,7 +141,7 @@ def _decoded(text: bytes) -> _Trace:
     try:
         return _DECODER.decode(text)
     except msgspec.DecodeError as error:
-        raise ValueError(f"torch's record of its collectives cannot be read: {error}") from error
+        raise ValueError(f"cannot read torch's record of its collectives: {error}") from error
 
 
 def _with_latest_open(entries: list[_Entry]) -> list[_Entry]:

@@ -1,7 +1,7 @@
 """Reports the state of the GPUs that the workers of one job use, where NVML shows it.
 
-The server shows it beside a worker that is slower than the others. NVML is asked every half minute
-in a thread of its own, the more seldom the longer it takes; a driver that hangs costs one thread.
+The server shows it beside a worker that is slower than the others. NVML is queried every half
+minute, or less often if it is slow, in a thread of its own; a driver that hangs costs one thread.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.agent")
 
 FIRST_S, LEAST_S = 10.0, 30.0
-"""The wait before the first look, and the shortest pause between two, ..."""
+"""The wait before the first query, and the shortest pause between two queries."""
 PAUSE_PER_LOOK = 250
-"""... which is this many times as long as the last query took."""
+"""The pause is this many times as long as the last query took, if that is longer."""
 PER_NODE_S = 0.01
 """The shortest pause per node of a round, so that one job sends at most 100 reports a second."""
 WITHIN_S = 20.0
-"""How long one look may take."""
+"""How long one query may take."""
 
 
 @struct(frozen=True)
@@ -100,9 +100,9 @@ class GpuWatch:
                 there = await self._aside.answer(self._look_at)
                 found = by_worker(self._pids, there, self._visible, self._local_world_size)
             except TimeoutError:
-                found = {}  # What was known is old.
+                found = {}  # The last known state is too old.
             except Exception:
-                log.exception("%s: the state of its GPUs is not reported", self._rdzv_id)
+                log.exception("%s: cannot report the state of its GPUs", self._rdzv_id)
                 return
             else:
                 if not there:
@@ -121,11 +121,11 @@ def _report(assignment: Assignment, found: Mapping[int, GpuState]) -> GpuReport:
 def by_worker(
     pids: Mapping[int, int], gpus: Sequence[UsedGpu], visible: str | None, local_world_size: int
 ) -> dict[int, GpuState]:
-    """Return the GPU of each worker by LOCAL_RANK: of several the one that is slowed down most.
+    """Return the GPU of each worker by LOCAL_RANK; of several GPUs, the one slowed down most.
 
-    A worker, of which `pids` has the process, uses the GPUs on which processes of its session
-    compute. In a container NVML may number processes as its host does; where none of them is to be
-    seen here, worker n is taken to use the n-th `visible` GPU, if there are as many as workers.
+    A worker uses the GPUs on which processes of its session compute; `pids` are the workers' own.
+    In a container NVML may report the host's pids. If none of them exists here, worker n is taken
+    to use the n-th `visible` GPU, provided that there are as many GPUs as workers.
     """
     local_ranks = {pid: local_rank for local_rank, pid in pids.items()}
     found: dict[int, GpuState] = {}

@@ -176,9 +176,9 @@ class HangWatch:
         state = process_state(worker.pid)
         switches = _switches(worker.pid) if state == UNINTERRUPTIBLE else None
         with acting_as(self._identity):
-            word = _word(worker.file)
-        if word is not None or worker.completed is None:
-            return Observation(word, state, switches)
+            report = _last_report(worker.file)
+        if report is not None or worker.completed is None:
+            return Observation(report, state, switches)
         late_ms = 2 * self._ask_every_ms + int(ASK_TIMEOUT_S * 1000)
         # A worker stopped by a signal completes nothing, and does not answer.
         known = state == STOPPED or _now_ms() - worker.answered_ms < late_ms
@@ -205,7 +205,7 @@ class HangWatch:
         try:
             await asyncio.gather(*(_count(reader, worker) for worker in workers))
         except Exception:
-            log.exception("%s: the collectives of its workers cannot be counted", self._rdzv_id)
+            log.exception("%s: cannot count the collectives of its workers", self._rdzv_id)
         finally:
             if asyncio.current_task() is self._asking:
                 self._asking = None
@@ -226,13 +226,13 @@ class HangWatch:
         return {rank: worker for rank, worker in self._workers.items() if worker.hung}
 
     def _report(self) -> None:
-        line = self._assignment
-        if line is None:
+        assignment = self._assignment
+        if assignment is None:
             return
         self._said_ms = _now_ms()
         workers = tuple(
             HungWorker(
-                rank=line.rank_first + local_rank,
+                rank=assignment.rank_first + local_rank,
                 local_rank=local_rank,
                 pid=worker.pid,
                 silent_ms=max(worker.activity.silent_ms, worker.activity.blocked_ms),
@@ -240,7 +240,7 @@ class HangWatch:
             )
             for local_rank, worker in sorted(self._hung().items())
         )
-        self._say(HungReport(line.run, line.round, workers))
+        self._say(HungReport(assignment.run, assignment.round, workers))
 
 
 async def _count(reader: RecordReader, worker: _Worker) -> None:
@@ -262,7 +262,7 @@ async def _count(reader: RecordReader, worker: _Worker) -> None:
         worker.completed = record.completed
 
 
-def _word(file: str) -> tuple[int, ...] | None:
+def _last_report(file: str) -> tuple[int, ...] | None:
     """Return values that change with each write to a file; None if there is none."""
     with contextlib.suppress(OSError):
         if file and (found := Path(file).stat()).st_size:

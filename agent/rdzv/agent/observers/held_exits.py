@@ -66,22 +66,22 @@ class HeldExits:
         `timed_out` says whether its final message reports a timeout. If it waited only for a
         moment, its exit is not held back.
         """
-        line = self._assignment
-        if line is None:
+        assignment = self._assignment
+        if assignment is None:
             return
         left = self._records.left(file, pid)
         if left is None or left.record.waiting_ms < MIN_WAIT_MS:
             return
         timed_out = timed_out or left.timed_out
         if timed_out:
-            rank, waited_ms = line.rank_first + local_rank, left.record.waiting_ms
+            rank, waited_ms = assignment.rank_first + local_rank, left.record.waiting_ms
             reason = (
                 f"its collective failed after {waited_ms // 1000} s, before all ranks had "
                 "entered it"
             )
             log.error("%s: RANK %d (pid %d): %s", self._rdzv_id, rank, pid, reason)
             worker = HungWorker(rank, local_rank, pid, waited_ms, reason, timed_out=True)
-            self._say(HungReport(line.run, line.round, (worker,)))
+            self._say(HungReport(assignment.run, assignment.round, (worker,)))
         try:
             async with asyncio.timeout(HELD_S if timed_out else CUT_S) as self._limit:
                 await self._over.wait()

@@ -134,7 +134,7 @@ class StackAnswers:
                 async for stack in stacks:
                     await self._say(asked.request, (stack,), False, "")
         except Exception as failure:
-            log.exception("stacks of %s could not be taken", asked.rdzv_id)
+            log.exception("cannot take the stacks of %s", asked.rdzv_id)
             error = f"a bug in its agent: {failure!r}"
         await self._say(asked.request, (), True, error)
 
@@ -174,7 +174,7 @@ class StackAnswers:
 
 
 With = Callable[[Target, Awaitable[WorkerStack | None]], Awaitable[WorkerStack | None]]
-"""Adds what was read meanwhile to a worker's stack."""
+"""Adds to a worker's stack other data, which is read while the stack is being sampled."""
 
 
 async def take_all(
@@ -342,7 +342,7 @@ def parse_dump(text: bytes, pid: int) -> tuple[Thread, ...]:
         main = _main_thread(said, pid)
         found = [_thread(one, main=one is main) for one in said]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"py-spy's output cannot be read ({error!r})") from error
+        raise ValueError(f"cannot read py-spy's output ({error!r})") from error
     found.sort(key=lambda thread: not thread.main)
     return _bounded(found[:MAX_THREADS])
 

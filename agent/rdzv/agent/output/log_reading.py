@@ -210,7 +210,7 @@ class _Request:
             if not error:
                 error = await self._look_back() or await self._read_rounds()
         except OSError as failure:
-            error = f"{failure.filename or 'a log file'} cannot be read: {failure.strerror}"
+            error = f"cannot read {failure.filename or 'a log file'}: {failure.strerror}"
         await self._send(Piece(self._wanted.number, last=True, error=error[:ERROR_CHARS]))
 
     async def _look_back(self) -> str:
@@ -317,7 +317,7 @@ class _Request:
                     await self._complain(found, f"{file.path} no longer exists")
             except OSError as error:
                 reason = error.strerror or str(error)
-                await self._complain(found, f"{file.path} cannot be read: {reason}")
+                await self._complain(found, f"cannot read {file.path}: {reason}")
                 del left[file]
                 continue
             if data:
@@ -491,7 +491,7 @@ def tail(
 
 
 class _Reader:
-    """A thread that may hang, and the notification of its file's subscribers."""
+    """A thread for reads, which may hang, and the watches for changes of its files."""
 
     def __init__(self, watches: Watches) -> None:
         self.watches = watches

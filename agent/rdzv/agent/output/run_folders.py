@@ -195,7 +195,7 @@ def _remove_tree(path: Path) -> None:
     try:
         remove_tree(path, identity_of_owner(path, with_groups=False))
     except OSError as error:
-        log.warning("not everything in %s can be removed; retrying later: %s", path, error)
+        log.warning("cannot remove everything in %s; retrying later: %s", path, error)
 
 
 # ---------------------------------------------------------------------- the index

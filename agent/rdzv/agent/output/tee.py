@@ -496,7 +496,7 @@ class _Pump:
         except _AbortedError:
             pass
         except _ConsoleClosedError as error:
-            text = "%s cannot be written (%s); worker output is only in the log files"
+            text = "cannot write to %s (%s); worker output is only in the log files"
             log.warning(text, self._name, error)
         finally:
             self._end()

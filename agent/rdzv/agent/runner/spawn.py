@@ -116,7 +116,7 @@ def _become_program(program: Program, parent: int, says: int) -> NoReturn:
 
 
 def _prepare_child(program: Program, parent: int, says: int) -> None:
-    """Give a child the session, descriptors, signals, CPUs, leash and account of its program."""
+    """Give a child its own session, and its program's descriptors, signals, CPUs and account."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     keep = {0, 1, 2, says, *program.pass_fds}
@@ -128,7 +128,7 @@ def _prepare_child(program: Program, parent: int, says: int) -> None:
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _put_on_leash(parent)
+    _die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, program.blocked)
     if program.cpus is not None:
         with _step(f"cpus {program.cpus!r:.80}", says):
@@ -137,8 +137,8 @@ def _prepare_child(program: Program, parent: int, says: int) -> None:
     if program.identity is not None:
         with _step(f"user {program.identity.uid}, with its groups and limits", says):
             become(program.identity)
-        # The change of user has removed it.
-        _put_on_leash(parent)
+        # The change of user has cleared the setting.
+        _die_with_parent(parent)
 
 
 def _open_streams(program: Program, says: int) -> None:
@@ -195,10 +195,10 @@ def _write_all(fd: int, text: str) -> None:
         left = left[os.write(fd, left) :]
 
 
-def _put_on_leash(parent: int) -> None:
+def _die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent dies."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # It died before the leash was on.
+    if os.getppid() != parent:  # The parent died before the call.
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -44,7 +44,7 @@ class WorkerExited:
     signal: int | None
     age_ms: int
     by_itself: bool = False
-    """Whether nothing that was sent to it explains this. Only runners with parking report it."""
+    """Whether the runner did not cause the exit. Always False if its worker could not be kept."""
 
 
 @struct(frozen=True)
@@ -76,9 +76,9 @@ class WorkerResumed:
 
 @struct(frozen=True)
 class WorkersGone:
-    """After a stop or a failed start: only the store host takes part in the round any more.
+    """After a stop or a failed start: of the round's processes, only the store host is left.
 
-    The workers in `kept` are parked. All other processes of the round are gone.
+    The workers in `kept` are parked, and take part in no round.
     """
 
     round: int
@@ -175,16 +175,16 @@ class StoreHostExited:
 
 @struct(frozen=True)
 class SnapshotsHeld:
-    """All snapshots that workers say are in the runner's memory, after a change.
+    """All snapshots in the runner's memory, as workers have reported them; sent after each change.
 
-    With them the copies of other nodes' snapshots, which have a `copy_of`.
+    Copies of other nodes' snapshots are among them, with a `copy_of`.
     """
 
     snapshots: tuple[Snapshot, ...]
     carrier: CopyCarrier | None = None
-    """From whom other nodes can fetch copies of them."""
+    """The carrier from which other nodes can fetch copies of them."""
     missing: MissingCopies | None = None
-    """The copies that this node was last asked to keep, and does not get."""
+    """The copies that this node was last asked to fetch, but could not get."""
 
 
 @struct(frozen=True)
@@ -197,7 +197,7 @@ class SnapshotRefused:
 
 @struct(frozen=True)
 class SnapshotsWritten:
-    """What is held of a step is on disk, unless there is a reason why not."""
+    """This node's parts of a step are on disk, or `reason` says why they are not."""
 
     lineage: int
     step: int

@@ -76,7 +76,7 @@ class Hello:
 
 @struct(frozen=True)
 class CopyCredentials:
-    """By what a node's carrier of snapshots is known to those of other nodes."""
+    """The credentials of a node's snapshot carrier."""
 
     token: str
     fingerprint: str = ""
@@ -86,7 +86,7 @@ class CopyCredentials:
 
 
 class StartedRunner:
-    """A started runner without requests so far; it gets ready by itself.
+    """A runner that was just started, and has not received a request.
 
     It ends when this process ends, or when it is closed.
     """
@@ -152,12 +152,12 @@ class RunnerLink:
         self._on_event = on_event
         self._exited = asyncio.Event()
         self._exit: RunnerExited | None = None
-        """How it ended, once it has."""
+        """How the runner ended; None while it runs."""
         self._handling: asyncio.Future[None] | None = None
         """The event being handled; the others wait."""
         self._keeps_zygote = adopted is not None and adopted.zygote
         self.carries_copies = adopted is None or adopted.carries_copies
-        """Whether it can keep copies of other nodes' snapshots: an older one is never asked to."""
+        """Whether the runner can keep copies of other nodes' snapshots; older ones cannot."""
         self._log = RunnerLog(self._pid)
         self._asked_to_end = False
         self._last_event = self._heard = 0
@@ -312,17 +312,17 @@ class RunnerLink:
         self._send({"type": "renew_fence", "fence_at_ms": at_ms})
 
     def hold_snapshots(self, limit_bytes: int | None) -> None:
-        """Bound the memory for snapshots, and be told of them: at first of all that are held.
+        """Limit the memory for snapshots, and request `SnapshotsHeld`: at once, and at each change.
 
-        None: half of the memory that is free when a worker first asks for some. The bound holds for
-        what is asked for later. To be called again after an adoption.
+        With None, the limit is half of the memory that is free when a worker first requests some. A
+        new limit applies to later requests. Call this again after an adoption.
         """
         self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes, "copies": True})
 
     def announce_watermark(self, mark: SnapshotMark) -> None:
-        """Tell the workers that all parts of this step are saved, so that older ones may go.
+        """Tell the workers that all parts of this step are saved, so older ones may be overwritten.
 
-        From the first call on they overwrite nothing but what is older than a step so announced.
+        From the first call on, they overwrite only snapshots older than the announced step.
         """
         fields = {"lineage": mark.lineage, "step": mark.step, "series": mark.series}
         self._send({"type": "watermark", **fields})
@@ -335,9 +335,10 @@ class RunnerLink:
         cwd: Path | None,
         identity: Identity | None,
     ) -> None:
-        """Have a process of the job's account write what is held of a mark; an event follows.
+        """Start a process of the job's account that writes this node's parts of a step to disk.
 
-        `argv` is continued by the mark and the descriptors of the slots.
+        The runner appends the mark and the descriptors of the slots to `argv`. `SnapshotsWritten`
+        follows.
         """
         whose = None if identity is None else asdict(identity)
         where = None if cwd is None else str(cwd)
@@ -353,10 +354,10 @@ class RunnerLink:
         rate: int,
         credentials: CopyCredentials,
     ) -> None:
-        """Have other nodes fetch what is held here, and be able to fetch from them.
+        """Let other nodes fetch this node's snapshots, and be able to fetch theirs.
 
-        Starts a process of the job's account for it, unless there is one; `rate` is the most bytes
-        that it sends in a second. Its credentials are replaced.
+        Starts a process of the job's account for it, unless one runs; `rate` limits the bytes that
+        it sends per second. A further call replaces its credentials.
         """
         whose = None if identity is None else asdict(identity)
         argv = [python, "-I", "-S", str(_SNAPSHOT_CARRIER), "--rate", str(rate)]
@@ -364,9 +365,10 @@ class RunnerLink:
         self._send({"type": "carry_copies", **how, **as_dict(credentials)})
 
     def fetch_copies(self, mark: SnapshotMark, sources: Sequence[CopySource]) -> None:
-        """Fetch copies of what other nodes hold of a state, and keep them.
+        """Fetch copies of other nodes' parts of a step, and keep them.
 
-        To be called only while the runner has a carrier. Those of the mark before stay meanwhile.
+        Call this only while the runner has a carrier. Older copies stay until these are complete,
+        unless a newer step is whole on all nodes.
         """
         fields = {"mark": as_dict(mark), "sources": [as_dict(source) for source in sources]}
         self._send({"type": "fetch_copies", **fields})
@@ -457,7 +459,7 @@ class RunnerLink:
             self._send({"type": "heard", "number": self._heard})
 
     def _go_on(self, number: int, _: asyncio.Future[None]) -> None:
-        """Deliver the events that waited for one to be handled."""
+        """Deliver the events that arrived while another was being handled."""
         self._handling = None
         self._last_event = number or self._last_event
         self._deliver()

@@ -1,4 +1,4 @@
-"""Log lines for events that only the runner knows of, and nothing else reports."""
+"""Log lines for those events of a runner that nothing else reports."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def read_error(
 
 def unread(error: Exception) -> WorkerError:
     """Return the error for an error file that may exist but cannot be read."""
-    return WorkerError(f"the error file cannot be read: {error}", "", 0)
+    return WorkerError(f"cannot read the error file: {error}", "", 0)
 
 
 def _touch(folder: Path) -> int | None:

@@ -63,7 +63,7 @@ def remove_tree(top: Path, identity: Identity | None = None, most: int = MAX_NAM
     with suppress(FileNotFoundError), _Place(top, identity) as place:
         why: OSError | None = None
         try:
-            folder = place.enter(pry=True)
+            folder = place.enter(force=True)
             with acting_as(identity):
                 why = _clear(folder, most)
         except OSError as error:
@@ -78,7 +78,7 @@ def _clear(top: int, most: int) -> OSError | None:
     """Remove the content of an open folder; return the first reason why something is left."""
     first: OSError | None = None
     try:
-        for folder, name, status in _walk(top, most, pry=True):
+        for folder, name, status in _walk(top, most, force=True):
             try:
                 if stat.S_ISDIR(status.st_mode):
                     os.rmdir(name, dir_fd=folder)
@@ -117,10 +117,10 @@ class _Place:
     def __exit__(self, *_: object) -> None:
         os.close(self._above)
 
-    def enter(self, *, pry: bool = False) -> int:
+    def enter(self, *, force: bool = False) -> int:
         """Open the folder itself."""
         with acting_as(self._rights):
-            return _enter(self._above, self._top.name, self.status, pry=pry)
+            return _enter(self._above, self._top.name, self.status, force=force)
 
     def remove(self) -> None:
         """Remove the folder itself, which must be empty."""
@@ -132,8 +132,8 @@ def _status(folder: int, name: str) -> os.stat_result:
     return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
 
-def _enter(folder: int, name: str, status: os.stat_result, *, pry: bool = False) -> int:
-    if pry and status.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+def _enter(folder: int, name: str, status: os.stat_result, *, force: bool = False) -> int:
+    if force and status.st_mode & stat.S_IRWXU != stat.S_IRWXU:
         with suppress(OSError):
             os.chmod(name, stat.S_IRWXU, dir_fd=folder)
     return os.open(name, _LISTED, dir_fd=folder)
@@ -151,11 +151,11 @@ class _Level:
 
 
 def _walk(
-    folder: int, most: int, *, pry: bool = False
+    folder: int, most: int, *, force: bool = False
 ) -> Iterator[tuple[int, str, os.stat_result]]:
     """Yield each entry below an open folder as folder, name and status, then close the folder.
 
-    A folder follows its content. With `pry`, folders that their account has made inaccessible are
+    A folder follows its content. With `force`, folders that their account has made inaccessible are
     opened, too. Folders that cannot be entered are still yielded.
 
     Raises:
@@ -175,7 +175,7 @@ def _walk(
                 # A file system mounted there is not the job's.
                 if stat.S_ISDIR(status.st_mode) and status.st_dev == level.status.st_dev:
                     with suppress(OSError):
-                        inner = _enter(folder, name, status, pry=pry)
+                        inner = _enter(folder, name, status, force=force)
                 if inner is None:
                     yield folder, name, status
                     continue

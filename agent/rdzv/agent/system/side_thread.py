@@ -25,8 +25,8 @@ ANSWER_WITHIN_S = 300.0
 without this node. A restarted NFS server does not answer for a minute and a half.
 """
 
-WORD_AFTER_S = 10.0
-"""After this wait the log says what the agent is waiting for."""
+LOG_WAIT_AFTER_S = 10.0
+"""After this time the log says what the agent is waiting for."""
 
 
 async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -60,11 +60,11 @@ async def in_time(
 
 
 @contextlib.contextmanager
-def waiting_is_said(what: str) -> Iterator[None]:
+def log_long_wait(what: str) -> Iterator[None]:
     """Log `what` the body is waiting for if that takes long; log nothing if `what` is empty."""
     text = "%s: no answer from the file system for %g s; still waiting"
     loop = asyncio.get_running_loop()
-    timer = loop.call_later(WORD_AFTER_S, log.warning, text, what, WORD_AFTER_S)
+    timer = loop.call_later(LOG_WAIT_AFTER_S, log.warning, text, what, LOG_WAIT_AFTER_S)
     if not what:
         timer.cancel()
     try:
@@ -147,7 +147,7 @@ class Aside:
                 return
             told = True
             timer.cancel()
-            words.close()
+            waiting.close()
             if not future.done():
                 self._late = future
                 then(no_answer(self._within_s))
@@ -162,8 +162,8 @@ class Aside:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(tell)
 
-        timer, words = loop.call_later(self._within_s, tell), contextlib.ExitStack()
-        words.enter_context(waiting_is_said(self._what))
+        timer, waiting = loop.call_later(self._within_s, tell), contextlib.ExitStack()
+        waiting.enter_context(log_long_wait(self._what))
         threading.Thread(target=work, name="aside", daemon=True).start()
 
 

@@ -1,17 +1,17 @@
 """Runs inside a worker: shows the agent its collectives, and the exception that ends the script.
 
 Python finds it by PYTHONPATH while a worker's interpreter starts. It undoes the changes that made
-the interpreter import it, so that no child does, and lets the site's own `sitecustomize` follow.
+the interpreter import it, so that no child does, and then imports the site's own `sitecustomize`.
 
-An exception that nobody catches is written to the worker's error file, as torch's `@record` does
-for a function that has it, unless something has written that file before.
+An uncaught exception is written to the worker's error file, as torch's `@record` does for the
+function that it decorates, unless the file exists already.
 
 It does not import torch: once the script itself has imported torch.distributed,
 `init_process_group` first starts torch's `_WorkerServer`. That server listens on a Unix socket
 beside the worker's progress file, in a folder that only the job's account may enter, and answers
 from threads that need no interpreter lock. A script that ends by the error of a collective leaves
-its record there, because nobody can ask for it afterwards. Errors of all this are written to a file
-there, and change nothing for the script.
+its record there, because nobody can ask for it afterwards. Errors in this file are written to
+another file there, and do not affect the script.
 
 It imports only modules that every interpreter has already loaded at its start, and not pathlib,
 which would delay each start of a worker. It supports Python 3.9 and newer.
@@ -40,7 +40,7 @@ OLDER = "its torch gives no record of collectives (2.13 does; an older one may n
 OF_COLLECTIVES = ("timed out", "timeout", "connection closed", "connection reset", "socket closed")
 """Parts of the errors that collectives raise when another rank is missing or gone."""
 QUIET = 2
-"""The log level of torch from which only errors are written."""
+"""The log level at which torch writes only errors."""
 
 _served_by = {"pid": 0}
 """The process that has tried to start a server; a fork may start its own."""
@@ -90,7 +90,7 @@ def _wrap_after(loader: Any) -> None:
     try:
         loader.exec_module = exec_module
     except AttributeError:
-        _leave_word("torch.distributed is imported by a loader of its own")
+        _write_reason("torch.distributed is imported by a loader of its own")
 
 
 def _wrap(module: Any) -> None:
@@ -115,7 +115,7 @@ def _serve() -> None:
     try:
         _start()
     except Exception as error:
-        _leave_word(f"{type(error).__name__}: {error}")
+        _write_reason(f"{type(error).__name__}: {error}")
 
 
 def _start() -> None:
@@ -129,16 +129,16 @@ def _start() -> None:
         )
     except ImportError:
         # Torch 2.4 has a server but no record; asked while it exits, a process may crash.
-        _leave_word(OLDER)
+        _write_reason(OLDER)
         return
     if not {*HANDLERS} & {*_get_handler_names()}:
-        _leave_word(OLDER)
+        _write_reason(OLDER)
         return
     import signal
 
     path = os.path.join(folder, f"{NAME}.{os.getpid()}.{os.urandom(4).hex()}")
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        _leave_word(f"the path of its socket is too long: {path}")
+        _write_reason(f"the path of its socket is too long: {path}")
         return
     level = _log_level()
     before = level.value
@@ -157,7 +157,7 @@ def _start() -> None:
 
 
 def _watch_exceptions() -> None:
-    """Arrange for an exception that ends the script to be written down first."""
+    """Make an exception that ends the script be recorded first."""
     before = sys.excepthook
     if getattr(before, "leaves", None) is _leave_exception:
         return
@@ -166,7 +166,7 @@ def _watch_exceptions() -> None:
         try:
             _leave_exception(kind, error, traceback)
         except Exception as failure:
-            _leave_word(f"{type(failure).__name__}: {failure}")
+            _write_reason(f"{type(failure).__name__}: {failure}")
         before(kind, error, traceback)
 
     excepthook.leaves = _leave_exception  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ def _leave_exception(kind: Any, error: Any, traceback: Any) -> None:
 
 
 def _write_error_file(kind: Any, error: Any, traceback: Any) -> None:
-    """Write what torch's `@record` writes; a file that exists knows better."""
+    """Write what torch's `@record` would write, unless the file exists already."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -239,8 +239,8 @@ def _folder() -> str:
     return os.path.dirname(os.environ.get("RDZV_PROGRESS_FILE", ""))
 
 
-def _leave_word(why: str) -> None:
-    """Write the reason why there is no record; if that fails, the agent finds nothing at all."""
+def _write_reason(why: str) -> None:
+    """Write why there is no record; if that fails, the agent finds neither record nor reason."""
     try:
         path = os.path.join(_folder(), f"{NAME}.{os.getpid()}.why")
         with open(path, "w") as file:
