@@ -11,7 +11,8 @@ Each repetition has two outages of the same kind. In the first nothing else happ
 In the second a worker is killed at the same moment as the server:
 
 * recovered: from the signal until every node has started the next round; the job stands still from
-  the one to the other.
+  the one to the other. `cpu` is what the servers and the nodes' process used of the CPUs meanwhile:
+  where others use them too, it says how much of the time is ours.
 
 Before each outage all streams have stood for long enough that nodes take it for the first of its
 kind: they look for a server at once, and then less and less often.
@@ -41,7 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from measure import Spread, emit, end_on_sigterm, load, say_conditions, span
-from processes import BIN, Rdzvd
+from processes import BIN, Rdzvd, cpu_s
 from simulated import SimulatedNode, simulated, until
 
 from rdzv.client import ControlClient, Endpoint
@@ -53,7 +54,8 @@ JOB = "bench"
 CASES = ("sqlite", "memory", "etcd-killed", "etcd-stopped")
 NODES = (2, 50)
 TIMEOUT_S = 90.0
-POLL_S = 0.01
+POLL_S = 0.03
+"""How often servers are asked, which costs them time that nodes wait for."""
 
 
 class Servers:
@@ -85,6 +87,10 @@ class Servers:
             return [node.state for node in client.status(JOB).nodes].count("seated")
         return 0
 
+    def others(self, ended: Rdzvd) -> list[Rdzvd]:
+        """Return the servers beside one."""
+        return [each for each in self.rdzvds if each is not ended]
+
     def end_leader(self, leader: Server) -> Rdzvd:
         """Send the signal of this case to the server that leads; return it."""
         ended = next(r for r in self.rdzvds if str(r.endpoint) == leader.address)
@@ -100,6 +106,8 @@ class Times:
     seated: list[float] = field(default_factory=list)
     decided: list[float] = field(default_factory=list)
     recovered: list[float] = field(default_factory=list)
+    servers_cpu: list[float] = field(default_factory=list)
+    nodes_cpu: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
 
@@ -134,6 +142,12 @@ class Outages:
         ended = self._servers.end_leader(before)
         await self._next_leads(ended, before)
         self.times.leads.append(time.monotonic() - began)
+        # Asking for the status of a thousand nodes would delay their return.
+        await until(
+            "all nodes are back",
+            lambda: all(node.connected_s > began for node in self._nodes),
+            TIMEOUT_S,
+        )
         await self._all_seated()
         self.times.seated.append(time.monotonic() - began)
         self.times.decided.append(await self._kill_worker())
@@ -141,12 +155,18 @@ class Outages:
 
     async def _outage_with_failure(self) -> None:
         before = await self._calm()
-        began = time.monotonic()
+        began, began_cpu = time.monotonic(), time.process_time()
         ended = self._servers.end_leader(before)
+        others = self._servers.others(ended)
+        others_cpu = sum(cpu_s(each.pid) for each in others)
         recovery = asyncio.create_task(self._kill_worker())
         await self._next_leads(ended, before)
         await recovery
         self.times.recovered.append(self._last_start() - began)
+        self.times.nodes_cpu.append(time.process_time() - began_cpu)
+        # The one server of sqlite and memory has a new process.
+        served_cpu = sum(cpu_s(each.pid) for each in others or [ended])
+        self.times.servers_cpu.append(served_cpu - others_cpu)
         await self._whole(ended)
 
     async def _next_leads(self, ended: Rdzvd, before: Server) -> None:
@@ -240,9 +260,11 @@ def say_case(case: str, nodes: int, times: Times) -> None:
         "decided": times.decided,
         "recovered": times.recovered,
     }
+    cpus = {"servers_cpu": times.servers_cpu, "nodes_cpu": times.nodes_cpu}
     emit(
-        f"takeover {case:<12} nodes={nodes:<3} "
+        f"takeover {case:<12} nodes={nodes:<4} "
         + "  ".join(f"{name} {span(samples)}" for name, samples in kinds.items())
+        + f"  cpu: servers {span(times.servers_cpu)}, nodes {span(times.nodes_cpu)}"
         + f"  n={len(times.leads)} load {load():.0f}"
         + "".join(f"  FAILED: {why}" for why in times.failed),
         bench="takeover",
@@ -250,7 +272,7 @@ def say_case(case: str, nodes: int, times: Times) -> None:
         nodes=nodes,
         failed=list(times.failed),
         load=load(),
-        **{f"{k}_s": Spread.of(s).as_json() if s else None for k, s in kinds.items()},
+        **{f"{k}_s": Spread.of(s).as_json() if s else None for k, s in (kinds | cpus).items()},
     )
 
 
@@ -314,7 +336,7 @@ def say_peer(repetitions: int, directory: Path) -> None:
     over = sum(1 for codes, _ in ends if None not in codes and codes != [0, 0])
     codes = sorted({f"{host} and {other}" for (host, other), _ in ends})
     emit(
-        f"takeover torchrun c10d nodes=2   job over, {over} of {len(ends)}: exit codes "
+        f"takeover torchrun c10d nodes=2    job over, {over} of {len(ends)}: exit codes "
         f"{', '.join(codes)} (host of the store and other node), "
         f"the last {span([seconds for _, seconds in ends])} after SIGKILL  load {load():.0f}",
         bench="takeover",
