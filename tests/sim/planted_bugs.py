@@ -580,7 +580,7 @@ MUTANTS = (
     Mutant(
         "a node that is back stays away",
         "mark_back",
-        "    work.put(away=without(work.state.away, node_id))\n    work.events.append",
+        "    work.put(of=node_id, away=without(work.state.away, node_id))\n    work.events.append",
         "    work.events.append",
     ),
     Mutant(

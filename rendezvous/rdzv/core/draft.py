@@ -31,19 +31,31 @@ class Draft:
     def put(
         self,
         *,
+        of: str | None,
         seats: Mapping[str, Seat] | None = None,
         waiting: Mapping[str, Waiting] | None = None,
         stuck: Mapping[str, Stuck] | None = None,
         away: Mapping[str, Away] | None = None,
     ) -> None:
-        """Replace some of the mappings of present nodes."""
-        self.state = replace(
-            self.state,
-            seats=self.state.seats if seats is None else seats,
-            waiting=self.state.waiting if waiting is None else waiting,
-            stuck=self.state.stuck if stuck is None else stuck,
-            away=self.state.away if away is None else away,
+        """Replace some of the mappings of present nodes, of which only `of` changes its place.
+
+        If several do, it is None, and nodes are counted anew.
+        """
+        before = self.state
+        after = replace(
+            before,
+            seats=before.seats if seats is None else seats,
+            waiting=before.waiting if waiting is None else waiting,
+            stuck=before.stuck if stuck is None else stuck,
+            away=before.away if away is None else away,
         )
+        if of is None:
+            hasty = sum(map(after.is_hasty, after.away))
+            unready = sum(map(after.is_unready, after.away))
+        else:
+            hasty = before.hasty + after.is_hasty(of) - before.is_hasty(of)
+            unready = before.unready + after.is_unready(of) - before.is_unready(of)
+        self.state = replace(after, hasty=hasty, unready=unready)
 
     def store(self, membership: Membership) -> None:
         """Replace the durable half."""

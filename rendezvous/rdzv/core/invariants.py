@@ -112,6 +112,10 @@ def _presence(before: State, after: State) -> list[str]:
     seats, waiting, stuck = after.seats.keys(), after.waiting.keys(), after.stuck.keys()
     if seats & waiting or seats & stuck or waiting & stuck:
         found.append("presence: a node has two places at once")
+    if after.hasty != sum(map(after.is_hasty, after.away)):
+        found.append("presence: the nodes whose grace a round's end shortens are miscounted")
+    if after.unready != sum(map(after.is_unready, after.away)):
+        found.append("presence: the waiting nodes that are away are miscounted")
     if _anybody_moved(before, after) and (
         after.away.keys() - after.seats.keys() - after.waiting.keys() - after.stuck.keys()
     ):

@@ -609,6 +609,11 @@ class State:
     waiting: Mapping[str, Waiting] = field(default_factory=dict)
     stuck: Mapping[str, Stuck] = field(default_factory=dict)
     away: Mapping[str, Away] = field(default_factory=dict)
+    hasty: int = 0
+    """How many nodes with seats are away for a grace that a round's end shortens. This number and
+    the next are kept by `Draft.put`: thousands of nodes return one after another."""
+    unready: int = 0
+    """How many waiting nodes are away."""
     short_since_ms: int | None = None
     """Since when fewer than `min_nodes` have been present while no round is live."""
     enough_since_ms: int | None = None
@@ -668,4 +673,13 @@ class State:
     @property
     def ready(self) -> int:
         """The number of waiting nodes that can be told of a round now."""
-        return len(self.waiting) - sum(1 for node_id in self.away if node_id in self.waiting)
+        return len(self.waiting) - self.unready
+
+    def is_hasty(self, node_id: str) -> bool:
+        """Return whether a node has a seat and is away, and a round's end shortens its grace."""
+        away = self.away.get(node_id)
+        return away is not None and not away.firm and node_id in self.seats
+
+    def is_unready(self, node_id: str) -> bool:
+        """Return whether a node waits, and is away."""
+        return node_id in self.away and node_id in self.waiting

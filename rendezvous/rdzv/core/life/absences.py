@@ -7,20 +7,21 @@ from rdzv.core.draft import Draft
 from rdzv.core.events import NodeCameBack, NodeWentAway
 from rdzv.core.life.conditions import Ignored
 from rdzv.core.model import Away, Participant, Round, State, Tuning, is_placeholder
+from rdzv.core.rounds.participants import known
 from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
 
 
 def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
     """Keep the place of a node whose stream has ended, for now."""
-    known = work.state.away.get(command.node_id)
-    since_ms = work.now_ms if known is None else known.since_ms
+    before = work.state.away.get(command.node_id)
+    since_ms = work.now_ms if before is None else before.since_ms
     away = Away(since_ms, command.until_ms, command.firm, command.may_run)
-    if away == known:
+    if away == before:
         return Ignored.KNOWN
-    if known is None:
+    if before is None:
         work.events.append(NodeWentAway(command.node_id, command.until_ms - work.now_ms))
-    work.put(away=put(work.state.away, command.node_id, away))
+    work.put(of=command.node_id, away=put(work.state.away, command.node_id, away))
     return None
 
 
@@ -29,7 +30,7 @@ def mark_back(work: Draft, node_id: str) -> Ignored | None:
     away = work.state.away.get(node_id)
     if away is None:
         return Ignored.KNOWN
-    work.put(away=without(work.state.away, node_id))
+    work.put(of=node_id, away=without(work.state.away, node_id))
     work.events.append(NodeCameBack(node_id, work.now_ms - away.since_ms))
     if node_id in work.state.seats:
         work.state = replace(work.state, back_ms=work.now_ms)
@@ -96,12 +97,10 @@ def some_seat_away(state: State) -> bool:
 
 def longest_stop_ms(round_: Round, tuning: Tuning) -> int:
     """Return the longest time that a participant of a round may take to stop its workers."""
-    longest_ms = max(p.offer.shutdown_timeout_ms for p in round_.participants)
-    return longest_ms + tuning.stop_margin_ms
+    return known(round_.participants).longest_shutdown_ms + tuning.stop_margin_ms
 
 
 def participant_of(state: State, node_id: str) -> Participant | None:
     """Return the place of a node in the latest round; None if it has none."""
     round_ = state.membership.round
-    participants = round_.participants if round_ is not None else ()
-    return next((p for p in participants if p.node_id == node_id), None)
+    return known(round_.participants).by_node_id.get(node_id) if round_ is not None else None

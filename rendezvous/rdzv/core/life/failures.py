@@ -13,6 +13,7 @@ from rdzv.core.life.conditions import Ignored
 from rdzv.core.life.round_end import end_round
 from rdzv.core.model import Cause, Failure, Round
 from rdzv.core.root_cause import describe_failure, keep_earliest, root_cause
+from rdzv.core.rounds.participants import known
 from rdzv.structs import replace
 
 
@@ -55,7 +56,8 @@ def failures_from(
     """Convert reports into failures, with times on the server's clock."""
     if not reports:
         return ()
-    address = next((p.offer.address for p in round_.participants if p.node_id == node_id), "")
+    participant = known(round_.participants).by_node_id.get(node_id)
+    address = participant.offer.address if participant is not None else ""
     return tuple(
         Failure(
             node_id=node_id,
@@ -82,11 +84,11 @@ def add_failures(work: Draft, failures: tuple[Failure, ...]) -> bool:
     kept = keep_earliest((*round_.end.failures, *failures))
     if kept == round_.end.failures:
         return False
-    known = {(f.node_id, f.local_rank, f.suspect) for f in round_.end.failures}
+    before = {(f.node_id, f.local_rank, f.suspect) for f in round_.end.failures}
     work.store_round(replace(round_, end=replace(round_.end, failures=kept)))
     work.events += [
         WorkerFailed(round_.number, f, max(work.now_ms - f.at_ms, 0))
         for f in kept
-        if (f.node_id, f.local_rank, f.suspect) not in known
+        if (f.node_id, f.local_rank, f.suspect) not in before
     ]
     return True

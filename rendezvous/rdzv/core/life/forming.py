@@ -87,6 +87,7 @@ def complete_round(work: Draft) -> bool:
     work.store(replace(membership, round=round_, next_round=round_.number + 1))
     seats = {p.node_id: Seat(p.incarnation, work.now_ms) for p in seated}
     work.put(
+        of=None,
         seats=seats,
         waiting={n: w for n, w in state.waiting.items() if n not in seats},
     )

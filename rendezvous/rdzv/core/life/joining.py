@@ -123,7 +123,7 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
             waiting, left_round=known.left_round, kept=known.kept, snapshots=known.snapshots
         )
     if known != waiting:
-        work.put(waiting=put(work.state.waiting, command.node_id, waiting))
+        work.put(of=command.node_id, waiting=put(work.state.waiting, command.node_id, waiting))
     note_heard(work, command.node_id)
     mark_back(work, command.node_id)
 
@@ -163,6 +163,7 @@ def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
         moved = replace(command.moved, sealed=_sealed_a_step(round_, command))
         work.state = replace(work.state, moved=further(work.state.moved, moved))
     work.put(
+        of=command.node_id,
         seats=without(work.state.seats, command.node_id),
         stuck=without(work.state.stuck, command.node_id),
     )

@@ -30,7 +30,7 @@ def succeed(work: Draft, command: Succeed) -> Ignored | None:
     if seat is not None and seat.incarnation == command.incarnation and round_.live:
         _note_success(work, round_, node_id)
         done = replace(seat, succeeded=True, since_ms=work.now_ms)
-        work.put(seats=put(work.state.seats, node_id, done))
+        work.put(of=node_id, seats=put(work.state.seats, node_id, done))
         return None
     own = (
         p
@@ -77,7 +77,7 @@ def leave(work: Draft, command: Leave) -> Ignored | None:
         return Ignored.KNOWN
     else:
         leaving = replace(seat, leaving=command.reason)
-        work.put(seats=put(work.state.seats, command.node_id, leaving))
+        work.put(of=command.node_id, seats=put(work.state.seats, command.node_id, leaving))
         work.events.append(NodeLeaving(command.node_id, command.reason))
     return None
 
@@ -99,7 +99,7 @@ def report_stuck(work: Draft, command: ReportStuck) -> None:
     charge_stuck(work, command.node_id, text)
     _leave_seat(work, command.node_id)
     stuck = Stuck(command.incarnation, round_.number, command.pids, work.now_ms)
-    work.put(stuck=put(work.state.stuck, command.node_id, stuck))
+    work.put(of=command.node_id, stuck=put(work.state.stuck, command.node_id, stuck))
     work.events.append(NodeStuck(command.node_id, round_.number, reason))
 
 
@@ -152,6 +152,7 @@ def depart(
     offer = _offer_of(work.state, node_id)
     _leave_seat(work, node_id)
     work.put(
+        of=node_id,
         waiting=without(work.state.waiting, node_id),
         stuck=without(work.state.stuck, node_id),
         away=without(work.state.away, node_id),
@@ -191,7 +192,7 @@ def _offer_of(state: State, node_id: str) -> Offer:
 def _leave_seat(work: Draft, node_id: str) -> None:
     round_ = work.membership.round
     if node_id in work.state.seats and round_ is not None:
-        work.put(seats=without(work.state.seats, node_id))
+        work.put(of=node_id, seats=without(work.state.seats, node_id))
         work.store_round(replace(round_, gone=(*round_.gone, node_id)))
 
 
@@ -209,10 +210,10 @@ def release_away_seats(work: Draft) -> bool:
 def away_seats_due(state: State) -> Iterable[tuple[str, int]]:
     """Name the away nodes that delay the end of a round, and when each is given up."""
     round_ = state.membership.round
-    if round_ is None or round_.end is None:
+    if round_ is None or round_.end is None or not state.hasty:
         return
     for node_id, away in state.away.items():
-        if node_id in state.seats and not away.firm:
+        if not away.firm and node_id in state.seats:
             since_ms = max(away.since_ms, round_.end.at_ms)
             yield node_id, since_ms + state.tuning.reconnect_grace_ms
 

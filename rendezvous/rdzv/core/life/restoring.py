@@ -80,7 +80,7 @@ def resume(work: Draft, command: Resume) -> Ignored | None:
         return Ignored.NO_SEAT
     if seat.incarnation != command.incarnation:
         moved = replace(seat, incarnation=command.incarnation)
-        work.put(seats=put(work.state.seats, command.node_id, moved))
+        work.put(of=command.node_id, seats=put(work.state.seats, command.node_id, moved))
     mark_back(work, command.node_id)
     return Ignored.KNOWN if work.state is before else None
 
@@ -99,7 +99,8 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
         if filled is None:
             return
         work.store_round(filled)
-        work.put(seats=without(work.state.seats, held), away=without(work.state.away, held))
+        seats, away = without(work.state.seats, held), without(work.state.away, held)
+        work.put(of=held, seats=seats, away=away)
     else:
         round_ = first_report(command, report, work.now_ms)
         if round_ is None:
@@ -108,6 +109,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
             _adopt_run(work, command, report.settings)
         _adopt_round(work, round_, report.tally)
     work.put(
+        of=node_id,
         seats=put(work.state.seats, node_id, Seat(incarnation, work.now_ms)),
         waiting=without(work.state.waiting, node_id),
         stuck=without(work.state.stuck, node_id),
@@ -140,6 +142,7 @@ def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
     superseded = {**work.state.superseded, **dict(_superseded(work.state, work.now_ms))}
     away = {n: held for n, held in work.state.away.items() if n not in work.state.seats}
     work.put(
+        of=None,
         seats={node_id: Seat(0, work.now_ms) for node_id in others},
         away=away | {node_id: Away(work.now_ms, until_ms, firm=True) for node_id in others},
     )
