@@ -287,14 +287,16 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     d = Daemons(c)
     g1 = d.start("g1", 'metrics_listen = "127.0.0.1:0"\ngpus = "GPU-a,GPU-b"\ncapacity = 2\n')
     p.wait_until("the agent is scraped", lambda: p.up("agent", 1))
+    d.start("g2")  # A second node for the job whose snapshots would survive the loss of one.
     # These workers' reports must not be confused with those of the last job.
     apart = c.folder / "apart"
     apart.mkdir()
     env = (("RDZV_TEST_REPORTS", str(apart)),)
     budgets = ("--max-preemptions=9", "--max-store-failures=9", "--no-progress-restarts=9")
     fails = c.folder / "fails"
-    kept = ("--nproc-per-node=2", "--max-restarts=10000", str(SUPPORT / "linked_worker.py"))
-    d.submit("kept", *kept, f"fails:{fails}", "saves:4096", env=env, gpus_per_node=0)
+    kept = ("--nnodes=2", "--nproc-per-node=2", "--max-restarts=10000")
+    saving = (str(SUPPORT / "linked_worker.py"), f"fails:{fails}", "saves:4096")
+    d.submit("kept", *kept, *saving, env=env, gpus_per_node=0)
     for name in ("submitted", "queued"):
         d.submit(name, "--nproc-per-node=2", *budgets, str(WORKERS / "steps.py"), env=env)
     c.start_node(
