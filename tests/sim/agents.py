@@ -768,7 +768,7 @@ class Agent:
                 self.drain.lift()
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
                 self.world.count(f"told to say hello again: {message.refused.code}")
-                self.hang_up("the server cannot do it now")
+                self.hang_up("the server refused for now")
             elif message.HasField("take_stacks"):
                 self._take_stacks(message.take_stacks)
             else:

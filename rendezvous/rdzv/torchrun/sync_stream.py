@@ -189,7 +189,7 @@ class NodeStream:
                 with self._lock:
                     self.say(_no_logs(message.read_log.request))
             elif message.HasField("refused") and message.refused.code not in FINAL_REFUSALS:
-                return f"the server cannot do it now: {message.refused.message}"
+                return f"the server refused for now: {message.refused.message}"
             else:
                 self._deliver(message)
         return "the server ended the stream"
