@@ -136,7 +136,7 @@ def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
         assert undisturbed.ends() == resumed.ends()
         with job(tmp_path / "d", function, (*disk, "--nproc-per-node=1")) as alone:
             assert alone.wait_for("begin", 1)[0]["step"] == 0
-            refused = "its 2 parts were saved by 2 ranks, but there are 1 now: start 2, or load"
+            refused = "its 2 parts were saved by 2 ranks, but this round has 1: start 2, or load"
             assert refused in alone.text
             alone.finish()
     else:  # The random numbers of LOCAL_RANK 1 are not on disk.

@@ -19,6 +19,7 @@ from .contents import (
 )
 from .digest import digest
 from .errors import MismatchError, NoSourceError
+from .exchange import exchange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,13 +134,13 @@ def heal(
     if not sealing.has_begun:
         # Fail now, not in the round that needs to send the state.
         _head(sealing)
-    offers, manifest = _exchange(sealing, round_, store, "offer")
+    offers, manifest = _exchange_offers(sealing, round_, store, "offer")
     resumed = None
     if not any(offer.kept for offer in offers):
         sealing.lineage, sealing.nonce = round_.number, offers[0].nonce
         resumed = resuming()
         if resumed.load(store):
-            offers, manifest = _exchange(sealing, round_, store, "resumed")
+            offers, manifest = _exchange_offers(sealing, round_, store, "resumed")
     source = elect(offers)
     compare_manifests(
         [offer.manifest for offer in offers], manifest, round_, lambda: store.get("manifest")
@@ -164,7 +165,7 @@ def heal(
     return Healed(source, step, round_.rank in to)
 
 
-def _exchange(
+def _exchange_offers(
     sealing: Sealing, round_: Round, store: Store, name: str
 ) -> tuple[list[Offer], list[list[str]]]:
     """Publish this rank's offer, and wait for all others."""
@@ -178,11 +179,9 @@ def _exchange(
         nonce=sealing.nonce,
         **sealing.holds(),
     )
-    store.set(f"{name}/{round_.rank}", json.dumps(asdict(mine)))
     if round_.rank == 0:
         store.set("manifest", json.dumps(manifest))
-    found = store.multi_get([f"{name}/{rank}" for rank in range(round_.world_size)])
-    return [Offer(**json.loads(one)) for one in found], manifest
+    return [Offer(**one) for one in exchange(store, round_, name, asdict(mine))], manifest
 
 
 def compare_manifests(
@@ -248,21 +247,16 @@ def _transfer(
     store: Store,
 ) -> None:
     """Send the source's state to the ranks that need it, over a group of their own."""
-    import torch
     import torch.distributed as dist
 
     # Every rank must call this, even those that are not in the group.
     group: Any = dist.new_group(sorted([source, *to]))
     if round_.rank == source:
-        head = _head(sealing)
-        store.set("head_bytes", str(len(head)))
-        broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
+        send_head(_head(sealing), "head_bytes", source, group, store)
         broadcast([tensor.detach() for _, tensor in _sent(sealing)], source, group)
     elif round_.rank in to:
-        size = int(store.get("head_bytes"))
-        head_tensor = torch.empty(size, dtype=torch.uint8)
-        broadcast([head_tensor], source, group)
-        _receive(sealing, unpacked(head_tensor.numpy().tobytes()), offers, source, round_, group)
+        head = receive_head("head_bytes", source, group, store)
+        _receive(sealing, head, offers, source, round_, group)
     if round_.rank in (source, *to):
         dist.destroy_process_group(group)
 
@@ -393,6 +387,23 @@ def _put_optimizer_state(sealing: Sealing, held: list[tuple[Any, Any]]) -> None:
         optimizer = sealing.contents.optimizers[name]
         parameter = parameters_of(optimizer)[place]
         optimizer.state.setdefault(parameter, {})[key] = value
+
+
+def send_head(head: bytes, key: str, source: int, group: Any, store: Store) -> None:
+    """Broadcast packed values from this rank; their size goes through the store, under a key."""
+    import torch
+
+    store.set(key, str(len(head)))
+    broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
+
+
+def receive_head(key: str, source: int, group: Any, store: Store) -> dict[str, Any]:
+    """Return the values that `send_head` broadcasts on the source."""
+    import torch
+
+    head = torch.empty(int(store.get(key)), dtype=torch.uint8)
+    broadcast([head], source, group)
+    return unpacked(head.numpy().tobytes())
 
 
 def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:

@@ -8,7 +8,6 @@ disk. Nothing is loaded before all ranks have verified their snapshots.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from . import rng
 from .contents import described
+from .exchange import exchange
 from .shards import Place
 from .snapshot_files import WholeStep, whole_steps
 
@@ -190,7 +190,7 @@ class Resuming:
         healed. Blocks while ranks are missing. Damaged snapshots are given up, on all ranks.
         """
         folder = os.environ.get(FOLDER_VARIABLE, "")
-        looks = self._exchange(store, "looks on disk", bool(folder))
+        looks = exchange(store, self._round, "looks on disk", bool(folder))
         if self._load(store, "snapshots", self._in_memory):
             if self._held is not None and self.key is not None:
                 self._held.base = (self.key.lineage, self.key.step)
@@ -228,7 +228,7 @@ class Resuming:
         attempt, are_sound = 0, False
         while not are_sound:
             mine = [(one.key, one.header.shard, one.is_copy) for one in found if one.header.shards]
-            said = self._exchange(store, f"{name}/{attempt}", mine)
+            said = exchange(store, self._round, f"{name}/{attempt}", mine)
             held = [[(Key(*key), shard, is_copy) for key, shard, is_copy in one] for one in said]
             newest = newest_whole((key, shard) for key, shard, _ in itertools.chain(*held))
             if newest is None:
@@ -245,7 +245,7 @@ class Resuming:
             ]
             damaged = [one for one in chosen if not self._is_sound(one)]
             found = [one for one in found if one not in damaged]
-            are_sound = all(self._exchange(store, f"{name}/sound/{attempt}", not damaged))
+            are_sound = all(exchange(store, self._round, f"{name}/sound/{attempt}", not damaged))
             attempt += 1
         for one in chosen:
             self._read(one)
@@ -274,21 +274,16 @@ class Resuming:
                 found.append(OnDisk(step, 0 if shards == 1 else rank))
         return found
 
-    def _exchange(self, store: Store, name: str, mine: Any) -> list[Any]:
-        """Publish this rank's value, and wait for those of all ranks."""
-        store.set(f"{name}/{self._round.rank}", json.dumps(mine))
-        ranks = range(self._round.world_size)
-        return [json.loads(one) for one in store.multi_get([f"{name}/{rank}" for rank in ranks])]
-
     def _fits(self, header: Header, where: str) -> bool:
         """Whether a snapshot fits this state; if not, print why."""
         reason = ""
         if header.state != described(self._sealing.contents)[1]:
             reason = "its state has other names, sizes or types"
         elif header.part and header.world_size != self._round.world_size:
+            before, now = header.world_size, self._round.world_size
             reason = (
-                f"its {header.shards} parts were saved by {header.world_size} ranks, but there are "
-                f"{self._round.world_size} now: start {header.world_size}, or load a checkpoint"
+                f"its {header.shards} parts were saved by {before} ranks, but this round has {now}: "
+                f"start {before}, or load a checkpoint"
             )
         if reason:
             self._say(f"cannot resume from the snapshot of step {header.step} {where}: {reason}")

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from .contents import described, packed, unpacked
+from .contents import described, packed
 from .digest import digest
 from .errors import NoSourceError
-from .healing import broadcast, compare_manifests
+from .exchange import exchange
+from .healing import broadcast, compare_manifests, receive_head, send_head
 from .images import Image
 from .shards import Parts
 
@@ -52,11 +53,9 @@ def add_parts(
         held_shards=shards.place.shards,
         manifest=hashed,
     )
-    store.set(f"part/{round_.rank}", json.dumps(asdict(mine)))
     if round_.rank == 0:
         store.set("manifest of parts", json.dumps(manifest))
-    found = store.multi_get([f"part/{rank}" for rank in range(round_.world_size)])
-    claims = [Claim(**json.loads(one)) for one in found]
+    claims = [Claim(**one) for one in exchange(store, round_, "part", asdict(mine))]
     compare_manifests(
         [one.manifest for one in claims], manifest, round_, lambda: store.get("manifest of parts")
     )
@@ -132,17 +131,15 @@ def _send(held: Image, shard: int, source: int, group: Any, store: Store) -> Non
     layout = held.mapped(lambda one: torch.empty_like(one, device="meta"))
     devices = [tensor.device.type for tensor in tensors]
     head = packed({"part": (layout, devices, digest(held.tensors()))})
-    store.set(f"part/{shard}/head_bytes", str(len(head)))
-    broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
+    send_head(head, f"part/{shard}/head_bytes", source, group, store)
     broadcast(tensors, source, group)
 
 
 def _receive(shard: int, source: int, round_: Round, group: Any, store: Store) -> Image:
     import torch
 
-    head = torch.empty(int(store.get(f"part/{shard}/head_bytes")), dtype=torch.uint8)
-    broadcast([head], source, group)
-    layout, devices, announced = unpacked(head.numpy().tobytes())["part"]
+    head = receive_head(f"part/{shard}/head_bytes", source, group, store)
+    layout, devices, announced = head["part"]
     on = iter(devices)
     image: Image = layout.mapped(lambda one: torch.empty_like(one, device=next(on)))
     broadcast([tensor for _, tensor in image.tensors()], source, group)

@@ -1,0 +1,21 @@
+"""Exchanges small values between the ranks of a round, through the store of the round."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from .rounds import Round
+
+
+def exchange(store: Store, round_: Round, name: str, mine: Any) -> list[Any]:
+    """Publish this rank's value under a name, and return those of all ranks, by rank.
+
+    Blocks until all ranks have published theirs. Values are JSON.
+    """
+    store.set(f"{name}/{round_.rank}", json.dumps(mine))
+    keys = [f"{name}/{rank}" for rank in range(round_.world_size)]
+    return [json.loads(one) for one in store.multi_get(keys)]
