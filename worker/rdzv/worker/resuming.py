@@ -265,7 +265,10 @@ class Resuming:
         return True
 
     def _on_disk(self, folder: str) -> list[OnDisk]:
-        """List the steps on disk that this rank loads: all of them have the state on one rank."""
+        """List the steps on disk that this rank can load.
+
+        A state that is not sharded is loaded by LOCAL_RANK 0 of each node, a part by its own rank.
+        """
         found = []
         for step in whole_steps(Path(folder)) if folder else []:
             shards, rank = step.header.shards, self._round.rank
@@ -282,8 +285,8 @@ class Resuming:
         elif header.part and header.world_size != self._round.world_size:
             before, now = header.world_size, self._round.world_size
             reason = (
-                f"its {header.shards} parts were saved by {before} ranks, but this round has {now}: "
-                f"start {before}, or load a checkpoint"
+                f"its {header.shards} parts were saved by {before} ranks, but this round has "
+                f"{now}: start {before}, or load a checkpoint"
             )
         if reason:
             self._say(f"cannot resume from the snapshot of step {header.step} {where}: {reason}")

@@ -50,7 +50,7 @@ class RunFolder:
     """The folder of one run on this node."""
 
     def __init__(self, path: Path, identity: Identity | None = None) -> None:
-        """Use an existing folder, which belongs to an account."""
+        """Use an existing folder that belongs to this account; None for the agent's own."""
         self.path = path
         self._identity = identity
         self._noted: int | None = None

@@ -1,4 +1,4 @@
-"""The socket to the agent: reads requests, and sends events, kept until the agent confirms them.
+"""The socket to the agent: receives requests, and sends events until the agent confirms them.
 
 Both directions carry the frames of channel.py; requests.py lists the requests. Events:
 

@@ -102,7 +102,7 @@ class ParkedWorkers:
         self.end_all(grace_s, read_numbers(request, "charged"))
 
     def end_all(self, grace_s: float, charged: Collection[int] = ()) -> None:
-        """End all of them; the agent is notified when they are gone."""
+        """End all parked workers; the agent is notified when they are gone."""
         self._says_gone = True
         self._look_at = time.monotonic()
         for link in list(self._links.values()):

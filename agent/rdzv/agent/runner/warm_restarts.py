@@ -1,4 +1,4 @@
-"""When restarts get warm: `WarmRestarts` starts the zygote once workers have imported torch.
+"""Makes restarts warm: `WarmRestarts` starts the zygote once workers have imported torch.
 
 The first round is cold. Its workers report over a socket that they have imported torch, and which
 variables that torch reads on import their script changed before (torch_watch.py). A zygote has not

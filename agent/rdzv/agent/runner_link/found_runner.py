@@ -74,7 +74,7 @@ class FoundRunner:
         return RunnerLink(None, self._channel, on_event, self.hello)
 
     def leave(self) -> None:
-        """Disconnect: it keeps waiting for an agent, for the rest of its time."""
+        """Disconnect: it keeps waiting for an agent until its orphan timeout."""
         self._channel.close()
 
     def end(self) -> None:

@@ -131,7 +131,7 @@ class WorkersFenced:
 
 @struct(frozen=True)
 class WorkersStartedCold:
-    """These were meant to be forked from the zygote, but are started cold, for this reason."""
+    """Workers that should have been forked from the zygote are started cold, for this reason."""
 
     round: int
     local_ranks: tuple[int, ...]

@@ -45,7 +45,7 @@ async def in_thread(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwa
 async def in_time(
     within_s: float, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
 ) -> _R:
-    """Do the same as `in_thread`, with a time limit.
+    """Call a function as `in_thread` does, but wait at most `within_s`.
 
     Raises:
         TimeoutError: the function has not returned in time; its thread is left behind.
