@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class KeptStart:
-    """The start of a round in one parked worker, until its order is sent.
+    """One parked worker that is to enter a round, until its order has been sent.
 
-    Until then the worker is parked, and stays so if the round ends.
+    If the round ends before that, the worker stays parked.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         """The owner of warm starts: workers or store hosts."""
 
         def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
-            """Start these cold: their forks are gone."""
+            """Start these processes cold, because their forks are gone."""
 
 
 FORK_TIMEOUT_S = 5.0
