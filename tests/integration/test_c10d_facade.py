@@ -210,7 +210,7 @@ def test_a_child_that_dies_is_replaced_by_an_empty_store_at_the_same_address(
     assert served(c)[:2] == (host, port)
     log = " ".join(c.server_log.split())
     assert "was ended by signal 9 (SIGKILL)" in log
-    assert "its jobs end without their store, launch them again: job" in log
+    assert "its jobs will end without their store; launch them again: job" in log
     c.wait_until("its job is not shown any more", lambda: listed(c) == [])
     put(client(c), "new-job", state_of(_NodeDesc("h1", 1, 0)))
     c.wait_until("the new job is shown", lambda: names(c) == [("new-job", "c10d")])

@@ -454,7 +454,7 @@ async def test_a_mark_that_can_not_be_written_costs_no_commit(
     with monkeypatch.context() as broken:
         broken.setattr(sqlite_mark.os, "pwrite", refuse)
         await commit(store, "a")
-    assert "the number of commits cannot be written" in caplog.text
+    assert "cannot write the number of commits" in caplog.text
     await store.close()
     assert (await problem_seen(tmp_path)) == ""
 

@@ -126,7 +126,7 @@ class Facade:
         if lost:
             more = f" and {len(lost) - LISTED_JOBS} more" if len(lost) > LISTED_JOBS else ""
             jobs = ", ".join(lost[:LISTED_JOBS])
-            follows = f"its jobs end without their store, launch them again: {jobs}{more}"
+            follows = f"its jobs will end without their store; launch them again: {jobs}{more}"
         log.error("c10d: the process that served torch's store %s; %s", why, follows)
         self._warned.clear()
 

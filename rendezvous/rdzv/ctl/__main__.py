@@ -57,7 +57,7 @@ from rdzv.version import VERSION
 
 _EPILOG = """\b
 Examples:
-  rdzvctl list -s running           which jobs run, on how many nodes
+  rdzvctl list -s running           which jobs are running, and on how many nodes
   rdzvctl status gpt -w             one job, as it changes
   rdzvctl explain gpt               what happened to it, in sentences
   rdzvctl logs gpt --rank 3 -f      what one worker writes
@@ -69,7 +69,7 @@ Exit codes:
   1   not found, or refused by the server
   2   the command line is wrong
   75  the server cannot be reached; the same command may succeed later
-  77  this caller may not do that
+  77  permission denied
 """
 
 
@@ -181,7 +181,7 @@ class _Rdzvctl(click.Group):
 @click.version_option(package_name="rdzv", message=f"{PROGRAM} %(version)s")
 @click.pass_context
 def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None) -> None:
-    """Show the jobs of an rdzvd and why they are in their state; submit, stop and scale them."""
+    """Show the jobs of an rdzvd and why each is in its state; submit, stop and scale them."""
     if server is None:
         server = os.environ.get("RDZV_SERVER") or None
     context.obj = Connection(server, timeout_s)

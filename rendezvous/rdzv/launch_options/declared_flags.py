@@ -165,7 +165,7 @@ def _node() -> list[Option]:
         value(
             "--local-addr",
             "ADDR",
-            "address of this node for the others (default: its address towards the server)",
+            "address at which other nodes reach this one (default: its address towards the server)",
             default="",
         ),
         value(
@@ -183,7 +183,7 @@ def _credentials() -> list[Option]:
         value(
             "--tls-ca",
             "FILE",
-            "reach rdzvd by TLS: the CA of its certificate (PEM; default RDZV_TLS_CA)",
+            "reach rdzvd over TLS: the CA of its certificate (PEM; default RDZV_TLS_CA)",
             type=Path,
         ),
         value(
@@ -197,7 +197,7 @@ def _credentials() -> list[Option]:
             "--token-file",
             "FILE",
             "the token for rdzvd (default RDZV_TOKEN_FILE, or the token in RDZV_TOKEN); it is "
-            "sent only by TLS, or to this machine",
+            "sent only over TLS, or to this machine",
             type=Path,
         ),
     ]
@@ -252,7 +252,7 @@ def _budgets() -> list[Option]:
         value(
             "--snapshot",
             "PATH",
-            "file or folder that the job saves its state to; a change of it is progress",
+            "file or folder that the job saves its state to; a change to it counts as progress",
             type=Path,
         ),
     ]
@@ -288,15 +288,15 @@ def _watching() -> list[Option]:
         value(
             "--hang-timeout",
             "SECONDS|auto",
-            "a worker that has reported progress (RDZV_PROGRESS_FILE), or completed collectives, "
-            "and then none for this time counts as hung: its round ends as after a failure, and "
-            "the stacks of all workers are kept; auto: learned from its steps (default: off); see "
+            "treat a worker as hung if it has reported progress (RDZV_PROGRESS_FILE) or completed "
+            "collectives, and then none for this long: its round ends as after a failure, and the "
+            "stacks of all workers are kept; auto: learned from its steps (default: off); see "
             "docs/hangs.md",
         ),
         switch(
             "--no-collective-trace",
-            "do not open torch's record of collectives to the agent, which names the worker that "
-            "the others wait for, nor show it the exception that ends a script; see docs/hangs.md",
+            "do not give the agent access to torch's record of collectives, which names the worker "
+            "that the others wait for, or to the exception that ends a script; see docs/hangs.md",
         ),
     ]
 
@@ -307,7 +307,7 @@ def _keeping() -> list[Option]:
         value(
             "--keep-timeout",
             "SECONDS",
-            "when a round ends, the time for workers that use rdzv.worker to close their "
+            "seconds that workers using rdzv.worker have, when a round ends, to close their "
             "connections and wait for the next round, which they enter as the same processes; "
             "0: all workers are stopped (default 10); see docs/workers-that-stay.md",
             type=float,
@@ -340,15 +340,15 @@ def _keeping() -> list[Option]:
             "--snapshot-dir",
             "DIR",
             "folder, shared by all nodes, to which the newest snapshot that state.save() has made "
-            "is written: at the end of the run, when this node is to leave, and every so often; a "
-            "new run goes on from there (default: none); see docs/workers-that-stay.md",
+            "is written: at the end of the run, when this node is about to leave, and periodically; "
+            "a new run resumes from it (default: none); see docs/workers-that-stay.md",
             type=Path,
         ),
         value(
             "--snapshot-dir-every",
             "SECONDS",
-            "write to --snapshot-dir while training goes on, each time that this has passed "
-            "(default 600; 0: only at the end)",
+            "write to --snapshot-dir at this interval during training (default 600; 0: only at the "
+            "end)",
             type=float,
             default=600.0,
         ),
@@ -440,7 +440,7 @@ def _output() -> list[Option]:
         value(
             "--local-ranks-filter",
             "RANK,...",
-            "show the output of these LOCAL_RANKs only; files have that of all",
+            "show the output of these LOCAL_RANKs only; the files contain everyone's",
             default="",
         ),
         value(

@@ -9,8 +9,8 @@ import textwrap
 DESCRIPTION = """\
 Run a distributed PyTorch job on this node; a drop-in for torchrun.
 
-  one machine       rdzvrun --standalone --nproc-per-node=2 --max-restarts=3 train.py
-  each of several   rdzvrun --rdzv-endpoint=HEAD --rdzv-id=night --nnodes=2:4 train.py
+  one machine        rdzvrun --standalone --nproc-per-node=2 --max-restarts=3 train.py
+  several machines   rdzvrun --rdzv-endpoint=HEAD --rdzv-id=night --nnodes=2:4 train.py
 """
 EPILOG = """\
 PET_<NAME> in the environment is the default of --<name>.
@@ -19,9 +19,9 @@ exit codes:
   0      success
   1      the job failed
   2      the command line is wrong
-  75     trying again is sensible: no server, or too few nodes
-  77     this caller may not do that
-  93     the job made no progress, and is not to be queued again
+  75     no server, or too few nodes; try again
+  77     permission denied
+  93     the job made no progress; do not requeue it
   128+n  ended by signal n; 130 is Ctrl-C
 """
 

@@ -271,7 +271,7 @@ class Connection:
             self._mark_file.write(self.mark)
         except OSError as error:
             # The commit has happened; only its record beside the file is missing.
-            log.warning("the number of commits cannot be written beside %s: %s", self.path, error)
+            log.warning("cannot write the number of commits beside %s: %s", self.path, error)
 
     def _rollback(self) -> None:
         """Roll back; if that fails, it is tried again before the next transaction."""

@@ -140,7 +140,7 @@ async def test_a_past_that_can_not_be_read_costs_no_more_than_itself(
     await sent(rows[ended:], Traces(away, found.append))
     assert {"round 0", "round 1"} <= {span.key for span in found}
     assert said(caplog) == [
-        "job job-7 has no trace of its past, which cannot be read: the store is away"
+        "job job-7: cannot read its earlier events, so its trace lacks them: the store is away"
     ]
 
 

@@ -177,7 +177,7 @@ class RunnerEventRouter:
                 mark = leaked_processes.mark_of(self._socket)
                 await in_time(SWEEP_WITHIN_S, leaked_processes.kill_leaked, mark)
         except OSError as error:
-            text = "%s: cannot search for processes that its dead runner has left: %s"
+            text = "%s: cannot search for processes left behind by its dead runner: %s"
             log.error(text, self._rdzv_id, error)
             return False
         return True

@@ -26,7 +26,7 @@ SITE = Path(__file__).parents[2] / "documents"
     help="With --serve: a port on loopback, such as one that ssh forwards; default: any free one.",
 )
 def docs_command(page: str | None, serve: bool, port: int) -> str:
-    """Print PAGE of the documents; without PAGE, list all pages.
+    """Print PAGE of the documentation; without PAGE, list all pages.
 
     They belong to this version. `docs/hangs.md` in a message is the page `hangs`.
     """

@@ -202,7 +202,7 @@ def stop_command(job: str, reason: str | None, server: str | None, timeout_s: fl
 def restart_command(
     job: str, reason: str | None, server: str | None, timeout_s: float | None
 ) -> str:
-    """Make JOB stop its workers, with time to save, and form a new round.
+    """Stop JOB's workers, giving them time to save, and form a new round.
 
     This does not count as a restart.
     """

@@ -129,7 +129,7 @@ def support_bundle_command(
     server: str | None,
     timeout_s: float | None,
 ) -> str:
-    """Write all that is known about JOB into an archive that you can send to somebody.
+    """Write all that is known about JOB into an archive that you can send to someone.
 
     It has status, history, explanation, trace, nodes and servers. Anything that looks like a secret
     (tokens, passwords, keys) is hidden. The files are listed before they are written, so that you

@@ -166,7 +166,9 @@ class Traces(Meter):
             past = [r for r in await self._history(row.rdzv_id, PAST) if r.run == row.run]
         except RendezvousError as error:
             log.warning(
-                "job %s has no trace of its past, which cannot be read: %s", row.rdzv_id, error
+                "job %s: cannot read its earlier events, so its trace lacks them: %s",
+                row.rdzv_id,
+                error,
             )
             return tale
         # Events after `row` are processed in their turn.
