@@ -341,7 +341,8 @@ def _keeping() -> list[Option]:
             "DIR",
             "folder, shared by all nodes, to which the newest snapshot that state.save() has made "
             "is written: at the end of the run, when this node is about to leave, and "
-            "periodically; a new run resumes from it (default: none); see docs/workers-that-stay.md",
+            "periodically; a new run resumes from it (default: none); see "
+            "docs/workers-that-stay.md",
             type=Path,
         ),
         value(
