@@ -624,7 +624,7 @@ def test_a_store_that_is_away_is_waited_for(
     control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     control.error = RendezvousConnectionError("the store is away: disk full")
-    assert run(["submit", "--timeout=1", "t"]) == 75
+    assert run(["submit", "--timeout=3", "t"]) == 75
     assert "the store is away: disk full" in capsys.readouterr().err
     assert len(control.requests) > 1
 
