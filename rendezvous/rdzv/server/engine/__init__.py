@@ -1,4 +1,5 @@
-"""Decide, persist, publish: runs the commands of each job one by one, and writes all records.
+"""Decide, persist, publish: runs each job's commands one by one, and writes all records.
 
-In: commands. Out: events and announcements, after the commit. It knows no streams and no protobuf.
+In: commands. Out: events and announcements, after the commit. It knows neither streams nor
+protobuf.
 """

@@ -1,8 +1,7 @@
-"""Messages to nodes, computed from states and events by pure functions.
+"""Computes the messages to nodes from states and events. All functions are pure.
 
-`after_step` is for nodes that are connected when something happens, `missed` for a node that
-reconnects; `sessions/streams` sends both. A node may receive the same message twice, once from
-each.
+`after_step` serves the nodes connected when an event happens, `missed` a node that reconnects. A
+node may receive the same message twice, once from each.
 """
 
 from __future__ import annotations
@@ -54,14 +53,17 @@ from rdzv.server.messages import (
 from rdzv.structs import replace
 
 _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
-"""Waiting nodes are sent the reason again only after these events, so that n joins do not cost n *
-n messages."""
+"""Waiting nodes are sent their reason again only after one of these events; otherwise n joins would
+cost n * n messages."""
 
 
 def after_step(
     before: State, after: State, events: Sequence[Event], now_ms: int
 ) -> Iterator[tuple[str, Announcement]]:
-    """Yield the messages that a transition causes, each with its node, in the order of events."""
+    """Yield the messages that a transition causes, each with its node_id, in the order of events.
+
+    The reasons sent to waiting nodes come last.
+    """
     membership = after.membership
     ends = any(isinstance(event, RunEnded) for event in events)
     # Only the end of a round concerns every node; other steps must not loop over all nodes.
@@ -71,7 +73,7 @@ def after_step(
             case NodeJoined():
                 present.add(event.node_id)
             case RunBegan():
-                # Nodes that waited for a first round continue in the adopted run, seated or not.
+                # Nodes that were waiting for a first round move to the adopted run, seated or not.
                 for node_id in before.waiting.keys() & {*after.waiting, *after.seats}:
                     yield node_id, Joined(membership.rdzv_id, event.run, event.run_number)
             case RoundCompleted():
@@ -93,11 +95,11 @@ def after_step(
                 )
                 for node_id in awaited(before):
                     yield node_id, over_for
-                # A node that joins after this, in the same transition, is in the next run.
+                # A node that joins later in the same transition is in the next run.
                 present = set()
             case NodeLeft() | NodeLost():
-                # A node that has started it again in the meantime must also learn that it is not
-                # placed.
+                # The node may have started the job again meanwhile; it must learn that it has no
+                # placement.
                 gone = event.node_id in before.placed and event.node_id not in after.placed
                 if gone and membership.ended is None:
                     yield event.node_id, Withdrawn(membership.rdzv_id, membership.run, event.reason)
@@ -114,7 +116,7 @@ def after_step(
 
 
 def placed(membership: Membership) -> Placed:
-    """Return the announcement that tells a node to run a submitted job."""
+    """Return the message that tells a node to run a submitted job."""
     submission = membership.submission
     assert submission is not None, "only a submitted job is placed"
     return Placed(membership.rdzv_id, membership.run, submission.spec)
@@ -123,8 +125,8 @@ def placed(membership: Membership) -> Placed:
 def missed_placement(state: State, node_id: str, held: Collection[str]) -> Iterator[Announcement]:
     """Yield messages for a returning node about a submitted job that it holds or should hold.
 
-    `held` are the runs that it holds. A node that is present in the job has already had its
-    `Belief` handled, and been sent what it `missed`.
+    `held` are the runs of the job that the node holds. A node that is present in the job is not
+    withdrawn from its current run: `missed` has the messages about that.
     """
     membership = state.membership
     chosen = node_id in state.placed and membership.ended is None
@@ -134,7 +136,7 @@ def missed_placement(state: State, node_id: str, held: Collection[str]) -> Itera
         if run == membership.run and (chosen or state.present(node_id)):
             continue
         ended = ended_run(state, run)
-        # A server that has lost its memory does not touch jobs it does not know.
+        # A server that has lost its data leaves jobs that it does not know alone.
         if ended is not None or (membership.submission and run == membership.run):
             reason = (
                 f"the job has {ended.result}"
@@ -145,7 +147,7 @@ def missed_placement(state: State, node_id: str, held: Collection[str]) -> Itera
 
 
 def _superseded(before: State, adopted: Round) -> Iterator[tuple[str, Announcement]]:
-    """Tell nodes seated in an older round that other nodes knew of a later one."""
+    """Yield the end of the older round for its seated nodes, when a later round is adopted."""
     membership, old = before.membership, before.membership.round
     if old is None:
         return
@@ -160,13 +162,16 @@ def concerns(state: State, node_id: str, incarnation: int, message: Announcement
     """Return whether a message is for this incarnation; only the seat's holder gets an assignment.
 
     Otherwise a new incarnation that has just connected would start workers in its predecessor's
-    place, and then get a place of its own.
+    seat before it gets one of its own.
     """
     return not isinstance(message, Assignment) or state.incarnation(node_id) == incarnation
 
 
 def missed_assignment(before: State, command: Join, now_ms: int) -> Assignment | RoundOver | None:
-    """Return what a seated node that asks for a seat has missed: its assignment, or `RoundOver`."""
+    """Return the message that a seated node must have missed if it asks for a seat; else None.
+
+    It is the node's assignment while the round is live, and `RoundOver` afterwards.
+    """
     seat, round_ = before.seats.get(command.node_id), before.membership.round
     if seat is None or seat.incarnation != command.incarnation or round_ is None:
         return None
@@ -180,7 +185,7 @@ def missed_assignment(before: State, command: Join, now_ms: int) -> Assignment |
 def assignments(
     membership: Membership, round_: Round, now_ms: int
 ) -> Iterator[tuple[str, Assignment]]:
-    """Yield each participant with its own assignment in a round."""
+    """Yield the node_id and the assignment of each participant in a round."""
     tally = tally_of(membership, now_ms)
     for group_rank, participant in enumerate(round_.participants):
         yield participant.node_id, _assignment(membership, round_, group_rank, tally)
@@ -197,7 +202,7 @@ def _assignment(
         group_rank=group_rank,
         group_world_size=len(round_.participants),
         rank_first=participant.rank_first,
-        # Computed once: a sum over all nodes would be repeated for each of them.
+        # Not a sum over all participants: it would be computed again for each of them.
         world_size=last.rank_first + last.offer.local_world_size,
         role_rank_first=participant.role_rank_first,
         role_world_size=participant.role_world_size,
@@ -219,15 +224,15 @@ def _assignment(
 
 
 def waiting(state: State, node_id: str, now_ms: int) -> Waiting:
-    """Return the reason why a waiting node has no workers."""
+    """Return the message that says why a waiting node has no workers."""
     return Waiting(state.membership.rdzv_id, str(waiting_reason(state, node_id, now_ms)))
 
 
 def missed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Announcement, ...]:
-    """Return what to send a returning node about a job, given what it believes.
+    """Return the messages to send a returning node about a job, given what it believes.
 
-    Running workers are stopped only on a positive statement, so a node that knows of a run or a
-    round that the server does not know is sent nothing.
+    Running workers are stopped only if their run or round is known to be over. A node with workers
+    of a run or round that this server does not know is sent nothing.
     """
     ended = ended_run(state, belief.run)
     if ended is not None:
@@ -238,8 +243,7 @@ def missed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Ann
     current = seated and round_ is not None and round_.number == belief.round
     told: list[Announcement] = []
     if belief.has_workers and belief.round is not None and not current:
-        # This holds even if another instance has the seat: these workers belong to a round that is
-        # over.
+        # True even if another instance has the seat: these workers belong to a round that is over.
         told.append(_seat_given_up(state.membership, node_id, belief.round))
     if seated:
         told.append(_about_its_seat(state.membership, node_id, now_ms, _reported_rank(belief)))
@@ -271,7 +275,7 @@ def unknown(state: State, belief: Belief) -> bool:
 def _about_its_seat(
     membership: Membership, node_id: str, now_ms: int, reported_rank: int | None = None
 ) -> Assignment | RoundOver:
-    """Return a seated node's assignment while the round is live, and the round's end afterwards."""
+    """Return a seated node's assignment while the round is live, and `RoundOver` afterwards."""
     round_ = membership.round
     assert round_ is not None, "a seat is always one of a round"
     if round_.end is not None:
@@ -283,7 +287,8 @@ def _about_its_seat(
 def _group_rank(
     participants: tuple[Participant, ...], node_id: str, reported_rank: int | None
 ) -> int:
-    # Each recovery report replaces one participant of an adopted round.
+    # Each recovery report replaces a participant of the adopted round, so the cache below would
+    # miss every time.
     if reported_rank is not None and reported_rank < len(participants):
         reported = participants[reported_rank]
         if reported.node_id == node_id:
@@ -310,7 +315,7 @@ class _Participants:
 def _group_ranks(of: _Participants) -> dict[str, int]:
     """Return the GROUP_RANK of each node, by node_id.
 
-    The result is cached, because every node of the round asks after a restart of the server.
+    The result is cached, because after a restart of the server every node of the round needs it.
     """
     return {participant.node_id: rank for rank, participant in enumerate(of.these)}
 
@@ -331,7 +336,7 @@ def _over(membership: Membership, round_: Round, end: RoundEnd, node_id: str) ->
 
 
 def _culprits(round_: Round | None) -> dict[str, tuple[int, ...]]:
-    """Return, by node_id, the LOCAL_RANKs of the workers that failed on their own in a round."""
+    """Return, by node_id, the LOCAL_RANKs of the workers whose own failure ended a round."""
     found: dict[str, tuple[int, ...]] = {}
     for failure in round_.end.failures if round_ is not None and round_.end is not None else ():
         if not failure.suspect:

@@ -1,8 +1,8 @@
 """Records when a store's servers ran, so that no job is deleted because the clock was stepped.
 
-Only the clock tells how long ago a job ended, and it may be a month ahead when a server starts. So
-servers store the time now and then. If nothing was stored for long, either no server ran or the
-clock was stepped. The two cannot be told apart, so this *gap* does not count.
+A job's age is known only by the clock, which may be a month ahead when a server starts. Servers
+therefore store the time regularly. If no time was stored for long, either no server ran or the
+clock was stepped. The two cannot be told apart, so such a *gap* does not count.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.jobs")
 
 GAP_MS = DAY_MS
-"""A longer time between two notes is a gap. It is far above the usual interval."""
+"""A longer time between two stored times is a gap. It is far above the usual interval."""
 
 STEP_MS = 60_000
-"""A clock that is behind by more than this is logged."""
+"""If the clock is behind by more than this, it is logged."""
 
 MOST_GAPS = 16
 
 
 @struct(frozen=True)
 class TimeSeen:
-    """The stored value: the latest note, and the gaps before it, oldest first."""
+    """The stored value: the latest time, and the gaps before it, oldest first."""
 
     seen_ms: int = 0
     gaps: tuple[tuple[int, int], ...] = ()
 
     def noted(self, now_ms: int, *, at_start: bool = True) -> TimeSeen:
-        """Return the value with the present time added; record and log a gap before a start.
+        """Return the value with the current time; `at_start`, record and log a gap before it.
 
-        While a server runs, its clock is never stepped: it is monotonic.
+        A clock that was stepped back is only logged. While a server runs, its clock is monotonic
+        and therefore never stepped.
 
         >>> TimeSeen(1_000).noted(2_000), TimeSeen(1_000).noted(1_000 + 3 * DAY_MS).gaps
         (TimeSeen(seen_ms=2000, gaps=()), ((1000, 259201000),))
@@ -57,13 +58,13 @@ class TimeSeen:
         return TimeSeen(now_ms, (*self.gaps, (self.seen_ms, now_ms))[-MOST_GAPS:])
 
     def counted_since(self, at_ms: int, now_ms: int) -> int:
-        """Return how long ago a time was, not counting the gaps.
+        """Return how long ago a time was, not counting the gaps; times in the future count as now.
 
         >>> TimeSeen(90, ((20, 50), (40, 60))).counted_since(10, now_ms=90)
         40
         """
         counted_ms, reached_ms = 0, at_ms
-        # They overlap where a clock was set back and stepped again.
+        # Gaps overlap if the clock was set back and then stepped ahead again.
         for begin_ms, end_ms in sorted(self.gaps):
             counted_ms += max(min(begin_ms, now_ms) - reached_ms, 0)
             reached_ms = max(reached_ms, end_ms)

@@ -1,7 +1,7 @@
 """Decide, persist, publish: in that order, and for each job one command after another.
 
-Commands for one job that wait during a commit are decided one after another and share the next
-commit, which makes all of them durable: a thousand nodes that send at once cost only a few commits.
+Commands that arrive for a job during a commit are decided one after another and share the next
+commit, so a thousand nodes that send at once cost only a few commits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rdzv.structs import replace
 log = logging.getLogger("rdzv.jobs")
 
 AT_ONCE = 256
-"""The most commands that are decided together, and share a commit."""
+"""The maximum number of commands that are decided together and share a commit."""
 AT_ONCE_MS = 100
 """The longest time spent deciding commands together; no other task runs meanwhile."""
 
 
 class Engine:
-    """Runs the commands for one server's jobs."""
+    """Runs the commands of one server's jobs."""
 
     def __init__(
         self,
@@ -52,7 +52,10 @@ class Engine:
         publish: Callable[[Job, News], None],
         on_load: Callable[[Job], None],
     ) -> None:
-        """`publish` receives each step that is stored, `on_load` each job that is loaded."""
+        """Call `publish` with each step after its commit, and `on_load` with each loaded job.
+
+        `judge` checks each step before the commit.
+        """
         self._store = store
         self._clock = clock
         self._watch = watch
@@ -62,7 +65,7 @@ class Engine:
         self._judge = judge
         self._on_step = publish
         self._waiting: dict[str, deque[Asked]] = {}
-        """By rdzv_id: the commands waiting to be decided."""
+        """By rdzv_id: the commands still to be decided."""
         self.jobs = Jobs(
             store,
             clock,
@@ -78,8 +81,8 @@ class Engine:
     async def submit(self, rdzv_id: str, command: Command, guard: Guard | None = None) -> State:
         """Run one command to its end: decide, persist, publish — in that order.
 
-        `guard` checks the job first, and nothing changes the job in between. If the caller is
-        cancelled, the command still runs to its end.
+        Returns the job's state after the command. `guard` checks the state before it, and nothing
+        changes the job in between. If the caller is cancelled, the command still runs to its end.
 
         Raises:
             RendezvousError: the command was refused and changed nothing. After a
@@ -103,13 +106,12 @@ class Engine:
             self._tasks.start(self._decide_asked(rdzv_id))
 
     async def _decide_asked(self, rdzv_id: str) -> None:
-        """Decide waiting commands until none is left. Other tasks may claim the job in between."""
+        """Decide a job's waiting commands until none is left; others may claim it in between."""
         waiting = self._waiting[rdzv_id]
         try:
             while waiting:
                 await self._decide_next(rdzv_id, waiting)
-                # Not after each command: thousands of tasks may be waiting, and then each yield
-                # takes long.
+                # Only once per batch: if thousands of tasks are ready, each yield takes long.
                 await asyncio.sleep(0)
         finally:
             del self._waiting[rdzv_id]
@@ -117,7 +119,7 @@ class Engine:
                 asked.outcome.cancel()
 
     async def _decide_next(self, rdzv_id: str, waiting: deque[Asked]) -> None:
-        """Decide the next waiting commands, with one commit, and answer them."""
+        """Decide the next waiting commands, persist them with one commit, and answer them."""
         batch: list[Asked] = []
         try:
             async with self.jobs.claim(rdzv_id) as job:
@@ -128,7 +130,7 @@ class Engine:
                     await self._add_step_if_sound(job, batch[-1], steps)
                 await self._settle(job, steps)
         except RendezvousError as error:
-            # If the job could not be claimed, the error is for all of them.
+            # If the job could not be claimed, the batch is empty: answer the first in the queue.
             for asked in batch or [waiting.popleft()]:
                 if isinstance(error, RendezvousConnectionError) and asked.command != Tick():
                     self._store.state.waits(rdzv_id, asked.command)
@@ -138,17 +140,21 @@ class Engine:
                 asked.outcome.cancel()
 
     async def _add_step_if_sound(self, job: Job, asked: Asked, steps: list[Step]) -> None:
-        """Decide one more command; if it would break a guarantee, refuse only this one."""
+        """Decide one more command; if it would break a guarantee, refuse this command alone."""
         try:
             await self._add_step(job, asked, steps)
         except InvariantError as error:
             asked.answer(error)
 
     async def _add_step(self, job: Job, asked: Asked, steps: list[Step]) -> None:
-        """Decide one more command, on top of those decided but not yet stored.
+        """Decide one more command on top of `steps`, which are not yet stored, and add it to them.
 
-        A refusal is answered at once. Any other exception concerns the whole job, except for a
-        broken guarantee.
+        A refused command is answered at once and adds nothing.
+
+        Raises:
+            InvariantError: this command would break a guarantee; the steps before it are stored.
+            RendezvousError: the job cannot be judged or stored; every command of the batch fails.
+
         """
         state = steps[-1].transition.state if steps else job.state
         command = asked.command
@@ -180,10 +186,10 @@ class Engine:
     async def steps(
         self, job: Job, choices: Sequence[Callable[[State], Command | None]]
     ) -> list[RendezvousError]:
-        """Do what `submit` does, with one commit, for a job that the caller has claimed.
+        """Run several commands with one commit, for a job that the caller has claimed.
 
-        Each choice sees the results of the commands before it, and returns None for no command.
-        Returns the refusals.
+        Each choice receives the state after the commands before it, and returns the next command,
+        or None for no command. Returns the errors of refused commands.
 
         Raises:
             RendezvousError: nothing was done, or the outcome is unknown.
@@ -202,7 +208,12 @@ class Engine:
         return [outcome for outcome in outcomes if isinstance(outcome, RendezvousError)]
 
     async def _check(self, job: Job, before: State, step: Step, decided: list[Step]) -> None:
-        """Refuse a step that breaks a guarantee, after storing the steps before it."""
+        """Refuse a step that breaks a guarantee, after storing the steps before it.
+
+        Raises:
+            InvariantError: the step breaks a guarantee; the job was loaded again.
+
+        """
         broken = violations(before, step.transition.state, step.transition.events)
         if broken:
             earlier, decided[:] = tuple(decided), ()
@@ -210,7 +221,7 @@ class Engine:
             raise await self._reload_broken(job, step.command, broken)
 
     async def _settle(self, job: Job, steps: Sequence[Step]) -> None:
-        """Persist the decided steps, and publish them in their order."""
+        """Persist the decided steps if they changed the durable half, and publish them in order."""
         if not steps:
             return
         stored = steps[-1].transition.state.membership is not job.state.membership
@@ -226,7 +237,7 @@ class Engine:
         except RendezvousError:
             raise
         except Exception as error:
-            # Values are immutable: whatever failed inside, nothing was changed.
+            # Values are immutable, so a failed step has changed nothing.
             log.exception("job %s: %s failed", state.membership.rdzv_id, command)
             raise _bug(state.membership.rdzv_id, command, f"failed: {error!r}") from error
 
@@ -234,8 +245,7 @@ class Engine:
         what = f"would break {'; '.join(broken)}"
         log.error("job %s: %s %s", job.rdzv_id, command, what)
         await self.jobs.load(job)
-        # Retried after a delay: a tick that breaks a guarantee would otherwise loop without a
-        # pause.
+        # Retry after a delay; otherwise a tick that breaks a guarantee would loop without a pause.
         job.timer.arm(self.jobs.retry_at_ms())
         return _bug(job.rdzv_id, command, what)
 
@@ -258,9 +268,10 @@ class Engine:
         job.pending = ()
 
     def _publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
-        """Apply these steps to the job's state in memory, one after another, and announce them.
+        """Apply steps to the job's state in memory, one after another, and announce each.
 
-        This does not wait. If the steps are `stored`, so is their history.
+        Never waits. `stored` says that the history of the steps was stored with them; otherwise it
+        waits for the next commit.
         """
         for step in steps:
             before, transition = job.state, step.transition
@@ -282,7 +293,7 @@ class Engine:
         if self._watch.late(due_ms):
             job.timer.arm_by(self._watch.settled_ms)
         else:
-            # No caller waits for the outcome: after an error, `claim` has armed the timer again.
+            # No caller waits for the outcome; after an error, the job's timer is armed again.
             outcome: asyncio.Future[State | RendezvousError] = (
                 asyncio.get_running_loop().create_future()
             )
@@ -290,7 +301,7 @@ class Engine:
 
 
 def _aged(command: Command, deaf_ms: int) -> Command:
-    """Shift the ages in a command, so that they are relative to the time of the decision."""
+    """Return the command with its ages reduced by `deaf_ms`: relative to the time of decision."""
     if deaf_ms <= 0 or not isinstance(command, Fail | Join):
         return command
     failures = (replace(f, age_ms=max(f.age_ms - deaf_ms, 0)) for f in command.failures)

@@ -1,4 +1,4 @@
-"""Deletes ended jobs: on an operator's request, or because they are too many or too old."""
+"""Deletes ended jobs: on an operator's request, or when there are too many or they are too old."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rdzv.server.settings.config import DAY_MS, Config
 log = logging.getLogger("rdzv.jobs")
 
 TIME_SEEN = "time-seen"
-"""The key-value record of the times at which servers of this store were seen."""
+"""The name of the key-value record that says when servers of this store ran."""
 
 
 class Forgetting:
@@ -46,20 +46,20 @@ class Forgetting:
         self._config = config
         """Read at each use, because a reload may change the values."""
         self._time_noted = False
-        """Whether this server has recorded its running in the store."""
+        """Whether this server has stored the time since its start."""
         self._timer = Timer(clock, lambda _: self.start_pruning())
 
     def stop(self) -> None:
-        """Stop pruning."""
+        """Schedule no more pruning."""
         self._timer.cancel()
 
     async def forget(self, rdzv_id: str) -> None:
-        """Delete an ended job with its history; a later join under its name starts a new job.
+        """Delete an ended job and its history; a later join with the same rdzv_id starts a new job.
 
         If the caller is cancelled, the deletion still completes.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
+            UnknownJobError: no node has ever joined the job.
             InvalidRequestError: its run is open, or nodes are still in it; nothing was deleted.
             RendezvousConnectionError: the job may have been deleted; retry.
 
@@ -78,7 +78,7 @@ class Forgetting:
         return None
 
     async def _delete(self, job: Job, why: str) -> None:
-        """Delete a claimed job whose run has ended from the store, and from memory."""
+        """Delete a claimed job, whose run has ended, from the store, and reset it in memory."""
         try:
             await self._jobs.write(job, self._store.delete(job.rdzv_id, job.revision))
         except RendezvousConnectionError as error:
@@ -94,7 +94,7 @@ class Forgetting:
     def start_pruning(self) -> None:
         """Forget ended jobs that are too old or too many, now and at regular intervals.
 
-        A job that cannot be read was never loaded, and is left alone. This does not block.
+        Jobs that cannot be read are left alone. Never blocks.
         """
         self._timer.arm(self._clock.now_ms() + self._config.timings.prune_every_ms)
         self._tasks.start(self._prune())
@@ -115,7 +115,7 @@ class Forgetting:
             try:
                 async with self._jobs.claim(rdzv_id) as job:
                     ended = job.state.membership.ended
-                    # Meanwhile another run of it may have begun, and even ended.
+                    # Another run of the job may have begun since, and even ended.
                     same = ended is not None and ended.at_ms == ended_at_ms[rdzv_id]
                     if same and not job.state.anybody:
                         await self._delete(job, why)
@@ -126,7 +126,7 @@ class Forgetting:
                 log.error("job %s cannot be forgotten: %s", rdzv_id, error)
 
     async def _note_time(self, now_ms: int) -> TimeSeen:
-        """Store that a server is running now; return the result, with the earlier times."""
+        """Store the current time as one at which a server ran; return the stored value."""
         await self._seen.load()
         seen = self._seen.value.noted(now_ms, at_start=not self._time_noted)
         await self._seen.swap(seen, msgspec.json.encode(seen))
@@ -137,7 +137,9 @@ class Forgetting:
 def outlived(
     ended_at_ms: Mapping[str, int], now_ms: int, most: int, kept_ms: int
 ) -> tuple[tuple[str, str], ...]:
-    """Return the ended jobs to forget, each with the reason; the first to end comes first.
+    """Return the ended jobs to forget, each with the reason, in the order in which they ended.
+
+    These are jobs that ended more than `kept_ms` ago, and the oldest beyond the newest `most`.
 
     >>> outlived({"a": 30, "b": 10, "c": 20}, now_ms=40, most=2, kept_ms=DAY_MS)
     (('b', '2 other jobs have ended since'),)
@@ -157,10 +159,10 @@ def outlived(
 
 
 def refuse_to_forget(state: State) -> None:
-    """Refuse to forget a job whose run has not ended, or that nodes are in.
+    """Refuse to forget a job whose run has not ended, or that still has nodes.
 
     Raises:
-        UnknownJobError: no node has ever joined it.
+        UnknownJobError: no node has ever joined the job.
         InvalidRequestError: its run has not ended, or nodes are still in it.
 
     """

@@ -1,4 +1,4 @@
-"""One job in memory, and its steps."""
+"""A job in memory, and its steps."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ Guard = Callable[[State], None]
 """Refuses a command that the job's state does not allow, by raising the caller's error."""
 
 Judge = Callable[[State, Transition], Awaitable[tuple[Command | None, tuple[Record, ...]]]]
-"""Checks a step before it is stored. It may require another command first, and may add history.
+"""Checks a transition from this state before it is stored.
 
-If it raises, the step fails with the same error, and is then retried.
+Returns a command that must run first, if any, and rows to add to the history. If it raises, all
+commands decided together fail with the same error.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A command that waits to be decided, with the future for its outcome."""
+    """A command still to be decided, with the future for its outcome."""
 
     command: Command
     guard: Guard | None
     outcome: asyncio.Future[State | RendezvousError]
 
     def answer(self, outcome: State | RendezvousError) -> None:
-        """Set the outcome; this has no effect if the caller was cancelled."""
+        """Set the outcome, unless it is set already or the caller was cancelled."""
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
 
 @struct(frozen=True)
 class Step:
-    """A step that is decided but not yet stored."""
+    """A command that is decided but not yet stored, with its transition."""
 
     command: Command
     transition: Transition
@@ -50,7 +51,7 @@ class Step:
 
 @struct(frozen=True)
 class News:
-    """A step that is stored, and may now be announced."""
+    """A step whose durable half is stored, so that it may be announced."""
 
     command: Command
     before: State
@@ -62,7 +63,7 @@ class News:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One job in memory. `lock` guards all of it."""
+    """A job in memory. `lock` guards all of it."""
 
     rdzv_id: str
     timer: Timer
@@ -70,26 +71,29 @@ class Job:
     claims: int = 0
     """The number of callers that hold the lock or wait for it."""
     loaded: State | None = None
-    """None until the job is loaded. Its durable half is always stored."""
+    """The job's state; None until it is loaded. Its durable half is always stored."""
     revision: int = 0
     doubt: tuple[Step, ...] = ()
     """Steps whose commit may or may not have happened."""
     pending: tuple[Record, ...] = ()
     """History that waits for the next commit."""
     noted: int = 0
-    """The number of events noted that no step has caused."""
+    """The number of times that events without a step were noted."""
     node_ids: set[str] = field(default_factory=set)
-    """A superset of the nodes that are present."""
+    """A superset of the nodes that are present in the job."""
 
     @property
     def state(self) -> State:
-        """The job's state; the job must be claimed, and is therefore loaded."""
+        """The job's state. The caller must hold a claim, so the job is loaded."""
         assert self.loaded is not None, "the state of a job is read only under a claim"
         return self.loaded
 
     @property
     def idle(self) -> bool:
-        """Whether the job can be dropped from memory: it has no nodes, and is completely stored."""
+        """Whether the job can be dropped from memory.
+
+        It is then unclaimed and fully stored, and its run has ended or none has begun.
+        """
         if self.claims or self.doubt or self.pending:
             return False
         if self.loaded is None:

@@ -1,8 +1,8 @@
-"""All jobs of one server. All are in the store; live ones are also in memory.
+"""The jobs of one server. All are in the store; live jobs are also in memory.
 
 Only the holder of a claim changes a job. A commit whose outcome is unknown leaves its job in doubt:
-the next claim resolves it, and nothing is announced before that. The job in memory is therefore
-always the stored one, and includes everything that was announced.
+the next claim resolves the doubt, and nothing is announced before that. The durable half in memory
+is therefore always the stored one, and includes everything that was announced.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Jobs:
         on_due: Callable[[Job, int], None],
         is_waiting: Callable[[str], bool],
     ) -> None:
-        """Call `publish` with doubtful steps that turn out to be stored, `on_due` for due timers.
+        """Call `publish` with steps in doubt that turn out to be stored.
 
+        `on_load` receives each job that is loaded, `on_due` each job whose timer is due.
         `is_waiting` returns whether a command waits for a job, which then stays in memory.
         """
         self._store = store
@@ -63,18 +64,20 @@ class Jobs:
         self._is_waiting = is_waiting
         self._jobs: dict[str, Job] = {}
         self.ended: dict[str, int] = {}
-        """When each ended job ended, so that a job need not be loaded just to find out."""
+        """When each ended job ended, by rdzv_id, so that no job is loaded just to find out."""
 
     # ---------------------------------------------------------------- claiming and loading
 
     @asynccontextmanager
     async def claim(self, rdzv_id: str) -> AsyncIterator[Job]:
-        """Claim one job, loaded and with no step in doubt. An idle job is then dropped from memory.
+        """Claim a job; yield it loaded and with no step in doubt.
+
+        Waits for other claims to end. At the end of the body, an idle job is dropped from memory.
 
         Raises:
             RendezvousConnectionError: the store is away.
             RendezvousStateError: the stored job cannot be read.
-            LimitExceededError: too many jobs.
+            LimitExceededError: too many jobs are in memory.
 
         """
         job = self._jobs.get(rdzv_id) or self._new_job(rdzv_id)
@@ -87,7 +90,7 @@ class Jobs:
                     await self._resolve(job, job.doubt)
                 yield job
         except (RendezvousConnectionError, InvariantError):
-            # The timer claims the job again if nothing else does.
+            # If nothing else claims the job again, its timer does.
             job.timer.arm_by(self.retry_at_ms())
             raise
         finally:
@@ -107,7 +110,10 @@ class Jobs:
         return job
 
     async def load(self, job: Job) -> None:
-        """Load the stored state; `on_load` updates the nodes that were present."""
+        """Load a job from the store, as a job that no node has joined if there is none.
+
+        Steps in doubt are discarded, and `on_load` is called.
+        """
         job.loaded, job.doubt = None, ()
         stored = await self._store.load(job.rdzv_id)
         now_ms = self._clock.now_ms()
@@ -122,7 +128,10 @@ class Jobs:
         self._on_load(job)
 
     async def _resolve(self, job: Job, steps: Sequence[Step]) -> None:
-        """Find out whether a commit has happened, and continue from there."""
+        """Find out whether the commit of steps in doubt has happened.
+
+        If it has, publish them; if another server has written the job, load it.
+        """
         stored = await self._store.load(job.rdzv_id)
         revision = stored.revision if stored else 0
         if revision == job.revision:
@@ -134,17 +143,17 @@ class Jobs:
             await self.load(job)
 
     def vacate(self, job: Job) -> None:
-        """Reset a claimed job that was deleted to the state of one that no node has ever joined."""
+        """Reset a claimed job, after its deletion, to a job that no node has ever joined."""
         job.loaded, job.revision = runs.vacant(job.rdzv_id, self._tuning), 0
         job.pending = ()
         self.note_end(job)
 
     async def write(self, job: Job, written: Awaitable[T]) -> T:
-        """Write a job. On a conflict with another writer, reload it.
+        """Await a write of a job and return its result; on a conflict, reload the job.
 
         Raises:
-            StoreRefusedError: another writer was first, and nothing was done; retry.
-            RendezvousError: the error of the write.
+            StoreRefusedError: another server wrote the job first, and nothing was written; retry.
+            RendezvousError: the write failed.
 
         """
         try:
@@ -155,7 +164,7 @@ class Jobs:
             raise StoreRefusedError(f"{error}; try again") from error
 
     def note_end(self, job: Job) -> None:
-        """Note whether the run of a job has ended, and when."""
+        """Update `ended`: note when the job's run ended, or that it has not."""
         if (ended := job.state.membership.ended) is None:
             self.ended.pop(job.rdzv_id, None)
         else:
@@ -168,7 +177,7 @@ class Jobs:
     # ---------------------------------------------------------------- reading
 
     def get(self, rdzv_id: str) -> Job | None:
-        """Return a job if it is in memory."""
+        """Return a job; None if it is not in memory."""
         return self._jobs.get(rdzv_id)
 
     @property
@@ -177,20 +186,23 @@ class Jobs:
         return self._jobs
 
     async def look(self, rdzv_id: str) -> State:
-        """Return a job's present state, without waiting for a commit in progress."""
+        """Return a job's current state, without waiting for a commit in progress.
+
+        A job that is not in memory is loaded, with the errors of `claim`.
+        """
         if (state := self.peek(rdzv_id)) is not None:
             return state
         async with self.claim(rdzv_id) as job:
             return job.state
 
     def peek(self, rdzv_id: str) -> State | None:
-        """Return a job's present state if it is in memory."""
+        """Return a job's current state; None if the job is not in memory."""
         job = self._jobs.get(rdzv_id)
         return job.loaded if job else None
 
     @property
     def states(self) -> tuple[State, ...]:
-        """The present states of all jobs in memory, which includes every job that has not ended."""
+        """The current states of all jobs in memory, which include all jobs that have not ended."""
         return tuple(job.loaded for job in self._jobs.values() if job.loaded is not None)
 
     @property
@@ -199,7 +211,7 @@ class Jobs:
         return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt)
 
     async def load_all(self) -> None:
-        """Load the jobs that have not ended, and note those that have; skip unreadable ones.
+        """Load every job that has not ended, and note when the others ended; skip unreadable jobs.
 
         Raises:
             RendezvousConnectionError: the store is away.
@@ -218,7 +230,7 @@ class Jobs:
                 log.error("leaving job %s alone: %s", rdzv_id, error)
 
     async def each(self) -> AsyncGenerator[State, None]:
-        """Yield, one by one, the present state of every stored job that can be read."""
+        """Yield, one by one, the current state of every stored job that can be read."""
         async for rdzv_id, stored in self._store.each():
             try:
                 if (present := self.peek(rdzv_id)) is not None:
@@ -228,7 +240,7 @@ class Jobs:
                 elif stored.membership.ended is not None:
                     yield restoring.restore(stored.membership, self._tuning, self._clock.now_ms())
                 else:
-                    # It is being loaded, or has ended since.
+                    # The job is being loaded, or has ended since it was read.
                     yield await self.look(rdzv_id)
             except RendezvousStateError as error:
                 log.error("not listing job %s: %s", rdzv_id, error)

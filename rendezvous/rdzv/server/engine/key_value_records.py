@@ -1,4 +1,4 @@
-"""One key-value record of the store, which the leading server knows even after a failed write."""
+"""A key-value record of the store, whose stored value stays known even after a failed write."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class KeyValueRecord(Generic[T]):
     """A record: its value as last read or written, and the revision that the next write replaces.
 
     A writer holds a lock of its own from reading the value to the end of `swap`. After a failed
-    write, the value is what is stored:
+    write, `value` is again the stored value:
 
     * `RevisionConflictError`: another writer was first. The record is read again, and the caller
       retries.
     * `RendezvousConnectionError`: the new value may have been written. The record is read again.
-    * Any other error: nothing was written, and the known value still holds.
+    * Any other error: nothing was written, and the known value is still right.
 
-    If reading it again fails too, the revision keeps the next write from overwriting the record,
-    and `known` reads it first.
+    If reading the record again also fails, `known` reads it first, and the old revision keeps a
+    write from overwriting it.
     """
 
     def __init__(self, store: StoreAccess, name: str, read: Callable[[bytes], T]) -> None:
@@ -39,7 +39,7 @@ class KeyValueRecord(Generic[T]):
         self._sure = False
 
     async def load(self) -> None:
-        """Read the stored value.
+        """Read the stored value, and its revision.
 
         Raises:
             RendezvousConnectionError: the store is away.
@@ -56,18 +56,18 @@ class KeyValueRecord(Generic[T]):
         self.value, self.revision, self._sure = value, revision, True
 
     async def known(self) -> T:
-        """Return the value; if it is unknown or in doubt, `load` it first, with the same errors."""
+        """Return the value; if it is unknown or in doubt, first `load` it, with the same errors."""
         if not self._sure:
             await self.load()
         return self.value
 
     async def swap(self, value: T, data: bytes) -> None:
-        """Store `data`, which encodes `value`, and only then make `value` the known one.
+        """Store `data`, the encoding of `value`, and then update the known value.
 
         Raises:
             StoreRefusedError: another writer was first, or the store takes no writes; retry.
             RendezvousConnectionError: the value may have been stored; retry.
-            RendezvousError: it is not stored.
+            RendezvousError: the value was not stored.
 
         """
         try:
@@ -82,7 +82,7 @@ class KeyValueRecord(Generic[T]):
 
 
 def unreadable(name: str, error: Exception) -> RendezvousStateError:
-    """Return the error for a record that cannot be read, with the remedy."""
+    """Return the error for a record that cannot be decoded, with the remedy."""
     return RendezvousStateError(
         f"the record {name} cannot be read: {error}; it was left untouched. Restore it from a "
         "backup"

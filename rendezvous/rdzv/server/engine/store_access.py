@@ -1,6 +1,6 @@
 """One server's calls to its store; each records whether the store has answered.
 
-What is written, and when, is decided in `decide_persist_publish.Engine`.
+The `Engine` in `decide_persist_publish` decides what is written, and when.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rdzv.stores.base import Read, Record, Store, Stored
 T = TypeVar("T")
 
 PROBE = "store-probe"
-"""The key-value record written to find out whether the store accepts writes again."""
+"""The name of the key-value record written to test whether the store accepts writes again."""
 
 
 class StoreAccess:
-    """One server's store. Its calls raise the same errors as those of `Store`."""
+    """One server's access to its store. The methods raise the same errors as those of `Store`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class StoreAccess:
         self.state = StoreState(clock, retry_ms, on_change, lambda: tasks.start(self._probe()))
 
     async def _ask(self, answer: Awaitable[T], *, writes: bool = False) -> T:
-        """Await the store, and record whether it has answered."""
+        """Await the store's answer, and record whether it came."""
         began_ms = self._clock.now_ms()
         try:
             result = await answer
@@ -55,7 +55,7 @@ class StoreAccess:
         return result
 
     async def _probe(self) -> None:
-        """Check whether the store is back and, if writes had failed, whether it accepts them."""
+        """Try a read; if the last write failed, try a write as well."""
         with contextlib.suppress(RendezvousError):
             found = await self._ask(self._store.load_document(PROBE))
             if self.state.unwritable:
@@ -63,19 +63,19 @@ class StoreAccess:
                 await self.swap_document(PROBE, b"", revision)
 
     async def take_over(self) -> int:
-        """Return this server's leadership number."""
-        # It is based on the clock, so that it never goes back when a store is lost or restored.
+        """Become the leader: store a new leadership number, and return it."""
+        # Based on the clock, so that it never goes back when the store is lost or restored.
         at_least = self._clock.now_ms() // 1000
         return await self._ask(self._store.take_over(at_least), writes=True)
 
     # ---------------------------------------------------------------- jobs
 
     async def load(self, rdzv_id: str) -> Stored | None:
-        """Return a stored job; None if there is none."""
+        """Return a stored job; None if it is not in the store."""
         return await self._ask(self._store.load(rdzv_id))
 
     async def each(self) -> AsyncGenerator[tuple[str, Read], None]:
-        """Yield every stored job, or the reason it cannot be read, by rdzv_id."""
+        """Yield the rdzv_id of every stored job, with the job or the error that reading it gave."""
         async with aclosing(self._store.pages()) as pages:
             while (page := await self._ask(anext(pages, None))) is not None:
                 for found in page:
@@ -84,12 +84,12 @@ class StoreAccess:
     async def compare_and_swap(
         self, rdzv_id: str, membership: Membership, revision: int, rows: Sequence[Record]
     ) -> int:
-        """Store a job with its history, replacing this revision; return the new revision."""
+        """Replace a job at this revision, and append rows of history; return the new revision."""
         swapped = self._store.compare_and_swap(rdzv_id, membership, revision, rows)
         return await self._ask(swapped, writes=True)
 
     async def delete(self, rdzv_id: str, revision: int) -> None:
-        """Delete a job at this revision, with its history."""
+        """Delete a job at this revision, together with its history."""
         await self._ask(self._store.delete(rdzv_id, revision), writes=True)
 
     async def append(self, rows: Sequence[Record]) -> None:
@@ -97,7 +97,7 @@ class StoreAccess:
         await self._ask(self._store.append(rows), writes=True)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return the newest stored rows of history under a name, oldest first."""
+        """Return the newest `limit` stored rows of history under a name, oldest first."""
         return await self._ask(self._store.history(rdzv_id, limit))
 
     # ---------------------------------------------------------------- key-value records, and backup
@@ -107,11 +107,11 @@ class StoreAccess:
         return await self._ask(self._store.load_document(name))
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a key-value record; return the new revision."""
+        """Replace a key-value record at this revision; return the new revision."""
         return await self._ask(self._store.swap_document(name, data, revision), writes=True)
 
     async def backup(self, leadership: int) -> AsyncIterator[bytes]:
-        """Yield the contents of the store, as the lines of a file for `rdzvd --restore`.
+        """Yield the contents of the store as the lines of a file that `rdzvd --restore` reads.
 
         Raises:
             RendezvousError: the store cannot be read completely; discard the lines yielded so far.

@@ -1,4 +1,4 @@
-"""Tracks whether the store accepts writes, if not why, and which commands wait for it."""
+"""Tracks whether the store is available, why not if it is away, and which commands wait for it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from rdzv.runtime.clock import Clock, Timer
 log = logging.getLogger("rdzv.jobs")
 
 MOST_NAMED = 4
-"""The most waiting commands that one sentence names."""
+"""The maximum number of waiting commands that one sentence names."""
 FRESH_RETRIES = 3
-"""A command not repeated within this many retries no longer waits: its node is gone."""
+"""If a command is not repeated for this many retry intervals, its node is gone and it no longer
+waits."""
 
 
 class StoreState:
@@ -44,10 +45,10 @@ class StoreState:
         on_change: Callable[[str | None], None],
         probe: Callable[[], object],
     ) -> None:
-        """`on_change` receives the job whose sentence has changed, or None for all jobs.
+        """`on_change` receives the job whose `trouble_of` has changed, or None for all jobs.
 
-        `probe` has to try a write. It is called from time to time while the store is away and no
-        command writes to it.
+        `probe` tries the store. It is called at intervals while the store is away and no waiting
+        command is retried.
         """
         self._clock = clock
         self._fresh_ms = FRESH_RETRIES * retry_ms
@@ -61,7 +62,7 @@ class StoreState:
         self.unwritable = False
         """Whether a write has failed and none has succeeded since; reads do not count."""
         self._waiting: dict[str, dict[str, int]] = {}
-        """By rdzv_id: the commands that wait, in words, and when each was last tried."""
+        """By rdzv_id: the waiting commands, in words, and when each was last tried."""
 
     def failed(self, error: RendezvousError, began_ms: int, *, writes: bool) -> None:
         """Record the failure of a call that began at `began_ms`; log only the first one."""
@@ -76,7 +77,7 @@ class StoreState:
             self._on_change(None)
 
     def answered(self, *, writes: bool) -> None:
-        """Record the success of a call; after a refused write, only a write counts."""
+        """Record the success of a call; after a failed write, only a write counts."""
         self.unwritable &= not writes
         if self._since_ms is None or self.unwritable:
             return
@@ -116,9 +117,9 @@ class StoreState:
 
     @property
     def trouble(self) -> str:
-        """Why and since when the store accepts no writes, and what waits; empty if all is well.
+        """How long the store has been away, why, and which commands wait; empty if it is not away.
 
-        This is a sentence for people, about all jobs.
+        One sentence for operators, about all jobs.
         """
         waiting = [
             f"{words} ({rdzv_id})" for rdzv_id in self._waiting for words in self.waiting(rdzv_id)
@@ -126,11 +127,11 @@ class StoreState:
         return self._sentence(waiting)
 
     def trouble_of(self, rdzv_id: str) -> str:
-        """Return the sentence of `trouble` for one job."""
+        """Return what `trouble` says, with the waiting commands of one job only."""
         return self._sentence(self.waiting(rdzv_id))
 
     def stop(self) -> None:
-        """Stop checking whether the store is back; calls that fail later are only logged."""
+        """Stop probing the store; a call that fails later is only logged."""
         self._stopped = True
         self._timer.cancel()
 
@@ -150,7 +151,7 @@ class StoreState:
         return text
 
     def _look(self) -> None:
-        """Drop commands that no longer wait; if none is left to try a write, probe the store."""
+        """Drop commands that no longer wait; if none is left, probe the store."""
         if self._since_ms is None:
             return
         self._timer.arm(self._clock.now_ms() + self._retry_ms)
@@ -161,7 +162,7 @@ class StoreState:
 
 
 def _words(command: Command) -> str:
-    """Describe a waiting command; return "" for one whose caller is refused instead of waiting."""
+    """Describe a waiting command; return "" for a command whose caller does not wait."""
     match command:
         case Join():
             return f"{command.node_id} joins"

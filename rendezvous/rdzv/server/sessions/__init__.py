@@ -1,4 +1,5 @@
-"""The nodes of one server, on their streams: connections, leases, commands and reports.
+"""The nodes of one server and their streams: connections, leases, commands and reports.
 
-In: messages from nodes, as values. Out: messages to streams, commands to jobs. It knows no gRPC.
+In: messages from nodes, as values. Out: messages to streams, and commands to jobs. It never sees
+gRPC.
 """

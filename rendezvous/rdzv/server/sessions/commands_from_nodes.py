@@ -1,7 +1,7 @@
 """Handles the commands that nodes send to their jobs: joins, failures, leaves.
 
-While the store is away, a node's commands wait here, in order: streams stay open, nothing new is
-decided, and workers run on.
+While the store is away, each node's commands wait here in order: streams stay open, nothing new is
+decided, and workers keep running.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class NodeCommands:
-    """Submits nodes' commands, and sends refusals back."""
+    """Submits nodes' commands, and sends refusals to the nodes."""
 
     def __init__(
         self, engine: Engine, node_jobs: NodeJobs, clock: Clock, limits: Limits, timings: Timings
@@ -56,7 +56,12 @@ class NodeCommands:
             await self.refuse(stream, belief, error)
 
     def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
-        """Refuse a node that is in too many jobs; a single hello has to name them all."""
+        """Refuse a join by a node that is in too many jobs: one hello has to name them all.
+
+        Raises:
+            LimitExceededError: the node is in as many jobs as the limit allows.
+
+        """
         held, most = self._node_jobs.jobs_of(node_id), self._limits.beliefs
         if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
             raise LimitExceededError(
@@ -65,12 +70,18 @@ class NodeCommands:
             )
 
     async def latest(self, stream: Stream, rdzv_id: str) -> State:
-        """Return a job's present state, which may include steps later than the node's own."""
+        """Return a job's current state, after a tick; it may include later steps of other callers.
+
+        Waits and raises as `insist` does.
+        """
         state = await self.insist(stream, rdzv_id, Tick())
         return self._jobs.peek(rdzv_id) or state
 
     async def insist(self, stream: Stream, rdzv_id: str, command: Command) -> State:
-        """Submit a command until it is decided. While the store is away, this waits.
+        """Submit a command until it is decided; return the job's state after it.
+
+        While the store is away or the previous run is stopping, this retries, and the node is sent
+        the reason.
 
         Raises:
             RendezvousError: the command was refused.
@@ -98,17 +109,17 @@ class NodeCommands:
             await sleep_ms(self._clock, self._timings.store_retry_ms)
 
     async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
-        """Submit a command that follows from a report; if it is refused, log that."""
+        """Submit a command that follows from a report; log a refusal instead of raising it."""
         try:
             await self.insist(stream, rdzv_id, command)
         except RendezvousError as error:
             log.error("could not update job %s about %s: %s", rdzv_id, stream.node_id, error)
 
     async def refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
-        """Send a node a refusal; if the reason is that its run is over, send how it ended.
+        """Send a node a refusal or, if its run is over, how the run ended.
 
-        A node that receives an error of this server ends its stream and starts over. For an error
-        about one job, a node with other jobs keeps its stream.
+        A refusal with an error of this server's own makes a node reconnect. So if the node has
+        other jobs, it is sent the error as a reason to wait, and its stream stays open.
         """
         try:
             await self._refuse_as_it_is(stream, belief, error)
@@ -133,7 +144,7 @@ class NodeCommands:
             if ended := ended_run(state, belief.run):
                 stream.send(Closed(belief.rdzv_id, belief.run, ended))
                 return
-            # The run was adopted since, or its end was not stored.
+            # The run has been adopted since the refusal, or its end was not stored.
             text = (
                 f"run {belief.run} is not over after all; send Hello again with the node's beliefs"
             )
@@ -142,7 +153,7 @@ class NodeCommands:
 
 
 def log_unknown(stream: Stream, belief: Belief) -> None:
-    """Log that a node runs a job unknown here; the node is not told to stop."""
+    """Log that a node runs a job that is unknown here; the node is not told to stop."""
     log.warning(
         "%s runs round %s of run %s of %s, which this server does not know; leaving it alone",
         stream.node_id,

@@ -52,7 +52,7 @@ class Connections:
         self._targets = targets
         self._watchers = watchers
         self._callers: dict[str, str] = {}
-        """By node_id, for known nodes: the name of the caller that speaks for the node."""
+        """By node_id: the name of the caller that speaks for a known node."""
         self._numbers = itertools.count(1)
         self._standing_by = Servers(())
 
@@ -62,8 +62,8 @@ class Connections:
         Raises:
             DeniedError: the caller may not speak for this node.
             NodeSupersededError: another instance speaks for this node_id.
-            RendezvousConnectionError: retry, here or at the server that took over.
-            LimitExceededError: too many nodes.
+            RendezvousConnectionError: this server is stopping or superseded; try another.
+            LimitExceededError: this server holds too many nodes.
             InvalidRequestError: the node would fence itself too late for its lease.
 
         """
@@ -113,7 +113,7 @@ class Connections:
         return stream
 
     def note_standing_by(self, addresses: tuple[str, ...]) -> None:
-        """Tell all nodes which servers stand by, now and whenever one connects."""
+        """Send the list of standby servers to all nodes, now and as each node connects."""
         if addresses != self._standing_by.addresses:
             self._standing_by = Servers(addresses)
             for stream in list(self._streams.open.values()):
@@ -136,31 +136,31 @@ class Connections:
             )
 
     def detach(self, stream: Stream, *, cut: bool = False) -> None:
-        """Note that a stream has ended. The node is away now, and lost if it stays away.
+        """Note that a stream has ended. Its node is away now, and lost if it stays away.
 
-        `cut` says that the connection on the way was cut, not that the node ended its stream.
+        `cut` says that a connection on the way was cut; the node did not end its stream.
         """
         stream.close()
         if self._streams.remove(stream):
             self._diagnosis.note_gone(stream.node_id)
         if not self._streams.closed:
             self._watch.listened_until_ms()
-            # A connection that was made and lost while this server stood still was an attempt to
+            # A node whose connection was lost while this server was paused may have been trying to
             # reach it.
             unheard = cut or self._clock.now_ms() < self._watch.settled_ms
             self._leases.disconnect(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
     def heard(self, stream: Stream) -> None:
-        """Renew a node's lease because it has sent something."""
+        """Renew a node's lease, because it has sent a message."""
         self._meter.received()
         self._leases.hear(stream.node_id)
 
     def plan_away(self, stream: Stream, deadline_ms: int) -> None:
-        """Note that an agent goes away on purpose and will be back within `deadline_ms`."""
+        """Note that an agent goes away deliberately and plans to return within `deadline_ms`."""
         self._leases.step(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
 
     def note_event(self, event: nodes.NodesEvent) -> None:
-        """Pass an event from the nodes core on to jobs, placement and streams."""
+        """Update streams, jobs, placement and diagnosis after an event of the nodes core."""
         match event:
             case nodes.NodeConnected():
                 self._streams.close(event.node_id, event.stale_stream, "a newer one is open")

@@ -1,9 +1,9 @@
 """Nodes and their leases: the nodes core with its timers.
 
-The core works in memory and never waits, so it needs no lock. Expired leases are noticed here
-(`Leases.expire`), and the core decides which nodes are lost. A *pause* of the server itself renews
-every lease, and no deadline counts until the messages that arrived meanwhile have been read
-(`LoopWatch`).
+The core works in memory and never waits, so it needs no lock. A timer here notices expired leases
+(`Leases.expire`), and the core decides which nodes are lost. After a *pause* of the server itself,
+every lease is renewed, and no deadline counts until the messages that arrived during the pause have
+been read (`LoopWatch`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("rdzv.driver")
 
 
 class Leases:
-    """All nodes of one server."""
+    """The nodes of one server, with their leases."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Leases:
         hear_every_ms: int,
         on_event: Callable[[nodes.NodesEvent], None],
     ) -> None:
-        """Handle heartbeats in batches, every `hear_every_ms`."""
+        """Renew leases in batches, every `hear_every_ms`; pass the core's events to `on_event`."""
         self._clock = clock
         self._watch = watch
         self._hear_every_ms = hear_every_ms
@@ -40,11 +40,11 @@ class Leases:
         self._hear_timer = Timer(clock, lambda _: self._feed_heard())
 
     def start(self, leadership: int) -> None:
-        """Start giving leases under this leadership number."""
+        """Set this server's leadership number, which incarnations are based on."""
         self._nodes = replace(self._nodes, leadership=leadership)
 
     def stop(self) -> None:
-        """Stop all timers for leases."""
+        """Stop both timers."""
         self._timer.cancel()
         self._hear_timer.cancel()
 
@@ -60,7 +60,7 @@ class Leases:
 
     @property
     def lease_ms(self) -> int:
-        """The lease that a node gets if it connects now."""
+        """The lease that a node would get if it connected now."""
         return self._nodes.tuning.lease_for(len(self._nodes.records))
 
     def heartbeat_interval_ms(self, lease_ms: int) -> int:
@@ -68,16 +68,16 @@ class Leases:
         return self._nodes.tuning.interval_for(lease_ms)
 
     def hear(self, node_id: str) -> None:
-        """Renew the lease of a node that has sent something, in a batch with others."""
+        """Renew the lease of a node that has sent a message, in a batch with others."""
         self._heard.add(node_id)
         self._hear_timer.arm_by(self._clock.now_ms() + self._hear_every_ms)
 
     def excuse(self, node_ids: frozenset[str], for_ms: int) -> None:
-        """Do not give up these connected nodes for a while, because the way to them is blocked."""
+        """Do not give up these connected nodes for `for_ms`: the path to them is blocked."""
         self.step(nodes.Excuse(node_ids, for_ms))
 
     def disconnect(self, command: nodes.Disconnect) -> None:
-        """Note the end of a stream, after what was heard in it."""
+        """Note the end of a stream, after renewing the lease for messages received on it."""
         if command.node_id in self._heard:
             self._feed_heard()
         self.step(command)
@@ -91,7 +91,7 @@ class Leases:
             self._on_event(event)
 
     def expire(self, due_ms: int) -> None:
-        """Give up nodes with expired leases; after a pause, wait until all messages are read."""
+        """Give up nodes with expired leases; after a pause, first wait until all input is read."""
         if self._watch.late(due_ms):
             self._timer.arm_by(self._watch.settled_ms)
             return
@@ -105,6 +105,6 @@ class Leases:
             self.step(nodes.Hear(heard))
 
     def renew(self, late_ms: int) -> None:
-        """Renew every lease, since silence while this server was paused proves nothing."""
+        """Renew every lease, because silence while this server was paused proves nothing."""
         log.warning("this server was held up for %.1f s; renewing leases", late_ms / 1000)
         self.step(nodes.Pause())

@@ -1,7 +1,7 @@
-"""Tracks which nodes are in which jobs, and tells the jobs about changes to them.
+"""Tracks which nodes are in which jobs, and updates the jobs when a node is away, back or lost.
 
-Each job learns when one of its nodes is away, back or lost. The command for that is computed anew
-under the job's lock (`NodeJobs._mark_command`), so late or repeated delivery does no harm.
+The command for an update is computed anew under the job's lock (`NodeJobs._mark_command`), so late
+or repeated updates do no harm.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rdzv.server.sessions.streams import Streams
 log = logging.getLogger("rdzv.driver")
 
 MARKED_AT_ONCE = 128
-"""The most nodes of a job that are marked together, with one commit. In a job of ten thousand
-nodes, each loss takes 0.12 ms."""
+"""The maximum number of a job's nodes that are marked together, with one commit. In a job of ten
+thousand nodes, each loss takes 0.12 ms."""
 
 
 class NodeJobs:
@@ -54,12 +54,12 @@ class NodeJobs:
         self._jobs_of: dict[str, set[str]] = {}
         """By node_id: a superset of the jobs in which the node is present."""
         self._to_mark: dict[str, dict[str, nodes.NodeLost | None]] = {}
-        """By rdzv_id, for jobs that are being updated: the nodes still to be marked, and how each
-        was given up, if it was."""
+        """By rdzv_id, for jobs being updated: the nodes still to be marked, each with its loss if
+        it was lost."""
 
     @property
     def node_ids(self) -> Set[str]:
-        """The nodes that are in at least one job."""
+        """The nodes that may be in at least one job."""
         return self._jobs_of.keys()
 
     def jobs_of(self, node_id: str) -> Set[str]:
@@ -82,7 +82,7 @@ class NodeJobs:
                 del self._jobs_of[node_id]
 
     def note_step(self, job: Job, news: News) -> None:
-        """Record the nodes that joined a job in a step."""
+        """Record the nodes that joined a job, or were placed on it, in a step."""
         if isinstance(news.command, Join | Resume):
             self._note_present(job, news.command)
         for event in news.events:
@@ -91,7 +91,7 @@ class NodeJobs:
                     self.add(job, node_id)
 
     def note_end(self, job: Job, news: News) -> None:
-        """After a step that ended a run, remove the nodes that are no longer in the job."""
+        """If a step ended a run, remove the nodes that are no longer in the job."""
         if any(isinstance(event, RunEnded) for event in news.events):
             for node_id in tuple(job.node_ids):
                 if not (news.after.present(node_id) or may_run_on(news.after, node_id)):
@@ -101,8 +101,8 @@ class NodeJobs:
         self.add(job, command.node_id)
         stream = self._streams.of(command.node_id)
         if stream is None or stream.incarnation != command.incarnation:
-            # The node's stream ended while this was being decided, and nothing else will report
-            # that.
+            # The node's stream ended while the command was being decided; nothing else reports
+            # that to the job.
             self.mark_soon(command.node_id, [job.rdzv_id])
 
     # ---------------------------------------------------------------- updating jobs
@@ -113,7 +113,7 @@ class NodeJobs:
         rdzv_ids: Iterable[str] | None = None,
         lost: nodes.NodeLost | None = None,
     ) -> None:
-        """Update jobs about a node: those named, or all that it may be in."""
+        """Schedule an update about a node in the named jobs, or in all that it may be in."""
         if rdzv_ids is None:
             rdzv_ids = tuple(self.jobs_of(node_id))
         for rdzv_id in rdzv_ids:
@@ -122,7 +122,7 @@ class NodeJobs:
                 self._to_mark[rdzv_id] = {node_id: lost}
                 self._tasks.start(self._mark_all(rdzv_id))
             else:
-                # A node that is still to be marked is looked up then, so once is enough.
+                # The node's state is read when it is marked, so one entry is enough.
                 to_mark[node_id] = lost or to_mark.get(node_id)
 
     async def _mark_all(self, rdzv_id: str) -> None:
@@ -130,7 +130,7 @@ class NodeJobs:
         to_mark = self._to_mark[rdzv_id]
         try:
             while to_mark and not self._streams.closed:
-                # This lets other tasks run in between, however many nodes there are.
+                # Let other tasks run in between, however many nodes there are.
                 await asyncio.sleep(0)
                 marked = {
                     n: to_mark.pop(n) for n in tuple(itertools.islice(to_mark, MARKED_AT_ONCE))
@@ -143,10 +143,7 @@ class NodeJobs:
             del self._to_mark[rdzv_id]
 
     async def _mark(self, rdzv_id: str, marked: Mapping[str, nodes.NodeLost | None]) -> bool:
-        """Update a job about nodes; return False if it must be retried.
-
-        Nodes that are lost together cost one commit.
-        """
+        """Update a job about these nodes with one commit; return False if that must be retried."""
         names = listed(marked)
         try:
             async with self._engine.jobs.claim(rdzv_id) as job:
@@ -165,7 +162,7 @@ class NodeJobs:
     def _mark_command(
         self, job: Job, node_id: str, lost: nodes.NodeLost | None, state: State
     ) -> Command | None:
-        """Return the command that tells a job in this state about a node, if one is needed."""
+        """Return the command that brings a job in this state up to date about a node, if needed."""
         held = state.incarnation(node_id)
         record = self._leases.records.get(node_id)
         if held is None and node_id in state.placed:
@@ -186,13 +183,13 @@ class NodeJobs:
         if record.stream is not None:
             return MarkBack(node_id, held) if away is not None else None
         if away is not None and away.firm and record.firm:
-            # Only the nodes core decides how much longer the node is waited for.
+            # Only the nodes core decides how much longer to wait for the node.
             return None
         outlives = record.kind is nodes.AgentKind.DAEMON and not record.fence_after_ms
         return MarkAway(node_id, held, record.until_ms, record.firm, may_run=outlives)
 
     def _mark_former(self, record: nodes.NodeRecord, held: int) -> Command | None:
-        """Give up a former instance once its successor has sent its beliefs."""
+        """Return a command that gives up a former instance, once its successor was greeted."""
         stream = self._streams.of(record.node_id)
         if stream is not None and stream.greeted and stream.number == record.stream:
             reason = "a new instance of the node took its place"

@@ -1,7 +1,7 @@
 """Messages waiting to be written to one node, several at a time.
 
-gRPC's work for a message does not depend on its length, and is most of what a node costs a server.
-So messages that are not urgent wait a moment for others.
+gRPC's work per message does not depend on the length, and is most of a node's cost to a server. So
+messages that are not urgent wait a moment, to be written together with others.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import asyncio
 from rdzv.server.messages import Announcement, Joined, Lease, Servers, Waiting, Welcome
 
 LINGER_S = 0.05
-"""The longest that a message waits for others."""
+"""The longest time that a message waits for others."""
 
 AT_ONCE = 64
-"""The most messages written at once."""
+"""The maximum number of messages written at once."""
 
 _PATIENT = (Welcome, Servers, Joined, Lease, Waiting)
-"""Messages that may wait: a node does not act on them until others tell it to."""
+"""Messages that may wait, because a node takes no urgent action on them."""
 
 
 class Outbox:
     """A bounded queue with one reader. Messages keep their order."""
 
     def __init__(self, limit: int, *, lingers: bool) -> None:
-        """With `lingers`, messages may wait for others; without it, each is due at once."""
+        """Hold at most `limit` messages. Without `lingers`, each is due at once."""
         self.limit = limit
         self._lingers = lingers
         self._waiting: list[Announcement] = []
@@ -44,17 +44,20 @@ class Outbox:
         return True
 
     def close(self) -> None:
-        """Write no more: the reader gets no more messages and does not wait for any."""
+        """Close the outbox: `take` returns no more messages and no longer waits."""
         self._closed = True
         self._due.set()
 
     async def take(self) -> list[Announcement]:
-        """Wait until a message is due, and take all that wait; return none once closed."""
+        """Wait until a message is due; return the waiting messages as `take_now` does.
+
+        Returns an empty list once the outbox is closed.
+        """
         await self._due.wait()
         return [] if self._closed else self.take_now()
 
     def take_now(self) -> list[Announcement]:
-        """Take all waiting messages, due or not."""
+        """Remove and return up to `AT_ONCE` waiting messages, due or not, oldest first."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,8 +1,8 @@
-"""Reconciles the stored state with what nodes believe, after a start and after a reconnect.
+"""Reconciles the stored state with nodes' beliefs, after a start and after a reconnect.
 
 A job that is loaded waits for the nodes that hold its seats (`on_load`). In its hello, a node sends
-what it believes about each of its jobs. The job learns what it did not know, and the node is sent
-what it has missed (`greet`).
+its belief about each of its jobs. The job is updated from it, and the node is sent the messages
+that it has missed (`greet`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Recovery:
     # ---------------------------------------------------------------- loading a job
 
     def on_load(self, job: Job) -> None:
-        """Wait for the nodes with seats in a loaded job, and update those that are connected."""
+        """Expect the nodes with seats in a loaded job; after a reload, send its state to nodes."""
         former, now_ms = tuple(job.node_ids), self._clock.now_ms()
         round_ = job.state.membership.round
         for participant in round_.participants if round_ else ():
@@ -71,18 +71,17 @@ class Recovery:
             self._node_jobs.mark_soon(node_id, [job.rdzv_id])
         for node_id in (*job.state.placed, *unheard(job.state)):
             self._node_jobs.add(job, node_id)
-        # The nodes that the job may not keep are not stored with it; it learns them with its first
-        # step.
+        # A job's barred nodes are not stored with it, so it gets the current ones.
         job.loaded = replace(job.state, barred=dict(self._scheduling.quarantine.bar.barred))
         for node_id in former:
             if stream := self._streams.of(node_id):
                 self._tell_anew(job.state, stream, now_ms)
 
     def _tell_anew(self, state: State, stream: Stream, now_ms: int) -> None:
-        """Send a connected node the state of a job that was reloaded."""
+        """Send a connected node its part in a reloaded job, or ask for its beliefs again."""
         membership = state.membership
         if membership.ended is None and state.incarnation(stream.node_id) != stream.incarnation:
-            # Waiting nodes and takeovers of seats are not stored: the nodes report them.
+            # Waiting nodes and takeovers of seats are not stored, so the node must report again.
             stream.greeted = False
             text = "the server has loaded this job again; send Hello again with the node's beliefs"
             stream.send(Refused(membership.rdzv_id, UnknownNodeError.code, text))
@@ -96,10 +95,10 @@ class Recovery:
     async def greet(
         self, stream: Stream, beliefs: Iterable[Belief], unread: Collection[str] = ()
     ) -> None:
-        """Handle what a node believes about its jobs, and send it what it has missed.
+        """Handle a node's beliefs about its jobs, and send it the messages that it has missed.
 
-        If a former instance of the node is in a job and no stream speaks for it, it is lost.
-        `unread` are the jobs whose beliefs could not be read.
+        The node leaves the jobs that it does not name, except for `unread`: jobs whose beliefs
+        could not be read. Former instances of the node are then given up.
         """
         believed = set(unread)
         for said in beliefs:
@@ -112,13 +111,16 @@ class Recovery:
         self._node_jobs.mark_soon(stream.node_id)
 
     async def _hear_belief(self, stream: Stream, belief: Belief) -> Belief:
-        """Handle a node's belief about one job; return the belief, with the run that it joined."""
+        """Handle a node's belief about one job.
+
+        Returns the belief; if its commands included a join, with the run that the node joined.
+        """
         node_id, incarnation = stream.node_id, stream.incarnation
         joined = False
         try:
             state = await self._commands.latest(stream, belief.rdzv_id)
             if not belief.has_workers and may_run_on(state, node_id):
-                # This comes before the join, because the next run may be waiting for nothing else.
+                # Before the join, because the next run may be waiting for this alone.
                 state = await self._commands.insist(stream, belief.rdzv_id, MarkHeard(node_id))
             if (
                 ended_run(state, belief.run) is None
@@ -131,10 +133,10 @@ class Recovery:
         except RendezvousError as error:
             await self._commands.refuse(stream, belief, error)
             return belief
-        # Another caller's step may have been published after ours.
+        # A step of another caller may have been published since.
         state = self._jobs.peek(belief.rdzv_id) or state
         if joined and state.incarnation(node_id) == incarnation:
-            # Another run may have been adopted in place of the node's own, and announced to it.
+            # Another run may have been adopted in place of the node's, and announced to the node.
             belief = replace(belief, run=state.membership.run)
         if announcements.unknown(state, belief):
             log_unknown(stream, belief)
@@ -144,9 +146,9 @@ class Recovery:
         return belief
 
     def _is_of_another_run(self, belief: Belief) -> bool:
-        """Return whether a belief is about a run other than the job's present one.
+        """Return whether a belief is about a run other than the job's current one.
 
-        That happens when a restored store brings back a run that the node had left long ago.
+        This happens if a restored store brings back a run that the node left long ago.
         """
         state = self._jobs.peek(belief.rdzv_id)
         present = state.membership.run if state is not None else ""
@@ -155,7 +157,7 @@ class Recovery:
     async def _note_left(self, stream: Stream, believed: Collection[str]) -> None:
         """Remove a node from the jobs that its hello no longer names.
 
-        It left them while it had no stream, and so could not report that.
+        The node left them while it had no stream, so it could not report that.
         """
         node_id = stream.node_id
         for rdzv_id in sorted(self._node_jobs.jobs_of(node_id) - set(believed)):
@@ -168,10 +170,10 @@ class Recovery:
                 await self._commands.insist_or_log(stream, rdzv_id, lost)
 
     async def _tell_placements(self, stream: Stream) -> None:
-        """Tell a returning node which submitted jobs it must run or release."""
+        """Send a returning node the submitted jobs that it must run or release."""
         node_id, held = stream.node_id, self._scheduling.known_nodes.held(stream.node_id)
-        # Only jobs with placements are visited: beliefs cover the others, and thousands of nodes
-        # may return.
+        # Visit only jobs with placements: beliefs cover the others, and thousands of nodes may
+        # return at once.
         placed = [
             rdzv_id
             for rdzv_id in self._node_jobs.jobs_of(node_id)
@@ -186,7 +188,7 @@ class Recovery:
                 )
                 continue
             if state.incarnation(node_id) not in (None, stream.incarnation):
-                # This former instance is about to be lost, together with its placement.
+                # A former instance is in the job; it is about to be lost, with its placement.
                 continue
             for message in announcements.missed_placement(state, node_id, held.get(rdzv_id, ())):
                 stream.send(message)

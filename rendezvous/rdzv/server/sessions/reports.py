@@ -1,4 +1,4 @@
-"""Nodes' reports that do not by themselves change a job: progress, hangs, health, holdings, drains.
+"""Handles nodes' reports other than commands: progress, hangs, health, holdings, drains.
 
 Requested logs and stacks arrive here as well. Reports on a stream that a newer one has replaced are
 ignored.
@@ -58,7 +58,7 @@ class Reports:
         self._watchers = watchers
 
     def note_progress(self, stream: Stream, said: Progress) -> None:
-        """Note the progress of a node's workers, if the report is about the present round.
+        """Note the progress of a node's workers, if the report is about the current round.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -78,7 +78,7 @@ class Reports:
         self._watchers.job_progressed(said.rdzv_id)
 
     def note_started(self, stream: Stream, said: WorkersStarted) -> None:
-        """Note how a node's workers were started, if the report is about the present round.
+        """Note how a node's workers were started, if the report is about the current round.
 
         Raises:
             InvalidRequestError: the report does not name exactly the workers that the node has.
@@ -91,7 +91,7 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_snapshots(self, stream: Stream, said: SnapshotsHeld) -> None:
-        """Note which snapshots a node holds, if it takes part in the job's present round."""
+        """Note which snapshots a node holds, if it takes part in the job's current round."""
         state, now_ms = self._jobs.peek(said.rdzv_id), self._clock.now_ms()
         if state is None or not self._streams.is_current(stream):
             return
@@ -100,7 +100,7 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_arrivals(self, stream: Stream, said: Arrivals) -> None:
-        """Note when a node's workers entered collectives, if the report is about the present round.
+        """Note when a node's workers entered collectives, if the report is about the current round.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -117,7 +117,7 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_gpus(self, stream: Stream, said: WorkerGpus) -> None:
-        """Note the GPUs of a node's workers, if the report is about the present round.
+        """Note the GPUs of a node's workers, if the report is about the current round.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -131,7 +131,7 @@ class Reports:
             self._watchers.job_progressed(said.rdzv_id)
 
     def note_hung(self, stream: Stream, said: Hung) -> None:
-        """Pass on that a node's workers hang, or no longer hang; see `Hangs.take_report`."""
+        """Pass on a report that workers hang, or no longer hang; see `Hangs.take_report`."""
         if self._streams.is_current(stream):
             self._diagnosis.hangs.take_report(stream.node_id, stream.incarnation, said)
 
@@ -141,16 +141,17 @@ class Reports:
             self._scheduling.note_health(stream.node_id, failing)
 
     def note_draining(self, stream: Stream, draining: Draining) -> None:
-        """Note that a node is about to leave all its jobs."""
+        """Note that a node is draining, and wake the watchers of its jobs."""
         if self._streams.is_current(stream):
             self._scheduling.note_draining(stream.node_id, draining)
             for rdzv_id in self._node_jobs.jobs_of(stream.node_id):
                 self._watchers.job_changed(rdzv_id)
 
     async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
-        """Note, in the order of reports, which submitted jobs may still have processes on a node.
+        """Note which submitted jobs may still have processes on a node.
 
-        A job that the node has released continues without it, even if its last report was lost.
+        Await each call before the next, so that reports are noted in order. A job that the node has
+        released continues without it, even if the node's last command for it was lost.
         """
         if not self._streams.is_current(stream):
             return
@@ -181,6 +182,6 @@ class Reports:
             self._diagnosis.logs.take(stream.node_id, piece)
 
     def take_stacks_in(self, stream: Stream, said: Stacks) -> None:
-        """Pass workers' stacks to the collection that awaits them."""
+        """Pass workers' stacks to the collection that waits for them."""
         if self._streams.is_current(stream):
             self._diagnosis.stacks.take_in(stream.node_id, said)

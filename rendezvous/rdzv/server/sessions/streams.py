@@ -1,4 +1,4 @@
-"""Nodes' open streams, each with a bounded outbox; all messages to nodes pass through here."""
+"""Nodes' open streams, each with a bounded outbox. All messages to nodes pass through here."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from rdzv.server.sessions.outbox import Outbox
 
 
 class Stream:
-    """One node's stream, with its outbox. It never blocks; a reader that is too slow loses it.
+    """One node's stream, with its outbox. Sending never blocks.
 
-    A slow reader affects nothing else: the node reconnects and is sent what it has missed.
+    If the node reads too slowly, its stream is closed and nothing else is affected: the node
+    reconnects and is sent what it has missed.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class Stream:
         self.incarnation = incarnation
         self.instance = instance
         self.caller = caller
-        """The caller that opened it, which is responsible for the node's messages."""
+        """The caller that opened the stream, and so sends the node's messages."""
         self._on_send = on_send
         self.greeted = False
-        """Whether all of the node's beliefs have been handled."""
+        """Whether all beliefs in the node's hello have been handled."""
         self.takes_several = takes_several
         """Whether the node can read several messages packed into one."""
         self.outbox = Outbox(limit, lingers=takes_several)
@@ -67,13 +68,14 @@ class Stream:
 
     @property
     def open(self) -> bool:
-        """Whether messages may still arrive."""
+        """Whether the stream has not been closed."""
         return not self._ended.done()
 
     def send(self, told: Announcement, *, again: bool = False) -> None:
-        """Queue a message; does nothing once the stream has ended.
+        """Queue a message; do nothing once the stream has ended.
 
-        A message that only repeats the last one about its job is left out, unless `again` is set.
+        A message that only repeats the last one about its job is skipped, unless `again` is set. If
+        the outbox is full, the stream is closed.
         """
         if not self.open or (self._repeats(told) and not again):
             return
@@ -90,7 +92,7 @@ class Stream:
     def _repeats(self, told: Announcement) -> bool:
         """Return whether a message only repeats the last one about the same job."""
         if isinstance(told, Joined | Closed | Refused):
-            # The node has dropped messages about a round that came before it knew the run.
+            # The node drops messages about a round that arrive before it knows the run.
             self.forget(told.rdzv_id)
         if not isinstance(told, Assignment | RoundOver | Waiting):
             return False
@@ -110,7 +112,7 @@ class Stream:
 
     @contextlib.contextmanager
     def calling_on_end(self, call: Callable[[], object]) -> Iterator[None]:
-        """Call back soon after the stream ends, if it ends within the body."""
+        """Call `call` soon after the stream ends, if it ends within the body."""
         inside = True
         self._ended.add_done_callback(lambda _: inside and call())
         try:
@@ -119,12 +121,12 @@ class Stream:
             inside = False
 
     async def ended(self) -> RendezvousError | None:
-        """Wait for the stream's end."""
+        """Wait until the stream ends; return the error that `close` was given, if any."""
         return await asyncio.shield(self._ended)
 
 
 class Streams:
-    """The open streams of one server: one for each node."""
+    """The open streams of one server, one for each connected node."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -132,7 +134,7 @@ class Streams:
         self._empty = asyncio.Event()
         self._empty.set()
         self.closed = False
-        """Whether all streams have been closed, and no more may open."""
+        """Whether all streams have been closed and no more may be opened."""
 
     @property
     def open(self) -> Mapping[str, Stream]:
@@ -154,11 +156,11 @@ class Streams:
         return current
 
     def of(self, node_id: str) -> Stream | None:
-        """Return the stream that speaks for a node; None if it has none."""
+        """Return the stream that speaks for a node; None if the node has no stream."""
         return self._open.get(node_id)
 
     def is_current(self, stream: Stream) -> bool:
-        """Return whether no newer stream speaks for the node; older ones are ignored."""
+        """Return whether this stream speaks for its node; a replaced stream is ignored."""
         return self._open.get(stream.node_id) is stream
 
     async def wait_empty(self, timeout_s: float) -> None:
@@ -170,14 +172,14 @@ class Streams:
     # ---------------------------------------------------------------- sending to nodes
 
     def send(self, node_id: str, message: Announcement) -> bool:
-        """Send a message to a node; return whether it has a stream."""
+        """Send a message to a node; return whether the node has a stream."""
         stream = self._open.get(node_id)
         if stream is not None:
             stream.send(message)
         return stream is not None
 
     def announce(self, news: News) -> None:
-        """Send a step's announcements to all nodes concerned. Does not wait."""
+        """Send the messages that a step causes to the nodes concerned. Never waits."""
         now_ms = self._clock.now_ms()
         if isinstance(news.command, Join):
             self._announce_join(news.before, news.after, news.command, now_ms)
@@ -209,13 +211,13 @@ class Streams:
             stream.close(RendezvousConnectionError(f"this stream of {node_id} is closed: {why}"))
 
     def close_opened_with(self, tokens: frozenset[str]) -> None:
-        """Close the streams that were opened with tokens that are now revoked."""
+        """Close the streams that were opened with these tokens, which are now revoked."""
         for stream in self._open.values():
             if stream.caller.token in tokens:
                 stream.close(UnauthenticatedError("the token that opened this stream was revoked"))
 
     def close_all(self, error: RendezvousError) -> None:
-        """Close every stream with this error; no node or job changes state."""
+        """Close every stream with this error, and open no more; no node or job changes state."""
         self.closed = True
         for stream in self._open.values():
             stream.close(error)
