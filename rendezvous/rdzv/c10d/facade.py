@@ -36,28 +36,28 @@ NO_TORCH = 3
 READY_TIMEOUT_S = 120.0
 """Importing torch takes a second or two; on a cold disk or a loaded machine, much longer."""
 LOOK_EVERY_S = 1.0
-"""torch's store does not notify of changed keys, so it is polled: the only poll in rdzv."""
+"""torch's store does not report changed keys, so it is polled; nothing else in rdzv polls."""
 SLOW_AFTER_S = 30.0
-"""A slower answer is logged, but still awaited."""
+"""An answer slower than this is logged, but still awaited."""
 RESTART_AFTER_S = (1.0, 30.0)
-"""The shortest and longest wait before the process is restarted; it doubles in between..."""
+"""The first and the longest wait before the process is restarted; it doubles each time."""
 STEADY_AFTER_S = 60.0
-"""... and starts over once the process has lived this long."""
+"""After the process has lived this long, the wait is the first one again."""
 END_TIMEOUT_S = 5.0
 """How long the process may take to exit after its socket is closed; then it is killed."""
 BACKLOG = 1_024
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
-"""Eight times the largest answer of the process."""
+"""Eight times the process's own limit."""
 LISTED_JOBS = 8
 """How many jobs one log line names."""
 WARNED_JOBS = 1_000
 """How many unreadable jobs are remembered, so that each is logged once."""
 LAST_WORDS = 4_096
-"""Bytes of the process's stderr that are kept to explain its death."""
+"""How many bytes of the process's stderr are kept to explain its exit."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """Messages of the child process; `store_server` describes them."""
+    """A message from the child process; `store_server` describes them."""
 
     ready: bool = False
     states: dict[str, str | None] = {}
@@ -149,7 +149,7 @@ class Facade:
 
     async def _take(self, answer: _Answer) -> tuple[str, ...]:
         """Record an answer; return the jobs that are closed now."""
-        # Decoded in a thread: a large state takes a while, and the server must keep receiving.
+        # Decode in a thread: a large state takes a while, and the server must not stall.
         states, unreadable = await asyncio.to_thread(_decoded, answer.states)
         for rdzv_id, why in unreadable.items():
             self._warn_of(rdzv_id, why)
@@ -169,7 +169,7 @@ class Facade:
             asking.cancel()
 
     def _complain(self, complaint: str) -> None:
-        """Log a fault of polling, once for as long as it lasts."""
+        """Log a polling failure once, for as long as it lasts; an empty complaint ends it."""
         if complaint != self._complaint and complaint:
             log.warning("c10d: %s", complaint)
         self._complaint = complaint
@@ -218,11 +218,11 @@ class _StoreServer:
 
     @classmethod
     async def start(cls, listening: socket.socket, python: str) -> _StoreServer:
-        """Start the process on a listening socket, which it takes over, and wait until it serves.
+        """Start the process on a listening socket, close our copy, and wait until it serves.
 
         Raises:
             InvalidRequestError: the interpreter cannot be run, or has no torch.
-            RendezvousError: it does not start to serve.
+            RendezvousError: the process does not start serving.
 
         """
         with listening:
@@ -268,7 +268,7 @@ class _StoreServer:
         """Ask for changes; `closed` jobs are not read again.
 
         Raises:
-            _EndedError: the process has ended.
+            _EndedError: the process has ended, or sent an invalid message.
 
         """
         question = msgspec.json.encode({"closed": closed})
@@ -292,7 +292,7 @@ class _StoreServer:
             raise _EndedError(self._how_it_ended() + (f": {words}" if words else "")) from None
 
     async def _end(self) -> None:
-        """Wait until the process has ended, which is normally at once; if it does not, kill it."""
+        """Wait for the process to exit, normally at once; if it does not, kill it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._process.wait()
@@ -307,7 +307,7 @@ class _StoreServer:
         return f"was ended by signal {-code}"
 
     async def _listen(self) -> None:
-        """Keep the end of the process's stderr: torch's own warnings and errors."""
+        """Collect the end of the process's stderr: torch's own warnings and errors."""
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(LAST_WORDS):
             self._said.extend(chunk)
@@ -319,7 +319,7 @@ class _StoreServer:
         return "".join(char if char.isprintable() else " " for char in line)
 
     async def kill(self) -> None:
-        """End the process if it has not ended, and clean up after it."""
+        """Kill the process if it is still running, and release its resources."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()
@@ -331,7 +331,7 @@ async def _spawn(
     python: str, listening: socket.socket, control: socket.socket
 ) -> asyncio.subprocess.Process:
     """Start the process, passing it copies of two sockets."""
-    # It is started from the main thread, because the kernel kills it when the starting thread ends.
+    # Start it from the main thread: the kernel kills it when the thread that started it ends.
     return await asyncio.create_subprocess_exec(
         python,
         str(SCRIPT),
@@ -376,7 +376,7 @@ def listening_socket(listen: Listen) -> socket.socket:
 async def serving_c10d(
     listen: Listen | None, python: str, clock: Clock
 ) -> AsyncIterator[Facade | None]:
-    """Serve torch's store at `listen` until the body ends; if that is None, yield None.
+    """Serve torch's store at `listen` until the body ends; yield None if `listen` is None.
 
     Raises:
         RendezvousError: the store cannot be served: no torch, no such interpreter, address in use.

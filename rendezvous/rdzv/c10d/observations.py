@@ -1,7 +1,7 @@
 """Converts the state of torch's own rendezvous to the job views that `rdzvctl` shows.
 
 The nodes form the groups; this module only reports what they have written. Clocks are not compared:
-a node is alive if its heartbeat has changed since the last poll.
+a node has sent a heartbeat if the stored one has changed since the last poll.
 
 Theory: `closed` is final, and does not imply success. A round is complete or joining; the next one
 begins when all participants have left it. A participant whose keep-alive has run out is dropped
@@ -48,7 +48,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Job:
-    """One job at its last poll."""
+    """A job at the last poll."""
 
     rdzv_id: str
     began_ms: int
@@ -60,7 +60,7 @@ class _Job:
 
 
 class Watch:
-    """The jobs of one store. Takes the results of polls, and returns views."""
+    """The jobs of one store: takes the results of polls, and returns views."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
@@ -149,7 +149,7 @@ _LEFT_BY_ALL = "all its participants have left it"
 
 
 def _see(job: _Job, state: State | None, now_ms: int) -> None:
-    """Update a job from its state."""
+    """Update a job from the state that was read."""
     before, job.state = job.state, state
     found = _job_state(state)
     new_round = _number_of(state) != _number_of(before)
@@ -190,7 +190,7 @@ def _may_change(job: _Job) -> bool:
 
 
 def _last_complete(state: State | None) -> int | None:
-    """Return the last complete round: this one or, while it forms, the one before it."""
+    """Return the last complete round: the current one or, while it forms, the previous one."""
     if state is None:
         return None
     if state.complete:
@@ -211,7 +211,7 @@ def _present(state: State) -> dict[Node, tuple[NodeState, int | None]]:
         else:
             found[node] = (NodeState.WAITING, None)
     if state.closed:
-        # The job is no longer kept up to date.
+        # A closed job's state is no longer updated.
         return {node: (NodeState.LEFT, rank) for node, (_, rank) in found.items()}
     return found
 
@@ -235,7 +235,7 @@ def _seen(
 
 
 def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
-    """Return what became of a node that is no longer in the state."""
+    """Return a node that is no longer in the state as one that has left or is lost."""
     if seen.state in (NodeState.LOST, NodeState.LEFT):
         return seen
     silent_ms = now_ms - seen.heard_ms
@@ -246,7 +246,7 @@ def _dropped(seen: _Seen, state: State, now_ms: int) -> _Seen:
 
 
 def _order(node: Node, seen: _Seen) -> tuple[bool, int, str, Node]:
-    """Sort participants by GROUP_RANK, then the others."""
+    """Return the sort key: participants by GROUP_RANK, then the other nodes."""
     return (seen.group_rank is None, seen.group_rank or 0, seen.state, node)
 
 

@@ -2,12 +2,12 @@
 
     python store_server.py --fd N --control-fd M
 
-Run by path, so it needs torch and nothing of rdzv. It serves a TCPStore on the listening socket N
-and sends `{"ready": true}` on the socket M. Then, each time it is asked, it reports which jobs'
+It is run by path, and needs torch but nothing of rdzv. It serves a TCPStore on the listening socket
+N and sends `{"ready": true}` on the socket M. Then, each time it is asked, it reports which jobs'
 states have changed; it does not interpret them.
 
-Messages are JSON, after their length in four bytes (big-endian). A request names the jobs that are
-not to be read again: `{"closed": [...]}`. The answer has
+Messages are JSON, preceded by their length in four bytes (big-endian). A request names the jobs not
+to read again: `{"closed": [...]}`. The answer has
 
         states    {rdzv_id: base64 as stored}, or null if it is too long or not text
         gone      jobs whose key was removed
@@ -76,7 +76,7 @@ def main() -> None:
             say(control, looks.answer(question["closed"]))
     except (BrokenPipeError, ConnectionResetError):
         pass
-    # Without torch's destructors, which wait for clients.
+    # Skip torch's destructors, which wait for clients.
     os._exit(0)
 
 
@@ -89,7 +89,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def serve(fd: int) -> Any:
-    """Return the store, which serves until it is deleted."""
+    """Start the store on the socket `fd` and return it; it serves until it is deleted."""
     os.environ.update(
         CUDA_VISIBLE_DEVICES="",
         HIP_VISIBLE_DEVICES="",
@@ -115,14 +115,14 @@ def serve(fd: int) -> Any:
     try:
         return make()
     except NotImplementedError:
-        # As in torch 2.4, where libuv's store, the default, takes no listening socket.
+        # The default store of torch 2.4, libuv's, takes no listening socket.
         return make(use_libuv=False)
 
 
 def prepare_for_many() -> None:
-    """Let this process hold a connection from each agent without asking DNS who they are.
+    """Let this process hold a connection from each agent, without looking up their names in DNS.
 
-    The agent's store_host.py says why.
+    The agent's store_host.py explains why.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -142,7 +142,7 @@ def reachable_at(fd: int) -> tuple[str, int]:
 
 
 class Looks:
-    """The state of each job as last sent, so that only changes are sent."""
+    """Reads the jobs' states, and remembers those sent, so that only changes are sent."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -200,7 +200,7 @@ class Looks:
                 if value is None or digest is None or self.told.get(name) == digest:
                     continue
                 if len(value) > room:
-                    # A waiting request is answered first.
+                    # It is first in the next answer.
                     self.jobs.remove(name)
                     self.jobs.insert(0, name)
                     return changed
@@ -219,7 +219,7 @@ class Looks:
 
 
 def text(value: bytes) -> str | None:
-    """Return a state as text, since base64 is text; None if it is not."""
+    """Return a state as text; None if it is too long or not ASCII, as base64 is."""
     if len(value) > MOST_STATE_BYTES:
         return None
     try:
@@ -256,7 +256,7 @@ def receive(control: socket.socket, count: int) -> bytes | None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, whatever started it."""
+    """Make the kernel kill this process when its parent dies; exit if it is dead already."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

@@ -2,10 +2,10 @@
 
 `torch.distributed.elastic.rendezvous.dynamic_rendezvous` keeps `base64(pickle(_RendezvousState))`
 under one key for each job. Anyone who can reach the store can write that key, and unpickling can
-call anything. So a virtual machine of our own runs the pickle: it knows only the opcodes that
-Python writes for this one class, compares class names with five known ones, and builds values that
-are defined here. It imports and calls nothing by name, hashes nothing before it knows the types,
-and limits size, depth and counts. It refuses everything but exactly such a state.
+call any function. So our own virtual machine runs the pickle: it knows only the opcodes that Python
+writes for this one class, compares class names with five known ones, and builds values that are
+defined here. It imports and calls nothing by name, hashes no value before it has checked the type,
+and limits size, depth and counts. It refuses everything that is not exactly such a state.
 
 The machine parses the bytes itself: `pickletools.genops` takes twice as long (200 ms for 4,096
 nodes), and also parses opcodes that are refused here.
@@ -31,7 +31,7 @@ _MOST_MEMOS = 200_000
 _DEEPEST = 10_000
 """The largest stack; Python writes a dict or set in batches of a thousand items."""
 _LONGEST = 1_024
-"""The most bytes of one text; a host name has 255."""
+"""The most bytes in one string; a host name has at most 255."""
 
 _NO_STATE = b"Y2FuaW1hZGFt"
 """Written by torch before the first state, since reading a missing key would block."""
@@ -51,26 +51,26 @@ class Node:
 
 @struct(frozen=True)
 class State:
-    """The state that the nodes of one job share. Points in time are kept as written."""
+    """The state that the nodes of one job share. Timestamps are kept as written."""
 
     round: int
     complete: bool
     closed: bool
     last_call: bool
-    """Enough nodes have joined; the round completes at a deadline of the nodes' own clocks."""
+    """Enough nodes have joined; the round completes at a deadline by the nodes' own clocks."""
     participants: Mapping[Node, int]
-    """Each with its GROUP_RANK, once the round is complete."""
+    """Participants with their GROUP_RANKs, which are valid once the round is complete."""
     waiting: frozenset[Node]
     spare: frozenset[Node]
     heartbeats: Mapping[Node, bytes]
-    """The last heartbeat of each node, by its own clock; only for telling heartbeats apart."""
+    """The last heartbeat of each node, by its own clock; used only to detect a new one."""
 
 
 def decode(value: bytes) -> State | None:
     """Read the value of a job's key; None if no node has written a state yet.
 
     Raises:
-        RendezvousStateError: it is not such a state, or exceeds a limit.
+        RendezvousStateError: the value is not such a state, or exceeds a limit.
 
     """
     if value == _NO_STATE:
@@ -104,14 +104,14 @@ _WITH_ARGUMENTS = (_Class.DATETIME, _Class.TIMEZONE, _Class.TIMEDELTA)
 
 @dataclass(slots=True, eq=False)
 class _Dict:
-    """Items in order; keys are not hashed before their types are checked."""
+    """A dict's items in order; keys are not hashed before their types are checked."""
 
     items: list[tuple[object, object]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class _Set:
-    """Items in order."""
+    """A set's items in order."""
 
     items: list[object] = field(default_factory=list)
 
@@ -169,7 +169,7 @@ class _Machine:
         """Return the value that the pickle builds.
 
         Raises:
-            RendezvousStateError: it does anything that a state does not need.
+            RendezvousStateError: the pickle does anything that a state does not need.
 
         """
         if self._take(1) != b"\x80" or self._number(1) not in (4, 5):
@@ -212,7 +212,7 @@ class _Machine:
         self._push(int.from_bytes(self._take(width), "little", signed=True))
 
     def _frame(self) -> None:
-        # The size of the next part, for readers of a file; here all bytes are present.
+        # The size of the next frame, for readers of a file; here all bytes are in memory.
         self._take(8)
 
     # ---------------------------------------------------------------- the stack
@@ -310,7 +310,7 @@ class _Machine:
 
 # ------------------------------------------------------------------------------------ the values
 
-# Each function looks one level down, so that a value which contains itself does no harm.
+# Each function descends one level, so a value that contains itself does no harm.
 
 
 def _state(value: object) -> State:
@@ -340,7 +340,7 @@ def _node(value: object) -> Node:
 
 
 def _fields(value: object, kind: _Class, names: tuple[str, ...]) -> Mapping[str, object]:
-    """Return the attributes of an instance of a class, which must have exactly these."""
+    """Return the attributes of an instance of `kind`, which must have exactly these `names`."""
     if not isinstance(value, _Object) or value.kind is not kind or value.state is None:
         raise RendezvousStateError(f"{kind.value[1]} is expected")
     items = value.state.items

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _file(*names: str, reason: str) -> Callable[[F], F]:
-    """Make an option that names a file."""
+    """Make a command-line option that takes a file path."""
     return click.option(
         *names, type=click.Path(path_type=Path), metavar="FILE", default=None, help=reason
     )
@@ -162,7 +162,7 @@ def _run(
         signal.signal(number, end)
     machines, pods = following_of(api, namespace, selector, changed.set)
     for following in (machines, pods):
-        # A watch may wait for a minute, and has nothing to clean up.
+        # Daemon threads, because a watch may block for a minute and needs no cleanup.
         threading.Thread(target=following.run, args=(stop,), daemon=True).start()
 
     def client() -> ControlClient:

@@ -1,9 +1,8 @@
-"""Keeps one kind of object of a cluster current by list and watch, in a thread of its own.
+"""Keeps a cluster's objects of one kind current by list and watch, in its own thread.
 
-A watch continues where the last one ended, at the resource version of the last event or bookmark;
-the versions are not interpreted. If the server no longer knows a version (410 Gone), and every
-`RELIST_S` in any case, all objects are listed again, which repairs lost events. Only this module
-imports the Kubernetes client.
+A watch resumes at the resource version of the last event or bookmark; versions are opaque. All
+objects are listed again when the server no longer knows a version (410 Gone), and every `RELIST_S`
+in any case, to make up for lost events. Only this module imports the Kubernetes client.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from rdzv.kube.objects import Json, Machine, Pod, key_of, machine_of, pod_of
 log = logging.getLogger("rdzv.kube")
 
 WATCH_S = 60
-"""How long the API server is asked to keep one watch open."""
+"""The duration of a watch that is requested from the API server."""
 
 CONNECT_S = 5.0
 SILENT_S = 75.0
-"""How long a connection may be silent. A watch ends before that by itself, so a longer silence
-means that the connection is dead."""
+"""The longest silence on a connection. A watch ends sooner by itself, so a longer silence means
+that the connection is dead."""
 
 RELIST_S = 300.0
 BACKOFF_S = (0.5, 30.0)
@@ -37,7 +36,7 @@ MOST_OBJECTS = 100_000
 
 Value = TypeVar("Value", Machine, Pod)
 Request = Callable[..., Any]
-"""A list call of Kubernetes' client, such as `CoreV1Api.list_node`."""
+"""A list method of the Kubernetes client, such as `CoreV1Api.list_node`."""
 
 
 class GoneError(Exception):
@@ -49,7 +48,7 @@ class AnswerError(Exception):
 
 
 class Following(Generic[Value]):
-    """The objects of one kind. Calls `changed`, from its thread, when they have changed."""
+    """The current objects of one kind. Calls `changed` from its thread after each change."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class Following(Generic[Value]):
             for line in _lines(answer):
                 self._take(json.loads(line))
         except HTTPError as error:
-            # Every watch ends like this; the next one continues from here.
+            # Expected: the next watch continues from here.
             log.debug("%s: the watch was cut: %s", self._what, error)
         finally:
             answer.close()
@@ -197,7 +196,7 @@ class Following(Generic[Value]):
 
 
 def _lines(answer: Any) -> Iterator[bytes]:
-    """Split a watch's answer into lines; the last one may be cut off, and is dropped then."""
+    """Yield the complete lines of a watch's response; drop an unterminated last line."""
     left = b""
     for piece in answer.stream(amt=None, decode_content=False):
         *whole, left = (left + piece).split(b"\n")
@@ -220,10 +219,10 @@ def _in_words(error: Exception) -> str:
 
 
 def connected(kubeconfig: Path | None) -> Any:
-    """Return the Kubernetes client, configured for this pod or from a kubeconfig.
+    """Return a Kubernetes client, configured from `kubeconfig` or, without one, for this pod.
 
     Raises:
-        InvalidRequestError: it is not installed, or there is no configuration of that kind.
+        InvalidRequestError: the client is not installed, or there is no such configuration.
 
     """
     try:
@@ -241,7 +240,7 @@ def connected(kubeconfig: Path | None) -> Any:
         where = f"--kubeconfig {kubeconfig}" if kubeconfig else "outside a pod, give --kubeconfig"
         raise InvalidRequestError(f"{where}: {error}") from error
     configuration = client.Configuration.get_default_copy()
-    # Retries are made here, where they are logged and delayed.
+    # `Following.run` retries instead, with a log line and backoff.
     configuration.retries = False
     return client.CoreV1Api(client.ApiClient(configuration))
 
@@ -249,7 +248,7 @@ def connected(kubeconfig: Path | None) -> Any:
 def following_of(
     api: Any, namespace: str, selector: str, changed: Callable[[], None]
 ) -> tuple[Following[Machine], Following[Pod]]:
-    """Return the followers of a cluster's machines, and of its pods that are nodes of rdzvd."""
+    """Return the followers of a cluster's machines and of the pods that are nodes of rdzvd."""
 
     def of_namespace(**options: Any) -> Any:
         return api.list_namespaced_pod(namespace, **options)

@@ -1,7 +1,7 @@
-"""Reads nodes and pods of Kubernetes from the JSON of its API.
+"""Parses Kubernetes nodes and pods from the API's JSON.
 
-Fields that are missing, or of another type, count as not set: the API server validates its objects,
-and a watcher that stopped at an invalid one would protect nobody.
+A field that is missing or has the wrong type counts as unset: the API server validates its objects,
+and a watcher that stopped at an invalid one would protect no node.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from rdzv.structs import struct
 Json = Mapping[str, Any]
 
 DISRUPTION = "DisruptionTarget"
-"""The condition of a pod that Kubernetes is about to delete, such as by eviction or preemption."""
+"""The condition of a pod that Kubernetes is about to delete, for example to evict or preempt it."""
 
 DEFAULT_GRACE_S = 30.0
-"""The grace period of a pod that names none."""
+"""The grace period of a pod that specifies none."""
 
 
 @struct(frozen=True)
@@ -38,7 +38,7 @@ class Machine:
     deleting: bool = False
     taints: tuple[Taint, ...] = ()
     conditions: tuple[str, ...] = ()
-    """The types of its conditions that are true."""
+    """The types of the conditions that are true."""
 
 
 @struct(frozen=True)
@@ -48,10 +48,10 @@ class Pod:
     namespace: str
     name: str
     machine: str = ""
-    """The node of Kubernetes that it runs on; empty while it has none."""
+    """The Kubernetes node that it runs on; empty until it is scheduled."""
     grace_s: float = DEFAULT_GRACE_S
     killed_at_s: float | None = None
-    """When its remaining processes are killed, as the API server's Unix time; None if it stays."""
+    """When the pod is killed, as the API server's Unix time; None unless it is being deleted."""
     disrupted: str = ""
     """Why Kubernetes is about to delete it; empty if it is not."""
     ended: bool = False
@@ -68,17 +68,17 @@ class Cluster:
     machines: tuple[Machine, ...] = ()
     pods: tuple[Pod, ...] = ()
     current: bool = True
-    """Whether it is followed without a gap; otherwise no drain or cordon is lifted."""
+    """Whether the state is up to date; if not, no drain or cordon is lifted."""
 
 
 def key_of(item: Json) -> str:
-    """Return the key of an object in its list."""
+    """Return the key of an object, NAMESPACE/NAME."""
     metadata = _table(item, "metadata")
     return f"{_text(metadata, 'namespace')}/{_text(metadata, 'name')}"
 
 
 def machine_of(item: Json) -> Machine:
-    """Read a node."""
+    """Parse a node."""
     metadata, spec = _table(item, "metadata"), _table(item, "spec")
     return Machine(
         _text(metadata, "name"),
@@ -90,7 +90,7 @@ def machine_of(item: Json) -> Machine:
 
 
 def pod_of(item: Json) -> Pod:
-    """Read a pod."""
+    """Parse a pod."""
     metadata, spec, status = (_table(item, key) for key in ("metadata", "spec", "status"))
     grace = metadata.get("deletionGracePeriodSeconds", spec.get("terminationGracePeriodSeconds"))
     disruption = next((c for c in _true_conditions(item) if c.get("type") == DISRUPTION), None)
@@ -127,7 +127,7 @@ def _text(item: Json, key: str) -> str:
 
 
 def _unix_s(text: str) -> float | None:
-    """Read a time of Kubernetes.
+    """Parse a Kubernetes timestamp; None if it is empty or invalid.
 
     >>> _unix_s("2026-11-23T10:00:00Z"), _unix_s("")
     (1795428000.0, None)

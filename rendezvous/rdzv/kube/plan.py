@@ -1,8 +1,8 @@
-"""Decides which nodes of rdzvd to drain and cordon, from the cluster and from rdzvd's nodes alone.
+"""Decides which of rdzvd's nodes to drain and cordon, from the cluster and those nodes alone.
 
-A node of rdzvd is either a machine (the agent of a DaemonSet, under the machine's name) or a pod
-(rdzvrun, under the pod's name, or that and its process id). Our own drains and cordons are those
-whose reason begins with `MARK`, so nothing must be remembered between two plans.
+A node of rdzvd is either a machine (a DaemonSet's agent, named after the machine) or a pod
+(rdzvrun, named after the pod, or after the pod and its process id). Our own drains and cordons are
+those whose reason begins with `MARK`, so no state is kept between plans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MARK = "Kubernetes: "
 """The prefix of the reasons that rdzv-kube gives for its drains and cordons."""
 
 BEFORE = '; it was cordoned before: "'
-"""Precedes, in the reason of a drain, the reason of another's cordon that it has replaced."""
+"""Precedes, in a drain's reason, the reason of the cordon by somebody else that it replaced."""
 
 LEAVING_TAINTS = (
     "node.kubernetes.io/out-of-service",
@@ -32,7 +32,7 @@ MARGIN_S = 5.0
 SIGKILL."""
 
 LEAST_S = 1.0
-"""The shortest deadline of a drain."""
+"""The shortest drain deadline."""
 
 SOONER_S = 3.0
 """A new deadline replaces that of a running drain only if it is at least this much earlier."""
@@ -40,18 +40,18 @@ SOONER_S = 3.0
 
 @struct(frozen=True)
 class Rules:
-    """Which machines are drained, and how long their workers have."""
+    """Which machines to drain, and how long their workers have."""
 
     taints: frozenset[str] = frozenset(LEAVING_TAINTS)
     conditions: frozenset[str] = frozenset()
-    """The types of conditions of a machine that drain it when they are true."""
+    """The condition types that drain a machine while they are true."""
     deadline_s: float = 300.0
     """The deadline for workers of an agent; workers of a pod have the pod's grace period."""
 
 
 @struct(frozen=True)
 class Drain:
-    """Drain a node of rdzvd, or bring the deadline of its drain forward."""
+    """Drain a node of rdzvd, or bring the deadline of a running drain forward."""
 
     node_id: str
     deadline_s: float
@@ -68,7 +68,7 @@ class Cordon:
 
 @struct(frozen=True)
 class Lift:
-    """Lift a drain or cordon of ours."""
+    """Lift one of our drains or cordons."""
 
     node_id: str
 
@@ -78,7 +78,7 @@ Command = Drain | Cordon | Lift
 
 @struct(frozen=True)
 class Plan:
-    """The commands for rdzvd, and warnings about nodes that cannot be decided."""
+    """The commands for rdzvd, and warnings about nodes that share a name."""
 
     commands: tuple[Command, ...] = ()
     doubts: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Plan:
 
 @struct(frozen=True)
 class _Wish:
-    """The desired state of a node: a drain, or without a deadline a cordon."""
+    """The desired state of a node: a drain, or a cordon if there is no deadline."""
 
     reason: str
     deadline_s: float | None = None
@@ -95,8 +95,8 @@ class _Wish:
 def decide(cluster: Cluster, nodes: Sequence[Node], rules: Rules, now_s: float) -> Plan:
     """Return the commands that bring rdzvd's nodes to the state that the cluster requires.
 
-    A drain is never extended, and those of others are left as they are. Once the commands have
-    taken effect, the next plan is empty.
+    A drain is never extended, and drains by others are left alone. Once the commands have taken
+    effect, the next plan is empty.
     """
     machines = {machine.name: machine for machine in cluster.machines}
     pods: dict[str, list[Pod]] = {}
@@ -117,14 +117,14 @@ def decide(cluster: Cluster, nodes: Sequence[Node], rules: Rules, now_s: float) 
 def _found(
     node: Node, machines: Mapping[str, Machine], pods: Mapping[str, Sequence[Pod]]
 ) -> list[Machine | Pod]:
-    """Return the machine or pod that is this node; several, if they share a name."""
+    """Return the machine or pod that is this node; several if they share a name."""
     name = node.node_id
     found: list[Machine | Pod] = [*pods.get(name, ())]
     if name in machines:
         found.append(machines[name])
     if found or node.program != "rdzvrun":
         return found
-    # By default an rdzvrun is named after its host, which is its pod, and its process id.
+    # By default, rdzvrun's node id is its host name (the pod's name) and its process id.
     return [*pods.get(re.sub(r"-[0-9]+$", "", name), ())]
 
 
@@ -139,7 +139,7 @@ def _doubt(node: Node, found: Sequence[Machine | Pod]) -> str:
 def _wish_for(
     found: Machine | Pod, machines: Mapping[str, Machine], rules: Rules, now_s: float
 ) -> _Wish | None:
-    """Return the desired state of the node of rdzvd that is this machine or pod."""
+    """Return the desired state of rdzvd's node on this machine or pod; None if it needs none."""
     if isinstance(found, Machine):
         if why := _leaving(found, rules):
             return _Wish(f"{MARK}node {found.name} {why}", rules.deadline_s)
@@ -150,7 +150,7 @@ def _wish_for(
         return None
     where = f"pod {found}" + (f" on node {found.machine}" if found.machine else "")
     if found.killed_at_s is not None:
-        # The two clocks may differ: the pod never has more than its grace period.
+        # The two clocks may differ, but the pod never has more than its grace period.
         left_s = min(found.killed_at_s - now_s, found.grace_s)
         why = f" ({found.disrupted})" if found.disrupted else ""
         return _Wish(f"{MARK}{where} is being deleted{why}", _less_margin(left_s))
@@ -200,7 +200,7 @@ def _commands(node: Node, wish: _Wish | None, *, lifts: bool) -> list[Command]:
 
 
 def _before(reason: str) -> str:
-    """Return the reason of another's cordon that a drain of ours has replaced.
+    """Return the reason of the cordon that our drain replaced; empty if there was none.
 
     >>> _before('Kubernetes: node a is being deleted; it was cordoned before: "by ada" [rdzv-kube]')
     'by ada'

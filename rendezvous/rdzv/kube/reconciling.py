@@ -1,7 +1,7 @@
 """The loop that keeps rdzvd's nodes in the state that the cluster requires.
 
 It plans after each change of the cluster, and every `EVERY_S`, so it catches up after rdzvd or the
-API server was away. Failures are retried with backoff.
+API server was down. Failures are retried with backoff.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("rdzv.kube")
 
 EVERY_S = 5.0
 TOGETHER_S = 0.1
-"""The wait for further changes after the first: a drained machine changes many pods at once."""
+"""How long to collect further changes after the first; draining a machine changes many pods."""
 
 LONGEST_S = 30.0
 """The longest wait after consecutive failures."""
@@ -49,7 +49,7 @@ class Reconciling:
         self._said = frozenset[str]()
 
     def run(self, stop: threading.Event) -> None:
-        """Reconcile until `stop` is set; setting `changed` as well ends the wait at once."""
+        """Reconcile until `stop` is set; set `changed` too, to end the wait at once."""
         while not stop.is_set():
             self._changed.clear()
             try:
@@ -67,8 +67,10 @@ class Reconciling:
     def once(self) -> None:
         """Make one plan from the cluster and rdzvd's nodes, and carry it out.
 
+        Do nothing before machines and pods have been listed.
+
         Raises:
-            RendezvousError: rdzvd is away, or refuses; the rest is planned again.
+            RendezvousError: rdzvd is unreachable or refuses; the next plan covers what is left.
 
         """
         machines, pods = self._machines.objects, self._pods.objects
@@ -85,7 +87,7 @@ class Reconciling:
                 _do(client, command)
 
     def _say(self, text: str) -> None:
-        """Log a warning, unless it is the same as before."""
+        """Log a warning, unless it has been logged already and still holds."""
         if text not in self._said:
             log.warning("%s", text)
         self._said |= {text}

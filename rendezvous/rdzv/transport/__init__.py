@@ -1,5 +1,5 @@
 """How programs reach rdzvd: addresses, certificates, channels, and options for a node's stream.
 
-In: what a user wrote (HOST:PORT, certificate files). Out: gRPC channels and typed errors. It knows
-the envelope of the protocol, but nothing about jobs.
+In: user input (HOST:PORT, certificate files). Out: gRPC channels and typed errors. It knows the
+envelope of the protocol, but nothing about jobs.
 """

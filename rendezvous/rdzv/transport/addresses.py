@@ -1,7 +1,7 @@
 """This machine's identity and addresses, and the listening socket for a node's c10d store.
 
-All programs that join as a node share this. Nothing here waits for a name service: the caller
-resolves names and passes the addresses in.
+All programs that join as a node use it. Nothing here waits for a name service: the caller resolves
+names and passes the addresses in.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AddressInfo: TypeAlias = Sequence[tuple[Any, Any, int, str, tuple[Any, ...]]]
 
 
 def machine_id() -> str:
-    """Identify this machine and network namespace: nodes with the same id share a loopback."""
+    """Return an id of this machine and network namespace; nodes with equal ids share a loopback."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -32,8 +32,8 @@ def machine_id() -> str:
 def address_towards(found: AddressInfo) -> str:
     """Return this node's own address on the route to another; empty if there is no route.
 
-    `found` are the other's addresses, for datagrams. The result is the local end of a connected
-    socket; nothing is sent.
+    `found` holds the other node's datagram addresses. The result is the local address of a
+    connected socket; nothing is sent.
     """
     for family, kind, protocol, _, address in found:
         try:
@@ -46,7 +46,7 @@ def address_towards(found: AddressInfo) -> str:
 
 
 def leads_beyond_loopback(found: AddressInfo) -> bool:
-    """Return whether other machines can use a name with these addresses."""
+    """Return whether other machines can reach any of these addresses."""
     return any(not is_loopback(str(address[0])) for *_, address in found)
 
 
@@ -65,13 +65,13 @@ def is_loopback(address: str) -> bool:
 
 
 BACKLOG = (1 << 16) - 1
-"""How many clients may wait to be accepted: as many as the kernel allows (somaxconn)."""
+"""The listen backlog: as long as the kernel allows (somaxconn)."""
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listen where torchrun's store would: on loopback if `host` is that, otherwise everywhere.
+    """Listen as torchrun's store does: on `host` if it is loopback, otherwise on all addresses.
 
-    A host's name may resolve to loopback on the host itself.
+    Names are not resolved, because a host's own name may resolve to loopback on that host.
 
     Raises:
         OSError: the port is taken, or may not be bound.
@@ -101,7 +101,7 @@ class StoreSocket:
 
     @property
     def port(self) -> int:
-        """The port of the held socket; a new one is bound if none is held.
+        """The port of the held socket; if none is held, a new one is bound.
 
         Raises:
             OSError: no port can be bound.

@@ -1,4 +1,4 @@
-"""Frames of many streams that share one gRPC call; all that are ready are written together."""
+"""Batches the frames of many streams that share one gRPC call."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 BATCH_BYTES = 256 * 1024
-"""The size at which a batch is full. A frame that is larger is written alone."""
+"""The largest batch. A larger frame is written alone."""
 
 FRAME_BYTES = 64
-"""The most bytes that a frame adds to its message."""
+"""The most bytes of overhead that a frame adds to its message."""
 
 F = TypeVar("F")
 
 
 class Batches(Generic[F]):
-    """Frames waiting to be written. They keep their order.
+    """Frames waiting to be written, in order.
 
     A stream waits for each of its frames to be written before it adds the next, so that no stream
     can fill the call that it shares with others.
@@ -28,12 +28,12 @@ class Batches(Generic[F]):
         self._ready = asyncio.Event()
 
     def put_now(self, frame: F, size: int = 0) -> None:
-        """Add a frame without waiting; only for frames that a stream has once."""
+        """Add a frame without waiting; only for frames that a stream sends once."""
         self._waiting.append((frame, size, None))
         self._ready.set()
 
     async def put(self, frame: F, size: int) -> None:
-        """Add a frame of this number of bytes, and wait until it is written."""
+        """Add a frame of `size` bytes, and wait until it is written."""
         written = asyncio.get_running_loop().create_future()
         self._waiting.append((frame, size, written))
         self._ready.set()

@@ -1,7 +1,7 @@
-"""Checks that PEM files have usable certificates and keys, and reads names, roles and dates.
+"""Checks that PEM files hold usable certificates and keys, and reads names, roles and dates.
 
-Python's own TLS library loads the files first, because in gRPC a bad file makes handshakes fail
-without a reason. The fields of a certificate are parsed here from its DER, because the library
+Python's TLS library loads the files first, because with a bad file gRPC fails handshakes without
+giving a reason. The fields of a certificate are parsed here from DER, because importing
 `cryptography` would cost each program that connects over TLS 36 ms and 10 MiB.
 """
 
@@ -28,16 +28,16 @@ _REASONS = {
     "BAD_DECRYPT": "the key has a passphrase",
     "NO_CERTIFICATE_OR_CRL_FOUND": "it holds no certificate in PEM",
 }
-"""Reasons of the TLS library in plain words; others are shown unchanged."""
+"""The TLS library's reasons in plain words; others are shown unchanged."""
 
 
 Stamp = tuple[tuple[int, int, int], ...]
-"""Identifies the contents of some files: it changes when one of them changes."""
+"""Identifies the contents of files: it changes when any of them changes."""
 
 
 @struct(frozen=True)
 class Certificate:
-    """The holder and the validity of one certificate."""
+    """The holder and the validity period of a certificate."""
 
     common_name: str
     organizations: tuple[str, ...]
@@ -46,11 +46,11 @@ class Certificate:
 
     @property
     def in_words(self) -> str:
-        """Describe its holder and the end of its validity."""
+        """The holder and the expiry date, for messages."""
         return f"of {self.common_name or 'no name'}, valid until {_spelled(self.not_after)}"
 
     def trouble(self, now: datetime) -> str:
-        """Return why it is not valid now; empty if it is."""
+        """Return why the certificate is not valid at `now`; empty if it is."""
         if now > self.not_after:
             return f"expired on {_spelled(self.not_after)}"
         if now < self.not_before:
@@ -63,7 +63,7 @@ def _spelled(moment: datetime) -> str:
 
 
 def stamp_of(paths: Iterable[Path]) -> Stamp:
-    """Return the present stamp of some files, which may be missing."""
+    """Return the current stamp of files; any of them may be missing."""
     return tuple(map(_stamp, paths))
 
 
@@ -76,10 +76,10 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def check_authorities(path: Path, what: str) -> None:
-    """Refuse a file without certificates of trusted CAs; `what` names the file in errors.
+    """Check that a file holds CA certificates; `what` names the file in errors.
 
     Raises:
-        InvalidRequestError: it cannot be read, or holds no certificate.
+        InvalidRequestError: the file cannot be read, or holds no certificate.
 
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -92,10 +92,10 @@ def check_authorities(path: Path, what: str) -> None:
 
 
 def check_pair(cert: Path, key: Path, what: str) -> None:
-    """Refuse a certificate and a key that cannot be used together; `what` names them in errors.
+    """Check that a certificate and a key belong together; `what` names them in errors.
 
     Raises:
-        InvalidRequestError: one cannot be read, or they do not belong together.
+        InvalidRequestError: one of them cannot be read, or they do not belong together.
 
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -109,7 +109,7 @@ def check_pair(cert: Path, key: Path, what: str) -> None:
 
 
 def _which(*paths: Path) -> str:
-    """Return the name of the unreadable file: the TLS library does not report it."""
+    """Name the first unreadable file, which the TLS library does not; empty if there is none."""
     for path in paths:
         try:
             with path.open("rb"):
@@ -125,10 +125,10 @@ def _said(error: OSError) -> str:
 
 
 def read_certificate(pem: bytes, what: str) -> Certificate:
-    """Read the first certificate of a PEM file, which is the holder's.
+    """Parse the first certificate in a PEM file, the holder's own.
 
     Raises:
-        InvalidRequestError: the file holds none, or it cannot be read.
+        InvalidRequestError: the file holds no certificate, or one that cannot be parsed.
 
     """
     found = _BLOCK.search(pem.decode(errors="replace"))
@@ -143,9 +143,9 @@ def read_certificate(pem: bytes, what: str) -> Certificate:
 
 
 def _read_der(der: bytes) -> Certificate:
-    """Read the fields that are needed from RFC 5280's TBSCertificate."""
+    """Parse the needed fields of RFC 5280's TBSCertificate."""
     fields = list(_parts(_first(_first(der))))
-    if fields[0][0] == 0xA0:  # The version, which is optional.
+    if fields[0][0] == 0xA0:  # The optional version.
         del fields[0]
     _, _, _, (_, validity), (_, subject) = fields[:5]
     not_before, not_after = (_time(tag, content) for tag, content in _parts(validity))
@@ -166,7 +166,7 @@ def _names(subject: bytes) -> Iterator[tuple[bytes, str]]:
 
 
 def _time(tag: int, content: bytes) -> datetime:
-    # UTCTime has two digits of the year; strptime divides the centuries at 69, RFC 5280 at 50.
+    # UTCTime has a two-digit year; RFC 5280 splits the centuries at 50, strptime at 69.
     text = content.decode("ascii")
     if tag == 0x17:
         text = ("19" if text[:2] >= "50" else "20") + text

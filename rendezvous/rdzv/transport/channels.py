@@ -35,15 +35,15 @@ VARIABLES = {
     "key": "RDZV_TLS_KEY",
     "token_file": "RDZV_TOKEN_FILE",
 }
-"""The environment variables for credentials that the command line leaves out."""
+"""The environment variables for credentials that are not given on the command line."""
 
 TOKEN_VARIABLE = "RDZV_TOKEN"
 
 TOKEN_METADATA_KEY = "authorization"
-"""Call metadata under which a token travels, as `Bearer TOKEN`."""
+"""The call metadata key of the token, which is sent as `Bearer TOKEN`."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,4096}")
-"""A token from rdzvd, or of a Kubernetes service account, which has about 1,200 characters."""
+"""A token of rdzvd, or of a Kubernetes service account, which has about 1,200 characters."""
 
 
 Metadata = tuple[tuple[str, str], ...]
@@ -53,9 +53,8 @@ Metadata = tuple[tuple[str, str], ...]
 class Credentials:
     """A client's credentials: its CA, its certificate or its token.
 
-    Without any of them, connections are in plaintext.
-
-    A token is sent only over TLS or to loopback, so that others cannot read it.
+    Without a CA, connections are in plaintext. A token is sent only over TLS or to loopback, so
+    that others cannot read it.
     """
 
     ca: Path | None = None
@@ -67,7 +66,7 @@ class Credentials:
 
     @classmethod
     def parse(cls, given: Mapping[str, Path | None], environ: Mapping[str, str]) -> Credentials:
-        """Read the credentials from the given files and, for those not given, the environment.
+        """Return checked credentials from the `given` files, and the others from the environment.
 
         Raises:
             InvalidRequestError: the options conflict, or a file cannot be used.
@@ -144,7 +143,7 @@ class Credentials:
         """Return the metadata sent with every call to a server.
 
         Raises:
-            InvalidRequestError: others could read the token on the way, or the file holds no token.
+            InvalidRequestError: the token would be sent unencrypted, or its file cannot be used.
 
         """
         token = self._read_token()
@@ -170,12 +169,12 @@ class Credentials:
             if not token:
                 raise InvalidRequestError(f"{where} is empty; put a token into it")
         if token and not _TOKEN.fullmatch(token):
-            # It is not shown, because even a damaged token is a secret.
+            # Do not show the token: even a damaged one is a secret.
             raise InvalidRequestError(f"{where} holds no valid token; create the file again")
         return token
 
     def stamp(self) -> Stamp:
-        """Return the present stamp of the files that a channel depends on."""
+        """Return the current stamp of the files that a channel depends on."""
         paths = (self.ca, self.cert, self.key)
         return stamp_of(path for path in paths if path is not None)
 
@@ -189,7 +188,7 @@ class Credentials:
             return None
 
     def shown(self) -> str:
-        """Describe the client certificate: its holder, and whether it is valid."""
+        """Describe the client certificate: its file, its holder and, if invalid, why."""
         assert self.cert is not None
         try:
             found = read_certificate(self.cert.read_bytes(), str(self.cert))
@@ -218,15 +217,15 @@ _CLOSED = re.compile(f"{_NEVER}(socket closed|reset by peer)", re.I | re.DOTALL)
 def handshake_trouble(
     details: str, server: Endpoint, credentials: Credentials
 ) -> tuple[str, str] | None:
-    """Return why a handshake failed, and the remedy; None if the failure was something else.
+    """Return why a handshake failed, and the remedy; None if something else failed.
 
     `details` is gRPC's message. gRPC gives no reason when a server hangs up after the handshake;
-    then the server refused the client's certificate, or the lack of one.
+    this means that the server refused the client's certificate, or requires one.
     """
     if not credentials.tls:
         if not _CLOSED.search(details):
             return None
-        # A server that is killed at this moment ends it in the same way.
+        # A server killed at this moment closes the connection in the same way.
         return (
             "the other side closed the connection at once",
             "if it is not just starting or ending, it may want TLS: give --tls-ca (RDZV_TLS_CA), "

@@ -1,4 +1,4 @@
-"""Server endpoints as users write them; without gRPC, so that a command line parses quickly."""
+"""Parses server endpoints as users write them, without importing gRPC, which is slow to load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 
 @struct(frozen=True)
 class Endpoint:
-    """Where a server listens; `host` has no brackets, `str()` adds them where needed."""
+    """The address of a server; `host` has no brackets, `str()` adds them where needed."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Endpoint:
 
 
 def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> Endpoint:
-    """Read `host`, `host:port`, `[v6]` or `[v6]:port`.
+    """Parse `host`, `host:port`, `[v6]` or `[v6]:port`.
 
     Anything else is refused with `InvalidRequestError`, which gives value, reason and remedy.
 
@@ -127,7 +127,7 @@ class Listen:
 
     @classmethod
     def parse(cls, text: str) -> Listen:
-        """Read HOST:PORT; an IPv6 host is in brackets, and port 0 takes a free one.
+        """Parse HOST:PORT; an IPv6 host is in brackets, and port 0 means any free port.
 
         >>> Listen.parse("127.0.0.1:29400"), str(Listen.parse("[::1]:0"))
         (Listen(host='127.0.0.1', port=29400), '[::1]:0')
@@ -145,7 +145,7 @@ class Listen:
 
     @property
     def unspecified(self) -> bool:
-        """Whether it means every address of this machine, which is not an address to connect to."""
+        """Whether it means all addresses of this machine, so that no client can connect to it."""
         try:
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
@@ -157,7 +157,7 @@ class Listen:
 
 
 def cannot_listen(listen: Listen, error: OSError, option: str) -> InvalidRequestError:
-    """Return the error for an address that nothing can listen on; `option` sets another."""
+    """Return the error for an address that cannot be listened on; `option` changes it."""
     advice = f"give another address with {option}"
     if isinstance(error, socket.gaierror):
         reason = f"host {listen.host}: {error.strerror}"

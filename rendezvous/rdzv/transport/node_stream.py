@@ -1,4 +1,4 @@
-"""A node's stream to rdzvd, for all kinds of agents: options, attempts, errors."""
+"""The options, attempts and errors of a node's stream to rdzvd, for all kinds of agents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 PROTOCOL_VERSION = protocol.VERSION
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # The server is inside the cluster; an Internet proxy would answer instead.
+    # The server is inside the cluster; through an Internet proxy it cannot be reached.
     ("grpc.enable_http_proxy", 0),
     # A status with ten thousand waiting nodes exceeds gRPC's own limit of 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
@@ -51,8 +51,7 @@ OWN_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 STREAM_OPTIONS: tuple[tuple[str, int], ...] = (
     *OWN_SERVER_OPTIONS,
-    # A stopped peer or a dropped path is noticed by unanswered pings; the keepalive timeout alone
-    # does not notice them.
+    # Unanswered pings reveal a stopped peer or a broken path; the keepalive timeout alone does not.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
@@ -72,8 +71,7 @@ FINAL_REFUSALS = frozenset(
         SettingsMismatchError,
     )
 )
-"""Refusals that repeating the request cannot change. After any other, the node sends its Hello
-again later."""
+"""Refusals that a retry cannot change. After any other, the node sends Hello again later."""
 
 _SCALE_UPS = {
     ScaleUp.EAGER: pb.SCALE_UP_EAGER,
@@ -86,7 +84,7 @@ _DEFAULT = Settings(min_nodes=1, max_nodes=1)
 
 
 def settings_message(settings: Settings) -> pb.Settings:
-    """Encode a job's launch settings; all its nodes send the same, whichever agent they run."""
+    """Encode a job's launch settings; its nodes send the same message whichever agent they run."""
     # Older nodes do not send the backoff, so omitting the defaults keeps settings equal.
     backoff = ("restart_backoff_ms", "restart_backoff_max_ms")
     omitted = {name for name in backoff if getattr(settings, name) == getattr(_DEFAULT, name)}
@@ -95,10 +93,10 @@ def settings_message(settings: Settings) -> pb.Settings:
 
 
 class Rota:
-    """Chooses which of several servers to ask next: the leader last named, or else each in turn.
+    """Chooses the server to ask next: the leader last named, otherwise each server in turn.
 
-    A server that stands by names the leader, which need not be among the given endpoints. If the
-    leader is unreachable, the others are tried again, first those that it has named.
+    A stand-by server names the leader, which need not be among the given endpoints. If the leader
+    fails, the others are tried again, starting with those that it has named.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -106,16 +104,15 @@ class Rota:
         self._turn = 0
         self._leader: Endpoint | None = None
         self._led = False
-        """Another server named the one asked last, so a redirection from that one may lead in
-        circles."""
+        """Another server named the current one as leader, so its redirection could lead in circles."""
 
     @property
     def present(self) -> Endpoint:
-        """The endpoint to ask now."""
+        """The current endpoint: the one to ask now."""
         return self._leader or self._endpoints[self._turn % len(self._endpoints)]
 
     def learn(self, addresses: Iterable[str]) -> None:
-        """Note the servers that the present one has named; they are next once it fails."""
+        """Note the servers that the current one has named; they are next when it fails."""
         named = tuple(filter(None, map(_endpoint, addresses)))
         self._leader = self.present
         self._endpoints = named + tuple(one for one in self._given if one not in named)
@@ -123,11 +120,11 @@ class Rota:
 
     @property
     def next(self) -> Endpoint:
-        """The endpoint to ask if the present one fails."""
+        """The endpoint to ask if the current one fails."""
         return self._endpoints[(self._turn + 1) % len(self._endpoints)]
 
     def failed(self, error: RendezvousError) -> bool:
-        """Note why the present server failed; return whether to ask another at once."""
+        """Note why the current server failed; return whether to ask the leader it named at once."""
         circles, self._led = self._led, False
         leader = _leader_named(error)
         if leader is not None and leader != self.present and not circles:
@@ -145,50 +142,50 @@ class Backoff:
     """The shortest wait; it doubles with each failed attempt."""
     max_s: float = 5.0
     takeover_s: float = 0.5
-    """The wait while servers stand by and their leader does not answer, which lasts a few
-    seconds."""
+    """The longest wait during a takeover: for a few seconds, servers stand by and no leader
+    answers."""
     steady_s: float = 5.0
     """After a stream that lasted this long, the next attempt follows at once."""
     spread: Callable[[float, float], float] = random.uniform
-    """Picks a wait between two bounds, so that nodes do not all return at once."""
+    """Picks a wait between two bounds, so that nodes do not all reconnect at once."""
 
 
 BACKOFF = Backoff()
 
 
 class Attempts:
-    """A node's attempts to hold a stream: which endpoint comes next, and when."""
+    """A node's attempts to keep a stream open: which endpoint comes next, and when."""
 
     def __init__(self, endpoints: Sequence[Endpoint], backoff: Backoff = BACKOFF) -> None:
         self._rota = Rota(endpoints)
         self._backoff = backoff
         self._failed = 0
-        """Attempts since the last good stream."""
+        """Failures since the last good stream, its own end included."""
         self._welcomed_at_s: float | None = None
         self._taking_over = False
-        """A stand-by has answered since the last good stream, so another server will lead."""
+        """A stand-by server has answered since the last Welcome, so a takeover is under way."""
 
     @property
     def present(self) -> Endpoint:
-        """The endpoint to ask now."""
+        """The current endpoint: the one to ask now."""
         return self._rota.present
 
     @property
     def next(self) -> Endpoint:
-        """The endpoint to ask if the present one fails."""
+        """The endpoint to ask if the current one fails."""
         return self._rota.next
 
     def learn(self, addresses: Iterable[str]) -> None:
-        """Note the servers that the present one has named; they are next once it fails."""
+        """Note the servers that the current one has named; they are next when it fails."""
         self._rota.learn(addresses)
 
     @property
     def welcome(self) -> bool:
-        """Whether the present server has sent Welcome since the last failure."""
+        """Whether the current server has sent Welcome since the last failure."""
         return self._welcomed_at_s is not None
 
     def welcomed(self, now_s: float) -> None:
-        """Note that a stream is open."""
+        """Note that a server has sent Welcome."""
         self._welcomed_at_s = now_s
         self._taking_over = False
 
@@ -197,12 +194,12 @@ class Attempts:
     ) -> float | None:
         """Note why the attempt or the stream ended; return how long to wait before the next.
 
-        The wait is 0 after the first attempt and after a good stream, and otherwise at most
-        `most_s`. None means that the server has named the leader, which is asked at once; nothing
-        is lost yet.
+        The wait is 0 after the first failure and after a good stream, and otherwise at most
+        `most_s`. None means that the server has named the leader, which is asked at once; this
+        does not count as a failure.
 
-        If a server welcomes this node and then ends the stream each time, there is a pause between
-        attempts.
+        A stream that ends soon after its Welcome is not a good one, so a server that keeps doing
+        this is asked with pauses.
         """
         backoff, since_s = self._backoff, self._welcomed_at_s
         self._welcomed_at_s = None
@@ -240,7 +237,7 @@ _PREAMBLE = re.compile(
     r"failed to connect to all addresses; last error: (UNKNOWN|UNAVAILABLE): (ipv[46]:\S+: )?"
 )
 
-# gRPC reports why a connection failed only in its details. Other texts are shown unchanged.
+# gRPC gives the reason for a failed connection only as text; unknown texts are shown unchanged.
 _CONNECTION_REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), reason)
     for pattern, reason in (
@@ -266,7 +263,7 @@ def error_from_status(
 ) -> RendezvousError:
     """Convert a failed call's status to the matching error.
 
-    A code in the trailing metadata decides. Without one, the answer is not from rdzvd: the server
+    A code in the trailing metadata decides. Without one, the status is not rdzvd's own: the server
     was unreachable, did not answer in time, or is another program.
     """
     text = details or "no details given"
@@ -301,7 +298,7 @@ def _connection_reason(details: str) -> str:
     for pattern, reason in _CONNECTION_REASONS:
         if pattern.search(details):
             return reason
-    # The text before it says only that the connection failed, and to which address.
+    # The preamble says only that the connection failed, and to which address.
     return _PREAMBLE.sub("", details) or details
 
 

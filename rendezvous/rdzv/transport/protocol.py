@@ -1,9 +1,9 @@
-"""Facts that a server and its callers share besides messages: protocol version, default port."""
+"""Constants that the server and its clients share: protocol version and default port."""
 
 from __future__ import annotations
 
 VERSION = 1
-"""The protocol that the servers and nodes of this version speak."""
+"""The protocol version of this release's servers and nodes."""
 
 DEFAULT_PORT = 29_400
-"""Where rdzvd listens: the port of torchrun's own rendezvous, so that firewalls need not change."""
+"""rdzvd's default port: that of torchrun's own rendezvous, so that firewalls need not change."""

@@ -1,7 +1,7 @@
-"""Copies fields of the same name between values and messages.
+"""Copies fields of the same name between structs and messages.
 
-A field that may be None becomes None if it is empty or 0 in a source that cannot hold None. In a
-message, only a field that is declared as optional can be unset.
+An optional field becomes None if the source's field is empty or 0 and cannot be None. In a message,
+only a field declared `optional` can be unset.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=Message)
 _Read = Callable[[Any], Any]
 
 _READERS: dict[tuple[type, type], tuple[tuple[str, _Read], ...]] = {}
-"""By kind and source type: how to read each field. Computed once, since lists are long."""
+"""How to read each field, by target and source type; computed once, because lists are long."""
 
 
 class _Type(NamedTuple):
@@ -32,7 +32,7 @@ class _Type(NamedTuple):
     container: type | None
     """tuple, dict, or None for a single value."""
     kind: type
-    """The type of the single value, or of the container's first item."""
+    """The type of the single value, or the container's first type argument."""
 
     @property
     def is_struct(self) -> bool:
@@ -40,7 +40,7 @@ class _Type(NamedTuple):
 
 
 def from_value(kind: type[T], source: object, **given: Any) -> T:
-    """Make a `kind` from the fields of another struct; fields that are `given` are not read."""
+    """Build a `kind` from a struct's fields of the same names; `given` replaces some of them."""
     key = (kind, type(source))
     if key not in _READERS:
         has = _types(type(source))
@@ -49,7 +49,7 @@ def from_value(kind: type[T], source: object, **given: Any) -> T:
 
 
 def from_message(kind: type[T], message: Message, **given: Any) -> T:
-    """Make a `kind` from the fields of a message; fields that are `given` are not read."""
+    """Build a `kind` from a message's fields of the same names; `given` replaces some of them."""
     key = (kind, type(message))
     if key not in _READERS:
         has = message.DESCRIPTOR.fields_by_name
@@ -58,9 +58,9 @@ def from_message(kind: type[T], message: Message, **given: Any) -> T:
 
 
 def to_message(message: M, value: object, without: Collection[str] = ()) -> M:
-    """Fill a message from the fields of a struct, except those `without`; None stays unset.
+    """Fill a message from a struct's fields, except those in `without`, and return it.
 
-    A dict, or a tuple of pairs, becomes messages with a `name` and a `value`.
+    None stays unset. A dict or a tuple of pairs becomes messages with a `name` and a `value`.
     """
     for name in field_names(type(value)):
         content = None if name in without else getattr(value, name)
@@ -90,7 +90,7 @@ def _extend(
 
 
 def sendable(text: str) -> str:
-    """Escape characters that cannot be sent, since file names may have bytes that are not text."""
+    """Escape characters that cannot be sent: file names may contain bytes that are not text."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
