@@ -1,8 +1,8 @@
 """The client of rdzvd's `Control` service: calls with a deadline, and their answers as values.
 
 `ControlClient` returns the values of `rdzv.view.answers`. No message and no gRPC exception leaves
-this module: every failure is an error of the table in `rdzv.errors`. The code that turns gRPC
-statuses into errors is in `rdzv.transport.node_stream`.
+this module: every failure is an error from the table in `rdzv.errors`. The code that converts gRPC
+statuses to errors is in `rdzv.transport.node_stream`.
 """
 
 from __future__ import annotations
@@ -69,23 +69,23 @@ parse_endpoints = endpoints.parse_endpoints
 _UINT32_MAX = 2**32 - 1
 
 WATCH_TIMEOUT_S = 60.0
-"""How long a watcher that has lost its server looks for another before it raises."""
+"""How long a watch that has lost its server looks for another one before it raises."""
 WATCH_RETRY_S = 0.5
 
 SUBMIT_RETRY_S = 0.5
 
 STACKS_S = 15.0
-"""Additional time for a call that asks nodes for stacks: the server allows them 10 s."""
+"""Additional time for a call that asks nodes for stacks; the server gives nodes 10 s."""
 
 LOG_POSITIONS = 65_536
-"""The most files in which a log reader can resume after its stream was cut."""
+"""The most files in which a log reader can resume after its stream is cut."""
 
 DEFAULT_TIMEOUT_S = 5.0
-"""How long one call may take before the server counts as not answering."""
+"""How long one call may take before the server counts as unreachable."""
 
 TAKEOVER_S = 15.0
-"""How long to wait for a leader while servers answer that they stand by: the lease of a leader that
-died, and etcd's own election.
+"""How long to wait for a leader while servers stand by: a dead leader's lease, and etcd's own
+election.
 """
 TAKEOVER_RETRY_S = 0.25
 
@@ -99,10 +99,10 @@ _Response = TypeVar("_Response")
 class ControlClient:
     """A client of one rdzvd, or of the leader among several.
 
-    Every call ends within `timeout_s` for each server asked; while servers stand by and none leads,
-    it waits up to `takeover_s` for a leader. Calls raise `UnknownJobError` for a job that the
-    server does not know, and `RendezvousConnectionError` if there is no server, no answer, or no
-    rdzvd behind the endpoint.
+    Each server has `timeout_s` to answer a call; while servers stand by and none leads, the call
+    waits up to `takeover_s` for a leader. Calls raise `UnknownJobError` for a job that the server
+    does not know, and `RendezvousConnectionError` if there is no server, no answer, or no rdzvd
+    behind the endpoint.
     """
 
     def __init__(
@@ -156,22 +156,22 @@ class ControlClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; later calls fail."""
+        """Close the connections; later calls fail."""
         for _, channel in self._channels.values():
             channel.close()
 
     def status(self, rdzv_id: str) -> JobStatus:
-        """Return the status of a job; for a job that has ended, the status of its last run."""
+        """Return the status of a job's current or last run."""
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
         return job_status_of(self._call(lambda stub: stub.GetStatus, request))
 
     def watch(
         self, rdzv_id: str, silent: Callable[[RendezvousError], None] | None = None
     ) -> Iterator[JobStatus]:
-        """Yield the status of a job at once and then whenever it changes; never ends.
+        """Yield the status of a job at once and then whenever it changes; never end.
 
-        While no server answers, it tries the known servers in turn, and raises once none has
-        answered for a while; `silent` is called once, with the reason, each time this begins.
+        While no server answers, try the known servers in turn, and raise once none has answered for
+        a while. `silent` is called with the reason once for each such outage.
         """
         request = pb.GetStatusRequest(rdzv_id=_checked_name(rdzv_id))
         silent_since_s, told = time.monotonic(), False
@@ -202,7 +202,7 @@ class ControlClient:
         return tuple(sorted(map(job_summary_of, response.jobs), key=lambda job: job.rdzv_id))
 
     def events(self, rdzv_id: str, limit: int = 0) -> tuple[Event, ...]:
-        """Return the newest `limit` events of a job, oldest first; with 0 the server decides."""
+        """Return a job's newest `limit` events, oldest first; with 0 the server decides."""
         if not 0 <= limit <= _UINT32_MAX:
             raise InvalidRequestError(f"limit {limit} cannot be used: it must be 0 or above")
         request = pb.ListEventsRequest(rdzv_id=_checked_name(rdzv_id), limit=limit)
@@ -226,12 +226,12 @@ class ControlClient:
         tail_lines: int = 0,
         run: str = "",
     ) -> Iterator[LogLines]:
-        """Yield the output of a job's workers: of one RANK or all, in one round or the last.
+        """Yield the output of a job's workers: of one RANK or all, in round `number` or the last.
 
-        With `follow` it continues into later rounds until the run ends. If a tail is given, only
-        the tail of each file of the first round is read. If the stream is cut, it resumes where it
-        was, at whichever server leads; it raises once none has answered for a while. `run` names a
-        run other than the present or last one.
+        With `follow`, continue into later rounds until the run ends. If a tail is given, only the
+        tail of each file of the first round is read. A stream that is cut resumes where it was, at
+        whichever server leads; this raises once none has answered for a while. `run` names a run
+        other than the current or last one.
         """
         request = pb.ReadLogsRequest(
             rdzv_id=_checked_name(rdzv_id),
@@ -244,11 +244,11 @@ class ControlClient:
             tail_bytes=tail_bytes,
             tail_lines=tail_lines,
         )
-        # Unlike the stream, this call has a deadline, and shows whether a server knows the job.
+        # Unlike the stream, this call has a deadline, and it fails if the job is unknown.
         self.status(rdzv_id)
         places, cut_at_s = _Places(), math.inf
         while True:
-            # Unanswered pings reveal a server that is stopped or cut off, as for a node's stream.
+            # As for a node's stream, unanswered pings reveal a server that is stopped or cut off.
             with self._credentials.channel(self.server, STREAM_OPTIONS) as channel:
                 call = ControlStub(channel).ReadLogs(request, metadata=self._metadata())
                 try:
@@ -274,9 +274,9 @@ class ControlClient:
             request.positions.extend(places.positions())
 
     def stacks(self, rdzv_id: str, number: int | None = None) -> StackReport:
-        """Return the stacks of a job's workers, or those recorded in an earlier round that hung.
+        """Return the stacks of a job's workers now, or those recorded when round `number` hung.
 
-        If no workers run, the stacks of the last round that hung are returned. The call may take
+        If no workers run, return the stacks of the last round that hung. The call may take
         `STACKS_S` longer than others.
         """
         request = pb.TakeStacksRequest(rdzv_id=_checked_name(rdzv_id), round=number)
@@ -284,10 +284,10 @@ class ControlClient:
         return stack_report_of(self._call(lambda stub: stub.TakeStacks, request, within_s))
 
     def backup(self, file: BinaryIO) -> Summary:
-        """Write a backup of the server's store into a file; return its summary.
+        """Write a backup of the server's store to a file; return its summary.
 
-        Ends when nothing has arrived for `timeout_s`. The file is complete, and can be restored
-        with `rdzvd --restore`, only if this returns.
+        Fail if nothing arrives for `timeout_s`. Only if this returns is the file complete, so that
+        `rdzvd --restore` can restore it.
         """
         asking = self._asking()
         while True:
@@ -319,12 +319,15 @@ class ControlClient:
         return verify(file, f"the data from {self.server}")
 
     def stop(self, rdzv_id: str, run: str, reason: str) -> JobStatus:
-        """End a run: its nodes stop their workers and leave. Return the job's status."""
+        """End a run, so that its nodes stop their workers and leave; return the job's status."""
         request = pb.StopJobRequest(rdzv_id=_checked_name(rdzv_id), run=run, reason=reason)
         return job_status_of(self._call(lambda stub: stub.StopJob, request))
 
     def restart(self, rdzv_id: str, run: str, number: int, reason: str) -> JobStatus:
-        """End a round so that another forms; costs no restart. Has no effect on a past round."""
+        """End a round so that another forms, without counting a restart; return the job's status.
+
+        A round that is already over is not affected.
+        """
         request = pb.RestartJobRequest(
             rdzv_id=_checked_name(rdzv_id), run=run, round=number, reason=reason
         )
@@ -333,7 +336,7 @@ class ControlClient:
     def scale(
         self, rdzv_id: str, run: str, min_nodes: int, max_nodes: int, reason: str
     ) -> JobStatus:
-        """Change the node bounds of a run."""
+        """Change the node bounds of a run; return the job's status."""
         request = pb.ScaleJobRequest(
             rdzv_id=_checked_name(rdzv_id),
             run=run,
@@ -348,7 +351,8 @@ class ControlClient:
     ) -> tuple[Token, str]:
         """Create a token; return it with its text, which cannot be shown again.
 
-        If the answer is lost the token may exist, and no second one is created.
+        If the answer is lost, raise without a retry: the token may exist, and a retry would create
+        a second one.
         """
 
         def stop_in_doubt(error: RendezvousConnectionError) -> None:
@@ -368,13 +372,13 @@ class ControlClient:
         return [token_of(token) for token in answer.tokens]
 
     def revoke_tokens(self, id_or_name: str) -> list[Token]:
-        """Revoke the token with this id, or all with this name; return them."""
+        """Revoke the token with this id, or all tokens with this name; return the revoked ones."""
         request = pb.RevokeTokensRequest(id_or_name=id_or_name)
         answer = self._call(lambda stub: stub.RevokeTokens, request)
         return [token_of(token) for token in answer.tokens]
 
     def audit(self, limit: int = 0) -> list[Event]:
-        """Return the audit log, oldest first; with a `limit` of 0 the server decides how much."""
+        """Return the newest `limit` audit events, oldest first; with 0 the server decides."""
         answer = self._call(lambda stub: stub.ListAudit, pb.ListAuditRequest(limit=limit))
         return [event_of(event) for event in answer.events]
 
@@ -383,12 +387,12 @@ class ControlClient:
     ) -> JobStatus:
         """Start a run whose nodes the server chooses; return the job's status.
 
-        `run` is a uid chosen by the caller: if the connection is lost the same request is repeated,
-        for `timeout_s`, and submits nothing twice.
+        `run` is a uid chosen by the caller: if the connection is lost, the same request is repeated
+        for `timeout_s`, and the job is submitted only once.
 
         Raises:
-            JobExistsError: a run of this name has not ended.
-            InvalidRequestError: no node could ever take it, or a limit is exceeded.
+            JobExistsError: a run of this job has not ended.
+            InvalidRequestError: no node could ever run the job, or a limit is exceeded.
         """
         request = pb.SubmitJobRequest(
             rdzv_id=_checked_name(rdzv_id),
@@ -432,7 +436,7 @@ class ControlClient:
         return node_of(self._call(lambda stub: stub.UncordonNode, request))
 
     def drain(self, node_id: str, deadline_ms: int, reason: str, *, keep_min: bool = False) -> Node:
-        """Empty a node: its workers are notified, and are ended at the deadline.
+        """Drain a node: notify its workers, which are ended at the deadline; return the node.
 
         Raises:
             TooFewNodesError: with `keep_min`, one of its jobs would be left with too few nodes.
@@ -461,7 +465,7 @@ class ControlClient:
         within_s: float | None = None,
         failed: Callable[[RendezvousConnectionError], None] | None = None,
     ) -> _Response:
-        """Ask the servers in turn; `failed` is called for each that did not answer."""
+        """Ask the servers in turn; call `failed` for each attempt that got no answer."""
         asking = self._asking()
         while True:
             try:
@@ -480,7 +484,7 @@ class ControlClient:
         return _Asking(self._rota, self._turns, self._takeover_s)
 
     def _error(self, error: grpc.RpcError) -> RendezvousError:
-        # The error of a blocking call is always a `grpc.Call`, too; the base class does not say so.
+        # A blocking call always raises an error that is also a `grpc.Call`.
         assert isinstance(error, grpc.Call)
         found = error_from_status(
             error.code(),
@@ -495,14 +499,14 @@ class ControlClient:
 
 
 class _Asking:
-    """The state of one request to several servers: which is asked next, and when to give up."""
+    """The state of one request to several servers: which to ask next, and when to give up."""
 
     def __init__(self, rota: Rota, servers: int, takeover_s: float) -> None:
         self._rota = rota
         self._servers = servers
         self._left = servers
         self._standing_by = False
-        """Whether one of the servers stands by, so there is a leader or there will be one."""
+        """Whether one of the servers stands by, so that there is or will be a leader."""
         self._until_s = time.monotonic() + takeover_s
 
     def goes_on(self, error: RendezvousError) -> bool:
@@ -521,14 +525,14 @@ class _Asking:
 
 
 class _Places:
-    """How far each node's logs have been read, so that a reader can resume there."""
+    """How far each node's logs have been read, so that a reader can resume from there."""
 
     def __init__(self) -> None:
         self._rounds: dict[str, int] = {}
         self._offsets: dict[str, dict[tuple[int, bool], int]] = {}
 
     def note(self, lines: pb.LogLines, request: pb.ReadLogsRequest) -> None:
-        """Record the received lines; from now on ask for their run and round."""
+        """Record how far `lines` go; fix the run and the first round of `request`."""
         request.run = lines.run
         if lines.note:
             return
@@ -542,10 +546,10 @@ class _Places:
             self._offsets[lines.node_id][lines.local_rank, lines.stderr] = at
 
     def positions(self) -> list[pb.LogPosition]:
-        """Return where to resume; files beyond `LOG_POSITIONS` are read from the beginning."""
+        """Return where to resume; files beyond `LOG_POSITIONS` are read again from the start."""
         found = []
         for node_id, number in self._rounds.items():
-            # A node without output so far still counts as being in its round.
+            # A node without output so far still needs a position, which names its round.
             offsets = self._offsets[node_id] or {(0, False): 0}
             found += [
                 pb.LogPosition(
@@ -561,7 +565,7 @@ class _Places:
 
 
 def _checked_name(name: str, kind: str = "job") -> str:
-    """Refuse a name that cannot be sent, such as bytes from a shell that are not UTF-8."""
+    """Return a name; refuse one that cannot be sent, such as shell bytes that are not UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -572,7 +576,7 @@ def _checked_name(name: str, kind: str = "job") -> str:
 _NO_CONNECTION = re.compile(
     "failed to connect to all addresses|errors resolving|dns resolution failed", re.IGNORECASE
 )
-"""gRPC's details for a call that never had a connection."""
+"""Matches gRPC's details for a call that never had a connection."""
 
 
 def _perhaps_done(error: RendezvousConnectionError) -> bool:
@@ -582,6 +586,6 @@ def _perhaps_done(error: RendezvousConnectionError) -> bool:
         return False
     if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return True
-    # In all other cases there was no connection to send it over.
+    # Only a connection that was open and then lost may have carried the request.
     never = _NO_CONNECTION.search(failure.details() or "")
     return failure.code() is grpc.StatusCode.UNAVAILABLE and not never

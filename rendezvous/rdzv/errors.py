@@ -1,10 +1,10 @@
 """The error table: what can go wrong between a node, an operator and the server.
 
-It answers two questions for each error: *is it definite* (certainly, nothing has happened), and
-*what should the caller do*. The server turns an error into its gRPC status and puts its code into
-the trailing metadata; the client turns it back, so nobody parses a message.
+It answers two questions for each error: *is it definite* (certainly nothing has happened), and
+*what should the caller do*. The server maps an error to its gRPC status and puts its code into the
+trailing metadata, from which the client restores it, so nobody parses a message.
 
-The names used by `torch.distributed.elastic.rendezvous.api` are kept.
+Errors keep the names that `torch.distributed.elastic.rendezvous.api` gives them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 ERROR_CODE_METADATA_KEY = "rdzv-error"
-"""Trailing metadata key under which an error's code travels."""
+"""The trailing metadata key of an error's code."""
 
 LEADER_METADATA_KEY = "rdzv-leader"
-"""Trailing metadata key in which a stand-by names the leader: HOST:PORT."""
+"""The trailing metadata key in which a stand-by server names the leader, as HOST:PORT."""
 
 
 class RendezvousError(Exception):
-    """Base of all errors that cross a module boundary here."""
+    """The base of all errors that cross a module boundary."""
 
     code: ClassVar[str] = "RendezvousError"
     grpc_status: ClassVar[str] = "INTERNAL"
@@ -48,7 +48,7 @@ class RendezvousClosedError(RendezvousError):
 
 
 class JobExistsError(RendezvousError):
-    """A job of this name has not ended. The caller chooses another, or waits."""
+    """A job of this name has not ended. The caller chooses another name, or waits."""
 
     code = "JobExistsError"
     grpc_status = "ALREADY_EXISTS"
@@ -69,42 +69,42 @@ class UnknownNodeError(RendezvousError):
 
 
 class UnknownJobError(RendezvousError):
-    """The server knows no job of this name. The caller corrects it."""
+    """The server knows no job of this name. The caller corrects the name."""
 
     code = "UnknownJobError"
     grpc_status = "NOT_FOUND"
 
 
 class UnknownTokenError(RendezvousError):
-    """The server has no such token. The caller corrects it."""
+    """The server has no such token. The caller corrects the id or name."""
 
     code = "UnknownTokenError"
     grpc_status = "NOT_FOUND"
 
 
 class StaleRoundError(RendezvousError):
-    """The request is about a round that is over. The caller receives the present one."""
+    """The request is about a round that is over. The caller gets the current one."""
 
     code = "StaleRoundError"
     grpc_status = "ABORTED"
 
 
 class UnauthenticatedError(RendezvousError):
-    """The caller's identity is not proven. It stops; a valid certificate or token is needed."""
+    """The caller has not proven its identity. It stops; it needs a valid certificate or token."""
 
     code = "UnauthenticatedError"
     grpc_status = "UNAUTHENTICATED"
 
 
 class DeniedError(RendezvousError):
-    """The server knows the caller, whose role does not allow this. The caller stops."""
+    """The caller is known, but its role does not allow the request. The caller stops."""
 
     code = "DeniedError"
     grpc_status = "PERMISSION_DENIED"
 
 
 class LimitExceededError(RendezvousError):
-    """A limit of the server is reached. The caller backs off."""
+    """The request exceeds a limit of the server. The caller backs off."""
 
     code = "LimitExceededError"
     grpc_status = "RESOURCE_EXHAUSTED"
@@ -129,7 +129,7 @@ class RendezvousConnectionError(RendezvousError):
 
 
 class RunStoppingError(RendezvousConnectionError):
-    """A run is being stopped, and the next cannot begin yet. The caller asks again soon."""
+    """A run is being stopped, and the next one cannot begin yet. The caller retries soon."""
 
     code = "RunStoppingError"
     definite = True
@@ -155,7 +155,7 @@ class RendezvousStateError(RendezvousError):
 
 
 class RendezvousTimeoutError(RendezvousError):
-    """A deadline of the caller's own has passed; never sent over the wire."""
+    """One of the caller's own deadlines has passed; this error is never sent over the wire."""
 
     code = "RendezvousTimeoutError"
     grpc_status = "DEADLINE_EXCEEDED"
@@ -163,7 +163,7 @@ class RendezvousTimeoutError(RendezvousError):
 
 
 class InvariantError(RendezvousError):
-    """A transition would break an invariant: a bug of ours. Nothing was persisted."""
+    """A transition would break an invariant, which is a bug in rdzv. Nothing was persisted."""
 
     code = "InvariantError"
     grpc_status = "INTERNAL"
@@ -202,7 +202,7 @@ SHOWN_CHARS = 80
 
 
 def short(value: str) -> str:
-    """Cut a value of any length to the part that an error shows.
+    """Shorten a value of any length for an error message.
 
     >>> short("night"), len(short("x" * 10_000)), short("x" * 10_000)[-5:]
     ('night', 80, 'xx...')

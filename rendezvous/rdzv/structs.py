@@ -5,14 +5,14 @@
         rank: int
         labels: Mapping[str, str] = field(default_factory=dict)
 
-A type checker takes `struct` for `dataclasses.dataclass` and `replace` for `dataclasses.replace`,
-and checks their use as well. At run time this is a `msgspec.Struct`. There are some 350 of them: a
-dataclass takes 0.4 ms to make, since it compiles six functions, and all of them took a third of
-the time in which rdzvrun starts its workers. A struct takes 0.01 ms; and each of its instances is
-made, compared and replaced several times as fast.
+To a type checker, `struct` is `dataclasses.dataclass` and `replace` is `dataclasses.replace`, so it
+checks their use. At run time, a struct is a `msgspec.Struct`. There are some 350 of them: a
+dataclass takes 0.4 ms to create, because it compiles six functions, and together they took a third
+of the time in which rdzvrun starts its workers. A struct takes 0.01 ms, and its instances are
+created, compared and replaced several times as fast.
 
-A field may have a default or a default factory; `repr=False` if it holds a secret;
-`compare=False` to leave it out of comparisons. A value that changes is a dataclass.
+A field may have a default or a default factory, `repr=False` if it holds a secret, and
+`compare=False` to be left out of comparisons. A value that changes is a dataclass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def field_names(kind: type) -> tuple[str, ...]:
 
 
 def as_dict(value: Any) -> Any:
-    """Return a struct, and all structs in it, as dicts; containers are copied, like `asdict`."""
+    """Return a struct and all structs in it as dicts; copy containers, as `asdict` does."""
     if isinstance(value, Struct):
         return {name: as_dict(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, list | tuple):
@@ -60,7 +60,7 @@ def as_dict(value: Any) -> Any:
 
 
 def _struct(cls: type, *, order: bool, kw_only: bool) -> type:
-    if isinstance(cls, StructMeta):  # Its base is a struct, so it was made as one.
+    if isinstance(cls, StructMeta):  # Its base is a struct, so it is one already.
         if any(isinstance(default, Field) for default in cls.__struct_defaults__):
             raise TypeError(f"{cls.__qualname__} extends a struct: it may have plain defaults only")
         return cls

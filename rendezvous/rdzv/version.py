@@ -1,6 +1,6 @@
-"""The version of rdzv, as pyproject.toml has it.
+"""The version of rdzv, the same as in pyproject.toml.
 
-Looking it up in the installed metadata takes longer than everything else a starting program reads.
+A constant, because looking it up in the installed metadata would slow the start of every program.
 """
 
 VERSION = "0.1.0"

@@ -39,10 +39,10 @@ TORCH_CONF_KEYS = frozenset(
         "timeout",
     }
 )
-"""Keys of torchrun's back-ends without effect in rdzvrun: its streams need no such timings."""
+"""Keys of torchrun's backends without effect in rdzvrun, whose streams need no such timings."""
 
 CONF_ALIASES = frozenset({"ca_cert", "ssl_cert", "ssl_cert_key"})
-"""The names of `cacert`, `cert` and `key` in torchrun's etcd-v2 back-end."""
+"""The names of `cacert`, `cert` and `key` in torchrun's etcd-v2 backend."""
 
 _NO_EFFECT = "accepted as by torchrun; has no effect"
 
@@ -60,16 +60,17 @@ OWN = frozenset(
         *("--tls-cert", "--tls-key", "--token-file", "--topology", "--version", "--warm"),
     }
 )
-"""Flags that torchrun lacks: they never change the meaning of torchrun's abbreviations."""
+"""Flags that torchrun lacks; they cannot be abbreviated, so torchrun's abbreviations keep their
+meaning."""
 
 
 def described() -> list[Option]:
-    """List rdzvrun's flags: their names, and their arguments for argparse."""
+    """Return rdzvrun's flags: their names and argparse arguments."""
     return [option for options in grouped().values() for option in options]
 
 
 def grouped() -> dict[str, list[Option]]:
-    """List rdzvrun's flags by subject."""
+    """Return rdzvrun's flags by subject."""
     return {
         "the job, its nodes and their server": [*_job(), *_node(), *_credentials()],
         "workers, failures and restarts": [
@@ -88,18 +89,18 @@ def grouped() -> dict[str, list[Option]]:
 def value(
     name: str, metavar: str | None, text: str, *, short: str | None = None, **settings: Any
 ) -> Option:
-    """Declare a flag that has a value: `text` is its help, and `settings` are argparse's."""
+    """Declare a flag that takes a value; `text` is its help, `settings` are argparse's."""
     names = (name,) if short is None else (short, name)
     return names, {"default": None, "metavar": metavar, "help": text, **settings}
 
 
 def switch(name: str, text: str, *, short: str | None = None) -> Option:
-    """Declare a flag without a value: `text` is its help."""
+    """Declare a flag without a value; `text` is its help."""
     names = (name,) if short is None else (short, name)
     return names, {"action": "store_true", "help": text}
 
 
-# It stands for `--warm=`, so the last of the two wins, and each overrides PET_WARM.
+# Equal to `--warm=`, so the later of the two wins, and both override PET_WARM.
 NO_WARM: Option = (
     ("--no-warm",),
     {
@@ -204,7 +205,7 @@ def _credentials() -> list[Option]:
 
 
 def _budgets() -> list[Option]:
-    """List the options for giving up a job."""
+    """List the options for when to give up a job."""
     return [
         value(
             "--max-restarts",
@@ -259,7 +260,7 @@ def _budgets() -> list[Option]:
 
 
 def _program() -> list[Option]:
-    """List the options for the program of a worker."""
+    """List the options for the workers' program."""
     return [
         value("--role", "ROLE", "role of this node's workers", default="default"),
         switch("--module", "run a module, as python -m does", short="-m"),
@@ -302,7 +303,7 @@ def _watching() -> list[Option]:
 
 
 def _keeping() -> list[Option]:
-    """List the options for keeping workers, and their state."""
+    """List the options for keeping workers and their state."""
     return [
         value(
             "--keep-timeout",
@@ -467,7 +468,7 @@ def _output() -> list[Option]:
 
 
 def _torchrun_only() -> list[Option]:
-    """List the options that only torchrun needs."""
+    """List the options that only matter to torchrun."""
     return [
         value("--monitor-interval", "S", _NO_EFFECT, type=float, default=0.1),
         value(

@@ -1,7 +1,7 @@
 """Parses rdzvrun's command line in the same way as torchrun.
 
-Every flag of torchrun is accepted, in both spellings (dashes, underscores), and with torchrun's
-default from the environment: PET_<NAME> stands for --<name>. `rdzvctl submit` takes the same flags.
+Every flag of torchrun is accepted, in both spellings (dashes, underscores). As with torchrun,
+PET_<NAME> in the environment is the default of --<name>. `rdzvctl submit` takes the same flags.
 `declared_flags` lists them; `job_options` and the agent's `options` interpret them.
 
 Source: `torch/distributed/run.py` and `torch/distributed/argparse_util.py` of torch 2.13.
@@ -24,12 +24,12 @@ from rdzv.version import VERSION
 def parse(
     argv: Sequence[str] | None, environ: Mapping[str, str], *, legacy: bool = False
 ) -> argparse.Namespace:
-    """Read a command line; PET_* of `environ` are the defaults.
+    """Parse a command line; PET_* variables in `environ` are the defaults.
 
-    `legacy` selects the command line of torch.distributed.launch: torchrun's, and --use-env.
+    `legacy` adds --use-env, as in torch.distributed.launch.
 
     Raises:
-        SystemExit: usage (2), --help and --version (0).
+        SystemExit: wrong usage (2), or --help or --version (0).
     """
     parser = _parser(environ, legacy=legacy)
     words = sys.argv[1:] if argv is None else argv
@@ -41,24 +41,24 @@ def parse(
 
 @struct(frozen=True)
 class Given:
-    """A flag as given: its words, the first spelled out in full, and their actions."""
+    """A flag as given: its words, with the flag's full name in the first, and its actions."""
 
     actions: tuple[argparse.Action, ...]
-    """One action; or several short flags in one word, of which only the last may have a value."""
+    """One action; or one for each short flag in a word, of which only the last may take a value."""
     words: tuple[str, ...]
 
 
 def split(
     argv: Sequence[str], options: Mapping[str, argparse.Action], whole: Set[str] = OWN
 ) -> tuple[list[Given], list[str]]:
-    """Split the flags from the words after them, and expand abbreviated flags.
+    """Split a command line into its flags and the words after them, and expand abbreviations.
 
-    An abbreviation means what it means to torchrun's argparse: the one flag of torchrun that begins
-    with it. Flags that torchrun lacks, `whole`, are never abbreviated. The words after the flags
-    are the script and its arguments, or begin with a word that argparse refuses.
+    As in torchrun, an abbreviation means the only torchrun flag that begins with it. Flags that
+    torchrun lacks (`whole`) cannot be abbreviated. The words after the flags are the script and its
+    arguments, or begin with a word that argparse refuses.
 
     Raises:
-        InvalidRequestError: several flags of torchrun begin with an abbreviation.
+        InvalidRequestError: several torchrun flags begin with an abbreviation.
     """
     given: list[Given] = []
     at = 0
@@ -74,7 +74,7 @@ def split(
         if not actions:
             break
         if actions[-1].nargs == "?" and not has_value:
-            # An optional value is given with `=`: the next word is the script.
+            # An optional value must follow `=`; the next word is the script.
             first, has_value = f"{first}={actions[-1].const}", True
         end = at + (1 if actions[-1].nargs == 0 or has_value else 2)
         given.append(Given(tuple(actions), (first, *argv[at + 1 : end])))
@@ -89,7 +89,7 @@ def expand(argv: Sequence[str], options: Mapping[str, argparse.Action]) -> list[
 
 
 def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[str]) -> str:
-    """Return the full flag of an abbreviation; any other word is left for argparse to refuse."""
+    """Expand an abbreviated flag; return any other word unchanged, for argparse to refuse."""
     if name in options:
         return name
     meant = {
@@ -104,7 +104,7 @@ def _written_out(name: str, options: Mapping[str, argparse.Action], whole: Set[s
 
 
 def _short(word: str, options: Mapping[str, argparse.Action]) -> tuple[list[argparse.Action], bool]:
-    """Return the short flags in -m, -mt or -mt1, and whether the word holds the last one's value.
+    """Return the short flags in -m, -mt or -mt1, and whether the word ends with a value.
 
     The list is empty if one of them is unknown.
     """
@@ -120,7 +120,7 @@ def _short(word: str, options: Mapping[str, argparse.Action]) -> tuple[list[argp
 
 
 def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Return all flags of a parser, by each of their names."""
+    """Return a parser's actions by each of their flags."""
     return {name: action for action in parser._actions for name in action.option_strings}
 
 
@@ -129,7 +129,7 @@ def add(
     option: Option,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> argparse.Action:
-    """Add a flag in both spellings; the environment may hold its default."""
+    """Add a flag in both spellings; the environment may set its default."""
     names, settings = option
     both = dict.fromkeys((*names, *(_underscored(name) for name in names)))
     action = parser.add_argument(*both, **settings)
@@ -138,7 +138,7 @@ def add(
     if text is None or option is NO_WARM or action.dest in _WITHOUT_ENVIRONMENT:
         return action
     if action.nargs != 0:
-        # argparse parses a text like the option's value.
+        # argparse parses a default that is a string like a given value.
         action.default = text
     elif text.isdecimal():
         action.default = bool(int(text))
@@ -182,7 +182,7 @@ def _parser(environ: Mapping[str, str], *, legacy: bool) -> argparse.ArgumentPar
 _WITHOUT_ENVIRONMENT = frozenset(
     {
         *("numa_binding", "logs_specs", "help", "version", "use_env"),
-        # RDZV_* sets these, for rdzvctl and the plug-in as well.
+        # RDZV_* variables set these instead, as for rdzvctl and the plug-in.
         *("tls_ca", "tls_cert", "tls_key", "token_file"),
     }
 )

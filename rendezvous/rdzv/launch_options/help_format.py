@@ -27,9 +27,9 @@ exit codes:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows only the spelling with dashes (underscores are accepted, too), and keeps line ends.
+    """Shows flags only with dashes, although underscores are accepted, and keeps line breaks.
 
-    Each line is wrapped by itself; indented lines are left as they are.
+    Each line is wrapped separately; indented lines of a description are left as they are.
     """
 
     def _format_action_invocation(self, action: argparse.Action) -> str:

@@ -1,6 +1,6 @@
-"""Reads the options that concern the job, or refuses them and names a remedy.
+"""Parses the options that concern the job, or refuses them and names a remedy.
 
-Nothing here depends on the machine, because the machine that reads a command line may not be the
+Nothing here depends on the machine, because the machine that parses a command line may not be the
 node that launches the job. So `rdzvctl submit` and rdzvrun refuse the same words in the same way.
 """
 
@@ -18,14 +18,14 @@ from rdzv.errors import InvalidRequestError, short
 from rdzv.launch_options.declared_flags import CONF_ALIASES, CONF_KEYS, TORCH_CONF_KEYS
 
 MAX_COUNT = 1_000_000
-"""Larger than the limits of any server, which enforces its own; no message holds a larger
-number."""
+"""The largest count that a message may carry; it exceeds the limits of any server, which enforces
+its own."""
 MAX_CONF_S = 30 * 86_400
 MAX_SHUTDOWN_S = 86_400
 BACKOFF_MS, BACKOFF_MAX_MS = 1_000, 60_000
 """The default first and longest wait between consecutive restarts."""
 MAX_FENCE_S = 3_600
-"""Above every lease; the server refuses values above its own."""
+"""Above every lease; the server refuses values above its own lease."""
 
 MIN_SNAPSHOT_S = 1
 MAX_SNAPSHOT_GB = 1_000_000
@@ -42,7 +42,7 @@ NAME_CHARS = 128
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 LABEL_CHARS = 255
-"""Valid names of variables and of labels, and the longest value of a label; the server's
+"""The patterns of variable and label names, and the longest label value, as in the server's
 defaults."""
 
 WORKERS_OWN = frozenset(
@@ -61,14 +61,14 @@ _NAMES = ("rdzv_id", "node_id", "role", "topology", "local_addr", "master_addr")
 
 
 def check_words(args: argparse.Namespace) -> None:
-    """Refuse flags that exclude each other, and names that a message cannot hold.
+    """Refuse flags that exclude each other, and names that cannot be sent.
 
     Raises:
-        InvalidRequestError: the command line has one of these.
+        InvalidRequestError: the command line has such flags or names.
 
     """
     if args.rdzv_id == "":
-        # It most likely comes from an unset variable, so a random name would be wrong.
+        # Most likely a shell variable is unset, so a random name would be wrong.
         raise InvalidRequestError("--rdzv-id is empty; give the job's name, or leave it out")
     for option in _NAMES:
         check_printable(f"--{option.replace('_', '-')}", getattr(args, option) or "")
@@ -98,7 +98,7 @@ def check_words(args: argparse.Namespace) -> None:
 
 
 def _check_length(option: str, name: str) -> None:
-    """Refuse a name that no server accepts, before it appears in every log line."""
+    """Refuse a name too long for any server, before it appears in every log line."""
     if len(name) > NAME_CHARS:
         raise InvalidRequestError(
             f"{option}={short(name)} has {len(name)} characters; give at most {NAME_CHARS}"
@@ -106,7 +106,7 @@ def _check_length(option: str, name: str) -> None:
 
 
 def check_printable(option: str, value: str) -> None:
-    """Refuse characters that a message cannot hold, and terminal control codes."""
+    """Refuse characters that cannot be sent or printed, such as terminal control codes."""
     if not value.isprintable():
         raise InvalidRequestError(
             f"{option}={short(value)!r} has characters that cannot be printed; leave them out"
@@ -151,7 +151,7 @@ def _restart_backoff_ms(args: argparse.Namespace, conf: Mapping[str, str]) -> tu
 
 
 def _flag_or_key(key: str, flag: str | None, conf: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return an option that is a flag or a key of --rdzv-conf: its form as given, and its value."""
+    """Return an option given as a flag or in --rdzv-conf: its text for errors, and its value."""
     name = f"--{key.replace('_', '-')}"
     if flag is None:
         return f"--rdzv-conf: {key}={conf.get(key)}", conf.get(key)
@@ -163,7 +163,7 @@ def _flag_or_key(key: str, flag: str | None, conf: Mapping[str, str]) -> tuple[s
 
 
 def parse_backoff(given: str, text: str) -> tuple[int, int]:
-    """Read BASE or BASE:MAX in seconds, as milliseconds; `given` names the option in errors.
+    """Parse BASE or BASE:MAX in seconds, as milliseconds; `given` names the option in errors.
 
     >>> parse_backoff("", "2"), parse_backoff("", "0.5:10"), parse_backoff("", "90")
     ((2000, 60000), (500, 10000), (90000, 90000))
@@ -183,7 +183,7 @@ def _budget(option: str, value: int | None) -> int | None:
 
 
 def parse_nnodes(text: str) -> tuple[int, int]:
-    """Read N or MIN:MAX.
+    """Parse N or MIN:MAX, and return the minimum and the maximum.
 
     >>> parse_nnodes("2:4"), parse_nnodes("3")
     ((2, 4), (3, 3))
@@ -206,7 +206,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 
 
 def parse_nproc(text: str) -> int:
-    """Read a number of workers; 0 for a word that makes each node count its own.
+    """Parse a number of workers; return 0 for a word that makes each node count its own.
 
     >>> parse_nproc("8"), parse_nproc("gpu")
     (8, 0)
@@ -238,13 +238,13 @@ def parse_conf(text: str) -> dict[str, str]:
 
 
 def unknown_keys(conf: Mapping[str, str]) -> list[str]:
-    """Return the keys known neither to rdzvrun nor to a back-end of torchrun."""
+    """Return the keys that neither rdzvrun nor a torchrun backend knows."""
     known = {*CONF_KEYS, *CONF_ALIASES, *TORCH_CONF_KEYS}
     return [key for key in conf if key not in known]
 
 
 def conf_ms(conf: Mapping[str, str], key: str, default_s: float, least_ms: int = 0) -> int:
-    """Read a number of seconds from --rdzv-conf, as milliseconds."""
+    """Parse a number of seconds in --rdzv-conf, as milliseconds."""
     text = conf.get(key, str(default_s))
     return _seconds_ms(f"--rdzv-conf: {key}={text}", text, least_ms)
 
@@ -269,7 +269,7 @@ def _seconds_ms(given: str, text: str, least_ms: int) -> int:
 
 
 def conf_bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
-    """Read true or false from --rdzv-conf."""
+    """Parse true or false in --rdzv-conf."""
     text = conf.get(key, str(default)).lower()
     if text not in ("true", "false", "1", "0"):
         raise InvalidRequestError(f"--rdzv-conf: {key}={text} is not true or false")
@@ -277,7 +277,7 @@ def conf_bool(conf: Mapping[str, str], key: str, *, default: bool) -> bool:
 
 
 def parse_scale_up(text: str) -> tuple[ScaleUp, int]:
-    """Read when new nodes may end a running round, and how long it must have run by then.
+    """Parse when new nodes may end a running round, and how long it must have run first, in ms.
 
     >>> parse_scale_up("on-restart"), parse_scale_up("after:600")
     ((<ScaleUp.ON_RESTART: 'on-restart'>, 0), (<ScaleUp.AFTER: 'after'>, 600000))
@@ -293,7 +293,7 @@ def parse_scale_up(text: str) -> tuple[ScaleUp, int]:
 
 
 def at_least(option: str, value: int, least: int) -> int:
-    """Refuse a number that is too small, or too large for any server."""
+    """Return a number, or refuse it if it is too small, or too large for any server."""
     if value < least:
         raise InvalidRequestError(f"{option}={value} is too small; give at least {least}")
     if value > MAX_COUNT:
@@ -302,7 +302,7 @@ def at_least(option: str, value: int, least: int) -> int:
 
 
 def _count(given: str, digits: str) -> int:
-    """Read a number of any length in decimal digits."""
+    """Parse decimal digits of any length; refuse numbers above MAX_COUNT."""
     too_long = len(digits.lstrip("0")) > len(str(MAX_COUNT))
     if too_long or int(digits) > MAX_COUNT:
         raise InvalidRequestError(f"{given} is too large; give at most {MAX_COUNT}")
@@ -310,7 +310,7 @@ def _count(given: str, digits: str) -> int:
 
 
 def shutdown_timeout_ms(given: str, text: str) -> int:
-    """Read how long workers may take to stop; `given` names the option in errors."""
+    """Parse how long workers may take to stop; `given` names the option in errors."""
     try:
         seconds = float(text)
     except ValueError:
@@ -321,7 +321,7 @@ def shutdown_timeout_ms(given: str, text: str) -> int:
 
 
 def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
-    """Read how long workers may take to park (0: none is kept), and how long they stay parked.
+    """Convert how long workers may take to park (0: none are kept), and how long they stay parked.
 
     >>> keep_timeouts_ms(10, 600)
     (10000, 600000)
@@ -335,7 +335,7 @@ def keep_timeouts_ms(keep_s: float, park_s: float) -> tuple[int, int]:
 
 
 def snapshot_memory(gb: float | None) -> int | None:
-    """Read how much memory snapshots may use, in bytes; None if that is not given.
+    """Convert the memory limit of snapshots to bytes; None if it is not given.
 
     >>> snapshot_memory(1.5), snapshot_memory(None)
     (1500000000, None)
@@ -350,7 +350,7 @@ def snapshot_memory(gb: float | None) -> int | None:
 
 
 def snapshot_copy_rate(mb: float) -> int:
-    """Read how fast snapshots are sent to other nodes, in bytes a second; 0: not at all.
+    """Convert the rate of snapshot copies to other nodes to bytes per second; 0 means no copies.
 
     >>> snapshot_copy_rate(200), snapshot_copy_rate(0)
     (200000000, 0)
@@ -364,7 +364,7 @@ def snapshot_copy_rate(mb: float) -> int:
 
 
 def check_snapshot_dir(every_s: float, keep: int) -> None:
-    """Refuse a nonsensical interval between written snapshots, or number of steps to keep."""
+    """Refuse an invalid interval between written snapshots, or number of steps to keep."""
     if every_s and not MIN_SNAPSHOT_S <= every_s <= MAX_CONF_S:
         raise InvalidRequestError(
             f"--snapshot-dir-every={every_s:g}: give a number of seconds from {MIN_SNAPSHOT_S} to "
@@ -377,7 +377,7 @@ def check_snapshot_dir(every_s: float, keep: int) -> None:
 
 
 def fence_after_ms(seconds: float | None) -> int:
-    """Read how long workers continue without proof of contact to the server; 0 for no limit."""
+    """Convert how long workers continue without proof of contact; 0 means no limit."""
     if seconds is None:
         return 0
     if not 1 <= seconds <= MAX_FENCE_S:
@@ -389,7 +389,7 @@ def fence_after_ms(seconds: float | None) -> int:
 
 
 def hang_timeout(text: str | None) -> HangTimeout | None:
-    """Parse `--hang-timeout`: how long a worker may go without progress before it counts as hung.
+    """Parse --hang-timeout: how long a worker may go without progress before it counts as hung.
 
     `auto` gives a timeout without a length; None means that hangs are not detected.
 
@@ -413,7 +413,7 @@ def hang_timeout(text: str | None) -> HangTimeout | None:
 
 
 def parse_signals(text: str) -> tuple[signal.Signals, ...]:
-    """Read names of signals, separated by commas.
+    """Parse signal names, separated by commas.
 
     >>> parse_signals("SIGTERM,SIGUSR1")
     (<Signals.SIGTERM: 15>, <Signals.SIGUSR1: 10>)
@@ -430,7 +430,7 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def parse_notice_signal(text: str) -> signal.Signals | None:
-    """Read the signal of a notice to workers; None if only the notice file is written.
+    """Parse the signal that notifies workers; None if only the notice file is written.
 
     >>> parse_notice_signal("SIGUSR1"), parse_notice_signal("none")
     (<Signals.SIGUSR1: 10>, None)
@@ -446,7 +446,7 @@ def parse_notice_signal(text: str) -> signal.Signals | None:
 
 
 def parse_streams(option: str, text: str, local_world_size: int) -> dict[int, int]:
-    """Read a number from 0 to 3 for all workers, or a map by LOCAL_RANK.
+    """Parse a number from 0 to 3, or LOCAL_RANK:N,...; return the numbers by LOCAL_RANK.
 
     >>> parse_streams("--tee", "3", 2), parse_streams("--tee", "0:1,11:2", 12)
     ({0: 3, 1: 3}, {0: 1, 11: 2})

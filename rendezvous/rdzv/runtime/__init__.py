@@ -1,4 +1,4 @@
-"""Support for a long-running process: clock, tasks, logs, systemd, exposition of metrics.
+"""Support for long-running processes: clock, tasks, logs, systemd, exposition of metrics.
 
-Both daemons use it. It knows nothing of jobs, nodes or messages.
+Both daemons use it. It knows nothing about jobs, nodes or messages.
 """

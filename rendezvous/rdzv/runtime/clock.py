@@ -1,7 +1,7 @@
-"""The one clock of the process: all times and all timers of a server come from here.
+"""The process's only clock: the source of all its times and timers.
 
-It is monotonic, so no leap or correction of the wall clock ever moves a deadline, and anchored to
-Unix time at its start, so that a durable time can be shown to people.
+It is monotonic, so that no jump of the wall clock moves a deadline, and anchored to Unix time when
+the process starts, so that stored times can be shown to users.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ class Cancellable(Protocol):
     """A call scheduled for later."""
 
     def cancel(self) -> None:
-        """Cancel the call; harmless once it has been made."""
+        """Cancel the call; this has no effect once it has been made."""
         ...
 
 
 class Clock(Protocol):
-    """The clock interface of the driver. Tests pass a clock that they move by hand."""
+    """The interface of a clock. Tests pass one that they move by hand."""
 
     def now_ms(self) -> int:
-        """Return the time in milliseconds; it never decreases."""
+        """Return the current time in milliseconds; it never decreases."""
         ...
 
     def call_at(self, at_ms: int, callback: Callable[[], None]) -> Cancellable:
-        """Call back from the event loop at `at_ms`, or soon after if that has passed."""
+        """Call `callback` from the event loop at `at_ms`, or soon if that has passed."""
         ...
 
 
@@ -39,18 +39,18 @@ class MonotonicClock:
         self._anchor_ns = time.time_ns() - time.monotonic_ns()
 
     def now_ms(self) -> int:
-        """Return the time in milliseconds, as Unix time anchored at the server's start."""
+        """Return the Unix time in milliseconds, anchored when this clock was created."""
         return (self._anchor_ns + time.monotonic_ns()) // 1_000_000
 
     def call_at(self, at_ms: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Call back from the running event loop at `at_ms`."""
+        """Call `callback` from the running event loop at `at_ms`."""
         # now_ms() rounds down: without the added 1, a timer could fire before its time.
         delay_s = max(at_ms - self.now_ms() + 1, 0) / 1000
         return asyncio.get_running_loop().call_later(delay_s, callback)
 
 
 class Timer:
-    """One timer, armed again after each step; it passes its due time to the callback."""
+    """A timer that can be rearmed; it passes its due time to the callback."""
 
     def __init__(self, clock: Clock, callback: Callable[[int], None]) -> None:
         self._clock = clock
@@ -64,7 +64,7 @@ class Timer:
         return self._due_ms
 
     def arm(self, at_ms: int | None) -> None:
-        """Fire at `at_ms` and at no other time; with None, do not fire at all."""
+        """Fire at `at_ms` instead of any time set before; with None, disarm the timer."""
         if at_ms == self._due_ms:
             return
         self.cancel()
@@ -90,9 +90,9 @@ class Timer:
 
 
 class LoopWatch:
-    """Detects that the event loop was held up, so that input received meanwhile is read first.
+    """Detects pauses of the event loop, so that input that arrived meanwhile is read first.
 
-    Each timer asks `late` before it acts, the earliest first, so a pause is detected before any
+    Each timer calls `late` before it acts. Timers fire in order, so a pause is detected before any
     deadline that passed during it takes effect.
     """
 
@@ -106,7 +106,7 @@ class LoopWatch:
         settle_ms: int,
         on_look: Callable[[int], None] = lambda late_ms: None,
     ) -> None:
-        """Call `on_pause` with the length of each pause; `on_look` with each check's delay."""
+        """Call `on_pause` with each pause's length, and `on_look` with each check's delay."""
         self._clock = clock
         self._on_pause = on_pause
         self._on_look = on_look
@@ -116,7 +116,7 @@ class LoopWatch:
         self._timer = Timer(clock, self._look)
         self._listened_ms = 0
         self.settled_ms = 0
-        """The time until which input received during the last pause is read."""
+        """When input that arrived during the last pause has been read."""
 
     def start(self) -> None:
         """Start watching the running event loop."""
@@ -136,10 +136,10 @@ class LoopWatch:
         return now_ms < self.settled_ms
 
     def listened_until_ms(self) -> int:
-        """Return the time up to which all input has been received: now, except after a pause.
+        """Return the time up to which all input has been read: now, except after a pause.
 
-        After a pause it stands still until the input received meanwhile is read. A caller that uses
-        this time draws no conclusion from a deadline that passed during a pause.
+        After a pause this time stands still until the input that arrived meanwhile has been read.
+        So a caller that uses it does not act on a deadline that passed during a pause.
         """
         due_ms = self._timer.due_ms
         if due_ms is None or not self.late(due_ms):
@@ -153,7 +153,7 @@ class LoopWatch:
 
 
 async def sleep_ms(clock: Clock, for_ms: int) -> None:
-    """Sleep by the given clock."""
+    """Sleep for `for_ms` by the given clock."""
     woken = asyncio.Event()
     call = clock.call_at(clock.now_ms() + for_ms, woken.set)
     try:

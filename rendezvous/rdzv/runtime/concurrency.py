@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def single_error() -> Iterator[None]:
-    """Raise the error itself, not the group, if a task group in the body failed with just one."""
+    """If a task group in the body fails with a single error, raise that error, not the group."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -24,7 +24,7 @@ def single_error() -> Iterator[None]:
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` until the body ends; an error of either cancels the other, and is raised."""
+    """Run `work` while the body runs; an error in either cancels the other, and is raised."""
     with single_error():
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(work)

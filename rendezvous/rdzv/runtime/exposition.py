@@ -1,6 +1,6 @@
 """Shared parts of the /metrics pages of server and agent.
 
-Only processes with such a page load it, since prometheus-client is large.
+Only processes with such a page import it, because prometheus-client is large.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Collect = Callable[[], Iterable[Metric]]
 
-# Without this, each counter and histogram would get a gauge with its creation time.
+# Otherwise, each counter and histogram would have a gauge with its creation time.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Parts:
-    """The parts of a page that are computed on request. Each may fail independently.
+    """The parts of a page that are computed at each scrape. Each may fail independently.
 
-    A failed part is left out, reported by a metric at each scrape, and logged once until it is
-    fixed.
+    A failed part is left out and reported by a metric at each scrape; it is logged once until it
+    succeeds again.
     """
 
     def __init__(self, metric: str, program: str) -> None:
-        """Report in `metric` which parts could be computed."""
+        """Report in `metric` which parts could be computed; `program` is named in the log."""
         self._metric = metric
         self._program = program
         self._in_order: dict[str, bool] = {}
 
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:
-        """Compute a part in the body; its exceptions end here."""
+        """Compute a part in the body; log an exception there instead of raising it."""
         try:
             yield
         except Exception:
@@ -52,7 +52,7 @@ class Parts:
             self._in_order[name] = True
 
     def collect(self, parts: Mapping[str, Collect]) -> Iterator[Metric]:
-        """Yield the metrics of these parts, and then the outcome of every part."""
+        """Yield the metrics of `parts`, and then the outcome of all parts computed so far."""
         for name, collect in parts.items():
             found: tuple[Metric, ...] = ()
             with self.computing(name):
@@ -67,7 +67,7 @@ class Parts:
 
 
 def by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a gauge with one sample for each value of a label."""
+    """Return a gauge with one sample for each value of `label`."""
     family = GaugeMetricFamily(name, text, labels=(label,))
     for value, number in values.items():
         family.add_metric((value,), number)
@@ -75,7 +75,7 @@ def by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> M
 
 
 def expiry(name: str, expires: datetime | None) -> Iterator[Metric]:
-    """Yield a gauge of when a certificate expires; nothing if there is no certificate."""
+    """Yield a gauge for a certificate's expiry time; yield nothing if there is no certificate."""
     if expires is not None:
         yield GaugeMetricFamily(
             name, "Unix time at which the certificate in use expires.", expires.timestamp()
@@ -83,7 +83,7 @@ def expiry(name: str, expires: datetime | None) -> Iterator[Metric]:
 
 
 def add_process(registry: CollectorRegistry) -> None:
-    """Add metrics of this process and its interpreter."""
+    """Register metrics of this process and its interpreter."""
     for make in (
         prometheus_client.ProcessCollector,
         prometheus_client.PlatformCollector,

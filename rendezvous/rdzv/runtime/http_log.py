@@ -8,10 +8,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 
 def http_log(name: str, remedy: str) -> logging.Logger:
-    """Return a logger for aiohttp: one line, with a remedy, for each client that sends no HTTP.
+    """Return a logger for aiohttp that logs one line, with a remedy, if a client sends no HTTP.
 
-    The mistake is the client's, so there is no traceback. It is most often gRPC at the wrong port,
-    which tries again and again.
+    The mistake is the client's, so there is no traceback. Such a client is most often gRPC at the
+    wrong port, which retries forever.
     """
 
     def in_one_line(record: logging.LogRecord) -> bool:

@@ -1,7 +1,7 @@
 """Log formats of both daemons: for a terminal, a file, and systemd's journal.
 
-The journal records the time and the priority of each line itself. It takes the priority from a
-prefix such as `<4>` (sd-daemon(3)), and removes that prefix from the line.
+The journal records each line's time and priority. It takes the priority from a prefix such as `<4>`
+(sd-daemon(3)), and removes the prefix from the line.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _PRIORITIES = (
     (logging.WARNING, 4),
     (logging.INFO, 6),
 )
-"""The syslog(3) priority of each level and above; lower levels have 7."""
+"""The syslog(3) priority from each level up; lower levels have priority 7."""
 
 
 class HumanFormatter(logging.Formatter):
     """`12:00:01.250 INFO  job-7: n1 joined ...`: for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format one record as a line, with its traceback below if there is one."""
+        """Format one record as a line, followed by its traceback if there is one."""
         at = datetime.fromtimestamp(record.created).astimezone()
         time = f"{at:%H:%M:%S}.{int(record.msecs):03d}"
         return f"{time} {record.levelname:<7} {_text(self, record)}"
@@ -52,21 +52,21 @@ class JsonFormatter(logging.Formatter):
 
 
 class JournalFormatter(logging.Formatter):
-    """`<6>job-7: n1 joined ...`: without the fields that the journal adds."""
+    """`<6>job-7: n1 joined ...`: without the fields that the journal adds itself."""
 
     def __init__(self, lines: logging.Formatter | None = None) -> None:
-        """Wrap the formatter `lines`; without one, lines are plain text."""
+        """Wrap the formatter `lines`; without one, format records as plain text."""
         super().__init__()
         self._lines = lines
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format one record, with its priority before each of its lines."""
+        """Format one record, with its priority at the start of each line."""
         text = _text(self, record) if self._lines is None else self._lines.format(record)
         return _prioritized(text, record.levelno)
 
 
 def log_to_stderr(level: str, log_format: str) -> None:
-    """Log to stderr, where services and people expect it; stdout is for the ready line."""
+    """Log to stderr, where services and users expect it; stdout is for the ready line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter_for(log_format))
     root = logging.getLogger()
@@ -75,7 +75,7 @@ def log_to_stderr(level: str, log_format: str) -> None:
 
 
 def formatter_for(log_format: str) -> logging.Formatter:
-    """Return the formatter for stderr in a format, "human" or "json"."""
+    """Return stderr's formatter for the log format "human" or "json"."""
     lines = JsonFormatter() if log_format == "json" else None
     if stderr_is_journal():
         return JournalFormatter(lines)
@@ -83,7 +83,7 @@ def formatter_for(log_format: str) -> logging.Formatter:
 
 
 def stderr_is_journal() -> bool:
-    """Return whether stderr is the journal's stream, connected by systemd and not redirected."""
+    """Return whether stderr is still the journal's stream, to which systemd connected it."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         status = os.fstat(2)
@@ -93,7 +93,7 @@ def stderr_is_journal() -> bool:
 
 
 def complain(text: str) -> None:
-    """Write to stderr why a program ends; the journal records it as an error."""
+    """Print to stderr why a program ends; the journal records the line as an error."""
     print(_prioritized(text, logging.ERROR) if stderr_is_journal() else text, file=sys.stderr)  # noqa: T201
 
 

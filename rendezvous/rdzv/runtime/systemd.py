@@ -16,16 +16,16 @@ from pathlib import Path
 log = logging.getLogger("rdzv.runtime.systemd")
 
 ASK_TIMEOUT_S = 5.0
-"""How long systemd may take to answer which job is queued."""
+"""How long `systemctl list-jobs` may take."""
 
 WATCHDOG_BEATS = 3
 """How many keep-alives are sent in each watchdog interval."""
 
 
 def notify(*lines: str) -> bool:
-    """Send lines such as "READY=1" to systemd, if it listens; return whether it does.
+    """Send lines such as "READY=1" to systemd, if it listens; return whether they were sent.
 
-    Never blocks, and fails silently: a service does not depend on its supervisor.
+    Never blocks, and fails silently: a service must not depend on its supervisor.
     """
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path.startswith(("/", "@")):
@@ -50,7 +50,7 @@ def reloading() -> str:
 
 
 def watchdog_s() -> float:
-    """Return the silence after which systemd ends this process; 0 if it never does."""
+    """Return systemd's watchdog timeout for this process; 0 if it has none."""
     if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     try:
@@ -63,7 +63,7 @@ def watchdog_s() -> float:
 def watched() -> Iterator[None]:
     """Send keep-alives from this event loop while the body runs, if systemd expects them.
 
-    The loop itself sends them: if it hangs, they stop and systemd ends the process.
+    If the loop hangs, the keep-alives stop, and systemd ends the process.
     """
     if not (after_s := watchdog_s()):
         yield
@@ -87,8 +87,8 @@ async def _beat(every_s: float) -> None:
 def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
     """Return the job that systemd has queued for this process's unit: "stop", "restart", ...
 
-    Return "" if there is nothing to do, if this process is not a service, or if systemd does not
-    answer within `ASK_TIMEOUT_S`. Blocks until then.
+    Return "" if no job is queued, if this process is not a service, or if systemd cannot be asked.
+    Blocks for up to `ASK_TIMEOUT_S`.
     """
     try:
         unit, of_user = unit_of(cgroups.read_text(errors="replace"))
@@ -116,7 +116,7 @@ def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
 
 
 def unit_of(cgroups: str) -> tuple[str, bool]:
-    """Return a process's service from its /proc/PID/cgroup, and whether it is a user service.
+    """Return the service in the contents of /proc/PID/cgroup, and whether it is a user service.
 
     >>> unit_of("0::/system.slice/rdzv-agent.service/sub")
     ('rdzv-agent.service', False)
@@ -134,7 +134,7 @@ def unit_of(cgroups: str) -> tuple[str, bool]:
 
 
 def job_of(unit: str, lines: Iterable[str]) -> str:
-    """Return the type of the job queued for a unit, from the output of `list-jobs`.
+    """Return the type of a unit's job in the output of `list-jobs`; empty if there is none.
 
     >>> job_of("b.service", ["12 a.service stop waiting", "13 b.service restart running"])
     'restart'

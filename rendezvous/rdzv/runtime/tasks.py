@@ -1,4 +1,4 @@
-"""Tasks that outlive the call that started them, and still have a parent."""
+"""Tasks that outlive the call that started them, but still have a parent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Tasks:
         self._running: set[asyncio.Future[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` even if the caller is cancelled."""
+        """Start `work`, which continues even if the caller is cancelled."""
         task = self._group.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -29,7 +29,7 @@ class Tasks:
         return len(self._running)
 
     async def finish(self, within_ms: int) -> None:
-        """Let running tasks finish within `within_ms`; cancel the rest."""
+        """Wait up to `within_ms` for running tasks; cancel the rest."""
         if self._running:
             await asyncio.wait(self._running, timeout=within_ms / 1000)
         for task in self._running:

@@ -1,37 +1,37 @@
 """The plug-in for torch's own elastic agent: `torchrun --rdzv-backend=rdzv`.
 
-torch finds `plugin` by the entry point `rdzv` of the group `torchrun.handlers`
+torch finds `plugin` through the entry point `rdzv` of the group `torchrun.handlers`
 (`torch/distributed/elastic/rendezvous/registry.py`). torch's agent starts, watches and restarts
-the workers as usual; the participants, their GROUP_RANKs, and where the workers meet come from
-rdzvd over one stream.
+the workers as usual; rdzvd sends the participants, their GROUP_RANKs and the store's address over
+one stream.
 
-The calls of torch's agent to a handler, and their effects:
+torch's agent calls a handler as follows:
 
 * `next_rendezvous()` is called at the start, and again once the workers of a round are gone. It
   joins, or joins again naming the round that was left, and returns when the next round is
   complete and all its nodes have met in the round's store.
-* The *store* is new in every round. GROUP_RANK 0's agent serves it, on a port that was never
-  offered before, so that no node of an older round can meet a newer one. Workers are its clients
-  (`use_agent_store`); they share nothing but the server with torch's agents, whose keys have a
-  prefix of their own.
+* Every round has a new *store*. GROUP_RANK 0's agent serves it, on a port that was never offered
+  before, so that no node of an older round can meet a newer one. Workers are its clients
+  (`use_agent_store`); they share only the server with torch's agents, whose keys have their own
+  prefix.
 * `num_nodes_waiting()` is answered from the messages received so far, without asking the server.
   It is not 0 once the round has ended for any reason: newcomers, a node that left or was lost.
-  torch's agent then restarts its workers and charges nothing
+  torch's agent then restarts its workers, which does not count as a restart
   (`torch/distributed/elastic/agent/server/api.py`, `_invoke_run`).
-* `shutdown()` is called at the end of everything but a signal
-  (`torch/distributed/launcher/api.py`, `launch_agent`). The exception being raised then, or the
-  absence of one, distinguishes failure from success. After a signal `get_run_id()` is the last
-  call; a handler that is dropped leaves when it is collected. So a process may launch repeatedly.
+* `shutdown()` is called at the end of a launch, unless a signal ends it
+  (`torch/distributed/launcher/api.py`, `launch_agent`). Whether an exception is being raised
+  distinguishes failure from success. After a signal, `get_run_id()` is the last call; a handler
+  that is dropped leaves when it is collected. So a process may launch repeatedly.
 * `set_closed()` stops the job's run, as `rdzvctl stop` does.
 
-torch's agent does not report that workers failed and were restarted, so the server does not know.
-It sees a node that has stopped its workers and joins again, which costs nothing;
-`max_restarts` is each torchrun's own, and the job's settings leave it open. The failure that ends
-a torchrun is reported, and ends the job.
+torch's agent does not report workers that failed and were restarted. The server sees a node that
+has stopped its workers and joins again, which does not count as a restart. Each torchrun counts its
+own `max_restarts`, and the job's settings leave it open. The failure that ends a torchrun is
+reported, and ends the job.
 
-`participation` has a node's messages about its job, `sync_stream` the connection, `conversation`
-both until the node has left, `round_store` the meeting, `plugin_options` the command line,
-`signals` the end by a signal, `handler` the interface to torch.
+`participation` has a node's messages about its job, `sync_stream` its connection, `conversation`
+both until the node has left, `round_store` the meeting of a round's nodes, `plugin_options` the
+command line, `signals` the end by a signal, and `handler` the interface to torch.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Create the handler of one torchrun.
 
     Raises:
-        ValueError: a value of the command line is not valid; the message names it and the remedy.
+        ValueError: an option is not valid; the message names it and the remedy.
     """
-    # Imported late: torch loads every plug-in, whichever backend is requested.
+    # Imported late, because torch loads every plug-in, whichever backend is requested.
     from rdzv.torchrun.handler import RdzvHandler
     from rdzv.torchrun.plugin_options import read_options
 
@@ -66,7 +66,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _set_up_logging() -> None:
-    """Show the user why there are no workers, as rdzvrun does, unless logs go elsewhere.
+    """Log to stderr why there are no workers, as rdzvrun does, unless logging is already set up.
 
     The level is torch's LOGLEVEL if that is set (`torch/distributed/elastic/utils/logging.py`).
     """

@@ -1,10 +1,10 @@
 """One handler's messages to the server, from its first join to its final message.
 
-It has no reference to the handler. So a handler dropped without `shutdown` is collected, and its
-node then leaves (`abandon`). The round's store, which torch's agent holds and calls, refers to
-this as well.
+A `Talk` has no reference to the handler, so a handler that is dropped without `shutdown` is
+collected, and its node then leaves (`abandon`). The round's store, which torch's agent holds and
+calls, refers to the `Talk` as well.
 
-Everything may be called from any thread; `news` guards all state.
+All methods may be called from any thread; `news` guards all state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HANG_UP_TIMEOUT_S = 5.0
 
 
 class Talk:
-    """A node's part in a job, its stream to the server, and the socket that it offers."""
+    """A node's part in a job, its stream to the server, and the socket for its store."""
 
     def __init__(self, part: Part, store_socket: addresses.StoreSocket) -> None:
         self.part = part
@@ -38,12 +38,12 @@ class Talk:
         self.stream: NodeStream | None = None
         self.hung_up = False
         self.signalled: signal.Signals | None = None
-        """The first signal received that ends this torchrun."""
+        """The first signal that was received and ends this torchrun."""
         self._stop_watching: Callable[[], None] = lambda: None
         self._pid = os.getpid()
 
     def begin(self, stream: NodeStream) -> None:
-        """Open the stream; leave on a signal or when the process ends."""
+        """Open the stream; from now on, a signal or the end of the process makes the node leave."""
         self.stream = stream
         stream.open()
         self._stop_watching = watch_signals(self.on_signal)
@@ -60,7 +60,7 @@ class Talk:
         return bool(self.part.over) or self.part.ended or self.signalled is not None
 
     def why_over(self, line: pb.RoundCompleted) -> str:
-        """Return why a round is over for this node; empty while it is not."""
+        """Return why the round of `line` is over for this node; empty while it is not."""
         with self.news:
             part = self.part
             if part.closed is not None:
@@ -77,7 +77,7 @@ class Talk:
     # ------------------------------------------------------------------ the end
 
     def on_success(self) -> None:
-        """Note that torch's agent waits at its exit barrier: all its workers have exited 0."""
+        """Report success: torch's agent is in its exit barrier, so all workers have exited 0."""
         with self.news:
             if self.part.phase is Phase.RUNNING and not self.round_is_over:
                 self.say(self.part.say_succeeded())
@@ -90,17 +90,17 @@ class Talk:
             self.news.notify_all()
 
     def end(self, cause: pb.Leave.Cause.ValueType, reason: str) -> None:
-        """Leave without workers, and close the stream once the server has received it."""
+        """Leave, with no workers left, and close the stream once the server has received this."""
         with self.news:
             self.leave(cause, reason, workers_gone=True)
         self.hang_up()
 
     def at_exit(self) -> None:
-        """Leave as the process ends; its workers are gone by now."""
+        """Leave because the process ends; its workers are gone by now."""
         self.end(pb.Leave.SIGNAL, "its torchrun has exited")
 
     def abandon(self) -> None:
-        """Leave without waiting: the handler is gone, and no worker here is left."""
+        """Leave without waiting: the handler has been collected, and no workers are left."""
         if os.getpid() != self._pid:
             # A fork must not act on its parent's messages.
             return
@@ -109,14 +109,14 @@ class Talk:
         self.hang_up(wait=False)
 
     def leave(self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool) -> None:
-        """Announce that this node leaves, if it is in the job; call it with `news` held."""
+        """Announce that this node leaves, if it is in the job. `news` must be held."""
         if self.part.phase is not Phase.APART and not self.part.ended and not self.hung_up:
             self.say(self.part.say_leave(cause, reason, workers_gone=workers_gone))
 
     def hang_up(self, *, wait: bool = True) -> None:
         """End the stream once the server has received everything; later calls have no effect.
 
-        With `wait`, do not call it with `news` held.
+        With `wait`, `news` must not be held.
         """
         with self.news:
             if self.stream is None or self.hung_up:

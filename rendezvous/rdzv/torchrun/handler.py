@@ -1,11 +1,11 @@
 """The rendezvous handler that torch's agent calls.
 
-torch calls it from one thread, its main one. Messages from the server arrive in a second thread,
-and a signal is noticed in a third; one lock guards their shared state (`conversation`).
+torch calls it from its main thread. Messages from the server arrive in a second thread, and signals
+in a third; one lock guards their shared state (`conversation`).
 
-One process may have many handlers, one after another or at once: a notebook calls
-`elastic_launch(...)()` repeatedly. Each is a node of its own, and leaves when its launch is over,
-however it ends.
+A process may have many handlers, one after another or at once: a notebook calls
+`elastic_launch(...)()` repeatedly. Each handler is a separate node, and leaves when its launch is
+over, however it ends.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from rdzv.version import VERSION
 log = logging.getLogger("rdzv.torchrun")
 
 STOP_TIMEOUT_MS = 30_000
-"""How long torch's agent lets workers take between SIGTERM and SIGKILL when it restarts them; it
-ignores --shutdown-timeout there (`LocalElasticAgent._stop_workers`).
+"""The time between SIGTERM and SIGKILL when torch's agent restarts workers; it ignores
+--shutdown-timeout there (`LocalElasticAgent._stop_workers`).
 """
 EXPLAIN_TIMEOUT_S = 10.0
-"""How long to wait for the server to explain why a store failed: its host was lost."""
+"""How long to wait for the server to end a round whose store failed, for example with its host."""
 
 
 class RdzvHandler(RendezvousHandler):
-    """One torchrun's part in one job. Joins at the first `next_rendezvous`."""
+    """One torchrun's part in one job. It joins at the first `next_rendezvous`."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -76,7 +76,7 @@ class RdzvHandler(RendezvousHandler):
         self._part, self._news = part, self.talk.news
         self._joined_at_s = 0.0
         self._has_closed = False
-        # An interrupted launch makes no further call; at exit the conversation ends itself.
+        # An interrupted launch makes no further call. At exit, the conversation ends by itself.
         weakref.finalize(self, self.talk.abandon).atexit = False
 
     # ------------------------------------------------------------------ calls by torch
@@ -89,8 +89,8 @@ class RdzvHandler(RendezvousHandler):
         """Return the name of the job.
 
         A launch that a signal ends does not call `shutdown`. But it calls this once more, for
-        torch's own event, when the workers are gone (`launch_agent`, `get_event_failed`): then this
-        node leaves, so that no other node waits for it, and the process may launch again.
+        torch's own event, when the workers are gone (`launch_agent`, `get_event_failed`). This node
+        then leaves, so no other node waits for it, and the process may launch again.
         """
         error = sys.exc_info()[1]
         if isinstance(error, SignalException) and agent_has_run():
@@ -107,23 +107,23 @@ class RdzvHandler(RendezvousHandler):
         return shares_store()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join, wait for the round to be complete, and meet its other nodes.
+        """Join, wait until the round is complete, and meet its other nodes.
 
-        Call it only while no workers are left on this node. A spare waits here until there is a
-        seat or the job has ended.
+        No workers may be left on this node. A spare waits here until there is a seat or the job has
+        ended.
 
         Raises:
             RendezvousClosedError: the job has failed, or was stopped.
             RendezvousTimeoutError: there were too few nodes for join_timeout.
             RendezvousConnectionError: no server could be reached for join_timeout, or the other
-                nodes not at all.
+                nodes could not be met.
             RendezvousError: the server refuses this node; the message says why.
-            SignalException: a signal arrived that ends this torchrun, and torch's agent missed
+            SignalException: a signal that ends this torchrun arrived, and torch's agent missed
                 it: Python drops exceptions that a signal handler raises inside some callbacks,
-                as after each fork (`os.register_at_fork`).
-            SystemExit: the job has succeeded without this node. torch's own exception for that,
-                `RendezvousGracefulExitError`, makes torchrun die of an AttributeError
-                (`launch_agent` asks the missing result whether it is a failure).
+                such as those after a fork (`os.register_at_fork`).
+            SystemExit: the job has succeeded without this node. torch's own exception for this,
+                `RendezvousGracefulExitError`, makes torchrun fail with an AttributeError
+                (`launch_agent` calls a method of the missing result).
 
         """
         while True:
@@ -131,7 +131,7 @@ class RdzvHandler(RendezvousHandler):
             line = self._wait_for_round()
             info = self._meet(line)
             if info is not None:
-                # As for rdzvrun's workers; torch's agent passes on its own environment.
+                # As rdzvrun does; torch's agent passes its own environment to the workers.
                 os.environ["RDZV_ROUND"] = str(line.round)
                 return info
 
@@ -141,19 +141,19 @@ class RdzvHandler(RendezvousHandler):
             return int(self.talk.round_is_over)
 
     def is_closed(self) -> bool:
-        """Return whether the job forms no more rounds, as far as this node knows."""
+        """Return whether the job forms no more rounds, to this node's knowledge."""
         with self._news:
             return self._part.ended or self._has_closed
 
     def set_closed(self) -> None:
-        """End the job's present run, as `rdzvctl stop` does: its nodes are notified, and stop.
+        """End the job's current run, as `rdzvctl stop` does: its nodes are notified, and stop.
 
-        A node that has not joined may call this, too. If the job has no run, no message is sent;
-        this node will not begin one.
+        The node need not have joined. If the job has no run, nothing is stopped, and this node will
+        not begin one.
 
         Raises:
             RendezvousConnectionError: no server could be reached.
-            RendezvousError: the server refuses it; the message has the reason.
+            RendezvousError: the server refuses to stop the run; the message has the reason.
         """
         self._has_closed = True
         name, options = self._options.rdzv_id, self._options
@@ -173,11 +173,11 @@ class RdzvHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """Report to the server how this node's part in the job ended, and close the stream.
 
-        Call it only while no workers are left. If an exception is being raised (`launch_agent`
-        calls this in its `finally`), it decides what is reported. Without one, the workers have
-        succeeded, and this waits for the other nodes to succeed, because this process may serve
-        their store. An exception that a caller further up is handling counts, too: a failure must
-        not be taken for a success.
+        No workers may be left. If an exception is being raised (`launch_agent` calls this in its
+        `finally`), it decides what is reported. Without one, the workers have succeeded, and this
+        waits for the other nodes to succeed, because this process may serve their store. An
+        exception that a caller further up is handling counts as well: a failure must not be
+        reported as a success.
         """
         error = sys.exc_info()[1]
         if self.talk.stream is None or self.talk.hung_up:
@@ -210,7 +210,7 @@ class RdzvHandler(RendezvousHandler):
             protocol_version=PROTOCOL_VERSION,
             node_id=self._options.node_id,
             instance=uuid.uuid4().hex,
-            # torch's agent does not adopt workers: when it exits, they are as good as gone.
+            # torch's agent does not adopt workers: once it has exited, they count as gone.
             kind=pb.AGENT_KIND_FOREGROUND,
             address=self._offer.address,
             pid=os.getpid(),
@@ -256,12 +256,12 @@ class RdzvHandler(RendezvousHandler):
         raise kind(f"{rdzv_id} {result}: {closed.reason}")
 
     def _raise_if_apart(self) -> None:
-        """Give up if there has been no server for join_timeout since this node joined."""
+        """Raise if no server has been connected for join_timeout since this node joined."""
         stream, timeout_s = self.talk.stream, self._join_timeout_s
         assert stream is not None
         if stream.apart_since_s is None:
             return
-        # Without a server its workers kept running; it waits for one only from now on.
+        # The time before counts for nothing: the workers kept running without a server.
         since_s = max(stream.apart_since_s, self._joined_at_s)
         if time.monotonic() - since_s >= timeout_s:
             raise RendezvousConnectionError(
@@ -275,7 +275,7 @@ class RdzvHandler(RendezvousHandler):
     # ------------------------------------------------------------------ meeting
 
     def _meet(self, line: pb.RoundCompleted) -> RendezvousInfo | None:
-        """Meet the other nodes in the round's store; None if the round ends first."""
+        """Meet the other nodes in the round's store; return None if the round ends first."""
         talk = self.talk
         listening = talk.store_socket.take()
         if line.group_rank != 0 and listening is not None:
@@ -286,7 +286,7 @@ class RdzvHandler(RendezvousHandler):
         def wrap(store: Store) -> AgentStore:
             return AgentStore(store, talk.on_success, lambda: talk.why_over(line))
 
-        # The thread may never end; it has no reference to this handler.
+        # The thread may never end, so it has no reference to this handler.
         work = in_thread(lambda: meet(line, listening, wrap, timeout_s), talk.notify)
         with self._news:
             self._news.wait_for(lambda: talk.round_is_over or work.done(), timeout_s)
@@ -299,7 +299,8 @@ class RdzvHandler(RendezvousHandler):
     def _explain_failure(self, line: pb.RoundCompleted, work: Future[RendezvousInfo]) -> None:
         """Wait for the server to end a round whose nodes could not meet.
 
-        GROUP_RANK 0 requests that. The others expect the message that GROUP_RANK 0 was lost.
+        GROUP_RANK 0 reports the failed store. The others expect to be told that GROUP_RANK 0 is
+        lost.
         """
         error = work.exception() if work.done() else None
         why = f"{type(error).__name__}: {_first_line(error)}" if error else "not all nodes came"
@@ -373,7 +374,7 @@ def _own_name() -> str:
 
 
 def _why_leave(error: BaseException | None) -> tuple[pb.Leave.Cause.ValueType, str]:
-    """Return why this node leaves, from the exception that torch's launcher fails with."""
+    """Return why this node leaves, given the exception that torch's launcher fails with, if any."""
     match error:
         case None:
             return pb.Leave.SIGNAL, "its workers have succeeded"
@@ -390,7 +391,7 @@ def _why_leave(error: BaseException | None) -> tuple[pb.Leave.Cause.ValueType, s
 
 
 def _worker_failures(error: ChildFailedError) -> list[pb.WorkerFailure]:
-    """Report the failures that end this torchrun, without the workers that torch then stopped."""
+    """Return the failures that end this torchrun, without the workers that torch then stopped."""
     first, _ = error.get_first_failure()
     return [
         _worker_failure(rank, failure)

@@ -1,7 +1,7 @@
 """One node's part in one job: the messages it sends and receives.
 
-Without threads, clocks or torch: the owner of a `Part` guards it, sends its messages, and acts on
-its state.
+It uses no threads, clocks or torch: the owner of a `Part` guards it, sends its messages, and acts
+on its state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger("rdzv.torchrun")
 
 
 class Phase(Enum):
-    """The progress of this node's part in the job."""
+    """How far this node's part in the job has come."""
 
     APART = "it has not joined yet, or has left"
     JOINING = "it has no workers, and wants a place in the next round"
@@ -36,7 +36,7 @@ _BELIEFS = {
 
 
 class Part:
-    """Messages sent and received. Each `say_*` changes the state and returns its message."""
+    """A node's state in a job. Each `say_*` changes it and returns the message to send."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Part:
 
     @property
     def ended(self) -> bool:
-        """Whether the server's answer is final: there is no next round for this node."""
+        """Whether the server has given a final answer: there is no next round for this node."""
         return self.closed is not None or self.refused is not None
 
     # ------------------------------------------------------------------ messages sent
 
     def say_join(self, store_port: int) -> pb.NodeMessage:
-        """Ask for a place in the next round; no workers of the last one are left."""
+        """Ask for a place in the next round; no workers of the last one may be left."""
         self.phase = Phase.JOINING
         self._offer.store_port = store_port
         return pb.NodeMessage(join=self._join())
@@ -92,7 +92,7 @@ class Part:
     def say_leave(
         self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool
     ) -> pb.NodeMessage:
-        """Leave the job; call it again when no workers are left."""
+        """Leave the job; call this again, with `workers_gone`, when no workers are left."""
         left_round = self.line.round if self.line is not None and workers_gone else None
         leave = pb.Leave(
             rdzv_id=self.rdzv_id,
@@ -145,7 +145,7 @@ class Part:
     # ------------------------------------------------------------------ messages received
 
     def hear(self, message: pb.ServerMessage) -> None:
-        """Handle a message of the server."""
+        """Handle a message from the server."""
         match message.WhichOneof("body"):
             case "joined":
                 self._run = message.joined.run
@@ -162,7 +162,7 @@ class Part:
                 log.info("%s: %s", self.rdzv_id, self._reason)
 
     def _hear_line(self, line: pb.RoundCompleted) -> None:
-        """Take a place in a round, unless this node has already left that round."""
+        """Take a place in a round, if this node is joining and the round is newer than its last."""
         if self.phase is not Phase.JOINING or (self.line and line.round <= self.line.round):
             return
         self.phase, self.line, self.over = Phase.RUNNING, line, ""

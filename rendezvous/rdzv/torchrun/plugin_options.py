@@ -1,6 +1,6 @@
-"""The options of `torchrun`'s command line, as this node uses them.
+"""Reads the options of `torchrun`'s command line that concern this node.
 
-Names, defaults and units of `--rdzv-conf` are torchrun's if it has them.
+If torchrun has a `--rdzv-conf` key, its name, default and unit are the same here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rdzv.transport.job_secret import read_secret
 log = logging.getLogger("rdzv.torchrun")
 
 _handlers = itertools.count(1)
-"""The number of each handler in this process; each handler is a node."""
+"""Numbers the handlers of this process; each handler is a node."""
 
 MAX_CONF_S = 30 * 24 * 3600
 
@@ -53,7 +53,7 @@ KNOWN_KEYS = (
 
 @struct(frozen=True)
 class Options:
-    """One torchrun's part in a job, as launched."""
+    """The options of one torchrun."""
 
     rdzv_id: str
     node_id: str
@@ -74,7 +74,7 @@ class Options:
 
 
 def read_options(params: RendezvousParameters) -> Options:
-    """Parse the parameters that torchrun passes to a rendezvous back-end.
+    """Parse the parameters that torchrun passes to a rendezvous backend.
 
     Raises:
         ValueError: a value is not valid; the message names it, the reason, and a remedy.
@@ -96,7 +96,7 @@ def read_options(params: RendezvousParameters) -> Options:
         settings=Settings(
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
-            # torch's agent keeps this count for each node.
+            # torch's agent counts restarts separately on each node.
             max_restarts=None,
             join_timeout_ms=round(_seconds(conf, "join_timeout", 600) * 1000) or 1,
             last_call_timeout_ms=round(_seconds(conf, "last_call_timeout", 30) * 1000),
@@ -115,7 +115,7 @@ def read_options(params: RendezvousParameters) -> Options:
 
 
 def _own_name() -> str:
-    """Return a node name that this process has not used before."""
+    """Return a default node name that this process has not used before."""
     number = next(_handlers)
     return f"{socket.gethostname()}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
 
@@ -137,7 +137,7 @@ def agent_has_run() -> bool:
 def launch_config() -> Any | None:
     """Return the `LaunchConfig` of the calling launch; None if there is none.
 
-    torch does not pass the number of workers to a back-end (`RendezvousParameters`), but the server
+    torch does not pass the number of workers to a backend (`RendezvousParameters`), but the server
     should show it. Ranks do not depend on it: torch's agents assign them among themselves.
     """
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -170,7 +170,7 @@ def _endpoints(text: str) -> tuple[Endpoint, ...]:
 
 
 def _secret() -> str:
-    """Return the job secret, which can only come from the environment."""
+    """Return the job secret, which is read only from the environment."""
     try:
         return read_secret(os.environ)
     except InvalidRequestError as error:

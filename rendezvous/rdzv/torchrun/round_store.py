@@ -1,14 +1,14 @@
-"""The c10d store of a round: where torch's agents, and the workers, of all its nodes meet.
+"""The c10d store of a round: where torch's agents and workers of all its nodes meet.
 
-Pitfalls that shape this, seen with torch 2.13:
+Observed with torch 2.13, and the reasons for this design:
 
 * `master_listen_fd` takes over a socket that was listening before. So the port can be announced
   first, and a client that connects before the server is up is served later.
-* Such a client ignores its own timeout while nothing accepts, and cannot be woken. So a
+* Such a client ignores its own timeout until the connection is accepted, and cannot be woken. So a
   store is opened in a thread that may be left behind.
 * In `_assign_worker_ranks` (`torch/distributed/elastic/agent/server/api.py`) torch's agents wait
-  for one another in the store, and an agent whose wait times out dies. So `meet` returns when all
-  of them are there; until then, giving up costs no node.
+  for one another in the store, and an agent whose wait times out exits. So `meet` returns only when
+  all of them are there; until then, giving up ends no agent.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ EXIT_BARRIER = "torchelastic/agent/terminal_state"
 key with this prefix when all its workers have exited 0, and then waits for the other nodes."""
 
 _ATTENTION_S = 0.2
-"""How often a waiter in the exit barrier checks whether the round is over."""
+"""How often a wait in the store checks whether the round is over."""
 
 
 def shares_store() -> bool:
-    """Return whether workers are clients of the agents' store, as torchrun's own switch says."""
+    """Return whether workers are clients of the agents' store, by torchrun's own switch."""
     return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 class AgentStore(PrefixStore):
     """The round's store as torch's agent sees it.
 
-    Its keys are separate from those of the workers. It notices when the agent enters the exit
-    barrier, and ends the wait there if the round is over, as `why_over` reports.
+    Its keys are separate from the workers' keys. It calls `on_success` when the agent enters the
+    exit barrier, and ends every wait once `why_over` gives a reason.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class AgentStore(PrefixStore):
         self._why_over = why_over
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number; see the base class."""
+        """Add `amount` to a number and return the sum; see the base class."""
         if key.startswith(EXIT_BARRIER):
             self._on_success()
         return int(super().add(key, amount))
@@ -77,7 +77,7 @@ class AgentStore(PrefixStore):
         """Wait for keys; see the base class.
 
         Raises:
-            DistStoreError: it took longer than the timeout.
+            DistStoreError: the keys were not set within the timeout.
             RuntimeError: the round is over.
 
         """
@@ -102,8 +102,8 @@ def meet(
 ) -> RendezvousInfo:
     """Open the store of a round and wait until all its nodes are connected.
 
-    GROUP_RANK 0 passes the socket that it has offered, and serves the store as long as the result
-    is in use.
+    GROUP_RANK 0 passes the listening socket whose port it offered, and serves the store as long as
+    the result is in use.
     """
     timeout = timedelta(seconds=timeout_s)
     store = _open(line, listening, timeout)
@@ -111,7 +111,7 @@ def meet(
     _roll_call(agents, line.group_world_size, timeout)
     where = RendezvousStoreInfo(line.master_addr, line.master_port)
     if not shares_store():
-        # RANK 0's worker serves another store, on a port that GROUP_RANK 0 picks for it.
+        # The worker with RANK 0 serves another store, on a port that GROUP_RANK 0 picks.
         where = RendezvousStoreInfo.build(line.group_rank, agents, line.master_addr)
     return RendezvousInfo(agents, line.group_rank, line.group_world_size, where)
 
@@ -126,7 +126,7 @@ def _open(line: pb.RoundCompleted, listening: socket.socket | None, timeout: tim
             timeout=timeout,
         )
     return TCPStore(
-        "127.0.0.1",  # The address for the store's own client; it listens at the socket's.
+        "127.0.0.1",  # The address for the store's own client; the socket decides where it listens.
         line.master_port,
         is_master=True,
         wait_for_workers=False,
@@ -147,7 +147,7 @@ def _roll_call(store: Store, nodes: int, timeout: timedelta) -> None:
 def in_thread(
     work: Callable[[], RendezvousInfo], done: Callable[[], None]
 ) -> Future[RendezvousInfo]:
-    """Run work that may never end in a thread; call `done` if it ends."""
+    """Run work that may never end in a thread, and return its future; call `done` if it ends."""
     future: Future[RendezvousInfo] = Future()
 
     def do() -> None:

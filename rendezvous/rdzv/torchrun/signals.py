@@ -1,9 +1,9 @@
-"""Notices at once the signals that end torchrun.
+"""Detects at once the signals that end torchrun.
 
-torch's signal handler only raises an exception in the main thread, and nothing else is notified
-before the workers have been stopped (`torch/distributed/launcher/api.py`, `launch_agent`;
-`torch/distributed/elastic/agent/server/api.py`, `run`). But Python writes the number of every
-signal that has a handler to its wakeup descriptor, and a thread can read that.
+torch's signal handler only raises an exception in the main thread, and the rendezvous handler is
+not called before the workers have been stopped (`torch/distributed/launcher/api.py`,
+`launch_agent`; `torch/distributed/elastic/agent/server/api.py`, `run`). But Python writes the
+number of every signal that has a handler to its wakeup descriptor, which a thread can read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _END = 0
 """Ends a watch; no signal has this number."""
 
 _LEFT_WITHIN_S = 1.0
-"""How long a watch may take to end when asked to."""
+"""How long to wait for the thread of an ended watch."""
 
 _left: dict[int, tuple[int, threading.Thread]] = {}
-"""Pipes that Python still writes signals to although their watch has ended, by their write ends:
-the read end, and the thread that read it. A watch that ends outside the main thread leaves its
-pipe, because only the main thread can change the descriptor. Without a reader Python would print
-warnings.
+"""Pipes to which Python still writes signals although their watch has ended: for each write end,
+the read end and its thread. A watch that ends outside the main thread leaves its pipe open,
+because only the main thread can change the wakeup descriptor, and without an open read end Python
+would print warnings.
 """
 
 _watched: set[int] = set()
@@ -31,7 +31,7 @@ _watched: set[int] = set()
 
 
 def _in_a_fork() -> None:
-    """Keep a fork's signals out of its parent's pipe when torch starts and stops workers."""
+    """Keep a fork from writing its signals to its parent's pipe."""
     present = signal.set_wakeup_fd(-1)
     if present not in _watched:
         signal.set_wakeup_fd(present)
@@ -41,10 +41,10 @@ os.register_at_fork(after_in_child=_in_a_fork)
 
 
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], None]:
-    """Call a function, in a separate thread, for each signal that ends torchrun.
+    """Call `on_signal`, in a separate thread, for each signal that ends torchrun.
 
-    Returns the function that ends the watch. Outside the main thread, and if the wakeup descriptor
-    is already in use, nothing is watched.
+    Return the function that ends the watch. Outside the main thread, or if the wakeup descriptor is
+    already in use, nothing is watched.
     """
     if not _in_main_thread():
         return lambda: None
@@ -79,7 +79,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
             return
         present = signal.set_wakeup_fd(-1)
         if present != write_end:
-            # Another user has taken it over.
+            # Other code has replaced the descriptor.
             signal.set_wakeup_fd(present)
         _watched.remove(write_end)
         os.write(write_end, bytes([_END]))
@@ -88,16 +88,16 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
     try:
         thread.start()
     except BaseException:
-        # Ctrl-C came meanwhile; the thread may be running, and must be ended here.
+        # Ctrl-C may have interrupted the start; the thread may run, and must be ended here.
         stop()
         raise
     return stop
 
 
 def _close_left(write_end: int) -> None:
-    """Close a pipe whose watch was asked to end, once its thread no longer reads from it.
+    """Close a pipe that an ended watch has left open, once its thread no longer reads from it.
 
-    It is not closed earlier, because the requesting thread may be about to write to the pipe.
+    It is not closed earlier, because the thread that ends the watch may yet write to it.
     """
     read_end, thread = _left.pop(write_end)
     _watched.remove(write_end)

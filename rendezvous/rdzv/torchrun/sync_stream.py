@@ -1,8 +1,8 @@
-"""A node's stream to the server, for a program that is not asynchronous.
+"""A node's stream to the server, for a program without an event loop.
 
 One thread keeps it open and reopens it. Messages are sent through `say`; received messages are
-passed to a function, in that thread. Each stream begins with a Hello that has the full state of the
-node, so a message that was lost with the previous stream does no harm.
+passed to a function in that thread. Each stream begins with a Hello that has the node's full state,
+so a message that was lost with the previous stream does no harm.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _Outbox = queue.SimpleQueue[pb.NodeMessage | None]
 
 
 class NodeStream:
-    """Keeps one stream to one of the servers open until it is closed.
+    """Keeps a stream to one of the servers open, reconnecting until `close`.
 
     `lock` guards the state that `beliefs` reads and `hear` changes: both are called with it held,
-    and `say` must be too, so that each message is sent exactly once when a stream opens. A waiter
-    on `lock` wakes up when a message arrives and when the stream is lost.
+    and `say` must be called with it held, so that each message is sent exactly once when a stream
+    opens. A waiter on `lock` wakes up when a message arrives and when the stream is lost.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class NodeStream:
         self._beliefs = beliefs
         self._hear = hear
         self.apart_since_s: float | None = time.monotonic()
-        """Since when no server has been connected; None while one is."""
+        """When the connection was lost, or this was created; None while a server is connected."""
         self.trouble = "no attempt was made"
         """Why no server is connected."""
         self._outbox: _Outbox | None = None
@@ -83,7 +83,7 @@ class NodeStream:
     def close(self, within_s: float, *, wait: bool = True) -> None:
         """End the stream once the server has received all messages, or after `within_s`.
 
-        With `wait`, do not call it with the lock held.
+        With `wait`, the lock must not be held.
         """
         with self._lock:
             self._closing.set()
@@ -110,7 +110,7 @@ class NodeStream:
             self._closing.wait(wait_s)
 
     def _note_lost(self, trouble: str, *, again: bool) -> None:
-        """Note that no stream is open; `again`: the immediate second attempt failed too."""
+        """Note that no stream is open; with `again`, the immediate second attempt failed too."""
         if again and not self._told_lost:
             self._told_lost = True
             log.warning(
@@ -131,7 +131,7 @@ class NodeStream:
             metadata = self._credentials.metadata(endpoint)
             opened = self._credentials.channel(endpoint, STREAM_OPTIONS)
         except InvalidRequestError as error:
-            # The certificate may be about to be renewed.
+            # Not final: the certificate may be renewed soon.
             return RendezvousConnectionError(f"cannot connect to {endpoint}: {error}")
         with opened as channel:
             call = RendezvousStub(channel).Attach(self._outgoing(outbox), metadata=metadata)
@@ -139,10 +139,10 @@ class NodeStream:
             try:
                 with self._lock:
                     if self._closing.is_set():
-                        # Nothing else would end this stream, since it did not exist when `close`
-                        # looked for it.
+                        # Nothing else would end this stream: it did not exist yet when `close` was
+                        # called.
                         return RendezvousConnectionError("it was closed before it opened")
-                    # Later messages follow this Hello, which includes the state before.
+                    # This Hello has the state so far; later messages follow it.
                     self._hello.ClearField("beliefs")
                     self._hello.beliefs.extend(self._beliefs())
                     outbox.put(pb.NodeMessage(hello=self._hello))
@@ -203,7 +203,7 @@ class NodeStream:
             log.warning("connected to the server at %s again", endpoint)
         with self._lock:
             self.apart_since_s = None
-            # The sender is still waiting for the old interval; this ends its wait.
+            # The sender still waits for the old interval; this message ends its wait.
             self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
 
     def _take_interval(self, heartbeat_interval_ms: int) -> None:
@@ -215,7 +215,7 @@ class NodeStream:
             self._lock.notify_all()
 
     def _judge(self, endpoint: Endpoint, call: grpc.Call) -> RendezvousError:
-        """Distinguish a refusal, which is final, from a failure, after which it retries."""
+        """Return why a stream failed; deliver a final refusal to the node."""
         if not self._attempts.welcome and call.code() is grpc.StatusCode.CANCELLED:
             return RendezvousConnectionError(
                 f"no answer from {endpoint} within {WELCOME_TIMEOUT_S:g} s"
@@ -228,7 +228,7 @@ class NodeStream:
             WELCOME_TIMEOUT_S,
             self._credentials,
         )
-        # A node that was admitted before may be admitted again, with a renewed token or
+        # A node that was admitted before may be admitted again with a renewed token or
         # certificate.
         stranger = isinstance(failure, UnauthenticatedError) and not self._hello.incarnation
         if stranger or failure.code in FINAL_REFUSALS:
@@ -238,7 +238,7 @@ class NodeStream:
 
 
 def _timer(after_s: float, call: grpc.Call) -> threading.Timer:
-    """Return a timer that cancels a call after a while, unless it is cancelled itself."""
+    """Start a timer that cancels the call after `after_s`, unless it is cancelled itself."""
     timer = threading.Timer(after_s, call.cancel)
     timer.name, timer.daemon = "rdzv-timer", True
     timer.start()
@@ -246,6 +246,6 @@ def _timer(after_s: float, call: grpc.Call) -> threading.Timer:
 
 
 def _no_logs(request: int) -> pb.NodeMessage:
-    """Answer that torchrun's logs are not available here: only its agent knows where they are."""
+    """Return the answer that logs are not available: only torch's agent knows where they are."""
     error = "its workers are torchrun's, which sends no logs; read them there, in its --log-dir"
     return pb.NodeMessage(log_piece=pb.LogPiece(request=request, last=True, error=error))

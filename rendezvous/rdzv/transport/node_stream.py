@@ -104,7 +104,7 @@ class Rota:
         self._turn = 0
         self._leader: Endpoint | None = None
         self._led = False
-        """Another server named the current one as leader, so its redirection could lead in circles."""
+        """Another server named the current one as leader, so its redirection could loop."""
 
     @property
     def present(self) -> Endpoint:
