@@ -78,22 +78,21 @@ def main() -> None:
     # gRPC's own log lines on stderr only repeat the error less clearly.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
-        # Characters that the locale cannot encode are escaped rather than ending the program.
+        # Escape characters that the locale cannot encode, instead of failing.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; every error is one line on stderr.
+    """Run one command line and return its exit code; print every error as one line on stderr.
 
-    A command returns the text to print; --help and similar options print it themselves, and return
-    a code.
+    A command returns the text to print, or prints it itself and returns an exit code, as --help
+    does.
     """
     try:
         result = rdzvctl.main(list(arguments), prog_name=PROGRAM, standalone_mode=False)
         if isinstance(result, str):
-            # It is not printed in the command, because click would treat a closed pipe as a
-            # failure.
+            # Not printed by the command, because click would treat a closed pipe as a failure.
             click.echo(result)
             sys.stdout.flush()
     except click.UsageError as error:
@@ -186,7 +185,7 @@ def rdzvctl(context: click.Context, server: str | None, timeout_s: float | None)
         server = os.environ.get("RDZV_SERVER") or None
     context.obj = Connection(server, timeout_s)
     if context.invoked_subcommand is None:
-        # An error, because a script whose variable is empty has not done what was meant.
+        # An error, because a script with an empty variable has not done what was meant.
         click.echo(context.get_help(), err=True)
         context.exit(USAGE)
 

@@ -1,4 +1,4 @@
-"""Text for people: the job and its reason first, the failure last, next to the prompt."""
+"""Formats answers as text: the job and its reason come first, the failure last, near the prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_FAILURES = 10
 _MOST_TRACEBACK_LINES = 60
 
 _STEADY_MS = 60_000
-"""A worker's rate is not shown once it has been silent for longer than this and several steps."""
+"""A rate is not shown after its worker has been silent for longer than this and several steps."""
 _BEHIND_MS = 10_000
 """A worker that has been silent this much longer than the others is shown separately."""
 
@@ -66,7 +66,7 @@ _BY_CONCERN = ("lost", "away", "stopping", "waiting", "left", "spare", "succeede
 
 
 def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
-    """Show one job: its state and the reason, its nodes, its last failure.
+    """Format one job: its state and the reason, its nodes, its last failure.
 
     Long lists and tracebacks are abbreviated, with a note, unless `everything` is set.
     """
@@ -83,7 +83,7 @@ def status(job: JobStatus, page: Page, *, everything: bool = False) -> str:
 
 
 def scaled(before: JobStatus, job: JobStatus) -> str:
-    """Describe how an operator changed a job's bounds, and the effect on the present nodes."""
+    """Describe how an operator changed a job's bounds, and the effect on its current nodes."""
     text = (
         f"{job.rdzv_id} has min_nodes {job.min_nodes} and max_nodes {job.max_nodes} now "
         f"(before: {before.min_nodes} and {before.max_nodes})"
@@ -100,19 +100,19 @@ def scaled(before: JobStatus, job: JobStatus) -> str:
 
 
 def only_watched(job: JobStatus | JobSummary) -> bool:
-    """Return whether another backend forms the group, so that no command can change the job."""
+    """Return whether another backend forms the group, so that rdzvctl cannot change the job."""
     return job.backend != OWN_BACKEND
 
 
 def events(rdzv_id: str, history: Sequence[Event], page: Page) -> str:
-    """Show a job's history, oldest first."""
+    """Format a job's history, oldest first."""
     if not history:
         return "\n".join(page.sentence(f"no events of {rdzv_id} are kept"))
     return "\n".join(page.table(("TIME", "EVENT", "TEXT"), [_event(e, page) for e in history]))
 
 
 def event_lines(history: Sequence[Event], page: Page) -> str:
-    """Show events that more may follow: without a header, and with room for every name."""
+    """Format events that others may follow: no header, and columns wide enough for every name."""
     width = max(map(len, KINDS))
     return "\n".join(page.line(*_event(event, page, width)) for event in history)
 
@@ -123,7 +123,7 @@ def _event(event: Event, page: Page, width: int = 0) -> tuple[Cell, Cell, Cell]:
 
 
 def servers(found: Sequence[Server], page: Page) -> str:
-    """Show one line per server."""
+    """Format one line per server."""
     if not found:
         return page.line(Cell("no server is known here", "dim"))
     rows = [
@@ -156,7 +156,7 @@ def servers(found: Sequence[Server], page: Page) -> str:
 
 
 def headline(job: JobStatus, page: Page) -> str:
-    """Describe a job's state, and since when."""
+    """Describe a job's state and when it began."""
     age, at = duration(job.state_age_ms), page.ago(job.state_age_ms)
     since = f"{age} ago, at {at}" if job.state in _ENDED else f"for {age}, since {at}"
     mark = f"{job.backend}, read-only" if only_watched(job) else ""
@@ -166,7 +166,7 @@ def headline(job: JobStatus, page: Page) -> str:
 
 
 def facts(job: JobStatus, page: Page) -> list[str]:
-    """Show the facts about a job, one line each."""
+    """Format the facts about a job, one line each."""
     found = (
         ("backend" if only_watched(job) else "run", Cell(_run(job))),
         *((("owner", Cell(job.owner)),) if job.owner else ()),
@@ -198,13 +198,13 @@ def _round(job: JobStatus) -> str:
         return "none is complete yet"
     if job.last_end is None:
         return str(job.round)
-    # The reason of a stopping job quotes how the round ended.
+    # A stopping job's reason already says how the round ended.
     said = job.last_end in (job.reason or "")
     return f"{job.round}, ended" + ("" if said else f": {job.last_end}")
 
 
 def _of_round(value: str, job: JobStatus) -> str:
-    """Add the number of the round that a value belongs to, unless the round is running."""
+    """Add the number of the round that a value belongs to, unless the job is running."""
     if job.state == "running" or value == _UNKNOWN or job.round is None:
         return value
     return f"{value} in round {job.round}"
@@ -212,7 +212,7 @@ def _of_round(value: str, job: JobStatus) -> str:
 
 def _node_counts(job: JobStatus) -> str:
     counts = Counter(node.state for node in job.nodes)
-    # In a running job the seated nodes come first; unknown states of a newer server come last.
+    # Seated nodes come first; states of a newer server, unknown here, come last.
     known = [state for state in reversed(_BY_CONCERN) if state in counts]
     states = known + [state for state in counts if state not in known]
     have = ", ".join(f"{counts[state]} {state}" for state in states) or "none"
@@ -235,7 +235,7 @@ def _restarts(job: JobStatus) -> Cell:
 
 
 def budgets(job: JobStatus) -> str:
-    """Describe the budgets spent other than restarts, if any was spent or has a limit."""
+    """Describe the budgets other than restarts that have been spent or limited; empty if none."""
     has, said = job.budgets, []
     if has is None:
         return ""
@@ -251,7 +251,7 @@ def budgets(job: JobStatus) -> str:
 
 
 def _of(spent: int, most: int | None) -> str:
-    """Show the amount spent, with its limit if there is one.
+    """Format the amount spent, with the limit if there is one.
 
     >>> _of(2, 3), _of(4, 3), _of(2, None)
     ('2 of 3', '3 of 3', '2')
@@ -260,7 +260,7 @@ def _of(spent: int, most: int | None) -> str:
 
 
 def workers(job: JobStatus) -> str:
-    """Describe how workers came into the round; empty if nothing is known about new ones."""
+    """Count the round's kept and new workers, the latter as warm or cold; empty if unknown."""
     kept = f"{job.kept} kept" if job.kept else ""
     if kept and job.source is not None:
         kept += f" from step {job.resume_step} of RANK {job.source}"
@@ -279,7 +279,7 @@ def _master(job: JobStatus) -> str:
 
 
 def progress(job: JobStatus) -> str:
-    """Describe the workers' progress; the slowest one determines the pace."""
+    """Describe the workers' progress; the rate is that of the slowest worker."""
     newest_ms = min(one.age_ms for one in job.progress)
     slowest = max(job.progress, key=lambda one: (one.behind, one.age_ms))
     rates = [rate for one in job.progress if (rate := _present_rate(one)) is not None]
@@ -297,7 +297,7 @@ def progress(job: JobStatus) -> str:
 
 
 def snapshots(job: JobStatus) -> str:
-    """Describe the newest whole snapshots in memory, and what a failure would cost now."""
+    """Describe the newest whole snapshot in memory, and how many steps a failure would cost now."""
     found = job.snapshot
     if found is None:
         return ""
@@ -313,7 +313,7 @@ def snapshots(job: JobStatus) -> str:
 
 
 def after_loss_of_node(job: JobStatus) -> str:
-    """Describe what would be left of the snapshots in memory if one node was lost now, and why."""
+    """Describe which snapshot in memory would survive the loss of a node now, and why no newer."""
     newest = job.snapshot
     if newest is None or (loss := newest.node_loss) is None:
         return ""
@@ -344,9 +344,9 @@ def straggling(job: JobStatus) -> str:
 
 
 def _steps(progress: Sequence[RankProgress], job: JobStatus) -> str:
-    """Describe the workers' steps as of the foremost worker's report.
+    """Describe the workers' steps at the time of the foremost worker's report.
 
-    A worker whose rate is unknown counts with its last reported step.
+    For a worker whose rate is unknown, use the last reported step.
     """
     most = max(one.step for one in job.progress)
     steps = [one.step if one.rate is None else most - one.behind for one in progress]
@@ -373,14 +373,14 @@ def node_table(
     one_line: bool = False,
     hint: str = "; --all shows them",
 ) -> list[str]:
-    """Show each node's seat; if there are more than `most`, nodes without a seat come first.
+    """Format one line per node; of more than `most` nodes, show the most urgent ones.
 
     `hint` says how to see the others.
     """
     nodes = list(job.nodes)
     if most is not None and len(nodes) > most:
         nodes = sorted(nodes, key=_concern)[:most]
-    # A single role for all nodes is torchrun's default, and not worth a column.
+    # One role for all nodes is the usual case, and not worth a column.
     roles = {node.role for node in job.nodes}
     header = (
         *("GROUP_RANK", "NODE", "STATE", "FOR", "RANK", "STEP"),
@@ -398,7 +398,7 @@ def node_table(
 
 
 def _concern(node: NodeStatus) -> int:
-    """Rank nodes for an abbreviated table; a state unknown to this version ranks as urgent."""
+    """Return a node's sort key for an abbreviated table; unknown states are urgent."""
     return _BY_CONCERN.index(node.state) if node.state in _BY_CONCERN else 0
 
 
@@ -427,22 +427,22 @@ def _ranks(node: NodeStatus) -> str:
 
 
 def _node_steps(node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProgress]) -> str:
-    """Describe a node's steps; empty, which hides the column, if no worker reports any."""
+    """Describe a node's steps; empty, which hides the column, if the job reports none."""
     if node.rank_first is None or not by_rank:
         return ""
     ranks = range(node.rank_first, node.rank_first + (node.local_world_size or 1))
-    # The reports are searched rather than the RANKs, because a server may report any number.
+    # Search the reports rather than the RANKs: a server may send any number of workers.
     said = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
     return _steps(said, job) if said else _UNKNOWN
 
 
 def _node_workers(node: NodeStatus) -> str:
-    """Count a node's workers, as kept, warm and cold if that is known."""
+    """Return a node's worker count, split into kept, warm and cold if that is known."""
     return origins(node) or number_cell(node.local_world_size).text
 
 
 def _node_reason(node: NodeStatus, job: JobStatus) -> str:
-    """Return why a node is not seated, or "as above" if the headline already gives the reason."""
+    """Return the reason for a node's state, or "as above" if the job already gives the same one."""
     if node.reason and node.reason in (job.reason, job.last_end):
         return "as above"
     return node.reason or ""
@@ -452,7 +452,7 @@ def _node_reason(node: NodeStatus, job: JobStatus) -> str:
 
 
 def one_line_of(failure: LastFailure) -> str:
-    """Describe which worker failed, how and when."""
+    """Describe in one line which worker failed, how and when."""
     when = "" if failure.age_ms is None else f", {duration(failure.age_ms)} ago"
     cause = failure.root_cause
     message = f": {cause.message}" if cause.message else ""
@@ -527,10 +527,10 @@ def _failed_too(others: Sequence[WorkerFailure], page: Page, everything: bool) -
 
 
 def state_cell(state: str) -> Cell:
-    """Return a state in its usual colour."""
+    """Return a cell with a state in its usual colour."""
     return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
 
 
 def number_cell(number: int | None) -> Cell:
-    """Return a number, or a dash if it is unknown."""
+    """Return a cell with a number, or with a dash if it is unknown."""
     return Cell(_UNKNOWN if number is None else str(number))

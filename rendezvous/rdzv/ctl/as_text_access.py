@@ -1,4 +1,4 @@
-"""Tokens and the audit log, for people."""
+"""Tokens and the audit log as text for people."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse_life(text: str) -> int:
 
 
 def tokens(found: Sequence[Token], page: Page) -> str:
-    """Show one line per token."""
+    """Format one line per token."""
     if not found:
         return "\n".join(page.sentence("there are no tokens; `rdzvctl tokens create` creates one"))
     rows = [
@@ -47,7 +47,7 @@ def tokens(found: Sequence[Token], page: Page) -> str:
 
 
 def _used(token: Token) -> Cell:
-    # The time is not known more precisely, so no more is shown.
+    # The server does not record the time more precisely.
     if token.used_age_ms is None:
         return Cell("never")
     within_the_hour = token.used_age_ms < 3_600_000
@@ -63,7 +63,7 @@ def _expires(token: Token) -> Cell:
 
 
 def made(token: Token) -> str:
-    """Describe a new token on stderr; only its text goes to stdout."""
+    """Describe a new token, for stderr: only the token's text goes to stdout."""
     until = "does not expire"
     if token.expires_in_ms is not None:
         until = f"expires in {duration(token.expires_in_ms)}"
@@ -75,12 +75,12 @@ def made(token: Token) -> str:
 
 
 def revoked(found: Sequence[Token]) -> str:
-    """Report which tokens are no longer valid."""
+    """Say which tokens were revoked, one line each."""
     return "\n".join(f"token {token.id} of {token.name} is revoked" for token in found)
 
 
 def audit(history: Sequence[Event], page: Page) -> str:
-    """Show the audit log, oldest first."""
+    """Format the audit log, oldest first."""
     if not history:
         return "\n".join(page.sentence("no changes are recorded"))
     rows = [(Cell(page.at(event.unix_ms)), Cell(event.name), Cell(event.text)) for event in history]

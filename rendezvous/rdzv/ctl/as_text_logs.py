@@ -1,4 +1,4 @@
-"""`rdzvctl logs`: which part of the logs to read, and how to print it."""
+"""`rdzvctl logs`: parses which part of the logs to read, and prints it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MOST_LINES = 2**32 - 1
 
 
 def parse_tail(text: str) -> tuple[int, int]:
-    """Parse a number of lines or of bytes; the other of the two is 0.
+    """Parse a number of lines or bytes; return both, the one not given as 0.
 
     >>> parse_tail("100"), parse_tail("64k")
     ((100, 0), (0, 65536))
 
     Raises:
-        InvalidRequestError: the text is neither.
+        InvalidRequestError: the text is neither of them.
     """
     found = _TAIL.fullmatch(text)
     count = int(found[1]) if found else 0
@@ -36,7 +36,7 @@ def parse_tail(text: str) -> tuple[int, int]:
 
 
 def show(pieces: Iterable[LogLines], *, one_rank: bool, one_stream: bool) -> bool:
-    """Print all pieces; return whether nothing is missing."""
+    """Print all pieces, and notes to stderr; return whether nothing is missing."""
     terminal = sys.stdout.isatty()
     printer = Printer(
         sys.stdout.buffer,
@@ -52,7 +52,7 @@ def show(pieces: Iterable[LogLines], *, one_rank: bool, one_stream: bool) -> boo
                 absent = False
                 continue
             click.echo(harmless(f"rdzvctl: {note_of(piece)}"), err=True)
-            # A note about the whole job may still be followed by output.
+            # Output may still follow a note about the whole job.
             absent = absent or not piece.node_id
             whole = whole and not piece.node_id
     finally:

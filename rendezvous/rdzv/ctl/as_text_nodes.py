@@ -1,4 +1,4 @@
-"""Nodes, for people: which take jobs, what they have free, and which are drained or cordoned."""
+"""Nodes as text for people: which take jobs, what they have free, which are drained or cordoned."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _STATE_STYLES = {
     **{"draining": "yellow", "drained": "yellow"},
 }
 _MOST_JOBS = 3
-"""How many of a node's jobs one line of the table names."""
+"""How many of a node's jobs its line in the table names."""
 _LEAST_REASON = 16
 
 
 def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None = None) -> str:
-    """Show one line per node, by name, and, if changes are not being stored, why."""
+    """Format one line per node, sorted by name; add why changes are not being stored, if so."""
     away = page.sentence(store_away) if store_away else []
     if not found:
         return "\n".join([f"no nodes at {server}", *away])
-    # A single kind of reason becomes the header; otherwise each row names its own.
+    # If all reasons are of one kind, the header names it; otherwise each row does.
     unusable = "UNUSABLE" if any(n.quarantine or n.unhealthy for n in found) else "CORDONED"
     header = ("NODE", "STATE", "FOR", "PROGRAM", "GPUS_FREE", "CPUS", "MEMORY", "LABELS", "JOBS")
     rows = [
@@ -41,7 +41,7 @@ def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None
 
 
 def node(found: Node, page: Page) -> str:
-    """Show everything known about one node."""
+    """Format everything known about one node."""
     since = f"for {duration(found.state_age_ms)}, since {page.ago(found.state_age_ms)}"
     marks = [found.drain] if found.drain else ["cordoned"] * found.cordoned
     marks += ["quarantined"] * bool(found.quarantine) + ["unhealthy"] * bool(found.unhealthy)
@@ -56,18 +56,18 @@ def node(found: Node, page: Page) -> str:
 
 
 def cordoned(found: Node) -> str:
-    """Report that nothing more is placed on a node, and which jobs are still there."""
+    """Say that a node is cordoned, and which jobs it still has."""
     left = f"; it has {_jobs(found)}" if found.jobs else ""
     return f"{harmless(found.node_id)} is cordoned{harmless(left)}"
 
 
 def uncordoned(found: Node) -> str:
-    """Report that a node is uncordoned, and whether submitted jobs are placed on it again."""
+    """Say that a node is uncordoned, and whether submitted jobs are placed on it again."""
     return f"{harmless(found.node_id)} is uncordoned: {_takes_jobs(found)}"
 
 
 def drained(found: Node) -> str:
-    """Report that a node is being emptied, and which jobs are still there."""
+    """Say how far the drain of a node is, and which jobs it still has."""
     name = harmless(found.node_id)
     if found.drain is None:
         return f"{name} is no longer drained: the drain was lifted meanwhile"
@@ -78,7 +78,7 @@ def drained(found: Node) -> str:
 
 
 def undrained(found: Node) -> str:
-    """Report that a node's drain is lifted, and whether submitted jobs are placed on it again."""
+    """Say that a node's drain is lifted, and whether submitted jobs are placed on it again."""
     name = harmless(found.node_id)
     if found.drain is not None:
         why = f": {harmless(found.drain_reason)}" if found.drain_reason else ""
@@ -87,7 +87,7 @@ def undrained(found: Node) -> str:
 
 
 def _takes_jobs(node: Node) -> str:
-    """Describe whether submitted jobs are placed on a node; if not, why not."""
+    """Say whether submitted jobs are placed on a node and, if not, why."""
     if node.drain is not None:
         why = _because(node.drain_reason)
         return f"it is about to leave by itself, so no submitted job is placed on it{why}"
@@ -108,7 +108,7 @@ def _because(reason: str | None) -> str:
 
 
 def _why_taken_out(node: Node) -> str:
-    """Describe why a node is being emptied, and how much time its workers have left."""
+    """Describe a node's drain, with the time left, or its cordon; empty if it has neither."""
     if node.drain == "draining":
         left = duration(node.drain_left_ms or 0)
         why = f": {node.drain_reason}" if node.drain_reason else ""
@@ -183,7 +183,7 @@ def _row(node: Node) -> tuple[Cell, ...]:
 
 
 def _unusable(node: Node, header: str) -> str:
-    """Return why nothing is placed on a node, for the column with this header."""
+    """Return why nothing is placed on a node, as text for the column `header`."""
     if header == "CORDONED":
         return _why_taken_out(node)
     whys = []
@@ -199,7 +199,7 @@ def _unusable(node: Node, header: str) -> str:
 
 
 def _jobs(node: Node) -> str:
-    """Name a node's jobs; those that do not run yet, or are not gone yet, are marked so."""
+    """Name a node's jobs; mark those that do not run yet, or are not gone yet."""
     named = [
         job.rdzv_id + (f" ({job.state})" if job.state in ("placed", "holding") else "")
         for job in node.jobs[:_MOST_JOBS]
@@ -215,7 +215,7 @@ def _by_name(node: Node) -> list[tuple[int, str]]:
 
 
 def _state(node: Node) -> Cell:
-    """Show the state of a node; a drain is shown instead of `connected`."""
+    """Return the cell for a node's state; a drain replaces `connected`."""
     state = node.drain if node.drain is not None and node.state == "connected" else node.state
     return Cell(state or _UNKNOWN, _STATE_STYLES.get(state, ""))
 

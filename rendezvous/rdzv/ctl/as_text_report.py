@@ -1,4 +1,4 @@
-"""Ledgers as text: how one run, or all jobs, spent their time, and what failures cost."""
+"""Ledgers as text: how one run or all jobs spent their time, and what failures cost."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NO_STEPS = (
     "No progress is reported: training counts from the first collective or, where none is "
     "recorded, from the start of the workers, so the share of training is an upper bound."
 )
-"""Shown if starting, loading and redone steps cannot be told apart from training."""
+"""Shown if time for starting, loading and redone steps cannot be distinguished from training."""
 FORGOTTEN = "The beginning of this run is no longer in the history, so it is not counted."
 LISTED = 10
-"""The most jobs, causes and nodes listed in a text."""
+"""The most jobs, causes and nodes that a text lists."""
 
 COMEBACKS = ("workers", "times", "each", "time", "node-hours")
-"""The column titles for the ways in which rounds began."""
+"""The column titles of the table of how rounds began."""
 
 _BAR = 24
 _HOUR_MS = 3_600_000
@@ -67,12 +67,12 @@ def hours(ms: int | None) -> str:
 
 
 def cause_name(cause: str) -> str:
-    """Name the cause of lost time: the start of the run, if there was no failure."""
+    """Name the cause of lost time; an empty cause is the start of the run."""
     return cause or "the start"
 
 
 def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) -> str:
-    """Show the ledger of one run; `others` are the job's other runs."""
+    """Format the ledger of one run; `others` are the job's other runs."""
     number = f"run {found.run_number}" if found.run_number is not None else "run"
     state = found.result or "open"
     lines = [page.line(Cell(rdzv_id, "bold"), Cell(f"{number}, {state}")), ""]
@@ -100,7 +100,7 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) ->
 
 
 def notes(found: Ledger) -> list[str]:
-    """Describe the limits of a ledger's knowledge."""
+    """Return notes on what a ledger cannot know."""
     told = []
     if not found.steps_reported and found.phases[LedgerPhase.TRAINING]:
         told.append(NO_STEPS)
@@ -110,7 +110,7 @@ def notes(found: Ledger) -> list[str]:
 
 
 def came_back(found: Ledger) -> list[tuple[str, ...]]:
-    """Return a row for each way in which rounds began; `COMEBACKS` are the titles."""
+    """Return a row for each way in which rounds began; `COMEBACKS` has the column titles."""
     return [
         (
             *(one.way, str(one.times), duration(one.ms // one.times)),
@@ -177,7 +177,7 @@ def _runs(runs: Sequence[Ledger], page: Page) -> list[str]:
 
 
 def report(found: Report, page: Page) -> str:
-    """Show how all jobs spent their time, and which causes and nodes cost most."""
+    """Format how all jobs spent their time, and which causes and nodes cost most."""
     since = duration(found.until_unix_ms - found.from_unix_ms)
     lines = [page.line(Cell(f"All jobs in the last {since}", "bold")), ""]
     if not found.jobs:

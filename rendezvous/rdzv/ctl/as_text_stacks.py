@@ -1,4 +1,4 @@
-"""`rdzvctl stacks`: where the workers of a round are, grouped by place."""
+"""`rdzvctl stacks`: where in their code the workers of a round are, grouped by place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_SILENT = 16
 
 
 def text(report: StackReport, page: Page, *, raw: bool) -> str:
-    """Show one line per group, then the stack of one worker in each; with `raw`, all in full."""
+    """Format one line per group, then one stack from each; with `raw`, all stacks in full."""
     taken = f"taken {duration(report.age_ms)} ago, at {page.ago(report.age_ms)}"
     round_ = Cell(f"round {report.round}")
     lines = [page.line(Cell(report.rdzv_id, "bold"), round_, Cell(taken))]

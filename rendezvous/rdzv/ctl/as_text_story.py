@@ -1,6 +1,6 @@
-"""A job's story in sentences: its rounds, first failure, lost time, and present wait.
+"""A job's story in sentences: its rounds, first failure, lost time, and current wait.
 
-All of it comes from its history and its status; nothing is guessed.
+All of it comes from the job's history and status; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
 from rdzv.view.life import Round, Run, following, name_present, runs_of
 
 FIRST, LAST = 3, 5
-"""How many rounds of a long story are shown in full at each end; the others are summarized."""
+"""How many first and last rounds of a long story are shown in full; the others are summarized."""
 NODES_TOLD = 8
-"""How many nodes are shown with the reason why they are not seated."""
+"""The most nodes listed for one round, or with the reason why they are not seated."""
 
 _ENDED = ("succeeded", "failed", "stopped")
 _STYLES = {"succeeded": "green", "running": "green", "failed": "red", "stopped": "yellow"}
 
-# They are part of the sentences about rounds, or do not help to explain anything.
+# Events that the sentences about rounds cover, or that explain nothing.
 _QUIET = {
     *("NodeJoined", "NodeStopped", "NodeSucceeded", "NodeWentAway", "NodeCameBack", "NodeAdopted"),
     *("LastCallBegan", "NodesPlaced", "NodeLeaving"),
@@ -36,7 +36,7 @@ _QUIET = {
 
 
 def explain(status: JobStatus, history: Sequence[Event], page: Page) -> str:
-    """Tell the story of a job's present or last run."""
+    """Return the story of a job's current or last run."""
     now_ms = round(page.now_s * 1000)
     runs = runs_of(history)
     run = next((run for run in reversed(runs) if run.run == (status.run or "")), None)
@@ -67,7 +67,7 @@ def _state(status: JobStatus) -> Cell:
 
 
 def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
-    """Show the history, each fact beside its time."""
+    """Format a run's history, each sentence beside its time."""
     told: list[tuple[int, str]] = []
     if len(runs) > 1 and run.number is not None and run.number > 1:
         before = next((r for r in reversed(runs) if r.run != run.run and r.result), None)
@@ -97,7 +97,7 @@ def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
 
 
 def _is_said(run: Run, event: Event) -> bool:
-    """Return whether the end of a round or of the run already gives this event's reason."""
+    """Return whether the end of a round or of the run already gives an event's reason."""
     gone = read(event.name, event.fields)
     if not isinstance(gone, NodeLost | NodeLeft) or (isinstance(gone, NodeLost) and gone.may_run):
         return False
@@ -120,7 +120,7 @@ def _reasons(run: Run) -> Iterator[str]:
 
 
 def _told(told: Sequence[tuple[int, str]], page: Page) -> list[str]:
-    """Put texts beside their times; times on another day include the date."""
+    """Format sentences beside their times; a time on another day includes the date."""
     clocks = [page.clock(at_ms) for at_ms, _ in told]
     width = max(map(len, clocks))
     return [
@@ -137,7 +137,7 @@ def _beginning(run: Run) -> str:
 
 
 def _round(run: Run, round_: Round, page: Page, now_ms: int) -> list[tuple[int, str]]:
-    """Show one round: how it began, and how it ended."""
+    """Return sentences on how a round began and ended, with their times."""
     told = []
     who = _participants(round_)
     if round_.adopted:
@@ -164,7 +164,7 @@ def _participants(round_: Round) -> str:
 
 
 def _end(run: Run, round_: Round) -> str:
-    """Describe why a round ended, what was charged, and how long it took until the next."""
+    """Describe why a round ended, which cause it was charged to, and how soon the next one came."""
     assert round_.ended_ms is not None
     ran = "" if round_.adopted else f" after {duration(round_.ended_ms - round_.at_ms)}"
     text = f"Round {round_.number} ended{ran} ({round_.cause}): {_sentence(round_.reason)}"
@@ -207,13 +207,13 @@ def _sentence(text: str) -> str:
 
 
 def _failures(run: Run) -> Sequence[tuple[int, str]]:
-    """Return the worker failures, or suspects if one was charged and nothing else failed."""
+    """Return a run's worker failures; if there are none but one was charged, the suspects."""
     charged = any(round_.charge == Cause.WORKER_FAILURE for round_ in run.rounds)
     return run.failures or (run.suspects if charged else ())
 
 
 def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) -> list[str]:
-    """Name the worker that failed first; the server decides among simultaneous failures."""
+    """Describe the first failure; of simultaneous ones, the server's choice of root cause."""
     at_ms, text = failures[0]
     weighed = [r for r in run.rounds if r.charge == "worker failure" and r.ended_ms is not None]
     if weighed and weighed[0].ended_ms is not None and at_ms >= weighed[0].at_ms:
@@ -226,7 +226,7 @@ def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) ->
 
 
 def _costs(run: Run, now_ms: int) -> list[str]:
-    """Sum up, by cause, how often and for how long there was no live round."""
+    """Sum up, by cause, how often and for how long there was no running round."""
     number: Counter[str] = Counter()
     lost_ms: Counter[str] = Counter()
     for round_ in run.rounds:
@@ -234,7 +234,7 @@ def _costs(run: Run, now_ms: int) -> list[str]:
             continue
         after = following(run, round_)
         if after is None and run.ended_ms is not None:
-            # The last end is that of the run; nothing waited after it.
+            # The run ended with this round, so nothing waited afterwards.
             continue
         until_ms = now_ms if after is None else after.at_ms
         cause = round_.charge or round_.cause
@@ -247,7 +247,7 @@ def _costs(run: Run, now_ms: int) -> list[str]:
 
 
 def _spent(spent: Ledger) -> list[str]:
-    """Show what share of the time was training, and what the rest went to."""
+    """Describe how much of the time was training, and where the rest went."""
     if not spent.wall_ms:
         return []
     phases = dict(spent.phases)
@@ -262,7 +262,7 @@ def _spent(spent: Ledger) -> list[str]:
 
 
 def _now(status: JobStatus, page: Page) -> list[str]:
-    """Describe the job's present state, and what it waits for."""
+    """Describe the job's current state, and what it waits for."""
     since = "" if status.state in _ENDED else f" (for {duration(status.state_age_ms)})"
     text = f"It {_does(status.state)}{since}"
     reason = (status.reason or "").removeprefix(f"{status.state}: ")

@@ -1,4 +1,4 @@
-"""Text for people: a job that would be submitted, or was: what it runs, and where it is placed."""
+"""A job that was or would be submitted, as text: what it runs, and where it is placed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def submitted(job: JobStatus, server: str | None, page: Page, *, followed: bool 
 
 
 def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec, page: Page) -> str:
-    """Show the job that would be submitted."""
+    """Format the job that would be submitted."""
     each = str(spec.local_world_size) if spec.local_world_size else "as many as each node counts"
     lines = [page.line(Cell(rdzv_id, "bold"), Cell("would be submitted; nothing was sent"))]
     found = [
@@ -46,7 +46,7 @@ def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec, page: Page) -> st
 
 
 def submission(job: JobStatus, made: Submission, page: Page) -> list[str]:
-    """Show how a job was submitted, and its placement so far."""
+    """Format how a job was submitted, and its placement so far."""
     by = made.submitted_by or "-"
     if made.submitter:
         by += f" [{made.submitter}]"
@@ -73,9 +73,9 @@ def submission(job: JobStatus, made: Submission, page: Page) -> list[str]:
 
 
 def awaited(job: JobStatus) -> list[str]:
-    """List the nodes that a submitted job is placed on but that have not joined yet.
+    """List the nodes on which a submitted job is placed but which have not joined yet.
 
-    An ended job awaits no node: a placed node may have run and left.
+    A job that has ended awaits no node; its nodes may have joined and left.
     """
     if job.state in ("succeeded", "failed", "stopped"):
         return []
@@ -94,7 +94,7 @@ def _wanted(
     gpus_per_node: int | None,
     account: str,
 ) -> list[tuple[str, str]]:
-    """Describe what a submitted job runs and needs; default values are left out."""
+    """Describe what a submitted job runs and needs; omit most defaults."""
     found = [("runs", shlex.join(args)), ("in", chdir or "the folder that the node chooses")]
     if env_names:
         found.append(("environment", f"{', '.join(env_names)} (values are not shown)"))

@@ -1,4 +1,4 @@
-"""The documents of `as_json`, as YAML: the same keys, in the same order."""
+"""Converts the documents of `as_json` to YAML: the same keys in the same order."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import yaml
 
 
 def document(text: str) -> str:
-    """Convert a JSON document to YAML; texts with several lines become blocks.
+    """Convert a JSON document to YAML; strings of several lines become blocks.
 
-    The result is pure ASCII, like the JSON, so that nothing in it can harm a terminal.
+    Like the JSON, the result is pure ASCII, so nothing in it can harm a terminal.
     """
     written: str = yaml.dump(json.loads(text), Dumper=_Dumper, sort_keys=False, width=100)
     return written.rstrip("\n")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts with several lines as blocks, unless something in them must be escaped."""
+    """Writes strings of several lines as blocks, unless they contain characters to escape."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

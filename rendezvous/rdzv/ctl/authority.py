@@ -1,8 +1,9 @@
-"""A small CA and the certificates it signs, for users without a CA of their own.
+"""A small CA and the certificates that it signs, for users without their own CA.
 
-A folder holds all of it: `ca.crt`, which everyone trusts, `ca.key`, which stays here, and a pair of
-files for each holder. A holder's common name (CN) is the caller's name, and its organizations (O)
-are its roles. A server's certificate cannot be used by a caller, nor a caller's by a server.
+One folder holds everything: `ca.crt`, which everyone trusts, `ca.key`, which stays here, and a pair
+of files for each holder. The common name (CN) of a caller's certificate is the caller's name, and
+its organizations (O) are the caller's roles. A caller cannot use a server's certificate, nor a
+server a caller's.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 
 CLOCKS_APART = timedelta(minutes=5)
-"""How far a certificate's start is backdated, because other machines' clocks may be behind."""
+"""How far certificates are backdated, because other machines' clocks may be behind."""
 
 OF_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-"""Names in every server's certificate, for clients on the same machine."""
+"""The names in every server's certificate, for clients on the same machine."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,63}")
-"""Valid holder names: they also name files, and a common name has at most 64 characters."""
+"""A valid holder name: it is also a file name, and a common name has at most 64 characters."""
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 _Key = ec.EllipticCurvePrivateKey
@@ -46,7 +47,7 @@ class Made:
 
 @struct(frozen=True)
 class Shown:
-    """The facts that a certificate states."""
+    """A certificate's contents, as shown to users."""
 
     file: Path
     kind: str
@@ -57,7 +58,7 @@ class Shown:
 
 
 class Authority:
-    """A CA that can sign, in its folder."""
+    """A CA in its folder, with the key to sign."""
 
     def __init__(self, folder: Path, key: _Key, certificate: x509.Certificate) -> None:
         self._folder = folder
@@ -94,7 +95,7 @@ class Authority:
         """Open the CA in a folder.
 
         Raises:
-            InvalidRequestError: there is none, or it cannot be read.
+            InvalidRequestError: there is no CA, or it cannot be used.
 
         """
         files = _files(folder, "ca")
@@ -118,7 +119,7 @@ class Authority:
         return cls(folder, key, certificate)
 
     def server(self, hosts: Sequence[str], days: int, *, replace: bool) -> Made:
-        """Create the files for a server that is reached by these names and addresses."""
+        """Create the files for a server that is reached at `hosts`, and return their paths."""
         names = tuple(dict.fromkeys((*hosts, *OF_THIS_MACHINE)))
         return self._make(
             "server",
@@ -132,7 +133,7 @@ class Authority:
     def caller(
         self, file: str, name: str, roles: Sequence[str], days: int, *, replace: bool
     ) -> Made:
-        """Create the files for a caller with these roles."""
+        """Create the files for a caller with these roles, and return their paths."""
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(
                 f"name {name!r} cannot be used: give up to 64 letters, digits and . _ @ -, the "
@@ -176,10 +177,10 @@ class Authority:
 
 
 def show(files: Sequence[Path]) -> list[Shown]:
-    """Read the facts from certificates.
+    """Read certificates, and return their contents.
 
     Raises:
-        InvalidRequestError: one cannot be read.
+        InvalidRequestError: one of them cannot be read.
 
     """
     found = []
@@ -224,10 +225,10 @@ def _kind(certificate: x509.Certificate) -> str:
 
 
 def parse_hosts(given: Sequence[str]) -> tuple[str, ...]:
-    """Parse names and addresses; one argument may hold several, separated by commas.
+    """Parse host names and addresses; an argument may contain several, separated by commas.
 
     Raises:
-        InvalidRequestError: one is not valid, or there is none.
+        InvalidRequestError: one of them is not valid, or there is none.
     """
     names = [part.strip() for word in given for part in word.split(",") if part.strip()]
     if not names:
@@ -292,7 +293,7 @@ def _files(folder: Path, name: str) -> Made:
 
 
 def _refuse_present(files: Made, *, replace: bool) -> None:
-    """Refuse existing files before writing any: a new key is useless beside an old certificate."""
+    """Refuse existing files before writing any: a new key does not fit an old certificate."""
     for path in (files.cert, files.key):
         if not replace and path.exists():
             raise InvalidRequestError(f"{path} already exists; --force replaces it")

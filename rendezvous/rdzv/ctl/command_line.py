@@ -1,4 +1,4 @@
-"""What rdzvctl's commands share: exit codes, options, and opening the client."""
+"""Shared parts of rdzvctl's commands: exit codes, options, and opening a client."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def complain(message: str, exit_code: int) -> int:
 
 @struct(frozen=True)
 class Connection:
-    """The options given before the command's name; None for those not given."""
+    """The connection options before the command's name; None for an option that was not given."""
 
     server: str | None
     timeout_s: float | None
@@ -68,10 +68,10 @@ _R = TypeVar("_R")
 
 
 class _ConnectionOption(click.Option):
-    """An option that `rdzvctl --help` explains, and the help of a command has in one line."""
+    """An option that `rdzvctl --help` explains, and that shares one line in a command's help."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the option's lines of --help."""
+        """Return the option's name and text for --help; None to leave it out."""
         if ctx.parent is None:
             return super().get_help_record(ctx)
         if self.name != "server":
@@ -80,7 +80,7 @@ class _ConnectionOption(click.Option):
 
 
 def connection_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the options that are accepted both before and after the name of a command."""
+    """Add the connection options, which are accepted before and after the name of a command."""
     server = click.option(
         "--server",
         cls=_ConnectionOption,
@@ -111,14 +111,14 @@ _CREDENTIALS = {
         "The file with the token for rdzvd; default: RDZV_TOKEN_FILE, or the token in RDZV_TOKEN.",
     ),
 }
-"""The connection options, by the fields of `Credentials`."""
+"""The credentials options and their help, by the field of `Credentials`."""
 
 
 CREDENTIALS_KEY = "rdzv.credentials"
 
 
 def _credentials_options(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the options of `Credentials`; commands ignore their values, which `credentials_of` reads.
+    """Add the credentials options; their values are not passed to commands but to `credentials_of`.
 
     An option after the name of a command overrides one before it.
     """
@@ -150,19 +150,19 @@ def credentials_of(context: click.Context) -> Credentials:
 
 
 _SENTENCE = 200
-"""How many characters of a command's first sentence fit into a list of commands."""
+"""The most characters of a command's first sentence in a list of commands."""
 
 
 def list_commands(
     formatter: click.HelpFormatter, title: str, commands: Iterable[click.Command]
 ) -> None:
-    """List commands in --help, each with its whole first sentence."""
+    """List commands in --help, each with its first sentence."""
     with formatter.section(title):
         formatter.write_dl([(c.name or "", c.get_short_help_str(_SENTENCE)) for c in commands])
 
 
 class Subcommands(click.Group):
-    """A group of commands below one of rdzvctl's."""
+    """A command of rdzvctl that has subcommands."""
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands."""
@@ -197,13 +197,13 @@ node_argument = click.argument(
 
 
 COMPLETION_TIMEOUT_S = 1.0
-"""How long completion by the Tab key waits for the server."""
+"""How long shell completion waits for the server."""
 
 
 def complete_names(
     context: click.Context, _: click.Parameter, incomplete: str, *, kind: str
 ) -> list[str]:
-    """Complete a name by asking the server; without an answer there are no completions."""
+    """Complete a name by asking the server; if it does not answer, return no completions."""
     from rdzv.client import ControlClient, parse_endpoints
 
     named = context.params.get("server")
@@ -224,7 +224,7 @@ def complete_names(
 
 
 def as_asked(output: str, json: str) -> str:
-    """Return a document of `as_json` in the requested format."""
+    """Return a document from `as_json` in the requested format, JSON or YAML."""
     if output == "json":
         return json
     from rdzv.ctl import as_yaml
@@ -234,9 +234,9 @@ def as_asked(output: str, json: str) -> str:
 
 @contextmanager
 def opened_client(server: str | None, timeout_s: float | None) -> Iterator[ControlClient]:
-    """Open a client to the server that the command line names; errors raised inside name it, too.
+    """Open a client of the server that the command line names; errors in the body name it as well.
 
-    An invalid endpoint or timeout is an error of the command line.
+    An invalid endpoint or timeout is a usage error.
     """
     from rdzv.client import ControlClient, parse_endpoints
 
@@ -257,7 +257,7 @@ def opened_client(server: str | None, timeout_s: float | None) -> Iterator[Contr
 
 
 def _with_server(message: str, endpoint: str, named: str | None) -> str:
-    """Add the server that was asked to an error, because it is often not the intended one."""
+    """Add the server that was asked to an error: it is often not the intended one."""
     if named is None:
         hint = f" ({endpoint} is the default; --server or RDZV_SERVER names another)"
         # If two clients are open, an error passes through both.
@@ -266,7 +266,7 @@ def _with_server(message: str, endpoint: str, named: str | None) -> str:
 
 
 def this_user() -> str:
-    """Return the user's name, for the audit log."""
+    """Return the user's name and host, for the audit log."""
     import getpass
     import socket
 
@@ -278,5 +278,5 @@ def this_user() -> str:
 
 
 def by_whom(reason: str | None) -> str:
-    """Return the reason to store with a change: the user's name and the reason given."""
+    """Return the reason to store with a change: the user and, if given, the reason."""
     return f"by {this_user()}" + (f": {reason}" if reason else "")

@@ -1,6 +1,6 @@
-"""`rdzvctl doctor`: checks of this machine, the connection to the server, and its nodes.
+"""`rdzvctl doctor`: checks this machine, the connection to the server, and its nodes.
 
-Each check examines one thing, changes nothing, and returns a finding that names the remedy.
+Each check examines one thing, changes nothing, and returns a finding, with a remedy if possible.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rdzv.version import VERSION
 from rdzv.view.answers import Node, Server
 
 FEW_FILES = 4_096
-"""Below this limit, workers with several data loaders and their sockets run out of files."""
+"""With a lower limit, workers with several data loaders and sockets run out of open files."""
 SMALL_SHM_BYTES = 1 << 30
 CLOCK_MS = 2_000
-"""How far this machine's clock may differ from the server's."""
+"""How much this machine's clock may differ from the server's."""
 EXPIRES_SOON_S = 14 * 86_400
 IMPORT_WITHIN_S = 120
 CONNECT_WITHIN_S = 3.0
@@ -69,7 +69,7 @@ def _problem(check: str, text: str) -> Finding:
 
 
 def check_machine(python: str) -> Iterator[Finding]:
-    """Check what workers on this machine need; `python` is their interpreter."""
+    """Check that this machine has what workers need; `python` is their interpreter."""
     yield check_torch(python)
     yield check_shm(Path("/dev/shm"))
     yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -115,7 +115,7 @@ def check_shm(shm: Path) -> Finding:
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
-    """Check how many files and sockets a worker may have open."""
+    """Check how many files and sockets a worker may open."""
     if soft == resource.RLIM_INFINITY or soft >= FEW_FILES:
         return _ok("open files", "no limit" if soft == resource.RLIM_INFINITY else f"up to {soft}")
     upto = "" if hard == resource.RLIM_INFINITY else f" (up to {hard} is allowed)"
@@ -145,7 +145,7 @@ def check_name(name: str) -> Finding:
 
 
 def check_certificate(credentials: Credentials, now: datetime) -> Iterator[Finding]:
-    """Check how long the client certificate is valid, if there is one."""
+    """Check that the client certificate, if any, is valid and does not expire soon."""
     if credentials.cert is None:
         return
     what = f"certificate {credentials.cert}"
@@ -178,7 +178,7 @@ def check_server(client: ControlClient) -> Iterator[Finding]:
 def judge_servers(
     asked: str, servers: Sequence[Server], took_ms: float, now_unix_ms: int
 ) -> Iterator[Finding]:
-    """Judge an answer about the servers that took `took_ms` and arrived at `now_unix_ms`."""
+    """Check an answer of the server, which took `took_ms` and arrived at `now_unix_ms`."""
     leaders = [server.address for server in servers if server.leads]
     if leaders:
         yield _ok("server", f"{asked} answers after {took_ms:.0f} ms; {leaders[0]} leads")
@@ -197,7 +197,7 @@ def judge_servers(
 
 
 def _judge_clock(address: str, ahead_ms: float, took_ms: float) -> Finding:
-    # The server read its clock at some time between request and answer.
+    # The server read its clock at some time between the request and the answer.
     ahead_ms, error_ms = ahead_ms - took_ms / 2, took_ms / 2
     if abs(ahead_ms) - error_ms <= CLOCK_MS:
         return _ok("clock", f"it agrees with that of {address}, within {CLOCK_MS / 1000:g} s")
@@ -212,7 +212,7 @@ def _judge_clock(address: str, ahead_ms: float, took_ms: float) -> Finding:
 def check_nodes(
     nodes: Sequence[Node], reach: Callable[[str, int], str] | None = None
 ) -> Iterator[Finding]:
-    """Check the nodes that the server knows; `reach` tries a node's port, returning any error."""
+    """Check the nodes that the server knows; `reach` tries a port and returns the error, if any."""
     if not nodes:
         yield _warning(
             "nodes", "the server knows none; start rdzvrun or rdzv-agent with its address"
@@ -238,7 +238,7 @@ def check_nodes(
 
 
 def try_port(host: str, port: int) -> str:
-    """Connect to a port; return the reason if that fails, and an empty string otherwise."""
+    """Try to connect to a port; return why it failed, or an empty string."""
     try:
         with socket.create_connection((host, port), CONNECT_WITHIN_S):
             return ""
@@ -250,7 +250,7 @@ def try_port(host: str, port: int) -> str:
 
 
 def wait_for_visit(port: int, within_s: float, say: Callable[[int], None]) -> Finding:
-    """Listen on a port, pass its number to `say`, and judge the connection from another machine."""
+    """Listen on a port, pass its number to `say`, and wait for `visit` from another machine."""
     try:
         with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True) as open_:
             say(open_.getsockname()[1])
@@ -260,7 +260,7 @@ def wait_for_visit(port: int, within_s: float, say: Callable[[int], None]) -> Fi
 
 
 def meet(listening: socket.socket, within_s: float) -> Finding:
-    """Wait for a connection from another machine, and connect back to the port it names."""
+    """Wait for a connection from another machine, and connect back to the port that it names."""
     listening.settimeout(within_s)
     try:
         with listening.accept()[0] as peer:
@@ -276,7 +276,7 @@ def meet(listening: socket.socket, within_s: float) -> Finding:
 
 
 def visit(host: str, port: int) -> Finding:
-    """Connect to another machine that runs `wait_for_visit`, which then connects back."""
+    """Connect to a machine that runs `wait_for_visit`, which then connects back."""
     try:
         with (
             socket.create_connection((host, port), CONNECT_WITHIN_S) as peer,
@@ -298,7 +298,7 @@ def visit(host: str, port: int) -> Finding:
 def examine(
     client: ControlClient, credentials: Credentials, python: str, *, with_nodes: bool
 ) -> Iterator[Finding]:
-    """Run all checks of this machine and the server and, if requested, of the nodes."""
+    """Run all checks of this machine and the server and, with `with_nodes`, of the nodes."""
     yield from check_machine(python)
     yield from check_certificate(credentials, datetime.now(UTC))
     answers = True
@@ -313,7 +313,7 @@ def examine(
 
 
 def line(finding: Finding, page: Page) -> str:
-    """Format a finding for people."""
+    """Format a finding as one line."""
     styles = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "red"}
     verdict = Cell(finding.verdict.value.ljust(7), styles[finding.verdict])
     return page.line(verdict, Cell(finding.check.ljust(12), "bold"), Cell(finding.text))

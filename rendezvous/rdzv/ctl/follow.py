@@ -33,7 +33,7 @@ from rdzv.view.log_lines import harmless
 def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) -> int:
     """Show the output of a run's workers until it has ended; return the exit code of `wait`.
 
-    What the run waits for, and its events, are reported on stderr.
+    The run's state and reason are reported on stderr.
 
     Raises:
         RendezvousError: the server can no longer report on the run.
@@ -44,21 +44,21 @@ def follow(logs: ControlClient, watcher: ControlClient, rdzv_id: str, run: str) 
     told.start()
     try:
         written = logs.logs(rdzv_id, follow=True, run=run)
-        # The story reports what the job as a whole waits for.
+        # Notes about the whole job are left out: the story reports them.
         written = (piece for piece in written if piece.node_id)
         show(written, one_rank=False, one_stream=False)
     except (InvalidRequestError, RendezvousClosedError):
-        # It ended without output, or another run has begun: the story reports which.
+        # The run ended without output, or another run has begun: the story reports which.
         pass
     except RendezvousError as error:
         _say(f"no more of its output can be shown: {error}")
-    # Its watch of the server gives up by itself if no server answers.
+    # This ends: the watch gives up by itself if no server answers.
     told.join()
     return story.end()
 
 
 class _Story:
-    """The state changes of one run, as pushed by the server."""
+    """Reports one run's state changes, as pushed by the server."""
 
     def __init__(self, client: ControlClient, rdzv_id: str, run: str) -> None:
         self._client = client
@@ -89,7 +89,7 @@ class _Story:
         self._reports.report(status)
 
     def end(self) -> int:
-        """Report how the run ended; return its exit code."""
+        """Report how the run ended and return the exit code, or raise why that is unknown."""
         if isinstance(self._end, RendezvousError):
             raise self._end
         assert self._end is not None, "the watcher has seen the end"
@@ -106,9 +106,9 @@ def _say(text: str) -> None:
 def follow_events(
     client: ControlClient, watcher: ControlClient, rdzv_id: str, known: Sequence[Event], output: str
 ) -> None:
-    """Show the `known` events of a job, then each new one, until the job has ended.
+    """Show the `known` events of a job, then new ones until the job has ended.
 
-    The server announces each change to the job; the new events are then fetched.
+    The server announces each change of the job; the new events are then fetched.
     """
     _show_events(rdzv_id, known, output)
     with watching(watcher, rdzv_id) as news:
@@ -124,7 +124,7 @@ def follow_events(
 
 
 def _after(known: Sequence[Event], newest: Sequence[Event]) -> Sequence[Event]:
-    """Return the newest events that come after those already known."""
+    """Return the `newest` events that follow the `known` ones."""
     for count, event in enumerate(reversed(newest)):
         if known and event == known[-1]:
             return newest[len(newest) - count :]

@@ -1,8 +1,8 @@
 """The file that `rdzvctl submit --file` reads: a job as TOML.
 
-A key is the long name of a flag, with underscores or dashes: `nnodes`, `nproc_per_node`,
-`max_restarts`, `priority`, ...; and `script`, `args`, `env`, `env_from`. `labels` and `env` are
-tables, and `rdzv_conf` may be one. An unknown key is refused.
+A key is the long name of a flag, with underscores or dashes (`nnodes`, `nproc_per_node`,
+`max_restarts`, `priority`, ...), or `script`, `args`, `env` or `env_from`. `env` is a table;
+`labels` and `rdzv_conf` may be tables. An unknown key is refused.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rdzv.settings.toml_files import read_document
 from rdzv.structs import struct
 
 _OF_CALLER = frozenset({"file", "follow", "dry_run", "output", "server", "timeout", "help", "env"})
-"""Flags about the caller's output, and `env`, which is a table here."""
+"""Flags that concern only the caller, and `env`, which is a table here."""
 
 
 @struct(frozen=True)
 class JobFile:
-    """A job as described by its file."""
+    """The contents of a job file."""
 
     given: tuple[Given, ...] = ()
     rest: tuple[str, ...] = ()
     """The script and its arguments."""
     env: Mapping[str, str] = field(default_factory=dict)
     env_from: tuple[str, ...] = ()
-    """Variables that keep the caller's value."""
+    """Variables that take the caller's values."""
 
 
 NOTHING = JobFile()
@@ -41,7 +41,7 @@ NOTHING = JobFile()
 def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]) -> JobFile:
     """Parse a job file; `flags` are the known flags, `refused` those that a job must not have.
 
-    A relative `chdir` starts from the folder of the file.
+    A relative `chdir` is relative to the folder of the file.
 
     Raises:
         InvalidRequestError: the file cannot be read, is not TOML, or a key or value is not valid.
@@ -51,7 +51,7 @@ def read(path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str,
 
 
 class _Keys:
-    """Turns the keys of one file into words of a command line."""
+    """Converts the keys of one file to words of a command line."""
 
     def __init__(
         self, path: Path, flags: Mapping[str, argparse.Action], refused: Mapping[str, str]

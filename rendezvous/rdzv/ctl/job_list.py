@@ -1,4 +1,4 @@
-"""`rdzvctl list`: jobs selected by name and state, sorted, as lines for people."""
+"""`rdzvctl list`: selects jobs by name and state, sorts them, and formats them as lines."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ ORDERS: dict[str, Callable[[JobSummary], tuple[object, ...]]] = {
     "nodes": lambda job: (-job.nodes, job.rdzv_id),
     "restarts": lambda job: (-(job.restarts or 0), job.rdzv_id),
 }
-"""The orders, by name; the latest change, the most nodes and the most restarts come first."""
+"""The sort key of each order; the latest change, most nodes and most restarts come first."""
 
 
 def chosen(
     jobs: Sequence[JobSummary], states: Collection[str], name: str | None, order: str | None
 ) -> list[JobSummary]:
-    """Return the jobs in one of these states (any, if none are given) whose name matches a pattern.
+    """Return the jobs in one of `states`, if given, whose names match the pattern `name`, if given.
 
-    Jobs that have ended come last. Without an order, they are sorted by the time of their end, and
-    the others by name.
+    Jobs that have ended come last. Without `order`, they are sorted by when they ended, and the
+    others by name.
     """
     found = [
         job
@@ -46,7 +46,7 @@ def chosen(
 
 
 def has_ended(job: JobSummary) -> bool:
-    """Return whether the last run of a job is closed."""
+    """Return whether the last run of a job has ended."""
     return job.state in ENDED
 
 
@@ -59,10 +59,10 @@ def as_lines(
     most_ended: int | None = None,
     wide: bool = False,
 ) -> str:
-    """Show one line per job and, if changes are not being stored, why.
+    """Format one line per job; add why changes are not being stored, if so.
 
     Jobs that have ended are shown separately, at most `most_ended` of them. A `wide` list keeps all
-    columns and the whole reason.
+    columns and the full reasons.
     """
     away = page.sentence(store_away) if store_away else []
     if not summaries:
@@ -80,7 +80,7 @@ def as_lines(
 
 def _job_table(summaries: Sequence[JobSummary], page: Page, wide: bool) -> list[str]:
     header = ("JOB", "BACKEND", "STATE", "FOR", "SEATED", "WORLD_SIZE", "ROUND", "RESTARTS", "WHY")
-    # The column is left out if all are the server's own.
+    # The BACKEND column is empty, and so left out, if all jobs are the server's own.
     others = wide or any(map(only_watched, summaries))
     rows = [
         (

@@ -1,6 +1,6 @@
-"""The request of `rdzvctl submit`: a command line and a file, parsed and checked.
+"""Parses and checks the request of `rdzvctl submit`: a command line and a job file.
 
-Nothing is sent, and no server is asked, before all of it is valid.
+No server is asked, and nothing is sent, before all of it is valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rdzv.structs import struct
 
 ENV_VARIABLES = 1_000
 ENV_BYTES = 128 * 1024
-"""The most bytes that names and values may have together; the server accepts no more."""
+"""The most bytes that all names and values may have together; the server accepts no more."""
 ARGS_BYTES = 128 * 1024
 MAX_TIMEOUT_S = 86_400
 MAX_PRIORITY = 1_000_000
@@ -46,7 +46,7 @@ REFUSED = {
     "local_addr": "every node knows its own address; leave it out",
     "preemption_file": "every node has its own, as [preemption] in agent.toml; leave it out",
 }
-"""Flags that a submitted job cannot have, by dest, each with the reason and the remedy."""
+"""Flags that a submitted job cannot have: the reason and the remedy, by the flag's dest."""
 
 CREDENTIALS = {
     "tls_ca": "ca",
@@ -54,7 +54,7 @@ CREDENTIALS = {
     "tls_key": "key",
     "token_file": "token_file",
 }
-"""Flags about the connection to the server: the field of `Credentials`, by the flag's dest."""
+"""The flags for credentials: the field of `Credentials`, by the flag's dest."""
 
 _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
     CREDENTIALS,
@@ -65,24 +65,24 @@ _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
 
 @struct(frozen=True)
 class Caller:
-    """The environment of the command, for values that the command line leaves out."""
+    """The caller's directory and environment, for values that the command line leaves out."""
 
     directory: str
     environ: Mapping[str, str]
 
     @classmethod
     def here(cls) -> Caller:
-        """Return the caller of this process; its directory is named as in the caller's shell."""
+        """Return the caller of this process, with the directory as the shell names it."""
         return cls(_working_directory(os.environ.get("PWD", "")), os.environ)
 
 
 @struct(frozen=True)
 class Request:
-    """A job to submit, and what the caller wants to see of it."""
+    """A job to submit, and the caller's options for this command."""
 
     rdzv_id: str
     run: str
-    """The run's uid, chosen here so that the same request can be sent twice."""
+    """The run's uid, chosen here so that repeating the request submits the job only once."""
     settings: Settings
     spec: JobSpec
     follow: bool
@@ -91,13 +91,13 @@ class Request:
     server: str | None
     timeout_s: float | None
     credentials: Mapping[str, Path]
-    """The fields of `Credentials` that the command line gives."""
+    """The fields of `Credentials` that are given on the command line."""
     notes: tuple[str, ...]
-    """Parts of the command line, or of the caller's environment, that have no effect."""
+    """Notes on options and variables that have no effect."""
 
 
 def wants_help(words: Sequence[str]) -> bool:
-    """Return whether the flags ask for help; words after the flags belong to the script."""
+    """Return whether --help is among the flags; words after the flags belong to the script."""
     given, _ = flags.split(words, flags.options(_parser()), _WHOLE)
     return any(action.dest == "help" for one in given for action in one.actions)
 
@@ -108,7 +108,7 @@ def help_text() -> str:
 
 
 def option_names() -> list[str]:
-    """List all accepted flags as they are shown, for completion."""
+    """List all accepted flags, for completion."""
     return sorted(
         name
         for name, action in flags.options(_parser()).items()
@@ -197,7 +197,7 @@ def _request(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises our own kind of error: one line, printed like all others."""
+    """Raises our own error, which is printed as one line like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidRequestError(message)
@@ -232,7 +232,7 @@ def _parser() -> _Parser:
 
 
 def _of_rdzvrun() -> list[Option]:
-    """List rdzvrun's flags; those that no submitted job can have are hidden but recognized."""
+    """List rdzvrun's flags; flags that a submitted job cannot have are hidden but recognized."""
     hidden = {"help": argparse.SUPPRESS}
     return [
         (option[0], {**option[1], **(hidden if _dest(option) in REFUSED else {})})
@@ -310,10 +310,10 @@ def _dest(option: Option) -> str:
 
 
 _OWN = frozenset(map(_dest, (*_of_job(), *_of_command())))
-"""The dests of the flags that rdzvrun lacks."""
+"""The dests of this command's own flags, which are not passed on to rdzvrun."""
 
 _WHOLE = declared_flags.OWN | {names[0] for names, _ in (*_of_job(), *_of_command())}
-"""Flags that cannot be abbreviated, so that abbreviations mean the same as for torchrun."""
+"""Flags that cannot be abbreviated, so that abbreviations mean the same as in torchrun."""
 
 
 def _check_given(one: Given) -> None:
@@ -328,7 +328,7 @@ def _check_given(one: Given) -> None:
 
 
 def _last_value(given: Sequence[Given], dest: str) -> str | None:
-    """Return the last value given; argparse refuses a flag without one."""
+    """Return the last value of a flag, or None; argparse refuses a flag without its value."""
     for one in reversed(given):
         if one.actions[-1].dest == dest:
             _, equals, value = one.words[0].partition("=")
@@ -346,7 +346,7 @@ def _words(given: Iterable[Given]) -> list[str]:
 def _check_for_nodes(
     args: argparse.Namespace, conf: Mapping[str, str], local_world_size: int
 ) -> None:
-    """Refuse values that every node would refuse, so that the user finds out early."""
+    """Refuse values that every node would refuse, so that the user learns of them early."""
     job_options.conf_bool(conf, "reuse", default=True)
     job_options.conf_ms(conf, "failure_stop_timeout", 5)
     job_options.conf_ms(conf, "server_timeout", 600)
@@ -363,7 +363,7 @@ def _check_for_nodes(
 
 
 def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[str, ...]:
-    """Return rdzvrun's arguments, without the job's name and the flags that rdzvrun lacks."""
+    """Return the arguments for rdzvrun, without the job's name and this command's own flags."""
     words: list[str] = []
     for one in given:
         dest = one.actions[-1].dest
@@ -387,7 +387,7 @@ def _job_args(given: Sequence[Given], rest: Sequence[str], chdir: str) -> tuple[
 def _environment(
     given: Iterable[str], file: job_file.JobFile, environ: Mapping[str, str]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the job's variables: the command line overrides the file."""
+    """Return the job's variables; the command line overrides the file."""
     env = dict(file.env)
     for name in env:
         _check_variable(f"env.{name}", name)
@@ -396,7 +396,7 @@ def _environment(
     for text in given:
         name, equals, value = text.partition("=")
         if not name:
-            # No value is ever shown, so neither is this one.
+            # Values are never shown, so the error does not show this one.
             raise InvalidRequestError(
                 "--env: there is no name before the `=`; give NAME=VALUE, or only NAME "
                 "for the caller's value"
@@ -439,7 +439,7 @@ def _check_variable(given: str, name: str) -> None:
 
 
 def _check_value(name: str, value: str) -> None:
-    """Refuse a value that no node can set; the value itself is not shown."""
+    """Refuse a variable that no node can set; errors do not show the value."""
     if name in WORKERS_OWN:
         raise InvalidRequestError(
             f"variable {name}: it is different in every worker and round; leave it out"
@@ -528,16 +528,16 @@ def _name(rdzv_id: str) -> str:
 
 
 def _name_for(script: str, args: argparse.Namespace) -> str:
-    """Name a job after its script; four digits tell it apart from others with the same script."""
+    """Name a job after its script; four random hex digits distinguish jobs with the same script."""
     stem = script.rpartition(".")[2] if args.module else PurePosixPath(script).stem
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip(".-")[:64] or "job"
     return f"{stem}-{secrets.token_hex(2)}"
 
 
 def _working_directory(said: str) -> str:
-    """Return the caller's directory by the shell's own name for it; empty if it is gone.
+    """Return the caller's directory as the shell names it; empty if it is gone.
 
-    That name may contain links, and be valid on every node even where the resolved path is not.
+    That name may contain links, and may be valid on nodes where the resolved path is not.
     """
     try:
         here = str(Path.cwd())
@@ -563,7 +563,7 @@ def _chdir(given: str | None, directory: str) -> str:
 
 
 def _notes(conf: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """List the options that have no effect."""
+    """Return notes on options and variables that have no effect."""
     notes = []
     if unknown := job_options.unknown_keys(conf):
         known = ", ".join(declared_flags.CONF_KEYS)

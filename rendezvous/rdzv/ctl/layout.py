@@ -1,7 +1,7 @@
-"""Lines for a terminal or a pipe: widths, colours, and sanitized text.
+"""Lays out lines for a terminal or a pipe: widths, colours, and sanitized text.
 
 Every text is treated as hostile: a traceback may contain codes that retitle a terminal, clear it or
-type into it. The output of a `Page` has no control characters other than its own colours.
+type into it. The output of a `Page` has no control characters except for its own colours.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rdzv.view.log_lines import harmless
 _GAP = "  "
 _LABEL_WIDTH = 15
 _NARROWEST = 28
-"""If a row leaves less width than this, its free text goes below the row."""
+"""If a row leaves less width than this, its free text goes on the lines below."""
 _SHORTEST = 40
-"""By default, expendable columns are dropped to leave free text at least this much width."""
+"""By default, expendable columns are dropped until free text has at least this much width."""
 
 
 @struct(frozen=True)
@@ -38,16 +38,16 @@ class Cell:
 
 @struct(frozen=True)
 class Page:
-    """The destination that lines are laid out for; a pipe or a file has no `width`."""
+    """The destination of laid-out lines; a pipe or a file has no `width`."""
 
     width: int | None
     colour: bool
     now_s: float
     zone: tzinfo | None = None
-    """The time zone of all times; None for the machine's own."""
+    """The time zone of all times; None means this machine's."""
 
     def line(self, *cells: Cell) -> str:
-        """Join texts into one line."""
+        """Join the cells that have text into one line."""
         return _GAP.join(self._paint(cell) for cell in cells if cell.text)
 
     def sentence(self, text: str) -> list[str]:
@@ -55,13 +55,13 @@ class Page:
         return self._wrapped(Cell(text), "", 0)
 
     def fact(self, label: str, value: Cell, width: int = 0) -> list[str]:
-        """Put a value beside its label; `width` is that of the widest label among these facts."""
+        """Put a value beside its label; `width` is the width of the widest label."""
         indent = max(_LABEL_WIDTH, 2 + width + len(_GAP))
         name = self._paint(Cell(f"  {label}".ljust(indent), "dim"))
         return self._wrapped(value, name, indent)
 
     def block(self, text: str, indent: int, last: int | None = None) -> list[str]:
-        """Indent a text of several lines unchanged; with `last`, only its last `last` lines."""
+        """Indent a text without wrapping it; with `last`, keep only its last `last` lines."""
         lines = text.splitlines()
         left_out = max(len(lines) - last, 0) if last is not None else 0
         note = Cell(f"... {left_out} lines before these are left out; --all shows them", "dim")
@@ -78,10 +78,10 @@ class Page:
         one_line: bool = False,
         least: int = _SHORTEST,
     ) -> list[str]:
-        """Align rows under a header; the last column is free text, and takes the remaining room.
+        """Align rows under a header; the last column is free text, and takes the remaining width.
 
-        Columns without any text are left out, as are `expendable` ones, in that order, until the
-        rest fits. Free text is wrapped; with `one_line` it is cut, and has room for `least`.
+        Columns without text are left out, and then `expendable` ones, in that order, until the rest
+        fits. Free text is wrapped; with `one_line` it is cut, and `least` is kept free for it.
         """
         *columns, texts = (
             _Column(name, cells)
@@ -101,26 +101,23 @@ class Page:
         ]
 
     def at(self, unix_ms: int) -> str:
-        """Format a point in time to the millisecond."""
+        """Format a time to the millisecond."""
         moment = self._moment(unix_ms / 1000)
         return f"{moment:%Y-%m-%d %H:%M:%S}.{unix_ms % 1000:03d}" if moment else "?"
 
     def clock(self, unix_ms: int) -> str:
-        """Format a point in time to the second: the time of day, with the date unless it is today.
-
-        For a column in which most times are today's.
-        """
+        """Format a time for a column in which most times are today's, as `ago` does."""
         return self.ago(round(self.now_s * 1000) - unix_ms)
 
     def ago(self, age_ms: int) -> str:
-        """Format the time of something that happened this long ago; with the date, unless today."""
+        """Format the time `age_ms` ago: to the second if today, otherwise with the date."""
         moment, now = self._moment(self.now_s - age_ms / 1000), self._moment(self.now_s)
         if moment is None or now is None:
             return "?"
         return f"{moment:%H:%M:%S}" if moment.date() == now.date() else f"{moment:%Y-%m-%d %H:%M}"
 
     def _moment(self, unix_s: float) -> datetime | None:
-        """Return a local time; None for a number out of range."""
+        """Return a time in the page's zone; None if the number is out of range."""
         try:
             return datetime.fromtimestamp(unix_s, self.zone)
         except (OverflowError, ValueError, OSError):
@@ -139,7 +136,7 @@ class Page:
         lines = [harmless(cell.text)]
         if self.width is not None:
             room = max(self.width - indent, 8)
-            # Host names have hyphens, and half a word cannot be copied.
+            # Do not split host names, which have hyphens: half a name cannot be copied.
             lines = textwrap.wrap(
                 lines[0], room, break_long_words=False, break_on_hyphens=False
             ) or [""]
@@ -157,7 +154,7 @@ class Page:
         return columns
 
     def _row(self, cells: Sequence[Cell], columns: Sequence[_Column]) -> str:
-        """Pad cells to their columns, each with a gap after it."""
+        """Pad cells to the widths of their columns, each followed by a gap."""
         return "".join(
             self._paint(cell) + " " * (column.width - _width(cell.text)) + _GAP
             for cell, column in zip(cells, columns, strict=True)
@@ -177,7 +174,7 @@ class Page:
 
 
 def page_for(stream: TextIO) -> Page:
-    """Return the page for a stream: as wide as its terminal, coloured unless NO_COLOR is set."""
+    """Return the page for a stream: as wide as its terminal, in colour unless NO_COLOR is set."""
     terminal = stream.isatty()
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Page(
@@ -216,6 +213,6 @@ def _width(text: str) -> int:
 
 
 def _cut(text: str, room: int) -> str:
-    """Shorten a text to the available room, with a mark where it was cut."""
+    """Shorten a text to the available width, ending in an ellipsis if it was cut."""
     room = max(room, 2)
     return text if len(text) <= room else text[: room - 1] + "…"

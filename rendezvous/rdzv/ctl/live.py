@@ -1,6 +1,6 @@
 """The screen of `status --watch`: a job's state, what it waits for, and its recent history.
 
-A screen is a list of lines that fits a terminal. It is made from the last status that the server
+A screen is a list of lines that fits a terminal. It is built from the last status that the server
 pushed, the age of that status, and the job's history; nothing here sends requests.
 """
 
@@ -21,7 +21,7 @@ from rdzv.view.answers import Event, JobStatus
 FOOTER = "Ctrl-C ends this view, not the job"
 
 _LEAST_NODE_LINES = 4
-"""Lines reserved for the table of nodes: its header, two nodes, and the number left out."""
+"""The lines reserved for the table of nodes: header, two nodes, and the number left out."""
 _MOST_HISTORY = 8
 _MOST_REASON = 4
 _LABEL_WIDTH = 13
@@ -32,25 +32,25 @@ _TURNS = (
     *("JobScaled", "JobQueued", "NodesPlaced", "NodesWithdrawn", "NodeDeclined", "LastCallBegan"),
     *("NodeDrained", "NodeUndrained"),
 )
-"""Events that mark the course of rounds; the table and the failure show nodes and workers."""
+"""The events of the timeline: the course of rounds. Node and worker events are shown elsewhere."""
 
 _BEGINS = ("RoundCompleted", "RoundAdopted")
 _ENDS = ("RoundEnded", "RunEnded")
 
 _HERE = ("seated", "waiting", "stopping", "succeeded")
-"""States of nodes that take part in this round or count towards the next."""
+"""The states of nodes that take part in this round or count towards the next one."""
 
 
 # ------------------------------------------------------------------------------------ time
 
 
 def _waited_for(status: JobStatus) -> TimeInText | None:
-    """Return the time limit that a job waits for; None if nothing happens by itself."""
+    """Return the deadline that a job waits for; None if it waits for none."""
     return next((time for time in status.reason_times if time.waits_for), None)
 
 
 def later(status: JobStatus, more_ms: int) -> JobStatus:
-    """Return a job with its ages advanced by `more_ms`, as if nothing had changed."""
+    """Return a job's status `more_ms` later, if nothing but its ages changes."""
     nodes = []
     for node in status.nodes:
         text = timed_text.later(node.reason or "", node.reason_times, more_ms)
@@ -79,9 +79,9 @@ def later(status: JobStatus, more_ms: int) -> JobStatus:
 
 
 def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | None) -> int | None:
-    """Return how long a job's wait is in total, as far as observed; None if it does not wait.
+    """Return the total length of a job's wait, as far as observed; None if it does not wait.
 
-    `before_ms` is the result for the previous status.
+    `before_ms` is this function's result for the previous status, `before`.
     """
     time = _waited_for(status)
     if time is None:
@@ -91,7 +91,7 @@ def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | 
 
 
 def _wait(status: JobStatus) -> object:
-    """Return a value that is the same for all statuses during one wait."""
+    """Return a value that is equal for all statuses during one wait."""
     time = _waited_for(status)
     return status.run, status.state, status.round, time.waits_for if time else None
 
@@ -108,10 +108,10 @@ def screen(
     *,
     blocks: bool = True,
 ) -> list[str]:
-    """Show a job on `height` lines: its reason, bars, nodes, and the latest events.
+    """Format a job on `height` lines: its reason, bars, nodes, and the latest events.
 
-    `whole_ms` is the total time of its present wait. Lines that do not fit are left out, seated
-    nodes first. Without `blocks`, bars use ASCII.
+    `whole_ms` is the total length of its current wait. Lines that do not fit are left out, seated
+    nodes first. Without `blocks`, bars are drawn in ASCII.
     """
     width = page.width or 80
     bars = _Bars(page, min(_BAR, max(width - 40, 8)), blocks)
@@ -131,7 +131,7 @@ def screen(
 
 
 def _nodes(job: JobStatus, page: Page, room: int) -> list[str]:
-    """Show as many nodes as there is room for; a line at the end counts the others."""
+    """Format as many nodes as `room` lines hold; the last line counts the others."""
     fits = len(job.nodes) + 1 <= room
     if not job.nodes or (not fits and room < 3):
         return []
@@ -140,7 +140,7 @@ def _nodes(job: JobStatus, page: Page, room: int) -> list[str]:
 
 
 def _facts(job: JobStatus, page: Page) -> list[str]:
-    """Show the round, progress and placement, on a few lines."""
+    """Format the round, progress and placement on a few lines."""
     round_ = "none yet" if job.round is None else str(job.round)
     parts = [f"round {round_}"]
     if job.world_size is not None:
@@ -175,7 +175,7 @@ class _Bars:
         self.full, self.empty = ("█", "░") if blocks else ("#", ".")
 
     def of(self, part: float, whole: float) -> str:
-        """Return a bar filled in proportion. Only a share of 0 looks empty, only 1 looks full."""
+        """Return a bar filled in proportion; only 0 looks empty, only the whole looks full."""
         share = min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0
         cells = math.ceil(share * self.width) if share < 0.5 else math.floor(share * self.width)
         return self.full * cells + self.empty * (self.width - cells)
@@ -186,7 +186,7 @@ class _Bars:
 
 
 def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
-    """Show how many of the wanted nodes are there, and how much of a wait is left."""
+    """Format a bar of the nodes that are there, and one of the time left in a wait."""
     lines = []
     if job.min_nodes is not None and job.max_nodes is not None and job.state not in _ENDED:
         have = sum(1 for node in job.nodes if node.state in _HERE)
@@ -204,7 +204,7 @@ def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
 def _since_its_beginning(
     job: JobStatus, history: Sequence[Event], whole_ms: int | None, page: Page
 ) -> int | None:
-    """Return the total time of a last call, including the part before the watch began."""
+    """Return `whole_ms`; for a last call, include the part before the watch began."""
     time = _waited_for(job)
     if whole_ms is None or time is None or time.waits_for != LAST_CALL:
         return whole_ms
@@ -227,9 +227,9 @@ _ENDED = ("succeeded", "failed", "stopped")
 def timeline(
     history: Sequence[Event], job: JobStatus, page: Page, bars: _Bars | None = None
 ) -> list[str]:
-    """Show the turning points of the present run, oldest first; above them, when a round ran.
+    """Format the turning points of the current run, oldest first.
 
-    For an ended round it shows how long it ran.
+    The end of a round shows how long it ran. With `bars`, a bar above shows when a round ran.
     """
     events = [event for event in history if event.run in (job.run, None)]
     turns = [event for event in events if event.name in _TURNS]
@@ -249,10 +249,10 @@ def timeline(
 
 
 def _ran(share: Sequence[tuple[float, float]], bars: _Bars) -> list[str]:
-    """Draw a line from the first known event until now: full where a round ran."""
+    """Draw a bar from the first known event until now, filled where a round ran."""
     cells = [bars.empty] * bars.width
     for first, last in share:
-        # Readers look for gaps, so a cell is full only if a round ran all the time.
+        # Readers look for gaps, so a cell is filled only if a round ran during all of it.
         for cell in range(math.ceil(first * bars.width), math.floor(last * bars.width)):
             cells[cell] = bars.full
     percent = 100 * sum(last - first for first, last in share)
@@ -261,7 +261,7 @@ def _ran(share: Sequence[tuple[float, float]], bars: _Bars) -> list[str]:
 
 
 def _share(events: Sequence[Event], page: Page) -> list[tuple[float, float]] | None:
-    """Return when a round ran, as fractions of the time from the first event until now."""
+    """Return when rounds ran, as fractions of the time since the first event; None if unknown."""
     first_ms, now_ms = events[0].unix_ms, page.now_s * 1000
     whole_ms = now_ms - first_ms
     if whole_ms <= 0:

@@ -1,4 +1,4 @@
-"""Writes a file, such as a backup or a certificate, completely or not at all."""
+"""Writes files, such as backups and certificates, completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rdzv.errors import InvalidRequestError
 
 @contextmanager
 def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
-    """Yield a file that only its owner can read; it gets its name once the body has ended.
+    """Yield a file that only its owner can read; it gets the name `path` after the body has ended.
 
-    If the body fails nothing is left behind, and `path` is unchanged.
+    If the body fails, nothing is left behind, and `path` is unchanged.
 
     Raises:
         InvalidRequestError: the file exists and must not be replaced, or cannot be written.
@@ -24,7 +24,7 @@ def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
     """
     _check(path, replace)
     try:
-        # The file is created beside `path`, so that it can be renamed at once, with mode 0600.
+        # Created with mode 0600, and beside `path`, so that it can be renamed.
         number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
         raise _unwritable(path, error) from error
@@ -54,7 +54,7 @@ def _check(path: Path, replace: bool) -> None:
 
 
 def _name(written: str, path: Path) -> None:
-    """Give a file a name that no other file has."""
+    """Give a file the name `path`, unless another file has it."""
     try:
         os.link(written, path)
     except FileExistsError:
@@ -62,7 +62,7 @@ def _name(written: str, path: Path) -> None:
         _check(path, replace=False)
         raise
     except OSError:
-        # Links are not possible on this file system.
+        # This file system does not support hard links.
         Path(written).replace(path)
 
 

@@ -1,6 +1,6 @@
-"""Ledgers as an HTML page with plots, which loads nothing from elsewhere.
+"""Ledgers as a self-contained HTML page with plots.
 
-All texts are escaped: names and reasons come from outside.
+All text is escaped, because names and reasons come from outside.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ COLOURS: Mapping[str, str] = {
 
 _WIDTH, _BAND = 1_000, 46
 _LEAST_WIDTH = 0.2
-"""Narrower intervals are merged, and drawn in the colour of the longest."""
+"""Intervals narrower than this are merged, and drawn in the colour of the longest."""
 _TICKS = 5
 _WORDS = ("cause", "node", "job", "workers")
-"""Titles of columns that hold no numbers."""
+"""The titles of columns that hold text; all others hold numbers."""
 
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif;
@@ -49,7 +49,7 @@ p.big { font-size: 30px; font-weight: 650; margin: 0; } .dim { opacity: 0.7; }
 
 
 def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
-    """Return the page for one run; `others` are the job's other runs."""
+    """Return the page of one run; `others` are the job's other runs."""
     number = f"run {found.run_number}" if found.run_number is not None else "run"
     good = share(found.goodput, steps_reported=found.steps_reported)
     trained = duration(found.phases[LedgerPhase.TRAINING])
@@ -85,7 +85,7 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
 
 
 def report(found: Report) -> str:
-    """Return the page for all jobs."""
+    """Return the page of all jobs."""
     bound = all(job.steps_reported for job in found.jobs)
     since = duration(found.until_unix_ms - found.from_unix_ms)
     good = share(found.goodput, steps_reported=bound)
@@ -142,7 +142,7 @@ def _band(intervals: Sequence[Interval]) -> str:
     for tick in range(_TICKS):
         share_ = tick / (_TICKS - 1)
         anchor = {0: "start", _TICKS - 1: "end"}.get(tick, "middle")
-        # The day and the time zone are at both ends.
+        # The labels at both ends include the date and the time zone.
         form = "%H:%M:%S" if anchor == "middle" else "%Y-%m-%d %H:%M:%S %Z"
         text = _time(round(from_ms + share_ * (until_ms - from_ms)), form)
         place = f'x="{share_ * _WIDTH:.0f}" y="{_BAND + 17}" text-anchor="{anchor}"'
@@ -151,7 +151,7 @@ def _band(intervals: Sequence[Interval]) -> str:
 
 
 def _together(intervals: Sequence[Interval], least_ms: float) -> Iterator[list[Interval]]:
-    """Group intervals that are too short to be seen alone."""
+    """Yield groups of adjacent intervals, each long enough to be seen."""
     group: list[Interval] = []
     for one in intervals:
         if group and group[-1].until_unix_ms - group[0].from_unix_ms >= least_ms:
@@ -188,7 +188,7 @@ def _key(phases: Mapping[str, int]) -> str:
 
 
 def _bars(rows: Iterable[tuple[str, int, str]], text_of: Callable[[int], str] = duration) -> str:
-    """Draw horizontal bars, each with its name, its time and its share of the whole."""
+    """Draw horizontal bars, each with its name, its amount and its share of the total."""
     found = list(rows)
     whole_ms = max(sum(ms for _, ms, _ in found), 1)
     most_ms = max((ms for _, ms, _ in found), default=0) or 1
@@ -228,7 +228,7 @@ def _other(run: Ledger) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a table, without empty columns; the first two hold text, the others numbers."""
+    """Format a table without its empty columns; `_WORDS` names the columns that hold text."""
     found = list(rows)
     kept = [i for i in range(len(header)) if any(row[i] for row in found)]
     kinds = {i: "" if header[i] in _WORDS else ' class="n"' for i in kept}

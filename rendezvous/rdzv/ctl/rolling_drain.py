@@ -1,6 +1,6 @@
 """`rdzvctl drain`: empties one node, or several in turn, and reports what it waits for.
 
-The server decides and keeps the drains; this module only requests them, and waits. However this
+The server decides on drains and keeps them; this module only requests them, and waits. However this
 program ends, a node that it has drained stays drained, and leaves by its deadline.
 """
 
@@ -26,7 +26,7 @@ from rdzv.view.answers import JobStatus, Node
 from rdzv.view.log_lines import harmless
 
 LOOK_EVERY_S = 1.0
-"""How often to check whether a node is empty, or may now be drained."""
+"""How often to check whether a node is empty, or may be drained."""
 MAX_DEADLINE_MS = 7 * 86_400_000
 _UNITS_MS = {"ms": 1, "s": 1_000, "": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)")
@@ -38,7 +38,7 @@ EXIT_COMMAND_FAILED = 3
 
 
 def parse_deadline(text: str) -> int:
-    """Parse how long workers have; return milliseconds.
+    """Parse --deadline, the time that workers have; return milliseconds.
 
     >>> parse_deadline("5m"), parse_deadline("90"), parse_deadline("1.5h")
     (300000, 90000, 5400000)
@@ -67,9 +67,9 @@ def parse_label(text: str) -> tuple[str, str]:
 
 
 def wait_empty(client: ControlClient, node_id: str, say: Callable[[str], None]) -> Node | None:
-    """Wait until a node has no jobs left; None if the node is no longer known.
+    """Wait until a node has no jobs left, and return it; None if it is no longer known.
 
-    Keeps waiting while the server is away. `say` is called whenever the reason for waiting changes.
+    Keep waiting while the server is away. Call `say` whenever the reason for waiting changes.
 
     Raises:
         UnknownNodeError: the drain was lifted meanwhile.
@@ -106,15 +106,14 @@ class Rolling:
     deadline_ms: int
     reason: str
     command: str | None = None
-    """The command to run for each empty node; if it succeeds, the drain of the node is
-    lifted."""
+    """The command to run for each empty node; if it succeeds, the drain of the node is lifted."""
 
 
 def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) -> int:
-    """Drain all nodes with a label one after another; return the exit code.
+    """Drain all nodes with a label, one after another; return the exit code.
 
-    A node is drained only if each of its jobs keeps its min_nodes without it, and only when the
-    jobs of the previous node run again.
+    A node is drained only once each of its jobs keeps its min_nodes without it, and the jobs of the
+    previous node run again.
 
     Raises:
         RendezvousError: no node has the label, or the server refuses.
@@ -148,7 +147,7 @@ def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) ->
 def _drain_when_it_may(
     client: ControlClient, rolling: Rolling, node_id: str, say: Callable[[str], None]
 ) -> Sequence[str]:
-    """Drain a node as soon as its jobs can do without it; return those jobs."""
+    """Drain a node as soon as its jobs can run without it; return these jobs."""
     told = ""
     while True:
         try:
@@ -184,7 +183,7 @@ def _insist(ask: Callable[[], object], say: Callable[[str], None]) -> None:
 
 
 def _wait_running(client: ControlClient, jobs: Sequence[str], say: Callable[[str], None]) -> None:
-    """Wait until jobs that have lost a node run again, or have ended."""
+    """Wait until each of the jobs, which have lost a node, runs again or has ended."""
     told = ""
     for rdzv_id in jobs:
         while True:

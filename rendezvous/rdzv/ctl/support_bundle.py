@@ -1,4 +1,4 @@
-"""`rdzvctl support-bundle`: everything needed to examine a job elsewhere, without secrets.
+"""`rdzvctl support-bundle`: collects what is needed to examine a job elsewhere, without secrets.
 
 Documents from the server never contain tokens, job secrets or the environment of submitted jobs.
 Data from the jobs themselves (arguments, reasons, output) may; `redacted` hides likely secrets.
@@ -22,9 +22,9 @@ from rdzv.view import as_json
 
 HISTORY_EVENTS = 10_000
 LOG_LINES = 1_000
-"""How many lines from the end of each worker's output are included."""
+"""How many lines of the end of each worker's output are included."""
 LOG_BYTES = 1 << 20
-"""The most bytes of one worker's output that are included."""
+"""The most bytes of each of a worker's output streams that are included."""
 
 HIDDEN = "[hidden]"
 
@@ -44,7 +44,7 @@ _SECRETS = (
 
 
 def redacted(text: str) -> str:
-    """Hide what looks like a secret, but not the name before it.
+    """Hide everything that looks like a secret, but keep the name before it.
 
     >>> redacted("--wandb-api-key=0123456789 https://ada:pw@host/x")
     '--wandb-api-key=[hidden] https://[hidden]@host/x'
@@ -57,10 +57,10 @@ def redacted(text: str) -> str:
 def collect(
     client: ControlClient, rdzv_id: str, now_unix_ms: int, *, with_logs: bool
 ) -> dict[str, str]:
-    """Return the files of a bundle, by name; an unavailable part is replaced by the reason.
+    """Return the files of a bundle by name; a file NAME.missing explains why a part is unavailable.
 
     Raises:
-        RendezvousError: the job is not known, or the server does not answer.
+        RendezvousError: the job is unknown, or the server does not answer.
 
     """
     status, history = client.status(rdzv_id), client.events(rdzv_id, HISTORY_EVENTS)
@@ -88,7 +88,7 @@ def collect(
 
 
 def _output(client: ControlClient, rdzv_id: str) -> str:
-    """Return the end of the output of the last round's workers."""
+    """Return the end of the workers' output in the last round."""
     pieces: dict[tuple[str, int, bool], bytes] = {}
     for piece in client.logs(rdzv_id, tail_lines=LOG_LINES):
         worker = (piece.node_id, piece.rank, piece.stderr)
@@ -108,7 +108,7 @@ def contents(files: Mapping[str, str]) -> Iterable[str]:
 
 
 def write(files: Mapping[str, str], folder: str, to: IO[bytes], now_unix_ms: int) -> None:
-    """Write the files into a compressed archive, inside one folder."""
+    """Write the files to a compressed archive, inside the folder `folder`."""
     with tarfile.open(fileobj=to, mode="w:gz") as archive:
         for name, text in files.items():
             data = text.encode()

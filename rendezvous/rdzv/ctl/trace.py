@@ -1,9 +1,9 @@
 """A job's history as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-Each run is one process. Its first track shows the job itself: each round with the cause of its end,
-and between them the time to stop all workers and to form the next round. Below, every node has a
-track with a slice for each round that it took part in, and one for the time it took to stop. Every
-event is an instant on the track it belongs to.
+Each run is one process. Its first track shows the job: each round with the cause of its end and,
+between rounds, the time to stop all workers and to form the next round. Below, every node has a
+track with a slice for each round that it took part in, followed by one for the time it took to
+stop. Every other event is an instant on the track to which it belongs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rdzv.view.spans import Phase, about, spans_of, went_wrong
 
 _JOB_TRACK = 0
 
-# Names of colours that both viewers know.
+# The names of colours that both viewers know.
 _LIVE, _FORMING, _STOPPING, _FAILED = "good", "yellow", "grey", "bad"
 
-# Already shown as slices, or as the start or end of one.
+# Events that are already shown as slices.
 _NO_INSTANTS = {"NodeStopped"}
 
 
 def trace(status: JobStatus, history: Sequence[Event], now_ms: int) -> str:
-    """Return the trace as a JSON document; open slices end now. Times are Unix times."""
+    """Return the trace as a JSON document; slices still open end at `now_ms`, a Unix time."""
     events = list(_events(status, history, now_ms))
     document = {
         "displayTimeUnit": "ms",
@@ -78,7 +78,7 @@ def _slice(
 
 
 def _job_slices(process: int, run: Run, until_ms: int) -> Iterator[dict[str, Any]]:
-    """Yield the phases of the job: a round, stopping, forming, the next round."""
+    """Yield the phases of the job, such as a round, stopping, forming, the next round."""
     for span in spans_of(run, until_ms):
         times_ms = (span.since_ms, span.until_ms)
         if span.phase is Phase.LIVE and span.round is not None:
@@ -105,7 +105,7 @@ def _colour(round_: Round) -> str:
 def _node_slices(
     process: int, round_: Round, tracks: Mapping[str, int], until_ms: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a round on the track of each node in it, followed by how long the node took to stop."""
+    """Yield the round on each participant's track, followed by the time the node took to stop."""
     ended_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
     for node in round_.nodes:
         track = tracks[node]
@@ -120,14 +120,14 @@ def _node_slices(
 def _instants(
     process: int, run: Run, history: Iterable[Event], tracks: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield each event as an instant, on the track of its node or of the job."""
+    """Yield each other event as an instant, on the track of its node or of the job."""
     for event in history:
         if (event.run or "") != run.run or (event.fields and event.name in _NO_INSTANTS):
             continue
         track = tracks.get(node_of(event) or "", _JOB_TRACK)
         yield {
             **{"ph": "i", "cat": "rdzv", "name": event.name, "pid": process, "tid": track},
-            # The scope of the instant: only a track, or a line across all tracks of the run.
+            # The instant's scope: its own track, or a line across all tracks of the run.
             **{"ts": event.unix_ms * 1000, "s": "p" if event.name in _ACROSS else "t"},
             "args": {"text": event.text},
         }

@@ -1,6 +1,6 @@
 """Commands that follow a job: `status --watch` and `wait`.
 
-The server pushes every change. Between changes only ages grow, and these are computed here.
+The server pushes every change. Between changes, only ages grow, which are computed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rdzv.view.answers import Event, JobStatus
 from rdzv.view.log_lines import harmless
 
 EXIT_CODES = {"succeeded": 0, "failed": 1, "stopped": 3}
-"""The exit codes of `wait`; in any other state the job has not ended."""
+"""The exit codes of `wait` by job state; in any other state, the job has not ended."""
 EXIT_GOES_ON = 4
 EXIT_NO_PROGRESS = 93
 """The exit code for a job that failed because it made no progress, as in rdzvrun."""
@@ -39,10 +39,10 @@ REDRAW_S = 1.0
 LEAST_REDRAW_S = 0.1
 
 REPEAT_S = 2.0
-"""How often a list is requested again: the server pushes only single jobs."""
+"""How often a list is requested again, because the server pushes only single jobs."""
 
 HISTORY_EVENTS = 500
-"""How many events of the history the screen considers, including those of nodes."""
+"""How many of the newest events, including those of nodes, are requested."""
 
 _HOME, _CLEAR_BELOW, _CLEAR_LINE = "\x1b[H", "\x1b[J", "\x1b[K"
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
@@ -55,7 +55,7 @@ class _Seen:
     at_s: float
 
     def aged(self) -> JobStatus:
-        """The job with its ages brought up to date."""
+        """Return the job with its ages brought up to date."""
         return live.later(self.status, round((time.monotonic() - self.at_s) * 1000))
 
 
@@ -70,10 +70,10 @@ def _tries_again(error: RendezvousError) -> None:
 def watching(
     client: ControlClient, job: str, silent: Callable[[RendezvousError], None] = _tries_again
 ) -> Iterator[_News]:
-    """Receive the server's updates in a thread, so that the screen need not wait for them.
+    """Yield a queue of the server's updates, which a thread receives.
 
-    `silent` is called, in that thread, when no server answers any more; by default it prints that
-    on stderr.
+    `silent` is called, in that thread, when no server answers any more; by default it prints this
+    to stderr.
     """
     news: _News = SimpleQueue()
 
@@ -84,7 +84,7 @@ def watching(
         except RendezvousError as error:
             news.put(error)
         except ValueError:
-            # The channel was closed by the end of the block below.
+            # The client was closed, because the caller no longer watches.
             pass
 
     threading.Thread(target=take_in, daemon=True).start()
@@ -92,7 +92,7 @@ def watching(
 
 
 def _next(news: _News, within_s: float | None) -> _Seen | None:
-    """Return the newest update; None if nothing arrived in time."""
+    """Return the newest update, or raise its error; None if nothing arrives within `within_s`."""
     try:
         found = news.get(timeout=within_s)
         while not news.empty():
@@ -113,13 +113,13 @@ def _newest(news: _News) -> _Seen:
 def show(
     client: ControlClient, other: ControlClient, job: str, output: str, *, everything: bool
 ) -> None:
-    """Show a job until it has ended: in place on a terminal, otherwise as successive statuses.
+    """Show a job until it has ended: in place on a terminal, otherwise as a series of statuses.
 
-    `other` is a client of the same server, for requests beside the stream.
+    `other` is a client of the same server, for requests while `client` streams.
     """
     smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     terminal = smart and output == "text"
-    # A line on stderr would be drawn into the screen.
+    # A line on stderr would corrupt the screen.
     silent = (lambda _: None) if terminal else _tries_again
     with watching(client, job, silent) as news:
         if terminal:
@@ -139,10 +139,10 @@ def show(
 
 
 def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
-    """Show the result of `shown` now and every `REPEAT_S`, until the user interrupts.
+    """Show the result of `shown` now and every `REPEAT_S`, until Ctrl-C.
 
-    On a terminal, with `as_screen`, it is redrawn in place. A server that stops answering is
-    reported and asked again.
+    On a terminal, with `as_screen`, it is redrawn in place. If the server stops answering, this is
+    reported, and it is asked again.
     """
     smart = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and as_screen
     text = shown()  # A server that was never there is an error.
@@ -160,12 +160,12 @@ def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
 
 
 def _cut(lines: Sequence[str], height: int) -> Sequence[str]:
-    """Return as many lines as fit on a terminal; the last may say that some are missing."""
+    """Return as many lines as fit on a terminal; "..." replaces those that do not."""
     return lines if len(lines) <= height else [*lines[: height - 1], "..."]
 
 
 def one_of_many(output: str, document: str) -> str:
-    """Format a JSON document for a stream of them: as a single line, or as YAML after ---."""
+    """Format a JSON document as part of a stream: as a single line, or as YAML after ---."""
     if output == "json":
         return as_json.one_line(document)
     from rdzv.ctl import as_yaml
@@ -202,7 +202,7 @@ def _live(client: ControlClient, job: str, news: _News) -> _Seen:
 
 
 class _History:
-    """The events of a job, requested again whenever it has changed."""
+    """The events of a job, fetched again whenever it has changed."""
 
     def __init__(self, client: ControlClient, job: str) -> None:
         self.events: tuple[Event, ...] = ()
@@ -240,8 +240,7 @@ def _own_screen() -> Iterator[None]:
 
 
 def _draw(lines: Sequence[str]) -> None:
-    # It is written in one piece over the present text, since clearing the screen would make it
-    # flicker.
+    # Overwrite the current text in one write, because clearing the screen would make it flicker.
     text = "\r\n".join(f"{line}{_CLEAR_LINE}" for line in lines)
     sys.stdout.write(f"{_HOME}{text}{_CLEAR_BELOW}")
     sys.stdout.flush()
@@ -266,7 +265,7 @@ class StateReports:
     def __init__(self, job: str) -> None:
         self._job = job
         self._reported = ("", "")
-        """The state and reason last reported, without those times in the reason that change."""
+        """The state and reason last reported, without the changing times in the reason."""
 
     def report(self, status: JobStatus) -> None:
         """Report a job that has not ended, unless only times in its reason have changed."""
@@ -278,9 +277,9 @@ class StateReports:
 
 
 def wait(client: ControlClient, job: str, wait_s: float | None) -> tuple[str, int]:
-    """Wait until a job has ended or the timeout expires; return a message and an exit code.
+    """Wait until a job has ended, or for `wait_s`; return a message and an exit code.
 
-    Until then, the job's state and reason are reported on stderr, at once and when they change.
+    Until then, report the job's state and reason on stderr, at once and when they change.
     """
     reports = StateReports(job)
     deadline_s = None if wait_s is None else time.monotonic() + wait_s

@@ -1,7 +1,7 @@
-"""The demo: a real training on one machine that survives a killed worker and a killed node.
+"""The demo: a real training job on one machine that survives a killed worker and a killed node.
 
 `story` starts a server and two nodes as separate programs, kills some of their processes, and
-checks rdzvctl's answers after each step. `programs` has these processes; `training` is the script
-that they run, with the job's interpreter. The demo uses only what any user can, and changes nothing
-beyond its own temporary folder.
+checks rdzvctl's answers after each step. `programs` runs these processes; `training` is the script
+that the nodes run, with the job's interpreter. The demo uses only what any user can use, and
+changes nothing outside its temporary folder.
 """

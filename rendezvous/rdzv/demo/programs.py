@@ -1,4 +1,4 @@
-"""The processes of the demo, and their output."""
+"""Runs the demo's processes, and collects their output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPERATOR = "rdzv.ctl"
 
 
 def command_of(module: str, *args: str) -> list[str]:
-    """Return the command that runs a program of this installation, wherever its scripts are."""
+    """Return the command that runs a program of this installation without its entry script."""
     return [sys.executable, "-P", "-m", module, *args]
 
 
@@ -52,7 +52,7 @@ class Program:
     def start(
         cls, name: str, command: Sequence[str], environ: dict[str, str], log: Path
     ) -> Program:
-        """Start a program in its own session; its output is kept, and appended to `log`."""
+        """Start a program in its own session; keep its output, and append it to `log`."""
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -79,7 +79,7 @@ class Program:
                     self.written.notify_all()
 
     def find(self, pattern: re.Pattern[str], after_s: float) -> tuple[Line, re.Match[str]] | None:
-        """Return the first match among the lines written after a time."""
+        """Return the first line written after `after_s` that matches, and its match."""
         for line in self.lines:
             if line.at_s > after_s and (match := pattern.search(line.text)):
                 return line, match
@@ -90,18 +90,18 @@ class Program:
         return self.process.poll() is not None
 
     def workers(self) -> list[int]:
-        """Return the pids of this node's workers: they have a RANK, and the runner has none."""
+        """Return the pids of this node's workers: its descendants that have a RANK."""
         return [pid for pid in descendants(self.process.pid) if b"RANK" in environ_of(pid)]
 
     def kill_all(self) -> None:
-        """Kill the program and everything it has started, before any process can send a message."""
+        """Kill the program and all it has started, before any of them can send a message."""
         for pid in [self.process.pid, *descendants(self.process.pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._join()
 
     def stop(self, timeout_s: float) -> None:
-        """Ask the program to end, and kill it after a while."""
+        """Send SIGTERM to the program; kill it if it has not exited after `timeout_s`."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -113,7 +113,7 @@ class Program:
     def _join(self) -> None:
         self.process.wait()
         if self.reader is not None:
-            self.reader.join(5)  # A process that has left the tree may hold the pipe open.
+            self.reader.join(5)  # A process outside the tree may hold the pipe open.
 
 
 def descendants(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The story of the demo, step by step; each step checks that it happened."""
+"""The demo, step by step; each step checks that it has succeeded."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from rdzv.version import VERSION
 JOB = "demo"
 TRAINING = Path(__file__).with_name("training.py")
 DEADLINE_S = 300.0
-"""The demo fails if it has not ended by then."""
+"""The demo fails if it takes longer than this."""
 SILENT_S = 1.0
-"""After this long without a line the demo prints what it is waiting for."""
+"""After this time without a line, the demo prints what it is waiting for."""
 REMINDS_S = 5.0
-"""After this long it prints that again."""
+"""How often it repeats that line."""
 _EPOCH = re.compile(r"epoch (\d+) \| loss ([\d.]+) \| world_size (\d+)")
 _HAS_TORCH = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('torch') else 3)"
 
 
 class DemoError(RendezvousError):
-    """A step of the demo did not happen."""
+    """A step of the demo has failed."""
 
 
 def play(python: str, *, keep: bool) -> None:
-    """Play the demo, training with the interpreter `python`; raise if a step fails.
+    """Run the demo, which trains with the interpreter `python`; raise if a step fails.
 
-    With `keep` its files stay, and so do the server and its page until Ctrl-C.
+    With `keep`, its files stay, and the server and its page stay up until Ctrl-C.
     """
     say = (
         f"rdzv {VERSION}: a training on this machine loses a worker, then a whole node, "
@@ -74,7 +74,7 @@ def check_torch(python: str) -> None:
 
 
 class Demo:
-    """A server, two nodes, and what happens to them."""
+    """The demo's server and nodes, and the steps that they go through."""
 
     deadline_s = DEADLINE_S
 
@@ -89,7 +89,7 @@ class Demo:
         self.http = ""
 
     def play(self) -> None:
-        """Play and check the whole story."""
+        """Run and check all steps."""
         self.start_server()
         for name in ("n1", "n2"):
             self.start_node(name)
@@ -128,7 +128,7 @@ class Demo:
         self.say(f"watch it live: {self.http}/#/job/{JOB}")
 
     def start_node(self, name: str) -> None:
-        """Start one node: an agent in the foreground, as a user would."""
+        """Start one node, as a user would: an agent in the foreground."""
         launch = (f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={JOB}", f"--node-id={name}")
         group = ("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--tee=3")
         logs = f"--log-dir={self.folder / 'logs'}"
@@ -141,14 +141,14 @@ class Demo:
         return Program.start(name, command, self.environ, self.folder / f"{name}.log")
 
     def do(self, deed: str, text: str) -> float:
-        """Print the next action on the job; return the time. `deed` names it for observers."""
+        """Print the next action; return the time. `deed` names the action for subclasses."""
         self.say(text)
         return time.monotonic()
 
     def await_training(
         self, world_size: int, restarts: int, after_s: float, what: str, cost: str = ""
     ) -> None:
-        """Wait until RANK 0 trains in a group of this size, and check the server's status."""
+        """Wait until RANK 0 trains in a group of `world_size`, and check the server's status."""
         pattern = re.compile(rf"rank 0 of {world_size}: (resuming from .*|starting afresh)")
         awaited = f"{world_size} workers to import torch and connect"
         line, match = self.await_line(self.nodes["n1"], pattern, after_s, awaited)
@@ -165,13 +165,13 @@ class Demo:
         self.say(f"  rdzvctl: {status['state']}, {status['reason']}; {spent}")
 
     def await_epochs(self, count: int) -> None:
-        """Let the training continue for a while."""
+        """Wait for `count` more epochs, and print the last one."""
         for _ in range(count):
             _, match = self.await_line(self.nodes["n1"], _EPOCH, time.monotonic(), "the next epoch")
         self.say(f"  epoch {match.group(1)}, loss {match.group(2)}")
 
     def await_end(self) -> None:
-        """Wait for the success of every node, and check that the model has learned."""
+        """Wait until every node has succeeded, and check that the model has learned."""
         for name, node in self.nodes.items():
             self.await_until(node.ended, f"{name} to train the epochs that are left")
             if node.process.returncode != 0:
@@ -188,7 +188,7 @@ class Demo:
             raise DemoError(f"expected success with 1 restart, but rdzvctl says {status}")
 
     def status(self) -> dict[str, object]:
-        """Ask the server, as an operator would."""
+        """Return the job's status from rdzvctl, as an operator would get it."""
         answer = json.loads(self.rdzvctl("status", JOB, "-o", "json"))
         assert isinstance(answer, dict)
         return answer
@@ -206,7 +206,7 @@ class Demo:
     def await_line(
         self, program: Program, pattern: re.Pattern[str], after_s: float, what: str
     ) -> tuple[Line, re.Match[str]]:
-        """Wait until a program prints a matching line; `what` describes it to people."""
+        """Return the first matching line printed after `after_s`; `what` describes it."""
         with program.written:
             while (found := program.find(pattern, after_s)) is None:
                 if program.process.poll() is not None:
@@ -223,7 +223,7 @@ class Demo:
             time.sleep(0.1)
 
     def note_wait(self, what: str) -> None:
-        """Print what is awaited if nothing was printed for a while; fail if it takes too long."""
+        """Print what is awaited if nothing was printed for a while; raise after the deadline."""
         now_s = time.monotonic()
         if now_s > self.began_s + self.deadline_s:
             raise DemoError(
@@ -234,12 +234,12 @@ class Demo:
             self.speaks_s = now_s + REMINDS_S
 
     def say(self, text: str) -> None:
-        """Print a message, with the time since the beginning."""
+        """Print a message with the time since the start."""
         print(f"[{time.monotonic() - self.began_s:5.1f} s] {text}", flush=True)
         self.speaks_s = time.monotonic() + SILENT_S
 
     def stay(self) -> None:
-        """Keep the server running, for the user to look at, until Ctrl-C or SIGTERM."""
+        """Keep the server running until Ctrl-C or SIGTERM, so that the user can look around."""
         over = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: over.set())
@@ -254,7 +254,7 @@ class Demo:
         over.wait()
 
     def stop(self) -> None:
-        """End everything that was started, and nothing else."""
+        """Stop all programs that the demo has started."""
         for node in self.nodes.values():
             if node.process.poll() is None:
                 node.process.terminate()
@@ -266,7 +266,7 @@ class Demo:
 
 @contextmanager
 def _folder(keep: bool) -> Iterator[Path]:
-    """Create a folder for the demo's files; it stays if the demo fails, or on request."""
+    """Yield a folder for the demo's files; keep it afterwards if the demo fails or with `keep`."""
     path = Path(tempfile.mkdtemp(prefix="rdzv_demo_"))
     try:
         yield path

@@ -3,7 +3,7 @@
     rdzvrun --standalone --nproc-per-node=2 training.py --snapshot=/tmp/snapshot.pt
 
 It runs with the job's interpreter, so it needs torch but nothing of rdzv, and supports older
-Pythons than rdzv itself.
+versions of Python than rdzv does.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 16
-"""Optimizer steps in an epoch."""
+"""Optimizer steps per epoch."""
 SAMPLES = 32
-"""Samples of each worker in a step."""
+"""Samples per worker and step."""
 
 
 def main() -> None:
-    """Train from the snapshot, or from the start, to the last epoch."""
+    """Train to the last epoch, from the snapshot if there is one."""
     parser = argparse.ArgumentParser(description="Train a small model on CPUs.")
     parser.add_argument("--snapshot", required=True, help="resume from this file, and save to it")
     parser.add_argument("--epochs", type=int, default=10)
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def train(snapshot: str, epochs: int, step_s: float) -> None:
-    """Train as one rank of the group."""
+    """Train as one rank of the group, and save a snapshot after each epoch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
@@ -58,7 +58,7 @@ def train(snapshot: str, epochs: int, step_s: float) -> None:
     for epoch in range(first + 1, epochs + 1):
         total = 0.0
         for step in range(STEPS):
-            # Different samples for each rank and step, and the same ones when a step is redone.
+            # Each rank and step has its own samples, and a redone step the same ones again.
             torch.manual_seed(((epoch * STEPS) + step) * 4096 + rank)
             inputs = torch.randn(SAMPLES, 8)
             loss = nn.functional.mse_loss(parallel(inputs), teacher(inputs).detach())
@@ -94,7 +94,7 @@ def report(step: int) -> None:
 
 
 def say(rank: int, line: str) -> None:
-    """Print a line once for the whole group."""
+    """Print a line on rank 0 only."""
     if rank == 0:
         print(line, flush=True)
 

@@ -1,4 +1,4 @@
-"""Configuration files in TOML: reads, checks, shows and compares settings.
+"""Reads, checks, prints and compares settings, which are TOML files.
 
 Each daemon declares its settings in its own module: `server/settings/server_settings.py` and
 `agent/app/agent_settings.py`.

@@ -1,12 +1,12 @@
-"""The types with which a program declares its settings: one tree of `Table` classes.
+"""The types with which a program declares its settings, as a tree of `Table` classes.
 
     class Lease(Table, frozen=True):
         duration: Annotated[Duration, setting(ge=2, le=600, reason="How long ...")] = 5
 
 Each field is a setting, another table, or a list of tables (`tuple[Table, ...]`). Its annotation
-has the type and bounds, for msgspec, and the rest of a `Setting`, which `settings_of` returns. From
-it come the checks of a file, --print-config, the outcome of a reload, and the documentation: after
-a change, run tests/unit/server/test_configuration_docs.py with --rewrite.
+has the type and bounds, for msgspec, and the other fields of a `Setting`, which `settings_of`
+returns. The checks of a file, --print-config, the outcome of a reload and the documentation are
+derived from it: after a change, run tests/unit/server/test_configuration_docs.py with --rewrite.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from msgspec import NODEFAULT, Meta, Struct
 
 Duration = Annotated[float, Meta(extra={"unit": "seconds"})]
-"""A number of seconds, or a text such as "250 ms", "5 min", "30 d", to the millisecond."""
+"""A number of seconds, or a string such as "250 ms", "5 min" or "30 d", to the millisecond."""
 
 Size = Annotated[int, Meta(extra={"unit": "bytes"})]
-"""A whole number of bytes, or a text such as "64 MiB"."""
+"""A whole number of bytes, or a string such as "64 MiB"."""
 
 DURATION_UNITS = {"d": 86_400, "h": 3_600, "min": 60, "s": 1, "ms": 0.001}
 SIZE_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 class Rule(Struct, frozen=True):
-    """A condition on several settings at once."""
+    """A condition that involves several settings."""
 
     keys: tuple[str, ...]
-    """The settings that the rule concerns; it is checked only if each is valid by itself."""
+    """The settings that the rule concerns; it is checked only if each one is valid by itself."""
     broken: Callable[[Any], str]
-    """Takes the table; returns the problem and its remedy, or an empty text."""
+    """Takes the table; returns the problem and its remedy, or an empty string."""
 
 
 class Table(Struct, frozen=True, kw_only=True):
-    """A table of a configuration, or a whole configuration."""
+    """A table in a configuration, or a whole configuration."""
 
     program: ClassVar[str] = ""
     """The program whose configuration this is."""
@@ -56,9 +56,9 @@ def setting(
 ) -> Meta:
     """Describe a field of a `Table`, in `Annotated`.
 
-    `reason` tells operators what the setting does and why they would change it, in one or two
-    sentences. `ge` and `le` are bounds, of a duration or size in seconds or bytes. `more` are other
-    fields of `Setting`.
+    `reason` tells operators, in one or two sentences, what the setting does and why they would
+    change it. `ge` and `le` are bounds, in seconds for a duration and in bytes for a size. `more`
+    has other fields of `Setting`.
     """
     return Meta(ge=ge, le=le, description=" ".join(reason.split()), extra=more)
 
@@ -67,31 +67,31 @@ class Setting(Struct, frozen=True, kw_only=True):
     """One setting of a configuration, as declared."""
 
     key: str
-    """Its name, prefixed with those of its tables: `tls.cert`."""
+    """Its name, prefixed with the names of its tables: `tls.cert`."""
     annotation: Any
-    """The type of its values, without None."""
+    """The type of the values, without None."""
     metas: tuple[Meta, ...]
-    """Their bounds, for msgspec."""
+    """The bounds of the values, for msgspec."""
     kind: Any
-    """The class of its values: `int`, `tuple`, a class with a classmethod `parse`, ..."""
+    """The class of the values: `int`, `tuple`, a class with a classmethod `parse`, ..."""
     reason: str
     default: Any
-    """None if the setting has no value unless it is set."""
+    """None if there is no value unless the setting is set."""
     default_words: str = ""
-    """The default in words, if `default` does not show it."""
+    """The default in words, for users, instead of `default`."""
     unit: str = ""
-    """The unit of a number or the form of a text, such as HOST:PORT."""
+    """The unit of a number, or the format of a string, such as HOST:PORT."""
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
-    """All values allowed for a text."""
+    """The values allowed for a string."""
     check: Callable[[str], object] | None = None
-    """Refuses an invalid text, including one in a list or table, with an `InvalidRequestError`."""
+    """Refuses an invalid string, also in a list or table, with an `InvalidRequestError`."""
     each: type[Table] | None = None
     """The class of each table, for a list of tables."""
     required: bool = False
     reload: bool = False
-    """Whether a reload applies a change; otherwise it needs a restart."""
+    """Whether a reload applies a change; otherwise a change needs a restart."""
     sets: tuple[str, ...] = ()
     """The fields of the program's own configuration that receive the value."""
 
@@ -107,19 +107,19 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def units(self) -> Mapping[str, float]:
-        """The units allowed in a text, largest first; empty for most kinds."""
+        """The units allowed in a string, largest first; empty for most kinds."""
         if (self.kind, self.unit) == (float, "seconds"):
             return DURATION_UNITS
         return SIZE_UNITS if (self.kind, self.unit) == (int, "bytes") else {}
 
     @property
     def kind_words(self) -> str:
-        """A description of the kind of its values."""
+        """A description of the kind of value."""
         return "a list of tables" if self.each else _KINDS.get(self.kind, "a text")
 
     @property
     def bounds(self) -> str:
-        """A description of the allowed values; empty if the kind allows every value."""
+        """A description of the allowed values; empty if there is no restriction."""
         if self.choices:
             return ", ".join(map(quoted, self.choices))
         if self.least is not None and self.most is not None:
@@ -135,19 +135,19 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def default_text(self) -> str:
-        """A description of its default."""
+        """A description of the default."""
         if self.required:
             return "none: it must be set"
         return self.default_words or (self.spelled(self.default) if self.has_default else "not set")
 
     @property
     def has_default(self) -> bool:
-        """Whether it has a default that is worth showing."""
+        """Whether there is a default worth showing."""
         return self.default is not None and self.default not in ((), {})
 
     @property
     def valid(self) -> str:
-        """A description of its valid values, for people."""
+        """A description of the valid values, for error messages."""
         if self.choices:
             return f"one of {self.bounds}"
         words = f"{self.unit or 'a text'} in quotes"
@@ -164,11 +164,11 @@ class Setting(Struct, frozen=True, kw_only=True):
         return f"{words}, {self.bounds}" if self.bounds else words
 
     def of(self, settings: Table) -> Any:
-        """Return its value in a configuration."""
+        """Return the value of this setting in a configuration."""
         return attrgetter(self.key)(settings)
 
     def spelled(self, value: Any) -> str:
-        """Spell a value as TOML."""
+        """Format a value as TOML; None as `not set`."""
         match value:
             case None:
                 return "not set"
@@ -223,7 +223,7 @@ def settings_of(table: type[Table], prefix: str = "") -> Mapping[str, Setting]:
 
 
 def fields_of(table: type[Table]) -> Mapping[str, tuple[Any, object]]:
-    """Return the annotation and the default of each field; annotations must not be postponed."""
+    """Return each field's annotation and default; the class must not postpone annotations."""
     annotations: dict[str, Any] = {}
     for base in reversed(table.__mro__):
         annotations |= vars(base).get("__annotations__", {})
@@ -256,7 +256,7 @@ def _setting(key: str, annotation: Any, default: object) -> Setting:
 
 
 def _unwrapped(annotation: Any) -> tuple[Any, list[Meta]]:
-    """Split a type into the type without None, and its `Meta`s."""
+    """Split an annotation into its type, without None, and its `Meta`s."""
     if get_origin(annotation) is Annotated:
         inner, *metas = get_args(annotation)
         kind, others = _unwrapped(inner)
@@ -268,13 +268,13 @@ def _unwrapped(annotation: Any) -> tuple[Any, list[Meta]]:
 
 @cache
 def sections_of(table: type[Table]) -> frozenset[str]:
-    """Return the names of all tables in a table."""
+    """Return the names of all tables within a table."""
     parts = [key.split(".") for key in settings_of(table)]
     return frozenset(".".join(p[:depth]) for p in parts for depth in range(1, len(p)))
 
 
 def _with_unit(number: float, units: Mapping[str, float]) -> str:
-    """Write a number in the largest unit that gives a whole number."""
+    """Format a quantity in the largest unit that gives a whole number."""
     for unit, worth in units.items():
         count = number / worth
         if number and math.isclose(count, round(count), abs_tol=1e-9) and round(count):
@@ -283,7 +283,7 @@ def _with_unit(number: float, units: Mapping[str, float]) -> str:
 
 
 def quoted(text: str) -> str:
-    """Write a text as TOML; control and unprintable characters are escaped."""
+    """Quote a string as TOML; control and unprintable characters are escaped."""
     # JSON strings are TOML strings.
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(char if char.isprintable() else _escaped(char) for char in quoted)

@@ -1,6 +1,6 @@
 """Reads settings from TOML files, checks them as a whole, and compares them for a reload.
 
-msgspec decodes each value as its type. This module adds units, a list of all problems, and the
+msgspec converts each value to its type. This module adds units, a list of all problems, and the
 nearest known key for each unknown one. It reads a single file.
 """
 
@@ -29,22 +29,22 @@ from rdzv.settings.setting_types import (
 )
 
 FILE_BYTES = 1024 * 1024
-"""The largest file that is read: people write configurations by hand."""
+"""The largest file that is read; configurations are written by hand."""
 
 LISTED_PROBLEMS = 50
-"""The number of problems that one refusal lists."""
+"""How many problems an error lists."""
 
 MAX_NUMBER = 1e300
-"""Exclusive upper bound of numbers, so that none overflows when converted to another unit."""
+"""The exclusive upper bound of numbers, so that none overflows in another unit."""
 
 SHOWN_CHARS = 80
-"""The length to which a refused value is cut when shown."""
+"""The length to which a refused value is cut in messages."""
 
 T = TypeVar("T", bound=Table)
 
 
 class Problem(Struct, frozen=True):
-    """One thing that is wrong with a configuration."""
+    """One error in a configuration."""
 
     source: str
     text: str
@@ -52,7 +52,7 @@ class Problem(Struct, frozen=True):
 
 
 class ConfigurationError(InvalidRequestError):
-    """A configuration cannot be used; lists all its problems."""
+    """A configuration cannot be used; the message lists all its problems."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -76,7 +76,7 @@ class Loaded(Struct, Generic[T], frozen=True):
 
     settings: T
     sources: Mapping[str, str]
-    """By key: a file, or "the command line"; defaults are absent."""
+    """The source of each value by its key: a file, or "the command line"; defaults have none."""
 
 
 def load(
@@ -85,12 +85,12 @@ def load(
     given: Mapping[str, object] | None = None,
     given_by: str = "the command line",
 ) -> Loaded[T]:
-    """Read a file; values in `given`, by key, override it unless they are None.
+    """Load a configuration; values in `given`, by key, override the file unless they are None.
 
     All other settings have their defaults; without `path` no file is read.
 
     Raises:
-        ConfigurationError: the file cannot be read, or it or `given` has errors, which are listed.
+        ConfigurationError: the file cannot be read, or the file or `given` has errors.
 
     """
     reading = _Reading(table, [], {})
@@ -107,10 +107,10 @@ def load(
 
 
 def read_document(path: Path, source: str) -> dict[str, Any]:
-    """Read a TOML file written by people; `source` names it in errors.
+    """Parse a TOML file; `source` names it in errors.
 
     Raises:
-        ConfigurationError: it cannot be read, is too large, or is not TOML.
+        ConfigurationError: the file cannot be read, is too large, or is not TOML.
 
     """
     try:
@@ -135,7 +135,7 @@ def _unusable(source: str, text: str) -> ConfigurationError:
 
 
 class _Reading(Generic[T]):
-    """The values read so far for one configuration, or for one table in a list of tables."""
+    """The values read so far for a configuration, or for one table in a list of tables."""
 
     def __init__(
         self, table: type[T], problems: list[Problem], sources: dict[str, str], where: str = ""
@@ -145,7 +145,7 @@ class _Reading(Generic[T]):
         self._table = table
         self._known = settings_of(table)
         self._where = where
-        """The prefix of its keys in messages: `job[2].`."""
+        """The prefix of keys in messages, such as `job[2].`."""
         self._values: dict[str, Any] = {}
         self._bad: set[str] = set()
 
@@ -154,7 +154,7 @@ class _Reading(Generic[T]):
         sections = sections_of(self._table)
         for name, raw in table.items():
             key = f"{prefix}{name}"
-            # A dot inside quotes is part of a name, and no known name has one.
+            # A dot in a quoted key is part of the name, and no known name contains one.
             if "." not in name and key in self._known:
                 self.take(self._known[key], raw, source, in_file=True)
             elif "." in name or key not in sections:
@@ -168,7 +168,7 @@ class _Reading(Generic[T]):
                 self._note(source, key, f"= {_shown(raw)} must be a table; begin with [{key}]")
 
     def take(self, setting: Setting, raw: object, source: str, *, in_file: bool) -> None:
-        """Read one value, if it is valid."""
+        """Record one value, or the problem with it."""
         known = len(self.problems)
         self.sources[f"{self._where}{setting.key}"] = source
         try:
@@ -212,7 +212,7 @@ class _Reading(Generic[T]):
 
 
 def _built(table: type[T], values: Mapping[str, Any], prefix: str = "") -> T:
-    """Make a table from values by key."""
+    """Build a table from values by key."""
     found = {}
     for name, (annotation, _) in fields_of(table).items():
         key = f"{prefix}{name}"
@@ -234,7 +234,7 @@ def _broken_rules(
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    """Return the known key most similar to an unknown one, comparing also its last part."""
+    """Name the known key most similar to an unknown one; also compare the last parts alone."""
     import difflib
 
     def likeness(known: str) -> float:
@@ -251,7 +251,7 @@ def _last(key: str) -> str:
 
 
 def _shown(raw: object) -> str:
-    """Spell any TOML value, cut to `SHOWN_CHARS`."""
+    """Format any TOML value for a message, cut to `SHOWN_CHARS`."""
     if isinstance(raw, Mapping):
         return "(a table)"
     if isinstance(raw, bool):
@@ -276,7 +276,7 @@ def _converted(setting: Setting, raw: object, *, in_file: bool) -> Any:
     try:
         value = convert(_number(setting, raw), str if has_parse else setting.type)
     except (ValidationError, UnicodeEncodeError) as error:
-        # msgspec quotes a wrong text; command-line arguments may contain bytes that are not UTF-8.
+        # msgspec's message would quote the value; arguments may contain bytes that are not UTF-8.
         raise _RefusedError(f"must be {setting.valid}") from error
     if has_parse:
         return _checked(setting.kind.parse, value)
@@ -316,7 +316,7 @@ _MEASURED = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
 
 
 def _number(setting: Setting, raw: object) -> object:
-    """Return a number in its smallest unit, and any other value as it is."""
+    """Return a number in seconds or bytes if it has a unit, and any other value unchanged."""
     found = _MEASURED.fullmatch(raw.strip()) if isinstance(raw, str) else None
     if found is not None and found[2] in setting.units:
         number = float(found[1]) * setting.units[found[2]]
@@ -336,17 +336,17 @@ def _number(setting: Setting, raw: object) -> object:
 
 
 class Reload(Struct, Generic[T], frozen=True):
-    """The changes that a reload makes in a running program."""
+    """The effects of a reload on a running program."""
 
     loaded: Loaded[T]
-    """The configuration now in effect; it differs from the former one only where a reload
-    applies."""
+    """The configuration now in effect; it differs from the previous one only in settings that a
+    reload applies."""
     applied: tuple[str, ...]
-    """The keys that changed and are in effect at once."""
+    """The keys whose changes take effect at once."""
     waiting: tuple[str, ...]
-    """The keys that changed and need a restart."""
+    """The keys whose changes need a restart."""
     lines: tuple[str, ...]
-    """The changes in words, one line for each key."""
+    """The changes in words, one line per key."""
 
 
 def compare(running: Loaded[T], wanted: Loaded[T]) -> Reload[T]:

@@ -1,1 +1,1 @@
-"""rdzvctl's commands, one file per subject: options, one client call, and the output."""
+"""rdzvctl's commands, one file per subject: each has options, a client call, and output."""

@@ -1,4 +1,4 @@
-"""Commands for admins: tokens, and the audit log."""
+"""Commands for admins: tokens and the audit log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rdzvctl certs`: a small CA and its certificates, for users without one. It asks no server."""
+"""`rdzvctl certs`: a small CA and its certificates, for users without one; needs no server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rdzv.ctl.authority import Made
 
 ROLES = ("read", "submit", "relay", "admin")
-"""Roles that a client may have; `rdzvctl certs node` creates certificates for nodes."""
+"""The roles of a client; `rdzvctl certs node` creates certificates with the role of a node."""
 
 MOST_DAYS = 36_500
 

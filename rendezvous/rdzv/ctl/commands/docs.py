@@ -12,7 +12,7 @@ import click
 from rdzv.errors import InvalidRequestError
 
 SITE = Path(__file__).parents[2] / "documents"
-"""Where `deploy/release.py` puts the site; each page is there in Markdown, too."""
+"""Where `deploy/release.py` puts the site, which also has each page in Markdown."""
 
 
 @click.command("docs")
@@ -34,7 +34,7 @@ def docs_command(page: str | None, serve: bool, port: int) -> str:
 
 
 def show(site: Path, page: str | None, port: int | None) -> str:
-    """Return a page of a site or the list of its pages, or serve the site until Ctrl-C."""
+    """Return a page of a site or the list of its pages; with `port`, serve the site."""
     if not site.exists():
         raise InvalidRequestError(
             "this rdzvctl runs from a checkout: the documents are in its folder docs/; "
@@ -69,7 +69,7 @@ def _title(page: Path) -> str:
 
 class _Handler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Do not log single requests."""
+        """Log no requests."""
 
 
 def _serve(site: Path, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Commands about a job's history: its events, its story, its trace."""
+"""Commands for a job's history: events, explain, trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rdzv.view.answers import Event
 
 _HISTORY_ROWS = 10_000
-"""How many rows of each job's history a server keeps by default."""
+"""How many history rows per job a server keeps by default."""
 
 
 @click.command("events")
@@ -127,7 +127,7 @@ def trace_command(job: str, path: Path, server: str | None, timeout_s: float | N
 
 
 def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:
-    """Return all of a job's history, or only the newest part if the server returns no more."""
+    """Return a job's whole history, or the newest part if the server refuses to send so much."""
     try:
         return client.events(job, _HISTORY_ROWS)
     except (InvalidRequestError, LimitExceededError):

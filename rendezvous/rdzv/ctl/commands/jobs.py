@@ -20,7 +20,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.view.log_lines import harmless
 
 MOST_ENDED = 10
-"""How many ended jobs a list shows unless all are requested."""
+"""How many ended jobs a list shows without --all."""
 
 
 @click.command("status")
@@ -54,7 +54,7 @@ def status_command(
     from rdzv.view import as_json
 
     with opened_client(server, timeout_s) as client:
-        # A watch waits for a server that went away; one that was never there is reported at once.
+        # A watch waits for a lost server; a server that was never there is an error at once.
         found = client.status(job)
         if watched:
             from rdzv.ctl.watch import show

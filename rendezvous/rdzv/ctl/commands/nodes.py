@@ -1,4 +1,4 @@
-"""Commands for nodes: show them, cordon and drain them."""
+"""Commands for nodes: nodes, cordon, uncordon, drain, undrain."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _drain_one(
     try:
         found = client.drain(node, deadline_ms, by_whom(reason), keep_min=True)
     except TooFewNodesError as error:
-        # An operator who names the node means it; the consequence is printed.
+        # An operator who names a node means it, so drain it and print the consequence.
         found = client.drain(node, deadline_ms, by_whom(reason))
         complain(f"without {node}, {error}", OK)
     if waits:

@@ -90,7 +90,7 @@ def _ledgers(client: ControlClient, job: str, now_ms: int) -> list[Ledger]:
 
 
 def _servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int:
-    """Return the time on the server's clock, as in the history; on this machine's, if unknown."""
+    """Return the current time by the server's clock; `own_ms` if the history does not show it."""
     for event in reversed(past):
         if event.name == "RunBegan" and event.run == status.run:
             return event.unix_ms + status.run_age_ms
@@ -113,7 +113,7 @@ def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: 
 
 
 def _all(client: ControlClient, since: str, now_ms: int) -> Report:
-    """Sum up all jobs, except those deleted meanwhile."""
+    """Sum up all jobs, without those deleted meanwhile."""
     from rdzv.ctl.as_text_report import read_since
     from rdzv.view.ledger import ledgers_of
     from rdzv.view.reports import ended_before, report, spent_by

@@ -1,4 +1,4 @@
-"""Commands for servers: which of them leads, and a backup of their store."""
+"""Commands for servers: servers, backup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rdzvctl submit`: passes a job to the server, which runs it on free nodes."""
+"""`rdzvctl submit`: submits a job to the server, which runs it on free nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Submit(click.Command):
-    """A command that takes rdzvrun's flags, parsed as rdzvrun parses them."""
+    """A command whose words click does not parse, because it takes rdzvrun's flags."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Pass all words to the command unparsed."""
@@ -31,7 +31,7 @@ class _Submit(click.Command):
         return args
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete flag names, and everything else as files."""
+        """Complete flag names, and all other words as file names."""
         from click.shell_completion import CompletionItem
 
         from rdzv.ctl.job_request import option_names

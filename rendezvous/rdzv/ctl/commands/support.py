@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rdzv.ctl.doctor import Finding
 
 WAIT_S = 300.0
-"""How long --listen waits for the other machine, without --timeout."""
+"""How long --listen waits for the other machine unless --timeout is given."""
 
 
 @click.command("doctor")
@@ -92,7 +92,7 @@ def _say_port(port: int) -> None:
 
 
 def _show(findings: Iterable[Finding]) -> int:
-    """Show findings one by one, as some take seconds; return the exit code."""
+    """Print each finding as it comes, because some take seconds; return the exit code."""
     from rdzv.ctl import doctor
     from rdzv.ctl.layout import page_for
 

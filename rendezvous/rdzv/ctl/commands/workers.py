@@ -1,4 +1,4 @@
-"""Commands for a job's workers: their output, and where in their code they are."""
+"""Commands for a job's workers: logs, stacks."""
 
 from __future__ import annotations
 
