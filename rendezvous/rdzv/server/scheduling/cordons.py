@@ -22,16 +22,16 @@ CORDONS = "cordons"
 
 
 class Cordon(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A node's cordon, with its reason; with a deadline, the node is drained."""
+    """A node's cordon and its reason; a cordon with a deadline is a drain."""
 
     reason: str
     at_ms: int
     due_ms: int | None = None
-    """When the workers left on the node are killed; None if they may continue."""
+    """When workers that are still on the node are killed; None if they may continue."""
 
     @property
     def drain(self) -> Drain | None:
-        """The drain as announced to the node; None if it is only cordoned."""
+        """The drain as announced to the node; None if the node is only cordoned."""
         if self.due_ms is None:
             return None
         return Drain(self.reason, self.due_ms, max(self.at_ms, 2))
@@ -44,7 +44,7 @@ def _read_cordons(data: bytes) -> dict[str, Cordon]:
 class Cordons:
     """The cordons and drains of one server's nodes.
 
-    Operators order them, and the store keeps them.
+    Operators order them; the store keeps them.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Cordons:
         return known
 
     async def store(self, change: Callable[[dict[str, Cordon]], dict[str, Cordon]]) -> None:
-        """Store a change to the cordons before it takes effect.
+        """Store a change to the cordons, and only then put it into effect.
 
         Raises:
             RendezvousError: the change was not stored; retry.
@@ -140,5 +140,5 @@ class Cordons:
             try:
                 await self._document.swap(changed, msgspec.json.encode(changed))
             finally:
-                # After a failure, these cordons were read again.
+                # After a failure, the cordons were read again and may have changed.
                 self._on_change(before)

@@ -1,8 +1,8 @@
-"""Drains nodes: they leave all their jobs by a deadline, on an operator's order or their own.
+"""Drains: nodes that leave all their jobs by a deadline, ordered by an operator or on their own.
 
 An operator's drain is stored with the cordons and announced to its node (`Drains.tell_changes`),
-which does the rest. A node's own drain (it is preempted, or its agent ends) is only in memory: the
-node repeats it in every hello.
+which does the rest. A node's own drain (because it is preempted, or its agent ends) is kept only in
+memory: the node repeats it in every hello.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Drains:
         self._cordons = cordons
         self._send = send
         self._wishes: dict[str, Drain] = {}
-        """By node_id: the drains that nodes themselves have announced."""
+        """By node_id: the drain that the node itself has announced."""
 
     def of(self, node_id: str) -> Drain | None:
-        """Return a node's drain with its earliest deadline; None if the node stays."""
+        """Return a node's drain, of two the one with the earlier deadline; None if it has none."""
         cordon = self._cordons.of(node_id)
         both = [cordon and cordon.drain, self._wishes.get(node_id)]
         return min((one for one in both if one), key=lambda drain: drain.due_ms, default=None)
 
     def wishes(self, node_id: str) -> bool:
-        """Return whether a node itself has announced that it will leave."""
+        """Return whether a node itself has announced that it is leaving."""
         return node_id in self._wishes
 
     def all(self) -> dict[str, Drain]:
@@ -64,8 +64,7 @@ class Drains:
     ) -> None:
         """Make a node leave all its jobs by the deadline, and place nothing more on it.
 
-        `short` names the jobs that would be left with too few nodes; without it, jobs are not
-        checked.
+        `short` returns which jobs would be left with too few nodes; without it, no job is checked.
 
         Raises:
             UnknownNodeError: no such node is known.
@@ -89,7 +88,7 @@ class Drains:
         self._record(NodeDrained(node_id, drain_words(reason), deadline_ms))
 
     async def lift(self, node_id: str) -> None:
-        """Lift a node's drain, and its cordon.
+        """Lift a node's cordon or drain; do nothing if it has none.
 
         Raises:
             RendezvousError: the change was not stored; retry.
@@ -102,7 +101,7 @@ class Drains:
         log.warning("node %s is no longer cordoned", node_id)
 
     def tell_changes(self, before: Mapping[str, Cordon]) -> None:
-        """Tell each node concerned that its drain has begun or ended."""
+        """Notify each node whose drain has begun, changed or ended since these cordons."""
         now = self._cordons.by_node
         for node_id in {*before, *now}:
             old, new = before.get(node_id), now.get(node_id)
@@ -118,7 +117,7 @@ class Drains:
     # ---------------------------------------------------------------- by the node
 
     def owed(self, hello: Hello) -> Announcement | None:
-        """Return what to send a returning node about its drain; None if there is nothing."""
+        """Return the announcement that a returning node needs about its drain; None if none."""
         cordon = self._cordons.of(hello.node_id)
         if cordon is not None and cordon.drain is not None:
             return self._told(cordon.drain)
@@ -126,7 +125,7 @@ class Drains:
         return UndrainNode() if lifted else None
 
     def note_hello(self, hello: Hello) -> None:
-        """Note whether a returning node is about to leave."""
+        """Note whether a node says in its hello that it is leaving on its own initiative."""
         self._wishes.pop(hello.node_id, None)
         if hello.draining is not None and hello.draining.own:
             self._note_wish(hello.node_id, hello.draining)
@@ -141,7 +140,7 @@ class Drains:
         self._wishes[node_id] = Drain(draining.reason, self._clock.now_ms() + draining.left_ms)
 
     def note_lost(self, node_id: str) -> None:
-        """Forget a drain that a lost node had begun on its own."""
+        """Forget the drain that a lost node itself had announced."""
         self._wishes.pop(node_id, None)
 
     def _record(self, event: NodeDrained | NodeUndrained) -> None:
@@ -152,5 +151,5 @@ class Drains:
 
 
 def takes_part(state: State, node_id: str) -> bool:
-    """Return whether a node is in a job, or was chosen for it."""
+    """Return whether a node is in a job, or is chosen for it."""
     return state.present(node_id) or node_id in state.placed

@@ -31,7 +31,7 @@ class Hosts:
         self._quarantine = quarantine
 
     def all(self, states: Iterable[State]) -> list[Host]:
-        """Return all nodes that take submitted jobs, given the jobs in these states."""
+        """Return all nodes that take submitted jobs, with what the jobs in `states` take there."""
         taken = self._taken(states)
         hosts, quarantined = [], self._quarantine.nodes
         for node_id, record in self._records().items():
@@ -40,14 +40,14 @@ class Hosts:
                 continue
             held = {(h.rdzv_id, h.run): h.gpus for h in known.holdings}
             has = taken.get(node_id, {}) | held
-            # Such a state may last for hours, and must not keep other nodes from jobs that wait.
+            # Such a state may last for hours; no waiting job may hold back nodes for its end.
             unfit = node_id in quarantined or bool(known.failing)
             cordoned = node_id in self._cordons.by_node or self._drains.wishes(node_id) or unfit
             hosts.append(Host(node_id, known.resources, has, self._unusable(record), cordoned))
         return hosts
 
     def _taken(self, states: Iterable[State]) -> dict[str, dict[tuple[str, str], int]]:
-        """Return the GPUs of each run placed on each node, by node_id."""
+        """Return, by node_id, how many GPUs each run placed on the node takes."""
         taken: dict[str, dict[tuple[str, str], int]] = {}
         for state in states:
             membership = state.membership

@@ -1,9 +1,9 @@
-"""Places submitted jobs: passes what is known to `core/fleet/placement`, and carries out its plan.
+"""Places submitted jobs: has `core/fleet/placement` make a plan, and carries it out.
 
-Placement knows what a node reports about itself (`known_nodes`), whether it is connected, and what
-operators have ordered for it (`cordons`, `drains`). Each placement is a command to the job's
-rendezvous, and is decided, stored and announced like any other. So a server that takes over
-continues from the stored state, and this module keeps no state of its own.
+The plan depends on what each node reports about itself (`known_nodes`), whether it is connected,
+and what operators have ordered for it (`cordons`, `drains`). Each placement is a command to the
+job's rendezvous, and is decided, stored and announced like any other. So this module stores nothing
+itself, and a server that takes over continues from the stored jobs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("rdzv.scheduling")
 
 
 class JobQueue:
-    """Places one server's submitted jobs, whenever a change may have made that possible."""
+    """Places one server's submitted jobs, whenever a change may have made it possible."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class JobQueue:
     ) -> None:
         """`lock` is held while jobs are placed, so that no node is cordoned meanwhile.
 
-        Nodes may still be reconnecting for `settle_ms` after the start.
+        For `settle_ms` after the start, nodes may still be reconnecting.
         """
         self._engine = engine
         self._jobs = engine.jobs
@@ -71,22 +71,22 @@ class JobQueue:
         self.settled_at_ms = 0
         """The time until which nodes may still be reconnecting to this server."""
         self.stopped = False
-        """Whether placing has ended."""
+        """Whether `stop` was called."""
         self._timer = Timer(clock, self._look)
         self._waits: Mapping[str, Wait] = {}
 
     def start(self) -> None:
-        """Start placing."""
+        """Start placing jobs."""
         self.settled_at_ms = self._clock.now_ms() + self._settle_ms
         self._timer.arm_by(self._clock.now_ms())
 
     def stop(self) -> None:
-        """Stop placing."""
+        """Stop placing jobs."""
         self.stopped = True
         self._timer.cancel()
 
     def wake(self) -> None:
-        """Place jobs soon: once for all changes that come together."""
+        """Arrange to place jobs soon, once for all changes that come together."""
         if not self.stopped and (self._known or self._waits):
             self._timer.arm_by(self._clock.now_ms() + self._quiet_ms)
 
@@ -118,7 +118,7 @@ class JobQueue:
                 done = commands
 
     async def _bar(self) -> None:
-        """Bar nodes from all jobs, before any job gets others."""
+        """Bar quarantined nodes from all jobs, before any job gets new nodes."""
         bar = self._quarantine.bar
         barred = dict(bar.barred)
         for state in self._jobs.states:
@@ -134,7 +134,10 @@ class JobQueue:
                 self._timer.arm_by(self._clock.now_ms() + self._retry_ms)
 
     async def _resolved(self) -> bool:
-        """Resolve every commit in doubt, as it may have given nodes to a job."""
+        """Resolve every commit in doubt, as it may have given nodes to a job.
+
+        Return False if one cannot be resolved now; it will be retried.
+        """
         for rdzv_id in self._jobs.doubtful:
             try:
                 async with self._jobs.claim(rdzv_id):
@@ -170,7 +173,7 @@ class JobQueue:
         return [*_withdrawn_from(going, states), *_commands(decided, runs, lost)]
 
     def _arm(self, states: Iterable[State], now_ms: int) -> None:
-        """Set the timer for the time when the server has settled, or when running jobs may grow."""
+        """Set the timer for when the server has settled or a job may grow, whichever is first."""
         due = [grows_at_ms(state) for state in states if state.membership.ended is None]
         later = [at_ms for at_ms in (self.settled_at_ms, *due) if at_ms is not None]
         later = [at_ms for at_ms in later if now_ms < at_ms]
@@ -178,7 +181,7 @@ class JobQueue:
             self._timer.arm_by(min(later))
 
     def _vanished(self, states: Iterable[State]) -> dict[str, tuple[str, ...]]:
-        """Return the nodes, by job, that were chosen, have not joined, and are no longer known."""
+        """Return, by job, the chosen nodes that have not joined and are no longer known."""
         records = self._records()
         vanished = {
             state.membership.rdzv_id: tuple(n for n in awaited(state) if n not in records)
@@ -208,7 +211,7 @@ class JobQueue:
             )
 
     def short_without(self, node_id: str) -> str:
-        """Name the jobs that would have too few nodes without this one; empty if there are none."""
+        """Return which jobs would have too few nodes without this one; empty if none would."""
         states = [
             state
             for state in self._jobs.states
@@ -218,7 +221,7 @@ class JobQueue:
         return "; ".join(why for state in states if (why := self._short(state, going)))
 
     def _short(self, state: State, going: set[str]) -> str:
-        """Describe the shortage of a job without these nodes; empty if it would have enough."""
+        """Return what a job would lack without these nodes; empty if it would have enough."""
         membership = state.membership
         here = {*state.seats, *state.waiting} - going - state.away.keys()
         lacks = membership.min_nodes - len(here)
@@ -233,7 +236,7 @@ class JobQueue:
         return f"{have} that it needs, and {counted(free, 'other')} free for it"
 
     def _free_for(self, state: State, going: set[str]) -> int:
-        """Count the nodes that are about to join a submitted job, or could be placed for it."""
+        """Count the nodes that are about to join a submitted job, or that it could be placed on."""
         coming = [n for n in awaited(state) if n not in going]
         states = [s for s in self._jobs.states if s.membership.submission is not None]
         hosts = [
@@ -249,7 +252,7 @@ class JobQueue:
 def _withdrawn_from(
     going: Mapping[str, Drain], states: Iterable[State]
 ) -> list[tuple[str, Command]]:
-    """Withdraw placements on nodes that are about to leave, where they have not joined yet."""
+    """Return the commands that withdraw jobs from leaving nodes that have not joined them yet."""
     commands: list[tuple[str, Command]] = []
     for state in states if going else ():
         membership = state.membership
@@ -263,7 +266,7 @@ def _withdrawn_from(
 def _commands(
     decided: Plan, runs: Mapping[str, str], lost: Mapping[str, Collection[str]]
 ) -> list[tuple[str, Command]]:
-    """Convert a plan to commands; those that free nodes come first: other jobs wait for these."""
+    """Convert a plan to commands; those that free nodes come first, as other jobs wait for them."""
     commands: list[tuple[str, Command]] = []
     for rdzv_id, reason in decided.hopeless.items():
         commands.append((rdzv_id, GiveUp(runs[rdzv_id], reason)))

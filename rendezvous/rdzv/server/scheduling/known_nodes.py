@@ -32,7 +32,7 @@ class KnownNode:
 
 
 class KnownNodes:
-    """One server's nodes with their reports, until they are lost."""
+    """The reports of one server's nodes, each kept until its node is lost."""
 
     def __init__(self, clock: Clock, on_change: Callable[[], None]) -> None:
         self._clock = clock
@@ -57,14 +57,14 @@ class KnownNodes:
         return known.resources if known is not None else None
 
     def held(self, node_id: str) -> dict[str, set[str]]:
-        """Return the submitted jobs that a node holds, as runs by rdzv_id."""
+        """Return the runs of submitted jobs that a node holds, by rdzv_id."""
         held: dict[str, set[str]] = {}
         for holding in self._known[node_id].holdings if node_id in self._known else ():
             held.setdefault(holding.rdzv_id, set()).add(holding.run)
         return held
 
     def note_hello(self, hello: Hello) -> None:
-        """Note a node's resources and holdings."""
+        """Note what a node reports about itself in its hello."""
         former = self._known.get(hello.node_id)
         self._known[hello.node_id] = KnownNode(
             hello.version,
@@ -91,7 +91,7 @@ class KnownNodes:
         self._on_change()
 
     def note_holdings(self, node_id: str, holdings: tuple[Holding, ...]) -> None:
-        """Note a node's present holdings."""
+        """Note the submitted jobs that a node holds now."""
         if (known := self._known.get(node_id)) is not None and known.holdings != holdings:
             self._known[node_id] = replace(known, holdings=holdings)
             self._on_change()

@@ -1,8 +1,8 @@
-"""The quarantined nodes: `core/fleet/quarantine` decides, and the decision is stored here.
+"""The quarantined nodes: `core/fleet/quarantine` judges strikes, and verdicts are stored here.
 
-A strike is judged after a step is decided and before it is stored, under the lock of its job. So
-the job releases a node in the same step that settles its round, and no round forms with a
-node that has just been quarantined. The verdict is stored first: if the step then fails, it is
+A strike is judged after its step is decided and before the step is stored, under the job's lock. So
+the job releases a node in the same step that settles its round, and no round forms with a node that
+was just quarantined. The verdict is stored first: if storing the step then fails, the step is
 retried, and by then the strike is known.
 """
 
@@ -39,7 +39,7 @@ from rdzv.view.sentences import sentence
 log = logging.getLogger("rdzv.quarantine")
 
 QUARANTINE = "quarantine"
-"""The name of the key-value record for quarantined nodes, and for strikes against others."""
+"""The name of the key-value record for quarantined nodes and for strikes against others."""
 
 
 def _read(data: bytes) -> Record:
@@ -105,8 +105,8 @@ class Quarantine:
     ) -> tuple[Bar | None, tuple[Row, ...]]:
         """Judge the strikes in a step that is decided but not yet stored.
 
-        Return the command that must precede the step, if the job must release a node, and the rows
-        for its history.
+        Return the command that must precede the step (None unless the job must release a node), and
+        the rows for the job's history.
 
         Raises:
             RendezvousConnectionError: the verdict could not be stored; retry the step.
@@ -165,11 +165,11 @@ class Quarantine:
         try:
             await self._document.swap(record, msgspec.json.encode(record))
         except RendezvousConnectionError:
-            # The record was read again.
+            # The record was read again and may have changed.
             self._changed()
             raise
         except RendezvousError as error:
-            # Training goes on; only the record was not stored.
+            # Training must go on, so the verdict counts even though it is not stored.
             log.error("cannot write the record %s: %s", QUARANTINE, error)
             self._document.value = record
 

@@ -1,4 +1,4 @@
-"""Puts together the parts of scheduling: nodes' resources and reports, restrictions, placement."""
+"""Assembles the parts of scheduling: nodes' reports and resources, restrictions, placement."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ class Scheduling:
         )
 
     async def start(self) -> None:
-        """Load cordons and quarantine, and start placing.
+        """Load the cordons, and start placing jobs; the quarantine must have been loaded.
 
         Raises:
             RendezvousConnectionError: the store is away.
-            RendezvousStateError: the stored values cannot be read.
+            RendezvousStateError: the stored cordons cannot be read.
 
         """
         await self.cordons.load()
         self.queue.start()
 
     def stop(self) -> None:
-        """Stop placing, and stop the timer that ends quarantines."""
+        """Stop placing jobs, and stop the timer that ends quarantines."""
         self.queue.stop()
         self.quarantine.stop()
 
@@ -103,11 +103,11 @@ class Scheduling:
         self.known_nodes.note_health(node_id, failing)
 
     def note_holdings(self, node_id: str, holdings: tuple[Holding, ...]) -> None:
-        """Note a node's present holdings."""
+        """Note the submitted jobs that a node holds now."""
         self.known_nodes.note_holdings(node_id, holdings)
 
     def note_draining(self, node_id: str, draining: Draining) -> None:
-        """Note that a node is about to leave all its jobs."""
+        """Note that a known node leaves all its jobs on its own initiative; ignore other drains."""
         if self.known_nodes.of(node_id) is not None and draining.own:
             self.drains.note_draining(node_id, draining)
             self.queue.wake()

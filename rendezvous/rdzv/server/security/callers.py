@@ -1,9 +1,9 @@
 """The caller of a request, as proven by a client certificate or a token.
 
-In a certificate, the common name (CN) is the caller's name, and those organizations (O) that are
-names of roles are its roles. A token takes precedence, since a certificate sent along with it may
-be the machine's. A service account's token has only the name; the configuration has its roles. If
-callers need no proof, each is `ANYBODY`.
+A certificate's common name (CN) is the caller's name, and each organization (O) that names a role
+gives the caller that role. A token takes precedence over a certificate, which may be the machine's.
+A service account's token proves only a name; the configuration gives its roles. If the server
+requires no proof, every caller is `ANYBODY`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rdzv.transport.certificates import read_certificate
 
 
 class Role(StrEnum):
-    """A caller's role; `roles` lists the calls that it permits."""
+    """A caller's role; `roles` lists the calls that each role permits."""
 
     READ = "read"
     SUBMIT = "submit"
@@ -36,11 +36,11 @@ IMPLIED = {
     Role.RELAY: frozenset({Role.RELAY}),
     Role.ADMIN: frozenset(Role),
 }
-"""The roles that each role includes. A node's key lies on a machine that runs users' code, so it
-permits only the node's own stream."""
+"""The roles that each role implies, itself included. A node's key lies on a machine that runs
+users' code, so its role permits only the node's own stream."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,127}")
-"""Valid names; they appear in logs and events, and as account names."""
+"""Valid names of callers. They appear in logs and events, and as account names."""
 
 
 _JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*")
@@ -48,28 +48,27 @@ _JWT = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*")
 
 @struct(frozen=True)
 class Caller:
-    """One caller, with its roles and all that these imply."""
+    """A caller, with its roles and all roles that they imply."""
 
     name: str
     roles: frozenset[Role]
     proof: str
-    """How the name is proven: `certificate`, `token` with its id, or `service account` with its
-    name."""
+    """How the name is proven: `certificate`, `token ID` or `service account NAMESPACE/NAME`."""
     token: str = ""
-    """The id of the token that the caller has sent."""
+    """The id of the token of rdzvd that the caller has sent; empty if it has sent none."""
 
     def has(self, roles: Iterable[Role]) -> bool:
-        """Return whether it has one of these roles."""
+        """Return whether the caller has one of these roles."""
         return not self.roles.isdisjoint(roles)
 
     @property
     def admin(self) -> bool:
-        """Whether it may do anything to any job or node."""
+        """Whether the caller may do anything to any job or node."""
         return Role.ADMIN in self.roles
 
     @property
     def shown(self) -> str:
-        """A description of its roles, without those that others imply."""
+        """The caller's roles in words, without the roles that its other roles imply."""
         own = [
             role
             for role in Role
@@ -89,11 +88,11 @@ NOBODY = Caller("", frozenset(), "nobody")
 """A caller without proof, at a server that requires one."""
 
 present: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
-"""The caller whose call the present task serves."""
+"""The caller whose call the current task serves."""
 
 
 def name_of(text: str) -> str:
-    """Check the name of a caller, and return it.
+    """Return the name of a caller, if it is valid.
 
     Raises:
         InvalidRequestError: no caller can have this name.
@@ -128,14 +127,14 @@ def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
 
 
 def implied(roles: Iterable[Role]) -> frozenset[Role]:
-    """Return these roles and all that they imply."""
+    """Return these roles and all roles that they imply."""
     return frozenset[Role]().union(*(IMPLIED[role] for role in roles))
 
 
 def relayed(name: str, roles: Iterable[str], relay: str) -> Caller:
-    """Return the caller whose certificate a relay has verified, with the roles for a node's stream.
+    """Return the caller whose certificate a relay has verified.
 
-    Other roles are left out: a relay can bring in nodes, but never an admin.
+    Of its roles, only `node` and `submit` count: a relay can bring in nodes, but never an admin.
 
     Raises:
         UnauthenticatedError: no caller can have this name.
@@ -151,10 +150,10 @@ def relayed(name: str, roles: Iterable[str], relay: str) -> Caller:
 
 @functools.lru_cache(maxsize=4096)
 def certified(pem: bytes) -> Caller:
-    """Return the caller with this certificate, which TLS has verified.
+    """Return the caller that this certificate names; TLS has verified the certificate.
 
     Raises:
-        UnauthenticatedError: the certificate contains no name.
+        UnauthenticatedError: the certificate cannot be read, or has no valid name.
 
     """
     try:
@@ -174,7 +173,7 @@ def certified(pem: bytes) -> Caller:
 
 
 def is_jwt(token: str) -> bool:
-    """Return whether this may be a JWT, which has three parts; rdzvd's own tokens have no dots."""
+    """Return whether a token may be a JWT: it has two dots, and rdzvd's own tokens have none."""
     return _JWT.fullmatch(token) is not None
 
 
@@ -182,7 +181,7 @@ def bearer(header: str) -> str:
     """Return the token in an `authorization` header.
 
     Raises:
-        UnauthenticatedError: the header contains no token.
+        UnauthenticatedError: the header contains no bearer token.
 
     """
     kind, _, text = header.strip().partition(" ")

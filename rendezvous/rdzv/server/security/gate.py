@@ -1,8 +1,8 @@
-"""The gate, which checks each call against the table of roles before it is served.
+"""Checks each call against the table of roles before it is served.
 
 `Gate` identifies the caller, refuses calls that `roles` does not permit, and records who changed
-what: in the log, and in a history under a name that no job can have. gRPC calls reach it through
-`rpc/gate_interceptor`, HTTP requests through `http/gate_middleware`.
+what, both in the log and in a history under a name that no job can have. gRPC calls reach it
+through `rpc/gate_interceptor`, HTTP requests through `http/gate_middleware`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rdzv.stores.base import Record
 log = logging.getLogger("rdzv.access")
 
 AUDIT = "@rdzvd"
-"""The name under which operators' changes are stored. No job's name can begin with `@`."""
+"""The name of the history of operators' changes. No job's name can begin with `@`."""
 
 LOG_EVERY_MS = 1_000
-"""The shortest time between log lines about refused calls, so that callers cannot fill a disk."""
+"""The shortest time between log lines about refused calls, so that callers cannot fill the disk."""
 
 
 @dataclass(slots=True)
 class Change:
-    """What the present call has changed: the old and the new value; empty if nothing."""
+    """What the current call has changed, from which value to which; empty if nothing."""
 
     text: str = ""
 
@@ -47,14 +47,14 @@ _change: ContextVar[Change] = ContextVar("change")
 
 
 def begin_change() -> Change:
-    """Return the record that `note_change` fills in during the present call."""
+    """Begin and return the record that `note_change` fills in during the current call."""
     change = Change()
     _change.set(change)
     return change
 
 
 def note_change(before: str, after: str) -> None:
-    """Add a change to the audit record of the present call."""
+    """Put a change into the audit record of the current call."""
     text = f"from {before} to {after}" if before != after else f"{after} as before"
     _change.get(Change()).text = text
 
@@ -64,7 +64,7 @@ _VERBS = {
     "Relay": "relay streams of nodes",
     "ServerReflectionInfo": "ask which calls there are",
 }
-"""Plain words for calls whose names are not a verb with an object."""
+"""Plain words for the calls that are not named by a verb and its object."""
 
 
 def verb_of(method: str) -> str:
@@ -97,10 +97,10 @@ class Leadership(Protocol):
 
 
 class Accounts(Protocol):
-    """Callers proven by another system; implemented by `service_accounts.ServiceAccounts`."""
+    """Identifies callers by another system's tokens, as `service_accounts.ServiceAccounts` does."""
 
     async def caller(self, text: str) -> Caller:
-        """Return the caller with this token."""
+        """Return the caller that this token identifies."""
 
 
 class Gate:
@@ -124,13 +124,13 @@ class Gate:
         self._unlogged = 0
 
     async def caller(self, header: str | None, certified: Callable[[], Caller | None]) -> Caller:
-        """Return the caller, identified by its `authorization` header or, without it, certificate.
+        """Identify the caller by its `authorization` header or, without one, by its certificate.
 
         Raises:
-            UnauthenticatedError: it sent neither, or nothing that is valid here.
-            NotLeaderError: it sent a token, but this server stands by and knows no tokens.
-            RendezvousConnectionError: it sent a service account's token whose key is unknown and
-                cannot be fetched now.
+            UnauthenticatedError: the caller sent neither, or its token or certificate is invalid.
+            NotLeaderError: the caller sent a token, but only a server that leads knows tokens.
+            RendezvousConnectionError: the caller sent a service account's token whose key is
+                unknown and cannot be fetched now.
 
         """
         if not self._config.auth:
@@ -157,10 +157,10 @@ class Gate:
         return await self._accounts.caller(text)
 
     async def admit(self, caller: Caller, row: Row, what: str, rdzv_id: str | None) -> None:
-        """Refuse a call that the table does not permit this caller; `rdzv_id` names the job.
+        """Refuse a call that this caller may not make; `rdzv_id` is its job, None if it has none.
 
         Raises:
-            DeniedError: it may not make this call, or not for this job.
+            DeniedError: the caller may not make this call, or not for this job.
 
         """
         roles.refuse_without_role(caller, row, what)
@@ -174,7 +174,7 @@ class Gate:
         roles.refuse_others_job(caller, await self._leadership.driver.jobs.look(named), what)
 
     def note_refusal(self, who: str, code: str, reason: str) -> None:
-        """Count a refused call; log it too, unless one was logged a moment ago."""
+        """Count a refused call, and log it unless another was logged a moment ago."""
         self._meter.call_refused(code)
         now_ms = self._clock.now_ms()
         if self._logged_ms is not None and now_ms - self._logged_ms < LOG_EVERY_MS:
@@ -187,7 +187,7 @@ class Gate:
     async def audit(
         self, caller: Caller, verb: str, request: object, peer: str, change: str, end: str
     ) -> None:
-        """Record which caller has changed what, with the values before and after."""
+        """Record a change and its caller, with the values before and after."""
         named = (getattr(request, key, "") for key in ("rdzv_id", "node_id", "name", "id_or_name"))
         target = next(filter(None, named), "")
         submitter = getattr(request, "submitted_by", "")
@@ -200,10 +200,10 @@ class Gate:
         try:
             await self._leadership.driver.history.append((row,))
         except RendezvousError as error:
-            # This server no longer leads; only the log has the change.
+            # This server no longer leads, or the store is away; only the log has the change.
             log.warning("not in the history, because %s: %s", error, text)
 
 
 def signed(reason: str, caller: Caller) -> str:
-    """Add the caller's name to the reason that it gave, if the name is proven."""
+    """Return the reason that a caller gave, with the caller's name added if it is proven."""
     return f"{reason} [{caller}]" if caller.name else reason

@@ -1,8 +1,7 @@
-"""Limits TLS handshakes: connections that do not complete theirs in time are closed.
+"""Limits how long TLS handshakes may take; connections that take longer are closed.
 
-`timings.handshake` applies to gRPC (TLS and the beginning of HTTP/2) and to HTTP with TLS alike.
-The number of open connections is limited at each port, by `limits.connections` and
-`limits.http_connections`.
+`timings.handshake` applies both to gRPC (TLS and the start of HTTP/2) and to HTTP over TLS. The
+number of open connections is limited by `limits.connections` and `limits.http_connections`.
 """
 
 from __future__ import annotations
@@ -16,5 +15,5 @@ def grpc_timeout_option(timings: Timings) -> tuple[str, int]:
 
 
 def http_timeout_s(timings: Timings) -> float:
-    """Return how long HTTP's listener waits for a handshake."""
+    """Return how long the HTTP listener waits for a handshake."""
     return timings.handshake_ms / 1000

@@ -1,7 +1,7 @@
 """Fetches a token issuer's public keys, and keeps them while the issuer cannot be reached.
 
-One task fetches them, at most once every `RETRY_S`, however many calls arrive. A call whose key is
-unknown waits for the next fetch, at most `HOLD_S`.
+One task fetches them, at most once every `RETRY_S`, however many calls arrive. A call that needs an
+unknown key waits for the next fetch, for at most `HOLD_S`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ RETRY_S = 10.0
 """The shortest time between two fetches."""
 
 FETCH_WITHIN_S = 5.0
-"""How long a fetch may take: two requests."""
+"""How long a fetch may take; it makes two requests."""
 
 HOLD_S = 8.0
-"""How long a call waits for an unknown key, given that nodes wait 10 s for an answer."""
+"""How long a call waits for an unknown key: less than the 10 s that nodes wait for an answer."""
 
 MOST_WAITING = 256
 """How many calls may wait for a fetch at once."""
 
 MOST_BYTES = 256 * 1024
-"""The largest response that is read from the issuer."""
+"""The largest response that is accepted from the issuer."""
 
 MOST_KEYS = 64
 
 ALGORITHMS = frozenset(
     f"{kind}{bits}" for kind in ("RS", "PS", "ES") for bits in ("256", "384", "512")
 ) | {"EdDSA"}
-"""The accepted signature algorithms, all asymmetric: the key that verifies cannot sign."""
+"""The accepted signature algorithms, all asymmetric: a key that verifies cannot sign."""
 
 Keys = Mapping[str, jwt.PyJWK]
 Fetch = Callable[[], Awaitable[Keys]]
@@ -58,7 +58,7 @@ class FetchError(Exception):
 
 
 class IssuerKeys:
-    """The keys of one issuer. `following` makes one and keeps it current."""
+    """The keys of one issuer. Use `following` to make one and keep it current."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class IssuerKeys:
         return self._keys.get(kid)
 
     async def follow(self) -> None:
-        """Fetch the keys whenever they are out of date, or a call needs an unknown one."""
+        """Fetch the keys when they are outdated or a call needs an unknown one, until cancelled."""
         while True:
             self._wanted.clear()
             self._begun += 1
@@ -177,7 +177,7 @@ async def fetch_keys(oidc: Oidc) -> Keys:
     """Fetch an issuer's keys by OpenID discovery.
 
     Raises:
-        FetchError: they cannot be fetched.
+        FetchError: the keys cannot be fetched.
 
     """
     headers = {"Accept": "application/json"}
@@ -185,7 +185,7 @@ async def fetch_keys(oidc: Oidc) -> Keys:
         if oidc.token_file is not None:
             token = oidc.token_file.read_text(encoding="ascii").strip()
             headers["Authorization"] = f"Bearer {token}"
-        # Read for each fetch: the CA may be renewed.
+        # Read again for each fetch, because the CA may be renewed.
         trusted = ssl.create_default_context(cafile=oidc.ca)
         timeout = aiohttp.ClientTimeout(total=FETCH_WITHIN_S)
         async with (
@@ -214,7 +214,7 @@ async def fetch_keys(oidc: Oidc) -> Keys:
 
 
 async def _json(session: aiohttp.ClientSession, address: str) -> dict[str, object]:
-    # A redirect would carry our token elsewhere.
+    # A redirect would send our token to another address.
     async with session.get(address, allow_redirects=False) as answer:
         try:
             await answer.content.readexactly(MOST_BYTES)
@@ -232,7 +232,7 @@ async def _json(session: aiohttp.ClientSession, address: str) -> dict[str, objec
 
 
 def read_keys(document: Mapping[str, object]) -> Keys:
-    """Return the keys of a JWK set that are for signatures of `ALGORITHMS`, by `kid`.
+    """Return those keys of a JWK set that verify signatures of `ALGORITHMS`, by `kid`.
 
     Raises:
         FetchError: there is no such key.

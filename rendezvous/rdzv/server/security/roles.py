@@ -1,6 +1,6 @@
-"""The table of roles: one row for every gRPC method, and for every HTTP path.
+"""The table of roles: one row for every gRPC method, and one for every HTTP path.
 
-`gate.Gate` enforces it, for gRPC and HTTP alike. A call without a row is refused.
+`gate.Gate` enforces the table for both. A call without a row is refused.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from rdzv.structs import struct
 
 
 class Whose(StrEnum):
-    """On which jobs or nodes a caller that is not an admin may use a call."""
+    """The jobs or nodes on which a caller other than an admin may use a call."""
 
     ANY = "any"
     OWN_JOB = "own job"
-    """A job that the caller has begun, or one that is not yet known."""
+    """A job that the caller owns, or one without an owner that has not begun or has ended."""
     OWN_NODE = "own node"
     """The node with the caller's name; for `submit`, the caller's own rdzvrun."""
 
 
 @struct(frozen=True)
 class Row:
-    """The roles that each permit a call, and the jobs or nodes it may be used on."""
+    """The roles that permit a call (one is enough), and the jobs or nodes it may be used on."""
 
     roles: frozenset[Role]
     whose: Whose = Whose.ANY
@@ -35,12 +35,12 @@ class Row:
 
     @property
     def needed(self) -> str:
-        """The roles, for people."""
+        """The roles in words."""
         return " or ".join(role for role in Role if role in self.roles)
 
 
 OPEN = None
-"""The row of calls that need neither role nor proof."""
+"""The row of a call that needs neither a role nor a proof."""
 
 _READ = Row(frozenset({Role.READ}))
 _LOOK_INSIDE = Row(frozenset({Role.SUBMIT}), Whose.OWN_JOB)
@@ -50,7 +50,7 @@ _ADMIN_CHANGES = Row(frozenset({Role.ADMIN}), changes=True)
 
 CALLS: dict[str, Row | None] = {
     "/rdzv.v1.Rendezvous/Attach": Row(frozenset({Role.NODE, Role.SUBMIT}), Whose.OWN_NODE),
-    # Each stream that it carries is checked again, as a call of Attach by its node.
+    # Each stream that a relay carries is checked again, as its node's call of Attach.
     "/rdzv.v1.Rendezvous/Relay": Row(frozenset({Role.RELAY})),
     "/rdzv.v1.Control/GetStatus": _READ,
     "/rdzv.v1.Control/WatchJob": _READ,
@@ -80,7 +80,7 @@ CALLS: dict[str, Row | None] = {
     "/grpc.health.v1.Health/Watch": OPEN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
 }
-"""The rows, by the full name of the gRPC method."""
+"""The rows for gRPC, by the method's full name."""
 
 PATHS: dict[str, Row | None] = {
     "/healthz": OPEN,
@@ -105,15 +105,15 @@ PATHS: dict[str, Row | None] = {
     "/api/v1/stream": _READ,
     "/api/v1/openapi.json": _READ,
 }
-"""The rows, by the path of the route, preceded by the method if that does more than read; `/web/`
-stands for all files below it."""
+"""The rows for HTTP, by the route's path, with the method in front if it does more than read.
+`/web/` stands for all files below it."""
 
 
 def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
-    """Refuse a caller that has none of the roles that permit a call.
+    """Refuse a call if the caller has none of the roles that permit it.
 
     Raises:
-        DeniedError: the caller has none of them.
+        DeniedError: the caller has none of these roles.
 
     """
     if not caller.has(row.roles):
@@ -126,7 +126,7 @@ def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
 def refuse_others_job(caller: Caller, state: State, what: str) -> None:
     """Refuse a caller that is neither a job's owner nor an admin.
 
-    Any caller may begin a job that has ended and never had an owner.
+    A job that has not begun, or that has ended and has no owner, is open to every caller.
 
     Raises:
         DeniedError: the caller is neither.
@@ -147,11 +147,11 @@ def refuse_others_job(caller: Caller, state: State, what: str) -> None:
 def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
     """Refuse a node that the caller may not bring into a job.
 
-    A node's own agent may join jobs that the server has placed on it, and jobs that only other
-    nodes' agents have joined; a submitter may bring foreground nodes to jobs of its own.
+    A node's own agent may join jobs that the server has placed on it, and jobs that were not
+    submitted and have no owner. A submitter may bring nodes into jobs of its own.
 
     Raises:
-        DeniedError: the caller may not do that.
+        DeniedError: the caller may not bring the node into this job.
 
     """
     membership = state.membership
@@ -169,21 +169,19 @@ def refuse_stranger(caller: Caller, state: State, node_id: str) -> None:
 
 
 def owner_by(caller: Caller) -> str:
-    """Return who owns a job that the caller begins.
-
-    The result is empty for a job that a node begins by itself.
-    """
+    """Return the owner of a job that this caller begins; empty if a node's agent begins it."""
     return caller.name if Role.SUBMIT in caller.roles else ""
 
 
 def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str | None) -> None:
-    """Refuse a hello for a node that is not the caller's own.
+    """Refuse a hello for a node that the caller may not speak for.
 
-    A node is identified by its name, and an rdzvrun on it by that name with a process id.
-    `bound_to` names the caller that already speaks for this node_id; None if none does.
+    A caller with the role `node` speaks for the node of its own name, and for each rdzvrun named
+    after it with a process id. One with the role `submit` speaks for rdzvruns of any name that no
+    other caller uses. `bound_to` is the caller that uses this node_id already, if any.
 
     Raises:
-        DeniedError: the node is not the caller's own.
+        DeniedError: the caller may not speak for this node.
 
     """
     own = node_id == caller.name or (

@@ -1,8 +1,8 @@
 """Authenticates pods by the projected tokens of their Kubernetes service accounts.
 
 Such a token is a JWT that names the account, its namespace, the pod and, since Kubernetes 1.30, the
-pod's node. It is never sent on. The table `[[oidc.account]]` gives the caller its roles, and
-selects which of these names becomes the caller's.
+pod's node. rdzvd never passes it on. The table `[[oidc.account]]` gives the caller its roles, and
+says which of these names becomes the caller's name.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rdzv.server.settings.config import Oidc, OidcAccount
 _SUBJECT = re.compile(r"system:serviceaccount:([a-z0-9-]{1,63}):([a-z0-9.-]{1,253})")
 
 _CLAIMS = ["iss", "sub", "aud", "exp"]
-"""The claims that a token needs."""
+"""The claims that a token must have."""
 
 
 _UNREADABLE = (jwt.PyJWTError, ValueError, TypeError, RecursionError, OverflowError)
-"""Errors that the library lets through for invalid tokens; some are not of its own kind."""
+"""The errors that PyJWT lets through for invalid tokens; not all are its own."""
 
 
 class KeySource(Protocol):
     """A source of the issuer's keys."""
 
     async def key(self, kid: str) -> jwt.PyJWK:
-        """Return a key, with the errors of `IssuerKeys.key`."""
+        """Return a key; raises what `IssuerKeys.key` raises."""
 
 
 class ServiceAccounts:
@@ -46,10 +46,11 @@ class ServiceAccounts:
         self._accounts = {(one.namespace, one.name): one for one in oidc.accounts}
 
     async def caller(self, text: str) -> Caller:
-        """Return the caller with this token. Errors never quote the token.
+        """Return the caller that this token identifies. Errors never quote the token.
 
         Raises:
-            UnauthenticatedError: it is not valid, not for this server, or for an unknown account.
+            UnauthenticatedError: the token is invalid, or not for this server, or its account is
+                unknown.
             RendezvousConnectionError: the issuer's keys are unknown and cannot be fetched now.
             LimitExceededError: too many callers wait for the issuer's keys.
 
@@ -135,7 +136,7 @@ def _name(account: OidcAccount, namespace: str, name: str, claims: Mapping[str, 
 
 
 def _in_words(error: Exception, claims: Mapping[str, Any], oidc: Oidc) -> str:
-    """Explain why a token is refused, with the expected and the actual value."""
+    """Return why a token is refused, with the expected and the actual value."""
     renewed = "kubelet renews a projected one by itself, and its file is read at each call"
     match error:
         case jwt.ExpiredSignatureError():

@@ -1,8 +1,8 @@
 """The server's certificate and key, and its clients' CA, reloaded when they change.
 
-The files are checked at each new connection and at SIGHUP. Open connections keep the old ones. If
-new files are unusable, the old ones stay in use, and the reason is logged. Only TLS 1.3 is allowed:
-for HTTP by the context, for gRPC by `rdzv.server.__main__`.
+Each new connection, and SIGHUP, checks whether the files have changed. Open connections keep the
+old ones. If new files are unusable, the old ones stay in use, and the reason is logged. Only TLS
+1.3 is allowed; the context enforces that for HTTP, and `rdzv.server.__main__` for gRPC.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rdzv.transport.certificates import Certificate, Stamp, stamp_of
 EXPIRY_WARNING = timedelta(days=14)
 
 READS = 3
-"""How many times to read files that keep changing; after that, the next connection reads them."""
+"""How often to read files that keep changing before leaving them to the next connection."""
 
 log = logging.getLogger("rdzv.server")
 
 
 @struct(frozen=True)
 class _Loaded:
-    """One version of the files, as clients see them."""
+    """One version of the files, loaded for use."""
 
     stamp: Stamp
     shown: Certificate
@@ -45,24 +45,25 @@ class _Loaded:
 class Tls:
     """The server's certificate, and the CA that verifies its clients' certificates.
 
-    Used by the event loop and by gRPC's own threads.
+    The event loop and gRPC's own threads may use it at the same time.
     """
 
     def __init__(self, files: TlsFiles) -> None:
         """Read the files.
 
         Raises:
-            InvalidRequestError: a file is unusable; the message names it, reason and remedy.
+            InvalidRequestError: a file is unusable; the message names it, the reason and the
+                remedy.
 
         """
         self._files = files
         self._lock = threading.Lock()
         self._now = self._load()
         self._tried = self._now.stamp
-        """The state of the files when last read, whether usable or not."""
+        """The state of the files when they were last read, whether they were usable or not."""
         self._warn()
         self.http = _context(files)
-        """The TLS context for HTTP: each handshake uses the present files."""
+        """The TLS context for HTTP; each handshake uses the current files."""
         self.http.sni_callback = self._choose
         quiet_handshakes()
 
@@ -77,11 +78,11 @@ class Tls:
         return self.shown.not_after
 
     def grpc_credentials(self, *, asks: bool) -> grpc.ServerCredentials:
-        """Return the credentials for a gRPC port; with `asks`, clients must have a certificate."""
+        """Return the credentials for a gRPC port; with `asks`, clients must send a certificate."""
         told = self._now
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """Return, at each handshake, what has changed since the last call."""
+            """Return the current files at a handshake, or None if this port has them already."""
             nonlocal told
             with self._lock:
                 self._refresh()
@@ -94,7 +95,7 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(told.grpc, fetch, asks)  # type: ignore[arg-type]
 
     def refresh(self) -> None:
-        """Reload the files if they have changed; unusable ones do not replace those in use."""
+        """Reload the files if they have changed; unusable files do not replace those in use."""
         with self._lock:
             self._refresh()
 
@@ -117,7 +118,7 @@ class Tls:
     def _choose(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _: str | None, __: ssl.SSLContext
     ) -> None:
-        """Make one HTTP handshake use the present files."""
+        """Make one HTTP handshake use the current files."""
         self.refresh()
         connection.context = self._now.context
 
@@ -129,12 +130,11 @@ class Tls:
             try:
                 loaded = self._read(stamp)
             except OSError as error:
-                # The TLS library also raises this if the files have changed since they were
-                # checked.
+                # The TLS library also raises this if a file has changed since it was checked.
                 raise InvalidRequestError(
                     f"{error.filename or self._files.cert} cannot be read: {error.strerror}"
                 ) from error
-            # Otherwise the files that were checked might not be those that were read.
+            # If the files have changed meanwhile, those checked may not be those read.
             if stamp_of(self._files.paths) == stamp:
                 return loaded
         raise InvalidRequestError(
@@ -176,8 +176,8 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 def quiet_handshakes() -> None:
     """Keep Python from printing a traceback when the server name in a TLS hello is not text.
 
-    The handshake fails anyway. With `sni_callback` Python decodes the name itself, and reports an
-    error only to this hook.
+    The handshake fails anyway. With an `sni_callback`, Python itself decodes the name, and reports
+    errors only to `sys.unraisablehook`.
     """
     former = sys.unraisablehook
 

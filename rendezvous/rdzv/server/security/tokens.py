@@ -1,9 +1,8 @@
 """Tokens for callers without a certificate. A server stores only their hashes.
 
-A token's text is `rdzv_ID_SECRET`. The id is not secret: it is for listing and revoking tokens. The
-secret has 256 random bits, so its plain hash cannot be inverted, and the secret cannot be guessed.
-One name may have several valid tokens, so one can make a new one, distribute it, and then revoke
-the old one.
+A token's text is `rdzv_ID_SECRET`. The id is not secret; it serves to list and revoke tokens. The
+secret has 256 random bits: it cannot be guessed, nor found from its plain hash. One name may have
+several valid tokens, so that a new token can be distributed before the old one is revoked.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ TOKENS = "tokens"
 """The name of the key-value record for all tokens."""
 
 USE_STORED_EVERY_MS = 60 * MINUTE_MS
-"""How often the last use of tokens is stored; no call waits for that commit."""
+"""How often, at most, a token's last use is stored; no call waits for that commit."""
 
 EXPIRED_KEPT_MS = 30 * DAY_MS
 """How long an expired token stays listed, so that people can see why it no longer works."""
@@ -63,7 +62,7 @@ class Token:
     used_ms: int | None = None
 
     def valid(self, now_ms: int) -> bool:
-        """Return whether it has not expired."""
+        """Return whether the token has not expired."""
         return self.expires_ms is None or now_ms < self.expires_ms
 
 
@@ -74,7 +73,7 @@ class _Document:
 
 
 def new_text() -> str:
-    """Return the text of a new token."""
+    """Make the text of a new token."""
     return f"rdzv_{secrets.token_hex(4)}_{secrets.token_urlsafe(32)}"
 
 
@@ -86,10 +85,10 @@ def _hash(text: str) -> str:
 def text_in(file: Path) -> str:
     """Return the token in a file; if the file does not exist, create it with a new token.
 
-    Only the account that runs rdzvd can read the file.
+    Only the account that runs rdzvd can read a file created here.
 
     Raises:
-        InvalidRequestError: the file cannot be read or created, or contains something else.
+        InvalidRequestError: the file cannot be read or created, or contains no token.
 
     """
     try:
@@ -129,7 +128,7 @@ class Tokens:
         *,
         auth: bool,
     ) -> None:
-        """Allow at most `most` tokens; `on_revoke` receives the ids of revoked ones.
+        """Allow at most `most` tokens; `on_revoke` receives the ids of revoked tokens.
 
         `auth` says whether callers must authenticate.
         """
@@ -210,7 +209,7 @@ class Tokens:
         return token, text
 
     async def ensure_admin(self, file: Path) -> None:
-        """Make the file's token an admin's, unless another admin's token exists.
+        """Make the token in `file` an admin's, unless an admin has a valid token already.
 
         Raises:
             InvalidRequestError: the file is unusable.
@@ -224,7 +223,7 @@ class Tokens:
         log.warning("token %s in %s is an admin's: there was no other", token.id, file)
 
     async def revoke(self, id_or_name: str) -> tuple[Token, ...]:
-        """Revoke one token by its id, or all tokens of one name; return those revoked.
+        """Revoke one token by its id, or all tokens of one name; return the revoked tokens.
 
         Raises:
             UnknownTokenError: there is no such token.
@@ -299,7 +298,7 @@ def decode(data: bytes) -> tuple[Token, ...]:
 
 
 def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
-    """Return the caller for this text. Errors never quote the text, as it may be nearly right.
+    """Return the caller whose token this is. Errors never quote it, as it may be nearly right.
 
     Raises:
         UnauthenticatedError: no valid token has this text.

@@ -1,5 +1,5 @@
-"""Telemetry about rdzvd and its jobs: log lines, metrics, traces, notifications.
+"""Telemetry of rdzvd and its jobs: log lines, metrics, traces and notifications.
 
-In: events, and calls to the `Meter`. Out: lines, /metrics, spans, posts to a webhook. Nothing here
-changes a job.
+In: events, and calls to a `Meter`. Out: log lines, the /metrics page, spans, and posts to a
+webhook. Nothing here changes a job.
 """

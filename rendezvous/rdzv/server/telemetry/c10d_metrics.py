@@ -1,4 +1,4 @@
-"""Metrics of the jobs that rendezvous through torch's own store, as observed there."""
+"""Metrics of the jobs that rendezvous through torch's own store."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rdzv.core.model import JobState, NodeState
 
 _LIVE = (JobState.JOINING, JobState.RUNNING)
 _HERE = (NodeState.SEATED, NodeState.WAITING, NodeState.SPARE, NodeState.LOST)
-"""States of a node that counts. A lost node does: its loss does not make the group re-form."""
+"""The node states that are counted. Lost nodes count: losing one does not re-form the group."""
 
 
 def c10d_metrics(views: Iterable[JobView]) -> Iterator[Metric]:
-    """Yield the metrics of these jobs, except for closed ones."""
+    """Yield the metrics of those jobs that are joining or running."""
     live = [view for view in views if view.state in _LIVE]
     jobs = Tally(view.state for view in live)
     family = GaugeMetricFamily(

@@ -1,6 +1,6 @@
-"""Sums up the ledgers of a server's jobs for /metrics: how the jobs spend their time.
+"""Totals of the jobs' ledgers for /metrics: how a server's jobs spend their time.
 
-A job counts from the moment this server learns of it, over all its runs.
+A job's time is counted over all its runs, from the moment this server learns of the job.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rdzv.view import history
 from rdzv.view.ledger import Book
 
 _NO_MATTER = frozenset({"NodeStopped", "NodeSucceeded"})
-"""Events about single nodes that do not change how time is spent."""
+"""Events of single nodes that do not affect how time is counted."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """A job's present or last run, and the sums over the runs before it."""
+    """A job's current or last run, and the totals of its earlier runs."""
 
     book: Book
     earlier: Counter[str] = field(default_factory=Counter)
@@ -35,7 +35,7 @@ class JobLedgers:
         self._jobs: dict[str, _Job] = {}
 
     def loaded(self, state: State, now_ms: int) -> None:
-        """Start counting a run that was loaded from the store."""
+        """Start counting a job that was loaded from the store, unless it is counted already."""
         membership = state.membership
         if membership.rdzv_id in self._jobs:
             return
@@ -46,7 +46,7 @@ class JobLedgers:
         self._jobs[membership.rdzv_id] = _Job(book)
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Note rows of history."""
+        """Add rows of history to their jobs' ledgers."""
         for row in rows:
             if row.name in _NO_MATTER or row.name not in history.KINDS or not row.run:
                 continue
@@ -64,7 +64,10 @@ class JobLedgers:
     def phases(
         self, rdzv_id: str, now_ms: int, state: State | None = None
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the milliseconds by phase, of a job and of its nodes; empty if not counted."""
+        """Return the milliseconds that a job, and its nodes, have spent in each phase.
+
+        Both are empty if the job is not counted.
+        """
         job = self._jobs.get(rdzv_id)
         if job is None:
             return {}, {}
@@ -79,5 +82,5 @@ class JobLedgers:
         self._jobs.pop(rdzv_id, None)
 
     def clear(self) -> None:
-        """Forget all jobs, since another server leads."""
+        """Forget all jobs, because this server no longer leads."""
         self._jobs.clear()

@@ -1,7 +1,7 @@
-"""The /metrics of each job: its counters and its present state.
+"""The metrics of each job: its counters and its current state.
 
-They are written as text here, without prometheus-client: there may be hundreds of thousands of
-lines, and nodes wait for the event loop meanwhile. This takes a fraction of a millisecond per job.
+This module writes the text itself, without prometheus-client: there may be hundreds of thousands of
+lines, and nodes wait for the event loop meanwhile. A job takes a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ CHANGES = ("joined", "left", "lost", "replaced")
 """The kinds of change in a job's membership."""
 
 STOP, FORM = "stop", "form"
-"""Phases of a recovery: until the last node has stopped, and from then until the next round."""
+"""The phases of a recovery: until the last node has stopped, and from then to the next round."""
 
 # ------------------------------------------------------------------ one job's counters
 
 
 @dataclass(slots=True)
 class Sum:
-    """How often one kind of event happened, and its total duration."""
+    """The number of events of one kind, and their total duration."""
 
     count: int = 0
     ms: int = 0
 
     def add(self, ms: int) -> None:
-        """Add one duration."""
+        """Count one event that took `ms`."""
         self.count += 1
         self.ms += ms
 
 
 @dataclass(slots=True)
 class JobTally:
-    """Counters for one run of a job, since this server learned of it."""
+    """The counters of one run of a job, from the moment this server learned of it."""
 
     since_ms: int
     ended_ms: int | None = None
     final: JobState | None = None
     """The state in which the run ended; None if it has not ended."""
     running_ms: int = 0
-    """How long rounds were live, not counting the present one."""
+    """How long earlier rounds were live in total."""
     running_since_ms: int | None = None
     round_ended_ms: int | None = None
     settled_ms: int | None = None
-    """When the last node had stopped after the last round; None if unknown."""
+    """When all nodes of the last round had stopped; None if they have not, or if unknown."""
     failures: int = 0
     restarts: int = 0
     completed: int = 0
@@ -66,7 +66,7 @@ class JobTally:
 
     @classmethod
     def of(cls, state: State, now_ms: int) -> JobTally:
-        """Start counting a run that may have begun long ago."""
+        """Return counters for a run that may have begun long ago; they start at zero."""
         tally = cls(now_ms)
         round_ = state.membership.round
         if round_ is not None and round_.end is not None:
@@ -84,20 +84,20 @@ class JobTally:
             self.running_since_ms = None
 
     def running_until(self, now_ms: int) -> int:
-        """Return the total time in milliseconds during which rounds were live."""
+        """Return for how many milliseconds rounds were live, up to `now_ms`."""
         since_ms = now_ms if self.running_since_ms is None else self.running_since_ms
         return self.running_ms + max(now_ms - since_ms, 0)
 
     def elapsed_until(self, now_ms: int) -> int:
-        """Return for how many milliseconds this run was counted."""
+        """Return for how many milliseconds the run was counted, up to `now_ms` or to its end."""
         return max((now_ms if self.ended_ms is None else self.ended_ms) - self.since_ms, 0)
 
 
-# ------------------------------------------------------------------ a job's present state
+# ------------------------------------------------------------------ a job's current state
 
 
 def node_states(state: State) -> Tally[NodeState]:
-    """Count a job's nodes by state, as shown by `status`, without describing each."""
+    """Count a job's nodes by the state that `status` shows, without building its full view."""
     membership, away = state.membership, state.away
     round_ = membership.round
     found: Tally[NodeState] = Tally()
@@ -122,7 +122,10 @@ def node_states(state: State) -> Tally[NodeState]:
 
 
 def missing_nodes(state: State) -> int:
-    """Return how many more nodes a job needs before a round can complete; 0 while one is live."""
+    """Return how many more nodes a job needs to complete a round.
+
+    The result is 0 while a round is live, and after the run has ended.
+    """
     if job_state(state) not in (JobState.QUEUED, JobState.JOINING, JobState.STOPPING):
         return 0
     stays = sum(1 for n, seat in state.seats.items() if not seat.leaving and n not in state.away)
@@ -130,9 +133,9 @@ def missing_nodes(state: State) -> int:
 
 
 def why_not_running(state: State) -> str:
-    """Say in a few words why no round is live; empty if one is, or if the run has ended.
+    """Return in a few words why no round is live; empty if one is, or if the run has ended.
 
-    `explain` gives a more detailed sentence for the same state.
+    For a full sentence about the same state, see `explain`.
     """
     match job_state(state):
         case JobState.QUEUED | JobState.STOPPING as present:
@@ -266,11 +269,11 @@ JOB_METRICS: Mapping[str, tuple[str, str]] = {
         "Time after a round's end: until all have stopped, and from then to the next round.",
     ),
 }
-"""The metrics of each job, with type and help text. The label `rdzv_id` names the job."""
+"""The type and help text of each job metric. The label `rdzv_id` names the job."""
 
 
 class JobPage:
-    """The metrics of all jobs as text, job by job."""
+    """The metrics of all jobs as text. Jobs are added one by one."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[str]] = {name: [] for name in JOB_METRICS}
@@ -278,7 +281,7 @@ class JobPage:
     def add_live(
         self, state: State, tally: JobTally, progress: Sequence[RankProgress], now_ms: int
     ) -> None:
-        """Write a job that has not ended."""
+        """Add the counters and the current state of a job that has not ended."""
         membership, add = state.membership, self._add
         job = _label("rdzv_id", membership.rdzv_id)
         self._add_counted(job, job_state(state), tally, now_ms)
@@ -305,7 +308,7 @@ class JobPage:
             self._add_progress(job, progress)
 
     def _add_budgets(self, job: str, membership: Membership) -> None:
-        """Write how much of its budgets (other than restarts) a job has spent, and their limits."""
+        """Add the job's budgets other than restarts: how much of each was spent, and its limit."""
         spent, settings = membership.spent, membership.settings
         for name, value in (
             ("preemptions_spent", spent.preemptions),
@@ -319,7 +322,7 @@ class JobPage:
                 self._add(f"rdzv_job_{name}", job, value)
 
     def add_straggling(self, state: State, stragglers: Sequence[Straggler]) -> None:
-        """Write how many of a live job's workers straggle, and how much others wait for them."""
+        """Add how many of a live job's workers straggle, and how long the others wait for one."""
         job = _label("rdzv_id", state.membership.rdzv_id)
         self._add("rdzv_job_straggling_ranks", job, len(stragglers))
         most = max((one.wait_share or 0.0 for one in stragglers), default=0.0)
@@ -328,7 +331,7 @@ class JobPage:
     def add_snapshots(
         self, state: State, snapshots: SnapshotsKnown, progress: Sequence[RankProgress], now_ms: int
     ) -> None:
-        """Write which snapshots of a live job's state nodes hold in memory."""
+        """Add what is known about the snapshots of a live job's state in its nodes' memory."""
         job, add = _label("rdzv_id", state.membership.rdzv_id), self._add
         if (mark := snapshots.whole) is not None:
             add("rdzv_job_snapshot_step", job, mark.step)
@@ -344,7 +347,7 @@ class JobPage:
             add("rdzv_job_snapshot_bytes", job, sum(one.bytes for one in held))
 
     def _add_progress(self, job: str, progress: Sequence[RankProgress]) -> None:
-        """Write extremes and median over a job's workers; a series for each would be unbounded."""
+        """Add extremes and median over a job's workers; one series per worker would be too many."""
         add = self._add
         steps = sorted(one.step for one in progress)
         ages = [one.age_ms for one in progress]
@@ -360,14 +363,14 @@ class JobPage:
             add("rdzv_job_max_steps_per_second", job, rates[-1])
 
     def add_ended(self, rdzv_id: str, tally: JobTally, now_ms: int) -> None:
-        """Write the counters of a job that has ended."""
+        """Add the counters of a job that has ended."""
         assert tally.final is not None, "only an ended job has no present state"
         self._add_counted(_label("rdzv_id", rdzv_id), tally.final, tally, now_ms)
 
     def add_phases(
         self, rdzv_id: str, phases: Mapping[str, int], of_nodes: Mapping[str, int]
     ) -> None:
-        """Write what a job and its nodes have spent their time on, by phase in milliseconds."""
+        """Add how a job, and its nodes, have spent their time: milliseconds by phase."""
         job, whole_ms = _label("rdzv_id", rdzv_id), sum(phases.values())
         for phase, ms in phases.items():
             self._add("rdzv_job_phase_seconds", f'{job},phase="{phase}"', ms / 1000)
@@ -405,7 +408,7 @@ class JobPage:
         self._lines[name].append(f"{name}{{{labels}}} {value}\n")
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the metrics' text one by one, and free each at once: freeing all takes long."""
+        """Yield the text of each metric and free it: freeing all of them at once takes long."""
         for name, (kind, text) in JOB_METRICS.items():
             head = f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
             yield (head + "".join(self._lines.pop(name))).encode()

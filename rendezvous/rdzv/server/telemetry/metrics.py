@@ -1,11 +1,11 @@
 """rdzvd's /metrics page; `docs/metrics.md` lists the metrics.
 
-Counters and histograms are fed by the same events as log and history, so they always agree. They
-count from the start of this process, so in a server that takes over they start from zero. Gauges
-are computed from the present state at each scrape.
+Counters and histograms are fed by the same events as the log and the history, so all three agree.
+They count from the start of this process: in a server that takes over, they start from zero. Gauges
+are computed from the current state at each scrape.
 
-The server's own metrics use prometheus-client. The jobs' metrics come from `job_metrics`, a slice
-of jobs at a time.
+The server's own metrics use prometheus-client. `job_metrics` writes the jobs' metrics, one slice of
+jobs at a time.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ SLICE_JOBS = 50
 """How many jobs are written before other tasks run; this takes two or three milliseconds."""
 
 ENDED_JOBS = 1_000
-"""The most ended jobs that are still shown."""
+"""How many ended jobs /metrics shows at most."""
 
 KEPT, NEW = "kept", "new"
-"""Workers of a round: those that took part in the one before, and the others."""
+"""Kinds of workers in a round: kept from the round before, or new."""
 
 STARTS = tuple(WorkerStart)
-"""How workers were started for their rounds, as reported by nodes."""
+"""The ways in which workers are started for a round, as nodes report them."""
 
 FIRST, AGAIN = "first", "again"
-"""Kinds of formation: of a run's first round, and of any later one."""
+"""Kinds of formation: a run's first round, or a later one."""
 
 NO_CAUSE = "none"
-"""The cause named for a hang if the records show none."""
+"""The cause that is counted for a hang if the records of collectives show none."""
 
 _LIVE_STATES = (JobState.QUEUED, JobState.JOINING, JobState.RUNNING, JobState.STOPPING)
 _RESULT_STATE = {result: JobState(result.value) for result in Result}
@@ -84,11 +84,11 @@ _COMMIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 _LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 SERVER, ROOM, JOBS, C10D, TLS = "server", "room", "jobs", "c10d", "tls"
-"""Parts of the metrics that are computed at each scrape; each may fail on its own."""
+"""Groups of metrics that are computed at each scrape; if one fails, the others remain."""
 
 
 class Metrics(Meter, Collector):
-    """Counts one server's events, over all its terms, and writes them for Prometheus."""
+    """Counts one server's events over all its terms as leader, and shows them to Prometheus."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Metrics(Meter, Collector):
         about.labels(version, platform.python_version(), config.store).set(1)
 
     def add_process(self) -> None:
-        """Include metrics of this process and its interpreter."""
+        """Add the metrics of this process and its interpreter."""
         add_process(self._registry)
 
     def _count_events(self, registry: CollectorRegistry) -> None:
@@ -176,7 +176,7 @@ class Metrics(Meter, Collector):
             "Time after a round's end: until all have stopped, and from then to the next round.",
             ("phase",),
         )
-        # Each starts at zero, because Prometheus misses the first increase of a new series.
+        # Every series starts at zero, because Prometheus misses the first increase of a new one.
         for metric, values in (
             (self._runs_ended, Result),
             (self._rounds_ended, Cause),
@@ -227,7 +227,7 @@ class Metrics(Meter, Collector):
     # ---------------------------------------------------------------- events
 
     def loaded(self, state: State, now_ms: int) -> None:
-        """Note a job that was loaded from the store; its earlier counts are kept."""
+        """Start counting a job that was loaded from the store, or continue its earlier counts."""
         membership = state.membership
         if not membership.run or membership.ended is not None:
             self._tallies.pop(membership.rdzv_id, None)
@@ -237,7 +237,7 @@ class Metrics(Meter, Collector):
         tally.follow(state, now_ms)
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Record what no step contains: how jobs spend time, how workers started, and hangs."""
+        """Count what only history rows report: time by phase, starts of workers, and hangs."""
         self._ledgers.recorded(rows)
         for row in rows:
             if row.name == "StacksTaken":
@@ -249,7 +249,7 @@ class Metrics(Meter, Collector):
                     self._starts.labels(how).inc(fields.get(how, 0))
 
     def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
-        """Count a stored step of a job, with its events."""
+        """Count the events of a step that was stored."""
         if not events:
             return
         rdzv_id = after.membership.rdzv_id
@@ -350,14 +350,14 @@ class Metrics(Meter, Collector):
             self._ledgers.drop(rdzv_id)
 
     def forget_jobs(self) -> None:
-        """Drop all jobs: this server no longer leads, so they belong to another."""
+        """Drop all jobs, because this server no longer leads."""
         self._tallies.clear()
         self._ended.clear()
         self._ledgers.clear()
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Time the commit in the body; a commit that raises does not count."""
+        """Time the commit in the body, unless it raises."""
         began_s = self._now_s()
         yield
         self._commits.observe(self._now_s() - began_s)
@@ -367,19 +367,19 @@ class Metrics(Meter, Collector):
         self._store_errors.labels("write" if writes else "read").inc()
 
     def call_refused(self, code: str) -> None:
-        """Count a refused call, by the error code of the refusal."""
+        """Count a refused call by its error code."""
         self._calls_refused.labels(code).inc()
 
     def loop_late(self, late_ms: int) -> None:
-        """Record how late the event loop was for a timer."""
+        """Record by how much the event loop was late for a timer."""
         self._lag.observe(max(late_ms, 0) / 1000)
 
     def stream_opened(self) -> None:
-        """Count a node's new stream."""
+        """Count a stream that a node has opened."""
         self._streams_opened.inc()
 
     def node_lost(self) -> None:
-        """Count a node that was given up, whatever jobs it is in."""
+        """Count a node that was given up, once for all its jobs."""
         self._nodes_lost.inc()
 
     def received(self) -> None:
@@ -387,7 +387,7 @@ class Metrics(Meter, Collector):
         self._received.inc()
 
     def sent(self) -> None:
-        """Count a message to a node, put on its stream."""
+        """Count a message that was put on a node's stream."""
         self._sent.inc()
 
     # ---------------------------------------------------------------- scrapes
@@ -395,7 +395,7 @@ class Metrics(Meter, Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the server's own gauges; prometheus-client calls this.
 
-        A part that fails leaves out its gauges, and sets a metric that reports the failure.
+        If a part fails, its gauges are missing, and a metric reports the failure.
         """
         asked: dict[str, Collect] = {SERVER: self._collect_server, ROOM: self._collect_room}
         if (views := self._c10d) is not None:
@@ -448,7 +448,7 @@ class Metrics(Meter, Collector):
         )
 
     def _collect_room(self) -> Iterator[Metric]:
-        """Yield the resources of nodes for submitted jobs."""
+        """Yield the gauges of the nodes' resources for submitted jobs."""
         figures = self._look()
         if figures is None:
             return
@@ -479,10 +479,10 @@ class Metrics(Meter, Collector):
         )
 
     async def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format. Other tasks run meanwhile.
+        """Return all metrics in Prometheus' text format; other tasks run in between.
 
         Raises:
-            LimitExceededError: too many scrapes at once.
+            LimitExceededError: too many scrapes are in progress.
 
         """
         if self._scrapes >= self._scrapes_limit:
@@ -496,7 +496,7 @@ class Metrics(Meter, Collector):
             with self._parts.computing(JOBS):
                 async for part in self._job_parts():
                     parts.append(part)
-            # This comes after the jobs, because it reports whether they could be written.
+            # Generated after the jobs, because it reports whether they could be written.
             return b"".join((prometheus_client.generate_latest(self._registry), *parts))
         finally:
             self._scrapes -= 1
@@ -528,12 +528,12 @@ class Metrics(Meter, Collector):
 
 
 def _known(states: Iterable[State]) -> Iterator[State]:
-    """Yield the jobs that nodes have joined and that have not ended."""
+    """Yield the jobs that have a run that has not ended."""
     return (s for s in states if s.membership.run and s.membership.ended is None)
 
 
 def _replaced(last: Round, round_: Round) -> int:
-    """Count the seats of a round that other nodes hold in the next."""
+    """Count the nodes of the last round that other nodes have replaced in this one."""
     before = {participant.node_id for participant in last.participants}
     after = {participant.node_id for participant in round_.participants}
     return min(len(before - after), len(after - before))

@@ -21,16 +21,16 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Room:
-    """All nodes' resources for submitted jobs, and how much of them is free."""
+    """The resources of all nodes for submitted jobs, and how many of them are free."""
 
     gpus: Mapping[str, int] = field(default_factory=dict)
     """GPUs by state: free, taken, or unusable (on a node where nothing can be placed now)."""
     places: Mapping[str, int] = field(default_factory=dict)
-    """How many jobs nodes can run at once, by the same states."""
+    """Places by the same states; a node has one for each submitted job that it can run at once."""
     nodes_barred: Mapping[str, int] = field(default_factory=dict)
-    """Nodes on which nothing is placed until an operator allows it, by what bars each."""
+    """The number of nodes barred from submitted jobs, by cause: cordoned, quarantined."""
     drains: Mapping[str, int] = field(default_factory=dict)
-    """Nodes that leave all their jobs, by progress: draining, drained."""
+    """The number of nodes that leave all their jobs, by progress: draining, drained."""
 
 
 @struct(frozen=True)
@@ -46,7 +46,7 @@ class Figures:
     store_away_ms: int
     """How long the store has been away; 0 while it is available."""
     states: tuple[State, ...]
-    """Every job in memory, which includes all that have not ended."""
+    """All jobs in memory; every job that has not ended is among them."""
     straggling: Callable[[State], Sequence[Straggler]] = lambda state: ()
     """Returns the stragglers of a job."""
     snapshots: Callable[[State], SnapshotsKnown] = lambda state: SnapshotsKnown()
@@ -58,40 +58,39 @@ class Figures:
     silence_ms: int = 0
     """The longest silence of any node with a stream."""
     room: Callable[[], Room] = Room
-    """Returns all nodes' resources for submitted jobs, after looking at every job and every node.
-    """
+    """Returns the nodes' resources for submitted jobs; it has to look at every job and node."""
 
 
 class Meter:
-    """Receives all events, through the same calls that write log and history. It never waits."""
+    """Receives all events from where log and history are written. No call blocks."""
 
     def loaded(self, state: State, now_ms: int) -> None:
         """Note a job that was loaded from the store."""
 
     def stepped(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
-        """Note a stored step of a job, with its events."""
+        """Note a step of a job that was stored, with its events."""
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Note rows of history, as they are logged."""
+        """Note history rows when they are logged."""
 
     def forget_jobs(self) -> None:
-        """Note that this server no longer leads, so its jobs belong to another."""
+        """Note that this server no longer leads, so that its jobs are another server's."""
 
     def committing(self) -> AbstractContextManager[None]:
-        """Time the commit in the body; one that raises does not count."""
+        """Time the commit in the body, unless it raises."""
         return nullcontext()
 
     def store_failed(self, *, writes: bool) -> None:
         """Note a call that the store did not answer, or a write that it did not accept."""
 
     def loop_late(self, late_ms: int) -> None:
-        """Note how late the event loop was for a timer."""
+        """Note by how much the event loop was late for a timer."""
 
     def stream_opened(self) -> None:
-        """Note a node's new stream."""
+        """Note a stream that a node has opened."""
 
     def node_lost(self) -> None:
-        """Note that a node was given up, whatever jobs it is in."""
+        """Note that a node was given up; this is called once for all its jobs."""
 
     def received(self) -> None:
         """Note a message from a node."""

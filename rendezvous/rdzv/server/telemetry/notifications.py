@@ -1,8 +1,8 @@
 """Posts notifications to a webhook: a run has ended, a node is quarantined, a job waits too long.
 
-They are made from the same rows as log and history, and posted as JSON. No step waits for them:
-they go into a bounded queue, from which a task posts them one by one. A post that fails is repeated
-a few times, then dropped and logged.
+Notifications are made from the same rows as the log and the history, and posted as JSON. No step
+waits for a post: notifications go into a bounded queue, and a task posts them one by one. A failed
+post is retried a few times, then dropped and logged.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from rdzv.view.answers import event_in
 log = logging.getLogger("rdzv.notifications")
 
 WAITING = 200
-"""The most notifications that may wait in the queue."""
+"""How many notifications may be queued; further ones are dropped."""
 
 WITHIN_S = 10.0
 """How long the webhook may take to answer."""
 
 RETRY_AFTER_S = (1.0, 5.0, 30.0)
-"""How long to wait before each repetition of a failed post."""
+"""How long to wait before each retry of a failed post."""
 
 CLOSE_WITHIN_S = 2.0
-"""How long a server that is stopping continues to post."""
+"""How long a stopping server continues to post."""
 
 _REPORTED = ("RunEnded", "NodeQuarantined")
 
 
 @struct(frozen=True)
 class Notification:
-    """A notification; `text` is one sentence for people."""
+    """One notification; `text` is a sentence for people."""
 
     text: str
     event: str
@@ -50,7 +50,7 @@ class Notification:
     fields: Mapping[str, object]
 
     def body(self, style: str) -> dict[str, object]:
-        """Return the JSON that this kind of webhook accepts.
+        """Return the JSON object for a webhook of this style.
 
         >>> Notification("a has ended", "RunEnded", "a", 0, {}).body("slack")
         {'text': 'a has ended'}
@@ -75,10 +75,10 @@ Post = Callable[[Notification], Awaitable[None]]
 
 
 class Notifications(Meter):
-    """Makes notifications from rows of history, and posts them. Made by `notifying`."""
+    """Makes notifications from history rows, and posts them. Use `notifying` to make one."""
 
     def __init__(self, post: Post, queued_after_s: float) -> None:
-        """Report jobs once they have waited in the queue for `queued_after_s`, unless that is 0."""
+        """Report a job once it has waited in the queue for `queued_after_s`; 0 reports none."""
         self._post = post
         self._queued_after_s = queued_after_s
         self._waiting: deque[Notification] = deque()
@@ -87,13 +87,13 @@ class Notifications(Meter):
         self._queued: dict[str, asyncio.TimerHandle] = {}
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Queue the notifications that follow from rows of history."""
+        """Queue the notifications that these history rows call for."""
         for row in rows:
             for notification in self._of(row):
                 self._put(notification)
 
     def forget_jobs(self) -> None:
-        """Forget all jobs: this server no longer leads, so another one reports on them now."""
+        """Stop watching for jobs that wait too long: the server that leads now reports them."""
         for timer in self._queued.values():
             timer.cancel()
         self._queued.clear()
@@ -140,7 +140,7 @@ class Notifications(Meter):
 
     @property
     def queued(self) -> tuple[str, ...]:
-        """The queued jobs that are reported if they wait too long."""
+        """The jobs in the queue that will be reported if they wait too long."""
         return tuple(self._queued)
 
     async def run(self) -> None:
@@ -151,7 +151,7 @@ class Notifications(Meter):
             await self.drain()
 
     async def drain(self) -> None:
-        """Post all waiting notifications."""
+        """Post all queued notifications."""
         while self._waiting:
             await self._deliver(self._waiting[0])
             self._waiting.popleft()
@@ -160,7 +160,7 @@ class Notifications(Meter):
                 self._dropped = 0
 
     async def _deliver(self, notification: Notification) -> None:
-        """Post one notification, with retries; after the last attempt it is dropped."""
+        """Post one notification, with retries; drop it if the last one fails."""
         for wait_s in (*RETRY_AFTER_S, None):
             try:
                 await self._post(notification)
@@ -175,7 +175,7 @@ class Notifications(Meter):
 
 @asynccontextmanager
 async def notifying(notify: Notify) -> AsyncIterator[Notifications]:
-    """Post notifications until the body ends, then post waiting ones for up to `CLOSE_WITHIN_S`.
+    """Post notifications until the body ends, then queued ones for up to `CLOSE_WITHIN_S`.
 
     Raises:
         InvalidRequestError: the address of the webhook cannot be read.

@@ -28,11 +28,11 @@ from rdzv.server.telemetry.traces import TraceSpan
 log = logging.getLogger("rdzv.traces")
 
 _PATH = "/v1/traces"
-"""The path for traces below a collector's address."""
+"""The path at which a collector accepts traces."""
 
 
 class _Names(IdGenerator):
-    """Derives ids from the next span's names, so that all servers generate the same ones."""
+    """Derives the next span's ids from its names, so that all servers generate the same ids."""
 
     def __init__(self) -> None:
         self.trace_id = self.span_id = 0
@@ -48,12 +48,12 @@ class _Names(IdGenerator):
 
 
 def trace_id_of(span: TraceSpan) -> int:
-    """Return the trace id of a span's run."""
+    """Return the id of a span's trace, which is the same for all spans of a run."""
     return _digest(16, span.rdzv_id, span.run)
 
 
 def span_id_of(span: TraceSpan, key: str) -> int:
-    """Return the id of a span in the same trace."""
+    """Return the id of the span with this key in the same trace."""
     return _digest(8, span.rdzv_id, span.run, key)
 
 
@@ -63,7 +63,7 @@ def _digest(size: int, *names: str) -> int:
 
 
 class OtlpSender:
-    """Queues spans and sends them from a thread. Spans are dropped if refused, or if too many."""
+    """Queues spans, and sends them from a thread. Drops spans that are refused or too many."""
 
     def __init__(self, endpoint: str, version: str) -> None:
         """Send to `endpoint` or, if that is `env`, to the address in OTEL_EXPORTER_OTLP_ENDPOINT.
@@ -92,7 +92,7 @@ class OtlpSender:
         self._tracer = self._provider.get_tracer("rdzv", version)
 
     def send(self, span: TraceSpan) -> None:
-        """Queue a span. Does not wait."""
+        """Queue a span, without waiting."""
         self._names.take(span)
         made = self._tracer.start_span(
             span.name,
@@ -107,7 +107,7 @@ class OtlpSender:
         made.end(_ns(span.until_ms))
 
     def _below(self, span: TraceSpan, key: str) -> Context:
-        """Return the context of the parent span, which is sent later; it says whether to sample."""
+        """Return the context of the parent span (which is sent later), and whether to sample it."""
         trace_id = trace_id_of(span)
         decision = self._provider.sampler.should_sample(None, trace_id, span.name).decision
         sampled = decision is Decision.RECORD_AND_SAMPLE
@@ -118,12 +118,12 @@ class OtlpSender:
         return api.set_span_in_context(api.NonRecordingSpan(parent))
 
     async def close(self, within_ms: int) -> None:
-        """Send the queued spans for at most `within_ms`; then drop the rest."""
+        """Send queued spans for at most `within_ms`, then drop the rest."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def shut_down() -> None:
             self._provider.shutdown()
-            # The caller has stopped waiting if this took too long.
+            # If this took too long, the caller has stopped waiting, and its loop may be closed.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(done.set)
 

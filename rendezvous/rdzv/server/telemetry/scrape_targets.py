@@ -1,7 +1,7 @@
-"""The addresses at which agents, by their own reports, serve /metrics; /sd lists them.
+"""The addresses at which agents report that they serve /metrics; /sd lists them.
 
-A lost node stays on the list for a while: if it were removed at once, Prometheus would forget it,
-and no alert would say that it no longer answers.
+A lost node stays listed for a while: if it were removed at once, Prometheus would forget it, and no
+alert would report that it no longer answers.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 KEPT_MS = 3_600_000
-"""How long a lost node is listed: time for an alert, and for people to react to it."""
+"""How long a lost node stays listed: time for an alert to fire, and for people to react."""
 
 
 class ScrapeTargets:
-    """The agents that serve /metrics: those of known nodes, and of recently lost ones."""
+    """The agents that serve /metrics, on known nodes and on recently lost ones."""
 
     def __init__(self, most: int) -> None:
-        """Keep at most `most` lost nodes, the latest."""
+        """Keep the latest `most` lost nodes."""
         self._most = most
         self._present: dict[str, str] = {}
         self._lost: dict[str, tuple[str, int]] = {}
         """By node_id: the address and the time of the loss, in the order of losses."""
 
     def note(self, node_id: str, address: str) -> None:
-        """Record the address of a node that has connected, unless the address is empty."""
+        """Record the address of a node that has connected; an empty one removes the node."""
         self._lost.pop(node_id, None)
         self._present.pop(node_id, None)
         if address:
@@ -43,7 +43,7 @@ class ScrapeTargets:
             if now_ms - lost_ms < KEPT_MS:
                 break
             del self._lost[node_id]
-        # A node that was restarted under another name has the address of the former one.
+        # A node that was restarted under another name has the same address as before.
         taken = set(self._present.values())
         lost = {n: at for n, (at, _) in self._lost.items() if at not in taken}
         return {**lost, **self._present}

@@ -1,11 +1,11 @@
-"""Rounds as traces: a run is a trace, each of its rounds is a span, and phases are child spans.
+"""Runs as traces: each run is a trace, each of its rounds a span, and each phase a child span.
 
-Spans are made from the same rows as log and history, by the same mapping as in `rdzvctl trace`. A
-round is sent once all nodes have stopped after it, and a run when it has ended.
+Spans are made from the same rows as the log and the history, by the mapping that `rdzvctl trace`
+uses. A round is sent once all its nodes have stopped, and a run once it has ended.
 
-No step waits for this: rows go into a bounded queue, from which a task takes them. The task keeps
-only the last round of a run. A run that this server has not seen from its beginning is first read
-from history. Ids derive from names, so spans sent by another server belong to the same trace.
+No step waits for this: rows go into a bounded queue, and a task takes them from there. The task
+keeps only the last round of each run. If this server has not seen a run from its beginning, the run
+is first read from history. Ids derive from names, so all servers' spans of a run form one trace.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rdzv.view.spans import Span, about, spans_of, went_wrong
 log = logging.getLogger("rdzv.traces")
 
 ROWS = 10_000
-"""How many rows may wait to be processed: more than the largest job makes in one round."""
+"""How many rows may be queued: more than the largest job makes in one round."""
 
 PAST = 500
 """How many rows of history to read for a run that began before this server led."""
 
 HAPPENINGS = 100
-"""The most rows that one round shows: the first ones, since the cause of its end comes first."""
+"""The most events of a kind shown for a round: the first ones, as the end's cause comes first."""
 
 ENDED = 1_000
 """How many sent runs are remembered, so that late rows do not reopen them."""
@@ -44,7 +44,7 @@ SLICE = 100
 """How many rows are processed before other tasks run; this takes less than a millisecond."""
 
 SUMMED_UP = {"NodeStopped", "NodeSucceeded", "NodeAdopted"}
-"""Events that every node has in every round; spans give the number of nodes instead."""
+"""Events that every node causes in every round; spans show the number of nodes instead."""
 
 Attribute = str | int | Sequence[str]
 
@@ -65,7 +65,7 @@ class TraceSpan:
     wrong: str = ""
     """What went wrong; empty if nothing did."""
     happenings: tuple[tuple[int, str, str], ...] = ()
-    """Events of the span, each with its time, name and line."""
+    """The span's events, each with its time, name and text."""
 
 
 Send = Callable[[TraceSpan], None]
@@ -76,7 +76,7 @@ ReadHistory = Callable[[str, int], Awaitable[Sequence[Record]]]
 
 @dataclass(slots=True)
 class _Tale:
-    """The known facts about one run."""
+    """What is known about one run."""
 
     run: Run
     sent: int = -1
@@ -84,23 +84,23 @@ class _Tale:
 
 
 class Traces(Meter):
-    """Makes spans from rows of history. Made by `tracing`."""
+    """Makes spans from history rows. Use `tracing` to make one."""
 
     def __init__(self, history: ReadHistory, send: Send, most_rows: int = ROWS) -> None:
-        """`history` reads a run's past; `send` accepts spans."""
+        """`history` reads a job's past; `send` accepts spans; `most_rows` rows may be queued."""
         self._history = history
         self._send = send
         self._most_rows = most_rows
         self._rows: deque[Record | None] = deque()
-        """None marks the point where all known facts about runs become out of date."""
+        """None marks the point at which all that is known about runs becomes outdated."""
         self._news = asyncio.Event()
         self._dropped = 0
         self._tales: dict[str, _Tale] = {}
-        """By rdzv_id, the run of each job that has not ended."""
+        """By rdzv_id: the run of each job, until it has ended."""
         self._ended: dict[tuple[str, str], None] = {}
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Queue rows of history. If too many come at once, drop them, and log that."""
+        """Queue history rows; if too many come at once, drop the rest and log how many."""
         for row in rows:
             if not row.run or row.name in SUMMED_UP:
                 continue
@@ -111,13 +111,13 @@ class Traces(Meter):
         self._news.set()
 
     def forget_jobs(self) -> None:
-        """Note that this server no longer leads: another server sends the spans of its jobs."""
+        """Note that this server no longer leads, and that another sends its jobs' spans."""
         self._rows.append(None)
         self._news.set()
 
     @property
     def known(self) -> dict[str, Run]:
-        """The run of each job that has not ended, with the known facts about it."""
+        """What is known about the current run of each job, by rdzv_id."""
         return {rdzv_id: tale.run for rdzv_id, tale in self._tales.items()}
 
     async def run(self) -> None:
@@ -158,7 +158,7 @@ class Traces(Meter):
             self._tell(row.rdzv_id, tale)
 
     async def _begun(self, row: Record) -> _Tale:
-        """Return the facts known about a run before this row."""
+        """Return what history shows about a run before this row."""
         tale = _Tale(Run(row.run, row.unix_ms))
         if row.name == "RunBegan":
             return tale
@@ -171,7 +171,7 @@ class Traces(Meter):
                 error,
             )
             return tale
-        # Events after `row` are processed in their turn.
+        # `row` and the rows after it are processed in their turn.
         past = past[: past.index(row)] if row in past else past
         if past:
             tale.run.began_ms = past[0].unix_ms
@@ -208,7 +208,7 @@ def _last(run: Run) -> int:
 
 
 def _tidy(tale: _Tale) -> None:
-    """Keep only the facts about a run that the spans of the next round need."""
+    """Drop everything about a run that the spans of the next round do not need."""
     run = tale.run
     del run.rounds[:-1]
     run.happenings.clear()
@@ -234,7 +234,7 @@ def trace_spans(rdzv_id: str, run: Run, sent: int = -1) -> Iterator[TraceSpan]:
         return
     for span in spans:
         if span.round is None:
-            # Nodes have met, but the run ended before its first round.
+            # The run ended before its first round.
             key, name = "forming", "forming"
             yield TraceSpan(rdzv_id, run.run, key, "", name, span.since_ms, span.until_ms, {})
     yield TraceSpan(
@@ -288,7 +288,7 @@ def _round_spans(
 
 
 def _named(*groups: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """Rename attributes to their names in OpenTelemetry; leave out unknown ones."""
+    """Give attributes their OpenTelemetry names; omit empty ones."""
     return {
         f"rdzv.{name.replace(' ', '_')}": value
         for group in groups
@@ -317,7 +317,7 @@ def _latest_ms(run: Run) -> int:
 
 @asynccontextmanager
 async def tracing(history: ReadHistory, send: Send, most_rows: int = ROWS) -> AsyncIterator[Traces]:
-    """Make spans until the body ends, and then from all rows that are still queued."""
+    """Make spans until the body ends, then from the rows that are still queued."""
     traces = Traces(history, send, most_rows)
     async with asyncio.TaskGroup() as tasks:
         making = tasks.create_task(traces.run())
