@@ -58,7 +58,7 @@ _LISTS = ("etcd_endpoints", "relay")
 
 
 def _flag(name: str, **more: Any) -> Callable[[F], F]:
-    """Make an option for the setting whose key is `name` with its first `-` turned into a dot."""
+    """Return a decorator that adds the option `name`, described by its setting (see `_key`)."""
     setting = _SETTINGS[_key(name.removeprefix("--").replace("-", "_"))]
     options: dict[str, Any] = {"metavar": setting.unit or "TEXT", "default": None}
     if setting.choices:
@@ -160,7 +160,7 @@ def main(
     Exit codes: 0 ended by a signal; 1 could not start or continue, or --check has found a problem;
     2 usage or configuration.
     """
-    # Before anything imports gRPC, which reads this once.
+    # This comes before any import of gRPC, which reads the variable only once.
     if not _reaches_etcd_by_tls(file, given):
         os.environ.setdefault(_CIPHER_SUITES, _NO_TLS_1_2)
     from rdzv.errors import InvalidRequestError, RendezvousError
@@ -186,7 +186,7 @@ def main(
         return
     config = configuration.config
     log_to_stderr(config.log_level, config.log_format)
-    # The error that follows explains more than what gRPC's core logs itself.
+    # Our own errors explain more than the log lines of gRPC's core.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         if check:
@@ -198,9 +198,10 @@ def main(
 
 
 def _reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
-    """Return whether etcd is reached over TLS, which uses the same suites; many speak only 1.2.
+    """Return whether etcd is reached over TLS.
 
-    This must run before anything imports gRPC, as reading the whole configuration would.
+    Connections to etcd use the same cipher suites, and many etcd servers speak only TLS 1.2. This
+    must run before gRPC is imported, and reading the whole configuration would import it.
     """
     said: Any = None
     # Errors in the file are reported by the code that reads all of it.
@@ -213,14 +214,14 @@ def _reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
 
 
 def _refuse_together(asked: dict[str, bool]) -> None:
-    """Refuse to combine options that each replace serving."""
+    """Refuse several options that each make rdzvd do something other than serve."""
     wanted = [name for name, is_wanted in asked.items() if is_wanted]
     if len(wanted) > 1:
         raise click.UsageError(f"{' and '.join(wanted)} do not go together; give one of them")
 
 
 def _given(options: dict[str, Any]) -> dict[str, object]:
-    """Return the settings of the command line, by key."""
+    """Return the settings given on the command line, by key."""
     lists = {name: options[name].split(",") for name in _LISTS if options.get(name) is not None}
     # A flag that is not given sets nothing: the file may set it.
     return {_key(name): value for name, value in (options | lists).items() if value is not False}
@@ -242,7 +243,7 @@ async def run(configuration: Configuration) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    # Before anything is bound: files that cannot be used are refused.
+    # Unusable files are refused here, before any port is bound.
     tls = _tls(config)
     loop.add_signal_handler(signal.SIGHUP, _reload, configuration, tls)
     clock = MonotonicClock()
@@ -371,7 +372,7 @@ def _metrics(
 async def _gate(
     replica: Replica, clock: Clock, config: Config, metrics: Metrics | None
 ) -> AsyncIterator[Gate]:
-    """Yield the gate; a token issuer's keys are kept current until the body ends."""
+    """Yield the gate; keep the token issuer's keys, if any, current until the body ends."""
     from rdzv.server.security.gate import Gate
 
     if config.oidc is None:
@@ -459,7 +460,7 @@ async def _stopped(stop: asyncio.Event) -> None:
 
 
 async def _check(config: Config) -> int:
-    """Print the results of the check, and return the exit code."""
+    """Check configuration and store, print the results, and return the exit code."""
     from rdzv.server.replication import offline
 
     found = await offline.check(config)

@@ -1,7 +1,7 @@
-"""A leading server's driver: makes, starts and stops its parts, and publishes steps.
+"""The driver of a leading server: makes, starts and stops its parts, and publishes steps.
 
-It holds the state that the pure cores do not, and decides nothing. A command to a job goes through
-`Engine.submit`: *decide, persist, publish*; `Driver.publish` does the publishing. Nodes enter
+It holds the state that the pure cores do not hold, and decides nothing. A command to a job goes
+through `Engine.submit`: *decide, persist, publish*; `Driver.publish` does the last. Nodes enter
 through `connections`, `recovery`, `commands` and `reports`, operators through `views`, `workers`,
 `operations` and `nodes`.
 """
@@ -210,13 +210,13 @@ class Driver:
     ) -> AsyncIterator[Driver]:
         """Take over the store, run until the body ends, and close every stream.
 
-        `meter` counts; without one, nothing is counted. The store stays open: the caller owns it.
+        Events are counted by `meter`, if given. The store stays open: the caller owns it.
         """
         with single_error():
             async with asyncio.TaskGroup() as group:
                 driver = cls(store, clock, config, Tasks(group), new_uid, meter or Meter())
                 try:
-                    # A start that fails may have loaded jobs, whose timers run.
+                    # A failed start must be followed by `stop`: timers of loaded jobs may run.
                     await driver.start()
                     yield driver
                 finally:
@@ -240,7 +240,7 @@ class Driver:
         self.loop_watch.start()
 
     async def stop(self) -> None:
-        """Close every stream, and wait for decisions in progress."""
+        """Close every stream, and give decisions in progress a limited time to finish."""
         self.close_streams(
             RendezvousConnectionError("this server is stopping; workers run on, connect again")
         )
@@ -250,7 +250,7 @@ class Driver:
         self.watchers.stop()
         self._stop_timers()
         await self.tasks.finish(within_ms=self._config.timings.stop_grace_ms)
-        # Again, because a decision that has just finished has armed its timer.
+        # Again, because a decision that has just finished may have armed a timer.
         self._stop_timers()
         await self.history.flush()
         self._meter.forget_jobs()
@@ -266,7 +266,7 @@ class Driver:
         self.diagnosis.close(error)
         self.watchers.close()
 
-    # ---------------------------------------------------------------- calls of the parts made first
+    # ---------------------------------------------------------------- callbacks of parts made first
 
     def _renew_leases(self, late_ms: int) -> None:
         self.leases.renew(late_ms)
@@ -285,24 +285,24 @@ class Driver:
     # ---------------------------------------------------------------- publishing changes
 
     def publish(self, job: Job, news: News) -> None:
-        """Announce a stored step to all concerned, without waiting."""
+        """Announce a stored step to nodes, watchers and the other parts, without waiting."""
         self.node_jobs.note_step(job, news)
         if news.before.membership.submission or news.after.membership.submission:
             self.scheduling.queue.wake()
         self.diagnosis.note_state(news.after)
         self.watchers.job_changed(job.rdzv_id)
         self.streams.announce(news)
-        # The nodes that join the round have been notified by now.
+        # By now, the nodes that take part in a new round know of it, and can be asked for logs.
         self.diagnosis.logs.note_state(news.after)
         self.node_jobs.note_end(job, news)
 
     def _note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
-        """Pass events that no step has caused to log, history and watchers."""
+        """Record events that no step has caused in the log and the history; wake watchers."""
         self.history.note(rdzv_id, events)
         self.watchers.job_changed(rdzv_id)
 
     def _show_store(self, rdzv_id: str | None) -> None:
-        """Wake watchers when a job, or all jobs with None, start or stop waiting for the store."""
+        """Wake watchers when a job starts or stops waiting for the store; None means all jobs."""
         if rdzv_id is not None:
             self.watchers.job_changed(rdzv_id)
             return
@@ -319,7 +319,7 @@ class Driver:
 
     @property
     def trouble(self) -> str:
-        """Why nothing new can be decided now; empty if new things can be."""
+        """Why nothing new can be decided now; empty if decisions are possible."""
         return self.store.state.trouble
 
     def figures(self) -> Figures:
@@ -347,5 +347,5 @@ class Driver:
         )
 
     def agents(self) -> Mapping[str, str]:
-        """The addresses where agents serve /metrics, by node_id; see `ScrapeTargets`."""
+        """Return the addresses at which agents serve /metrics, by node_id; see `ScrapeTargets`."""
         return self.scrape_targets.listed(self._clock.now_ms())

@@ -1,6 +1,6 @@
 """Values that the driver exchanges with nodes and operators: reports in, announcements out.
 
-`wire` converts them from and to protobuf; `announcements` decides which node gets which.
+`wire` converts them from and to protobuf; `announcements` decides which node gets which of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class Hello:
-    """A node opens a stream. What it believes about its jobs follows as `Belief`s."""
+    """A node opens a stream. Its beliefs about its jobs follow, each as a `Belief`."""
 
     node_id: str
     instance: str
@@ -39,10 +39,10 @@ class Hello:
     leadership: int
     incarnation: int
     fence_after_ms: int = 0
-    """After this time without an answer the node kills its workers; 0 if it never does."""
+    """After this time without an answer, the node kills its workers; 0 if it never does."""
     version: str = ""
     resources: Resources | None = None
-    """None if it accepts no submitted jobs."""
+    """None if the node accepts no submitted jobs."""
     holdings: tuple[Holding, ...] = ()
     failing: tuple[FailingCheck, ...] = ()
     """The node's health checks that fail."""
@@ -83,7 +83,7 @@ class Holdings:
 
 @struct(frozen=True)
 class Belief:
-    """What a node believes about one job, and the commands that tell the job's rendezvous."""
+    """What a node believes about a job, and the commands that report it to the job's rendezvous."""
 
     rdzv_id: str
     run: str
@@ -101,7 +101,7 @@ class RankProgress:
     rank: int
     step: int
     age_ms: int
-    """The age of this report."""
+    """How long ago the worker reported this step."""
     rate: float
     """Recent steps per second; 0 if unknown."""
 
@@ -124,7 +124,7 @@ class StartedWorker:
     how: str
     """One of `WorkerStart`, or a value that only newer agents know."""
     why: str
-    """Why it was not kept or not started warm; empty if its node does not know."""
+    """Why the worker was not kept or not started warm; empty if its node does not know."""
 
 
 @struct(frozen=True)
@@ -145,7 +145,7 @@ class SnapshotsHeld:
     run: str
     snapshots: tuple[Snapshot, ...]
     carrier: CopyCarrier | None = None
-    """None if other nodes cannot fetch copies of them."""
+    """None if other nodes cannot fetch copies of these snapshots."""
     missing: MissingCopies | None = None
 
 
@@ -156,7 +156,7 @@ class GroupArrivals:
     group: str
     per_second: float
     error_us: int | None
-    """The clock error relative to other nodes; None if the times cannot be compared with theirs."""
+    """The clock error relative to other nodes; None if their times cannot be compared."""
     entered_us: Mapping[int, Mapping[int, int]]
     """By sequence number, then by RANK."""
 
@@ -195,12 +195,12 @@ class LogPiece:
     last: bool = False
     """Whether this is the last piece."""
     error: str = ""
-    """Why something is missing; with `last`, why everything that follows is missing."""
+    """Why output is missing; with `last`, why everything after this piece is missing."""
 
 
 @struct(frozen=True)
 class Hung:
-    """All hung workers of one round on a node; empty once none hangs any longer."""
+    """All workers of one round that hang on a node; empty once none hangs any longer."""
 
     rdzv_id: str
     run: str
@@ -302,7 +302,7 @@ class SnapshotWatermark:
     run: str
     mark: SnapshotMark
     whole_ms: int = 0
-    """When it became whole; by this, all nodes write the same marks to disk."""
+    """When the mark became whole; nodes go by this, so that all write the same marks to disk."""
 
 
 @struct(frozen=True)
@@ -366,7 +366,7 @@ class LogPosition:
 
 @struct(frozen=True)
 class ReadLog:
-    """A request for the output of the node's workers. `rdzv.proto` says what None means."""
+    """A request for the output of the node's workers. `rdzv.proto` explains None."""
 
     request: int
     rdzv_id: str

@@ -1,4 +1,4 @@
-"""Collects, from nodes' reports, when the workers of one round entered collectives."""
+"""Collects nodes' reports of when the workers of one round entered collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rdzv.server.messages import Arrivals, GroupArrivals
 MAX_GROUPS = 1_024
 """The most process groups in one round; a large job has a few for each of its nodes."""
 MAX_KEPT = 512
-"""The most collectives of one group kept while some nodes have not reported them yet."""
+"""How many collectives of one group are kept, at most, until all nodes have reported them."""
 
 
 @dataclass(slots=True)
@@ -32,14 +32,14 @@ class _Group:
             del self.entered_us[sequence]
 
     def complete(self) -> int:
-        """Return how many collectives all nodes have reported, each together with its next one."""
+        """Return how many collectives can be compared: each is reported by all, as is its next."""
         upto = min(self.latest.values())
         return sum(n < upto for n in pairs(self.entered_us))
 
     def take(self) -> GroupLook:
         upto = min(self.latest.values())
         taken = {n: entered for n, entered in self.entered_us.items() if n <= upto}
-        # The last one is compared with its next one later.
+        # The last one is kept, to be compared with the next one later.
         self.entered_us = {n: entered for n, entered in self.entered_us.items() if n >= upto}
         errors_us = [one for one in self.errors_us.values() if one is not None]
         known = len(errors_us) == len(self.errors_us)
@@ -47,7 +47,7 @@ class _Group:
 
 
 class ArrivalBoard:
-    """Entries into collectives of one round that have not been compared yet."""
+    """The entries into collectives of one round that have not been compared yet."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
@@ -59,7 +59,7 @@ class ArrivalBoard:
                 self._groups.setdefault(group.group, _Group()).note(node_id, group)
 
     def take(self) -> list[GroupLook]:
-        """Return and forget the entries that can be compared now; none while they are too few."""
+        """Return and forget the entries that can be compared now; none while there are too few."""
         if all(group.complete() < LEAST_PAIRS for group in self._groups.values()):
             return []
         return [group.take() for group in self._groups.values() if group.complete()]

@@ -37,7 +37,7 @@ class Diagnosis:
         send: Callable[[str, Announcement], bool],
         note: Callable[[str, tuple[Event, ...]], None],
     ) -> None:
-        """`send` sends to a node; `note` records events that did not come from a step of a job."""
+        """`send` sends a message to a node; `note` records events that no step has caused."""
         limits, timings = config.limits, config.timings
         self._clock = clock
         self.progress = ProgressBoard()
@@ -61,7 +61,7 @@ class Diagnosis:
         )
 
     def note_state(self, state: State) -> None:
-        """After a job has changed, drop what was observed in a round that is over."""
+        """Note a job's new state: drop what was observed in a round that is over."""
         self.progress.tidy(state)
         self.starts.tidy(state)
         self.snapshots.tidy(state)
@@ -76,7 +76,7 @@ class Diagnosis:
         self.snapshots.note_gone(node_id)
 
     def close(self, error: RendezvousError) -> None:
-        """End every reader with this error, and leave hangs to the next server."""
+        """End every reader and every collection with an error; leave hangs to the next server."""
         self.logs.close(RendezvousConnectionError(str(error)))
         self.hangs.close()
         self.stacks.close()

@@ -1,9 +1,9 @@
-"""Investigates hangs: waits a moment, collects and keeps all workers' stacks, ends the round.
+"""Investigates hangs: waits for reports, stores all workers' stacks, and ends the round.
 
 A node reports that some of its workers hang (`Hung`), and repeats the report now and then. The
-first report of a round begins an *episode*. Since one worker that hangs stalls all others, their
-nodes are about to report hangs too; then stacks are taken while everything is still in place. The
-round ends with an ordinary worker failure, attributed to the worker that the others wait for.
+first report in a round begins an *episode*. Since one hanging worker stalls all others, the other
+nodes will soon report hangs as well; then stacks are taken while the workers are still in place.
+The round is ended by an ordinary worker failure of the worker that the others wait for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMED_OUT_MS = 3_000
 """How long nodes may take to answer after a collective timed out: less than the time for which
 their agents hold back reports of the exits."""
 HELD_BACK_MS = 10_000
-"""A worker that timed out has ended at most this long before the round is ended for it."""
+"""The longest time from the end of a worker that timed out to the end of its round."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +44,7 @@ class _Episode:
     hung: dict[str, tuple[HungWorker, ...]] = field(default_factory=dict)
     """By node_id: the workers that hang now."""
     timed_out: bool = False
-    """Whether any of them has ended because its collective timed out."""
+    """Whether any worker has ended because its collective timed out."""
     all_told: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no further reports are expected."""
 
@@ -78,7 +78,9 @@ class Hangs:
         self._episodes: dict[str, _Episode] = {}
 
     def take_report(self, node_id: str, incarnation: int, said: Hung) -> None:
-        """Note a node's report of hanging workers; ignore a report about a round that is not live.
+        """Note a node's report of hanging workers.
+
+        It is ignored if its round is not live, or if the node has no seat in it.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -101,13 +103,13 @@ class Hangs:
         self._note_node(episode, node_id, said, len(state.seats))
 
     def note_state(self, state: State) -> None:
-        """End the job's episode if its round is over, after the job has changed."""
+        """Note a job's new state: end its episode if the round is over."""
         episode = self._episodes.get(state.membership.rdzv_id)
         if episode is not None and _live_round(state, episode.run, episode.round) is None:
             self._end(episode)
 
     def shown(self, rdzv_id: str) -> str:
-        """Describe the workers of a job that hang now, for people."""
+        """Return a description of a job's workers that hang now; empty if none hangs."""
         episode = self._episodes.get(rdzv_id)
         if episode is None or not episode.hung:
             return ""
@@ -119,7 +121,7 @@ class Hangs:
         return len(self._episodes)
 
     def close(self) -> None:
-        """Leave every episode to the next server, to which the nodes report it again."""
+        """End every episode; the nodes report their hangs again to the next server."""
         for episode in tuple(self._episodes.values()):
             self._end(episode)
 
@@ -146,19 +148,19 @@ class Hangs:
                 hang = WorkersHang(episode.round, node_id, told, silent_ms)
                 self._tell(episode.rdzv_id, (hang,))
         episode.timed_out |= any(worker.timed_out for worker in said.workers)
-        # Their peers lose the connections to workers that have ended, and end soon.
+        # After a timeout, peers lose their connections to the ended workers, and end soon too.
         if episode.timed_out or len(episode.hung) >= nodes:
             episode.all_told.set()
 
     def _present(self, episode: _Episode) -> State | None:
-        """Return the job's state while this episode lasts."""
+        """Return the job's state, or None if this episode is over."""
         if self._episodes.get(episode.rdzv_id) is not episode:
             return None
         state = self._peek(episode.rdzv_id)
         return state if _live_round(state, episode.run, episode.round) is not None else None
 
     async def _look_into(self, episode: _Episode) -> None:
-        """Run an episode to its end. Raises nothing: an error would end the server."""
+        """Run an episode to its end. This never raises, because an error would end the server."""
         try:
             await self._gather(episode)
             report, why = await self._take(episode)
@@ -178,7 +180,7 @@ class Hangs:
             timer.cancel()
 
     async def _take(self, episode: _Episode) -> tuple[Report | None, str]:
-        """Take the stacks and keep them. Without them, the round ends anyway."""
+        """Take and store the stacks; return the report, or None and why there is none."""
         state = self._present(episode)
         if state is None or not episode.hung:
             return None, ""
@@ -199,10 +201,10 @@ class Hangs:
         return report, ""
 
     async def _end_round(self, episode: _Episode, report: Report | None, why: str) -> None:
-        """End the round, unless it is over or no worker hangs any more.
+        """End the round, unless it is over or no worker hangs any longer.
 
-        After a timeout, the round is ended here only if the records show a cause; otherwise the
-        node's own report of the failure will end it soon.
+        After a timeout, this ends the round only if the records show a cause; otherwise the node's
+        own report of the failure will end it soon.
         """
         if episode.timed_out and (report is None or report.cause is None):
             return
@@ -228,7 +230,7 @@ def _taken(report: Report) -> StacksTaken:
 
 
 def _live_round(state: State | None, run: str, number: int) -> Round | None:
-    """Return the given round, if it is live."""
+    """Return round `number` of `run` if it is live, else None."""
     if state is None or not state.membership.is_live(run, number):
         return None
     return state.membership.live_round
@@ -246,11 +248,11 @@ def _check_own(round_: Round, node_id: str, said: Hung) -> None:
 
 
 def _failure(state: State, episode: _Episode, report: Report | None, why: str) -> Fail:
-    """Report a worker failure on behalf of a node that has only reported a hang."""
+    """Return the command that reports a failure for a node that has only reported a hang."""
     known = verdict(episode.hung, report, why)
     seats, node_id = state.seats, known.node_id
     if node_id not in seats:
-        # It has left, as has the worker that the others waited for; its seat is given up soon.
+        # The node has left, with the worker that the others waited for: name one that hangs.
         node_id = next(iter(episode.hung))
     incarnation = seats[node_id].incarnation if node_id in seats else 0
     failure = FailureReport(
@@ -261,7 +263,7 @@ def _failure(state: State, episode: _Episode, report: Report | None, why: str) -
         signal=None,
         message=known.message,
         traceback=known.traceback,
-        # What timed out because of it is the later failure.
+        # The timeouts that this worker caused are later failures.
         age_ms=HELD_BACK_MS if episode.timed_out else 0,
     )
     return Fail(node_id, incarnation, episode.run, episode.round, (failure,))

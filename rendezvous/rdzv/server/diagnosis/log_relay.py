@@ -5,8 +5,8 @@ and passes on the pieces that come back. Only pieces in transit are held, and th
 node sends no more than it has *credit* for, and gets new credit as the reader consumes the pieces.
 So a slow reader delays only itself.
 
-With `follow`, a node whose stream is replaced is asked to continue where it was, and nodes are
-asked as they join a round.
+With `follow`, a node that has reconnected is asked to continue where it stopped, and nodes are
+asked when they join a round.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from rdzv.server.messages import (
 from rdzv.server.settings.config import Limits
 
 PIECE_COST = 256
-"""The credit that a piece costs on top of its data, so that many small ones are bounded, too."""
+"""The credit that a piece costs in addition to its data, so that small pieces are bounded too."""
 
 Send = Callable[[str, Announcement], bool]
-"""Send an announcement to a node; return False if it has no stream."""
+"""Sends an announcement to a node; returns False if the node has no stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class _Ask:
     round: int | None = None
     """The round that is being read."""
     offsets: dict[tuple[int, bool], int] = field(default_factory=dict)
-    """Positions in the files of that round, by LOCAL_RANK and whether it is stderr."""
+    """Positions in that round's files, by LOCAL_RANK and whether the file is stderr."""
 
 
 class LogRelay:
@@ -81,11 +81,11 @@ class LogRelay:
 
     @property
     def statistics(self) -> tuple[int, int]:
-        """The number of readers, and of requests that nodes are now answering."""
+        """The number of readers, and of requests that nodes are answering now."""
         return len(self._readers), len(self._asks)
 
     def open(self, state: State, wanted: LogsWanted) -> LogReader:
-        """Ask the nodes of a job for the given logs. The caller must close the reader.
+        """Ask a job's nodes for logs; return the reader, which the caller must close.
 
         Raises:
             InvalidRequestError: the job has had no such round or no worker with that RANK.
@@ -133,7 +133,7 @@ class LogRelay:
     # ---------------------------------------------------------------- for readers
 
     def ask(self, reader: LogReader, ask: _Ask, told: ReadLog) -> bool:
-        """Send a request to a node; return False if it has no stream."""
+        """Send a request to a node; return False if the node has no stream."""
         if not self._send(ask.node_id, told):
             return False
         ask.request = told.request
@@ -150,7 +150,7 @@ class LogRelay:
             self._send(ask.node_id, LogCredit(ask.request, credit))
 
     def forget(self, ask: _Ask, *, cancel: bool) -> None:
-        """Stop waiting for an answer; with `cancel`, notify the node."""
+        """Stop waiting for the answer to a request; with `cancel`, have the node stop sending."""
         if ask.request is None:
             return
         del self._asks[ask.request]
@@ -193,7 +193,7 @@ def _no_rank(name: str, rank: int, round_: Round) -> str:
 
 
 class LogReader:
-    """One caller's stream of the output of some workers. Made by `LogRelay.open`."""
+    """Streams the output of some workers to one caller. Use `LogRelay.open` to make one."""
 
     def __init__(self, relay: LogRelay, state: State, wanted: LogsWanted) -> None:
         membership = state.membership
@@ -209,9 +209,9 @@ class LogReader:
         self._notes: dict[str, str] = {}
         """By node: the latest note not yet passed on; the empty name stands for the job."""
         self._looked_at: int | None = None
-        """The last round that was checked for the wanted worker; negative if none was."""
+        """The last round checked for the wanted RANK; -1: there was none; None: not checked yet."""
         self._anything = False
-        """Whether any node had wanted output, or a note said why not."""
+        """Whether any wanted output has come, or a note on why a node sends none."""
         self._error: RendezvousError | None = None
         self._news = asyncio.Event()
         self._timer = Timer(relay.clock, self._tick)
@@ -259,7 +259,7 @@ class LogReader:
             await self._news.wait()
 
     def _no_more(self) -> bool:
-        """Return whether no node can still join and contribute."""
+        """Return whether no further node can contribute output."""
         useless = bool(self._asks) and all(ask.failed for ask in self._asks.values())
         return self._over or not self._wanted.follow or useless
 
@@ -271,7 +271,7 @@ class LogReader:
             self._relay.forget(ask, cancel=True)
 
     def _give_back(self, ask: _Ask, cost: int) -> None:
-        """Renew a node's credit for what was consumed, but not for every single line."""
+        """Renew a node's credit for what was consumed, once that is half of its credit."""
         ask.taken += cost
         if ask.request is not None and ask.taken >= self._credit // 2:
             self._relay.grant(ask, ask.taken)
@@ -329,7 +329,7 @@ class LogReader:
         self._news.set()
 
     def note_state(self, state: State) -> None:
-        """Ask the nodes that have joined a round; note the run's end."""
+        """Note the job's new state: ask nodes that have joined a round, or note the run's end."""
         if not self._wanted.follow or self._over:
             return
         membership = state.membership
@@ -345,7 +345,7 @@ class LogReader:
             self._say_if_absent(state)
 
     def _say_if_absent(self, state: State) -> None:
-        """Tell the reader, once per round, that the round or the RANK does not exist."""
+        """Notify the caller, once per round, if the wanted round or RANK does not exist yet."""
         round_, wanted = state.membership.round, self._wanted
         number = -1 if round_ is None else round_.number
         if not wanted.follow or number == self._looked_at:
@@ -364,7 +364,7 @@ class LogReader:
         self._news.set()
 
     def _ask_in_round(self, node_id: str, number: int) -> None:
-        """Ask a node that has joined a round, for the first time or after having left."""
+        """Ask a node that has joined a round, for the first time or again after leaving."""
         ask = self._asks.get(node_id)
         if ask is None:
             self._ask(node_id, self._first, {}, expected=True)
@@ -458,7 +458,7 @@ class LogReader:
                     f"to read logs; {self._where(ask)}",
                 )
             elif self._wanted.follow and not self._over:
-                # Reading continues if it comes back.
+                # Reading continues if the node comes back.
                 ask.deadline_ms = None
                 self._note(ask, self._absent(ask))
             else:
@@ -513,7 +513,7 @@ def _candidates(state: State, number: int, rank: int | None) -> list[str]:
 def _by_node(
     positions: Iterable[LogPosition],
 ) -> dict[str, tuple[int | None, dict[tuple[int, bool], int]]]:
-    """Group positions by node; of several rounds of one node, the latest counts."""
+    """Group positions by node; if a node has several rounds, only the latest counts."""
     found: dict[str, tuple[int | None, dict[tuple[int, bool], int]]] = {}
     for at in positions:
         round_, offsets = found.get(at.node_id, (None, {}))

@@ -1,7 +1,7 @@
-"""Keeps the progress that nodes report for their workers, in memory and for the present round only.
+"""Keeps the progress that nodes report for their workers, in memory, for live rounds only.
 
-No decision depends on progress, so it is in neither the rendezvous core nor the store; nodes report
-it again to a restarted server. At most one entry per worker of a live round is kept.
+No decision depends on progress, so it is neither in the rendezvous core nor in the store; nodes
+report it again to a restarted server. At most one entry is kept per worker of a live round.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from rdzv.structs import replace
 
 @dataclass(slots=True)
 class _Job:
-    """Progress as reported by the nodes of one round."""
+    """The progress that the nodes of one round have reported."""
 
     run: str
     round: Round
     ranks: dict[str, range]
     """By node_id: the RANKs of its workers."""
     said: dict[str, tuple[int, Progress]] = field(default_factory=dict)
-    """By node_id: when the report came in, and the report."""
+    """By node_id: the time of its latest report, and the report."""
 
 
 class ProgressBoard:
-    """Keeps the latest reports, by job and node."""
+    """The latest reports of progress, by job and node."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
@@ -40,9 +40,10 @@ class ProgressBoard:
     def note(
         self, state: State, node_id: str, incarnation: int, said: Progress, now_ms: int
     ) -> bool:
-        """Record a node's progress; return whether the node has a seat in the round that it names.
+        """Record a node's progress; return whether it was recorded.
 
-        A report about another round is too late, or too early, and is ignored.
+        A report about a round that is not live is too late or too early, and is ignored, as is one
+        from a node that has no seat in the round.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -66,7 +67,7 @@ class ProgressBoard:
         return True
 
     def _job(self, state: State, round_: Round) -> _Job:
-        """Return the progress recorded for a job's present round."""
+        """Return the record of a job's live round; begin one if there is none."""
         rdzv_id = state.membership.rdzv_id
         job = self._jobs.get(rdzv_id)
         if job is None or not state.membership.is_live(job.run, job.round.number):
@@ -87,7 +88,7 @@ class ProgressBoard:
             job.said = {n: said for n, said in job.said.items() if n in state.seats}
 
     def shown(self, state: State, now_ms: int) -> tuple[RankProgress, ...]:
-        """Return the progress of a job in its present round, by RANK."""
+        """Return the progress of a job's workers in its live round, in order of RANK."""
         job = self._jobs.get(state.membership.rdzv_id)
         if job is None or not state.membership.is_live(job.run, job.round.number):
             return ()

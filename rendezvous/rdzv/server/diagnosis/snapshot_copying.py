@@ -1,7 +1,7 @@
-"""Makes nodes keep copies of snapshots that would otherwise be lost with a topology or a machine.
+"""Has nodes keep copies of snapshots that would otherwise be lost with a topology or a machine.
 
-Marks are copied one at a time: a newer one waits until the copies of the last are kept, or given up
-by the nodes that were to keep them. Nodes without a copy carrier are left out.
+Marks are copied one at a time: a newer mark waits until the copies of the current one are kept, or
+given up by their keepers. Nodes without a copy carrier take no part.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Copying:
         self._participants = {one.node_id: one for one in round_.participants}
         self._carriers: dict[str, CopyCarrier] = {}
         self._can_do_more = False
-        """Whether a node has a carrier, or its carrier a token, that it had not when the present
-        mark was begun with: what was given up may succeed now."""
+        """Whether a carrier is new or has changed since copying of the current mark began, so that
+        copies that were given up may succeed now."""
         self._orders: dict[str, tuple[CopySource, ...]] = {}
-        """What nodes are still to copy of the present mark."""
+        """By keeper: the copies of the current mark that it has still to make."""
         self._keepers: dict[str, str] = {}
-        """Who was to copy the present mark from whom."""
+        """By source: the node that is to keep copies of its snapshots of the current mark."""
         self._given_up: dict[str, str] = {}
-        """Why nodes do not keep the copies of the present mark that they were to keep."""
+        """By keeper: why it does not keep its copies of the current mark."""
         self._sent: set[str] = set()
-        """Nodes that have been sent their orders on their present streams."""
+        """The nodes that were sent their orders on their current streams."""
         self._mark: SnapshotMark | None = None
         """The mark whose copies are being made, or were made last."""
         self.settled: SnapshotMark | None = None
@@ -40,7 +40,7 @@ class Copying:
         is one."""
 
     def note(self, node_id: str, said: SnapshotsHeld, held: HeldByNodes) -> None:
-        """Note what a node holds; move on to a newer mark if the last one is settled."""
+        """Note what a node holds; go on to a newer mark if the current one is settled."""
         if said.carrier is None:
             self._carriers.pop(node_id, None)
         else:
@@ -68,7 +68,7 @@ class Copying:
                 yield keeper, KeepCopies(self._rdzv_id, self._run, self._mark, sources)
 
     def note_sent(self, keeper: str) -> None:
-        """Note that a node was sent its order."""
+        """Note that a keeper was sent its orders."""
         self._sent.add(keeper)
 
     def note_gone(self, node_id: str) -> None:
@@ -100,7 +100,7 @@ class Copying:
             self.settled = mark
 
     def _why_given_up(self, said: SnapshotsHeld) -> str:
-        """Return why a node will not keep its copies of the present mark; empty if it may still."""
+        """Return why a node will not keep its copies of the current mark; empty if it still may."""
         missing = said.missing
         if missing is not None and missing.mark == self._mark and missing.reason:
             return missing.reason

@@ -1,10 +1,10 @@
 """Tracks the snapshots that nodes of live rounds hold, and the newest step that is whole.
 
-All of it is in memory: nodes repeat what they hold after a reconnect, and with each join, which is
-what the next round decides by. Nodes are sent each newer mark that has become whole: they keep
-their snapshots of it, and may overwrite older ones. If nodes keep copies for each other, the mark
-is sent only once these are kept; until then neither the newer nor the older snapshots are
-overwritten (snapshot_copying.py).
+Everything is kept in memory: nodes repeat what they hold after a reconnect and with each join; the
+joins decide what the next round loads. When a newer mark has become whole, it is sent to the nodes:
+they keep their snapshots of it, and may overwrite older ones. If nodes keep copies for each other,
+the mark is sent only once its copies are kept or given up; until then, nodes overwrite neither the
+newer nor the older snapshots (`snapshot_copying`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Job:
     """When the newest mark became whole; None if that was before the round."""
 
     def node_loss(self) -> NodeLoss | None:
-        """Return what the loss of one node would leave; None if that is not known."""
+        """Return what would remain after the loss of one node; None if that is not known."""
         mark = self.held.whole
         names = None if mark is None else self.held.sole_holders(mark)
         if mark is None or names is None:
@@ -51,7 +51,7 @@ class SnapshotTracking:
     """The snapshots of one server's jobs."""
 
     def __init__(self, send: Callable[[str, Announcement], bool]) -> None:
-        """`send` sends to a node, and returns whether the node has a stream."""
+        """`send` sends a message to a node, and returns whether the node has a stream."""
         self._send = send
         self._jobs: dict[str, _Job] = {}
         self._told: dict[str, dict[str, SnapshotMark]] = {}
@@ -60,9 +60,10 @@ class SnapshotTracking:
     def note(
         self, state: State, node_id: str, incarnation: int, said: SnapshotsHeld, now_ms: int
     ) -> bool:
-        """Note what a participant holds; return whether the report is about the live round.
+        """Note the snapshots that a participant holds; return whether they were noted.
 
-        If a newer mark has become whole, and its copies are kept, it is sent to all participants.
+        A report is ignored if no round of its run is live, or if the node has no seat. If copying
+        of a newer whole mark is settled, the mark is sent to all participants.
         """
         membership, seat = state.membership, state.seats.get(node_id)
         if membership.live_round is None or said.run != membership.run:
@@ -88,7 +89,7 @@ class SnapshotTracking:
             job.copying.note_gone(node_id)
 
     def tidy(self, state: State) -> None:
-        """Forget a run that is over."""
+        """Forget what is known about a job's run if it is over."""
         membership = state.membership
         job = self._jobs.get(membership.rdzv_id)
         if job is not None and (membership.ended is not None or membership.run != job.run):

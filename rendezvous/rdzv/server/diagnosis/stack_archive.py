@@ -1,9 +1,9 @@
 """Keeps the stacks of the latest hangs, across restarts of the server.
 
-Each hang's stacks are a key-value record of their own, in one of a fixed number of slots, so that
-the total is bounded. A new record replaces the oldest one: of the same job, if that has its share
-already, otherwise of all jobs. Nothing depends on the records: one that cannot be read is logged,
-and overwritten.
+Each hang's stacks are one key-value record, in one of a fixed number of slots, so that the total is
+bounded. A job that has its share of the slots replaces its own oldest record; otherwise, if no slot
+is free, the oldest record of all jobs is replaced. Nothing depends on the records: one that cannot
+be read is logged and overwritten.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.stacks")
 
 PLACES = tuple(f"stacks-{letter}" for letter in "abcdefghijklmnop")
-"""The names of the records; each is at most `Limits.stack_bytes` plus the overhead of JSON."""
+"""The names of the records, each at most `Limits.stack_bytes` plus the overhead of JSON."""
 PLACES_OF_JOB = 4
 """The most records that one job may have."""
 
 
 class _Document(msgspec.Struct, frozen=True):
-    """The stacks stored in a slot; None if it is empty."""
+    """The stacks stored in a slot; None if the slot is empty."""
 
     report: Report | None = None
 
@@ -46,7 +46,7 @@ class _Place:
 
 
 class StackArchive:
-    """The stacks that one server keeps. They are read when first requested."""
+    """The stacks that one server keeps. They are read from the store on first use."""
 
     def __init__(self, store: StoreAccess) -> None:
         self._store = store
@@ -103,7 +103,7 @@ class StackArchive:
                     await self._write(place, None)
 
     async def _known(self) -> dict[str, _Place]:
-        """Return the contents of all slots."""
+        """Return the descriptions of all slots, by name; read those that are not known."""
         return {name: await document.known() for name, document in self._documents.items()}
 
     async def _write(self, place: _Place, report: Report | None) -> None:
@@ -143,8 +143,8 @@ def _decoded(name: str, data: bytes) -> Report | None:
 def _place_for(report: Report, places: dict[str, _Place]) -> _Place:
     """Choose a slot for stacks.
 
-    The first that applies: the slot of the same round; the oldest of the job, if the job has its
-    share; a free one; the oldest of all.
+    The first of these that exists: the slot of the same round; the job's oldest slot, if the job
+    has its share; a free slot; the oldest slot of all jobs.
     """
     own = [place for place in places.values() if place.rdzv_id == report.rdzv_id]
     same = [p for p in own if (p.run, p.round) == (report.run, report.round)]

@@ -1,8 +1,8 @@
 """Collects the stacks of all workers of a round from their nodes, and combines them.
 
 Each node is asked on the stream that it has opened (`TakeStacks`) and answers in pieces. A job may
-have 100,000 workers: their stacks are grouped as they arrive. One stack per group is always kept,
-and as many others as fit.
+have 100,000 workers, so stacks are grouped as they arrive: one stack per group is always kept, and
+as many others as fit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rdzv.server.settings.config import Limits
 from rdzv.structs import replace
 
 Send = Callable[[str, Announcement], bool]
-"""Send an announcement to a node; return False if it has no stream."""
+"""Sends an announcement to a node; returns False if the node has no stream."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +40,7 @@ class _Taking:
     """One collection of one round's stacks."""
 
     waits_for: dict[str, Participant]
-    """By node_id: nodes whose answer is incomplete."""
+    """By node_id: the nodes whose answers are incomplete."""
     room: int
     """The number of bytes left for further stacks."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,7 +57,7 @@ class _Taking:
             return
         key, said = key_of(stack), evidence(stack)
         if key not in self.ranks and len(self.ranks) >= most_groups:
-            # With this many different stacks, a summary is useless.
+            # With this many different stacks more groups would help nobody; the rest share one.
             key = (stack.state, (("elsewhere", "", 0),), ())
             stack = _elsewhere(stack)
         self.told.add(stack.rank)
@@ -72,7 +72,7 @@ class _Taking:
             self.kept[stack.rank] = stack
 
     def end(self, node_id: str, why: str = "") -> None:
-        """Stop waiting for a node; `why` is recorded unless it has sent everything."""
+        """Stop waiting for a node; record `why` its stacks are missing, unless it is empty."""
         node = self.waits_for.pop(node_id, None)
         if node is not None and why:
             size = node.offer.local_world_size
@@ -97,7 +97,7 @@ def _size(stack: WorkerStack) -> int:
 
 
 class StackRelay:
-    """All stack collections of one server."""
+    """Runs the stack collections of one server."""
 
     def __init__(self, clock: Clock, limits: Limits, answer_ms: int, send: Send) -> None:
         """`answer_ms` is how long nodes have to answer."""
@@ -112,11 +112,11 @@ class StackRelay:
 
     @property
     def takings(self) -> int:
-        """The number of reports in progress."""
+        """The number of collections in progress."""
         return len(self._takings)
 
     async def take(self, state: State, reason: str, within_ms: int | None = None) -> Report:
-        """Collect stacks from all nodes of the live round; wait at most `within_ms`, if given.
+        """Collect the stacks of the live round's workers; wait at most `within_ms`, if given.
 
         Raises:
             InvalidRequestError: no round is live.
@@ -158,7 +158,7 @@ class StackRelay:
         return _report(taking, membership.rdzv_id, membership.run, round_.number, at_ms, reason)
 
     def take_in(self, node_id: str, said: Stacks) -> None:
-        """Add stacks from a node; drop those that no collection awaits."""
+        """Add stacks from a node; drop stacks that no collection waits for."""
         taking = self._takings.get(said.request)
         node = taking.waits_for.get(node_id) if taking is not None else None
         if taking is None or node is None:

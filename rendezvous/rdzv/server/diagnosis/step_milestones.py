@@ -1,7 +1,7 @@
 """Notes a round's milestones for its job's ledger: first collective, first, last and redone steps.
 
-They are kept in memory, for the present round only. A server that takes over notes the first ones
-again; only the first note of a round counts.
+Milestones are kept in memory, for live rounds only. A server that takes over notes the first
+collective and the first step again; the ledger counts only the first note of each in a round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rdzv.core.model import State
 from rdzv.server.messages import Arrivals, Progress
 
 OLDEST_COLLECTIVE_MS = 60_000
-"""A collective that was entered longer ago than this is not the first, or its time is wrong."""
+"""A collective entered longer ago than this is not the round's first, or its time is wrong."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Round:
     step: int
     at_ms: int
     redone: bool
-    """Whether all lost steps were redone."""
+    """Whether all lost steps have been redone."""
 
 
 class StepMilestones:
@@ -76,7 +76,7 @@ class StepMilestones:
         self._tell(said.rdzv_id, (event,))
 
     def note_state(self, state: State, now_ms: int) -> None:
-        """After a job has changed, note the last step of a round that is over."""
+        """Note a job's new state: if a round is over, note its last step."""
         membership = state.membership
         noted = self._collectives.get(membership.rdzv_id)
         if noted is not None and not membership.is_live(*noted):

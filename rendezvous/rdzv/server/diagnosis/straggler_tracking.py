@@ -1,10 +1,10 @@
-"""Finds stragglers from nodes' reports about their workers: entries into collectives, progress.
+"""Finds stragglers from nodes' reports of their workers' entries into collectives and progress.
 
-Each straggler is shown with what NVML shows about its GPU, if its node reports that.
+Each straggler is shown with the state of its GPU according to NVML, if its node reports it.
 
-All of it is in memory, for the present round only, and for people: no decision depends on it. Where
-workers wait for each other in collectives, all have the same rate, so rates count only where
-collectives are not recorded.
+Everything is kept in memory, for live rounds only, and is shown to people: no decision depends on
+it. Workers that wait for each other in collectives all have the same rate, so rates count only
+where collectives are not recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOKS_AT_RATES = 10
 """How often rates are compared within the time after which a slow worker counts as a straggler."""
 LOOK_LEAST_MS, LOOK_MOST_MS = 200, 5_000
 RECORDS_COUNT_MS = 120_000
-"""Rates count again when no collectives could be compared for this long."""
+"""Rates count again once no collectives could be compared for this long."""
 SILENT_MS, SILENT_STEPS = 60_000, 3
 """A worker that has reported nothing for this long, and for this many of its steps, is silent
 rather than slow: its last rate no longer counts. Whether it hangs is judged elsewhere."""
@@ -42,7 +42,7 @@ class _Job:
     run: str
     round: int
     nodes: dict[int, str]
-    """The node_id of each RANK; made only once, since hundreds of reports a second are checked
+    """The node_id of each RANK; computed only once, since hundreds of reports a second are checked
     against it."""
     looked_ms: int
     compared_ms: int
@@ -51,11 +51,11 @@ class _Job:
     board: ArrivalBoard = field(default_factory=ArrivalBoard)
     arrivals: Arrivals = field(default_factory=Arrivals)
     gpus: dict[str, Mapping[int, GpuState]] = field(default_factory=dict)
-    """What NVML shows about the workers' GPUs, by node_id, then by RANK."""
+    """The state of the workers' GPUs according to NVML, by node_id, then by RANK."""
 
     @property
     def stragglers(self) -> dict[int, Straggler]:
-        """Return the stragglers by RANK."""
+        """The stragglers, by RANK."""
         found = {**self.pace.stragglers, **self.arrivals.stragglers}
         return {rank: replace(one, gpu=self._gpu(rank)) for rank, one in found.items()}
 
@@ -101,9 +101,10 @@ class Stragglers:
     def note_arrivals(
         self, state: State, node_id: str, incarnation: int, said: messages.Arrivals, now_ms: int
     ) -> bool:
-        """Note when a node's workers entered collectives; compare them with other nodes' if due.
+        """Note when a node's workers entered collectives; compare all nodes' entries if it is time.
 
-        Return whether the stragglers have changed. A report about another round is ignored.
+        Return whether the stragglers have changed. A report about a round that is not live is
+        ignored.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -127,7 +128,7 @@ class Stragglers:
     ) -> bool:
         """Note the GPUs of a node's workers; return whether any of these workers straggles.
 
-        A report about another round is ignored.
+        A report about a round that is not live is ignored.
 
         Raises:
             InvalidRequestError: the report names a worker that the node does not have.
@@ -155,7 +156,7 @@ class Stragglers:
         return job if (said.run, said.round) == (job.run, job.round) else None
 
     def _job(self, state: State, now_ms: int) -> tuple[_Job, Round] | None:
-        """Return the live round of a job, and what is known about it."""
+        """Return what is known about a job's live round, and the round; None if none is live."""
         membership, round_ = state.membership, state.membership.round
         if round_ is None or not round_.live:
             return None
@@ -181,7 +182,7 @@ class Stragglers:
             del self._jobs[state.membership.rdzv_id]
 
     def shown(self, rdzv_id: str) -> tuple[Straggler, ...]:
-        """Return the stragglers of a job, by RANK."""
+        """Return the stragglers of a job, in order of RANK."""
         job = self._jobs.get(rdzv_id)
         return tuple(s for _, s in sorted(job.stragglers.items())) if job is not None else ()
 

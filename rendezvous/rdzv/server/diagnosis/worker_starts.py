@@ -1,6 +1,6 @@
-"""Records how the workers of each job's present round were started, as reported by nodes.
+"""Records how the workers of each job's live round were started, as nodes report it.
 
-The record is in memory, for the present round only; no decision depends on it. A node repeats its
+The record is kept in memory, for live rounds only; no decision depends on it. A node repeats its
 report after a reconnect.
 """
 
@@ -37,7 +37,7 @@ class _Job:
 
 
 class WorkerStarts:
-    """The reports about one server's jobs; at most one is kept per node of a live round."""
+    """The reports about one server's jobs; at most one is kept for each node of a live round."""
 
     def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
         """`tell` records an event once all nodes of a round have reported."""
@@ -47,9 +47,9 @@ class WorkerStarts:
     def note(
         self, state: State, node_id: str, incarnation: int, said: messages.WorkersStarted
     ) -> bool:
-        """Note how a node's workers were started; return whether that is new.
+        """Note how a node's workers were started; return whether the report is new.
 
-        A report about another round is too late, or too early, and is ignored.
+        A report about a round that is not live is too late or too early, and is ignored.
 
         Raises:
             InvalidRequestError: the report does not name exactly the workers that the node has.

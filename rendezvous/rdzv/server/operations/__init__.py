@@ -1,5 +1,5 @@
-"""Operators' requests about jobs and nodes: to view them, and to change them.
+"""Operators' requests to view and to change jobs and nodes.
 
-In: requests from gRPC and HTTP, as values. Out: answers, as values. It knows no protobuf, and
-decides nothing about a job: a job changes only by a command to its rendezvous.
+In: requests from gRPC and HTTP, as plain values. Out: answers, as plain values. This package knows
+no protobuf, and decides nothing about a job: a job changes only by a command to its rendezvous.
 """

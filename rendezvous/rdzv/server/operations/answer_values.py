@@ -32,7 +32,7 @@ def job_status(
     starts: Mapping[str, Starts] | None = None,
     snapshots: SnapshotsKnown = NO_SNAPSHOTS,
 ) -> answers.JobStatus:
-    """Show one job, the progress of its workers and, by node, how they were started."""
+    """Return the answer for one job, with what is known about its workers and snapshots."""
     starts = starts or {}
     told = sum(one.kept + one.warm + one.cold for one in starts.values())
     known = list(starts.values()) if told == view.world_size else []
@@ -122,7 +122,7 @@ def _submission(
 
 
 def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
-    """Show a job as one line; `hangs` names the workers that hang, or is empty."""
+    """Return the answer for one line of a list; `hangs` names the hanging workers, if any."""
     return from_value(
         answers.JobSummary,
         view,
@@ -134,7 +134,7 @@ def job_summary(view: JobView, hangs: str) -> answers.JobSummary:
 
 
 def token(token: Token, now_ms: int) -> answers.Token:
-    """Show a token, without its secret."""
+    """Return the answer for a token, without its secret."""
     expires_ms, used_ms = token.expires_ms, token.used_ms
     return answers.Token(
         id=token.id,
@@ -147,10 +147,10 @@ def token(token: Token, now_ms: int) -> answers.Token:
 
 
 def log_lines(lines: LogLines) -> answers.LogLines:
-    """Show a piece of a log, or a note."""
+    """Return the answer for a piece of a log, or for a note."""
     return from_value(answers.LogLines, lines)
 
 
 def stack_report(report: Report, now_ms: int) -> answers.StackReport:
-    """Show the stacks of a round's workers."""
+    """Return the answer for the stacks of a round's workers."""
     return from_value(answers.StackReport, report, age_ms=max(now_ms - report.at_ms, 0))

@@ -1,4 +1,4 @@
-"""Changes to jobs that operators ask for: submit, stop, restart, scale, forget."""
+"""Changes to jobs that operators request: submit, stop, restart, scale, forget."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class JobOperations:
         """Begin a run whose nodes the server chooses, and return the job's new view.
 
         Raises:
-            DeniedError: somebody else owns the job.
+            DeniedError: the job does not belong to the caller.
             JobExistsError: a run of the job has not ended.
             InvalidRequestError: no known node could ever run it.
 
@@ -66,7 +66,7 @@ class JobOperations:
         """Stop, restart or scale a job as an operator asks, and return its new view.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
+            UnknownJobError: no such job is known.
             RendezvousClosedError: the given run has ended.
 
         """

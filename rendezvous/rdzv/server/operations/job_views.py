@@ -48,15 +48,15 @@ class JobViews:
         """The number of callers that watch a job."""
 
     async def status(self, rdzv_id: str) -> JobView:
-        """Show one job; raises what `state` raises."""
+        """Return the view of one job; raises what `state` raises."""
         return self.of(await self.state(rdzv_id))
 
     async def state(self, rdzv_id: str) -> State:
         """Return the state of a known job.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
-            RendezvousConnectionError: its first join waits for the store, or the store is away.
+            UnknownJobError: no such job is known.
+            RendezvousConnectionError: the job waits to be stored, or the store is away.
 
         """
         state = await self._jobs.look(rdzv_id)
@@ -70,21 +70,21 @@ class JobViews:
         return state
 
     def of(self, state: State) -> JobView:
-        """Show the job that has this state."""
+        """Return the view of the job that has this state."""
         rdzv_id, scheduling = state.membership.rdzv_id, self._scheduling
         wait, drains = scheduling.queue.wait_of(rdzv_id), scheduling.drains.all()
         shown = view(state, self._clock.now_ms(), wait, drains)
-        # The view is of the stored state: steps in doubt must be resolved first.
+        # The view shows the stored state; the reason names commands that wait to be stored.
         if state.membership.ended is None or self._store_state.waiting(rdzv_id):
             trouble = self._store_state.trouble_of(rdzv_id)
             shown = replace(shown, reason=f"{trouble}; " + shown.reason) if trouble else shown
         return shown
 
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobView, None]:
-        """Yield a job's view, at once and after each change. A slow reader misses some views.
+        """Yield a job's view now and after each change; a slow reader misses some of the views.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
+            UnknownJobError: no such job is known.
             LimitExceededError: too many watchers.
             RendezvousConnectionError: this server no longer serves.
 
@@ -105,11 +105,11 @@ class JobViews:
             self.watching -= 1
 
     async def list(self) -> tuple[JobView, ...]:
-        """Show every job that can be read."""
+        """Return the views of all jobs that can be read."""
         return tuple([view async for view in self.each()])
 
     async def each(self) -> AsyncGenerator[JobView, None]:
-        """Show every job that can be read, one by one."""
+        """Yield the views of all jobs that can be read, one by one."""
         async with contextlib.aclosing(self._jobs.each()) as states:
             async for state in states:
                 # A job that was forgotten in the meantime is left out.
@@ -117,18 +117,18 @@ class JobViews:
                     yield self.of(state)
 
     def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
-        """Return the progress of the workers in a job's present round, by RANK."""
+        """Return the progress of the workers in a job's live round, in order of RANK."""
         state = self._jobs.peek(rdzv_id)
         return (
             self._diagnosis.progress.shown(state, self._clock.now_ms()) if state is not None else ()
         )
 
     def stragglers(self, rdzv_id: str) -> tuple[Straggler, ...]:
-        """Return the stragglers in a job's present round, by RANK."""
+        """Return the stragglers in a job's live round, in order of RANK."""
         return self._diagnosis.stragglers.shown(rdzv_id)
 
     def starts(self, rdzv_id: str) -> Mapping[str, Starts]:
-        """Return how the workers of a job's present round were started, by node."""
+        """Return how the workers of a job's live round were started, by node."""
         state = self._jobs.peek(rdzv_id)
         return self._diagnosis.starts.shown(state) if state is not None else {}
 
@@ -138,18 +138,18 @@ class JobViews:
         return self._diagnosis.snapshots.shown(state) if state is not None else SnapshotsKnown()
 
     def hangs(self, rdzv_id: str) -> str:
-        """Describe which workers of a job hang now; return "" if none do."""
+        """Return a description of a job's workers that hang now; empty if none hangs."""
         return self._diagnosis.hangs.shown(rdzv_id)
 
     def noted(self, rdzv_id: str) -> int:
-        """Return how many recorded events of a job were not caused by a step."""
+        """Return how many events of a job were recorded that no step has caused."""
         return self._history.noted(rdzv_id)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         """Return a job's newest events, oldest first.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
+            UnknownJobError: no such job is known.
 
         """
         await self.state(rdzv_id)

@@ -1,4 +1,4 @@
-"""Changes to nodes that operators ask for: cordon, uncordon, drain, undrain."""
+"""Changes to nodes that operators request: cordon, uncordon, drain, undrain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rdzv.view.answers import Node
 
 
 class NodeOperations:
-    """Changes one server's nodes. Each call returns the node's new state.
+    """Changes one server's nodes. Each call returns the node's new view.
 
     Raises:
         UnknownNodeError: no such node is known.
@@ -42,9 +42,9 @@ class NodeOperations:
         return self._views.summary(node_id)
 
     async def uncordon(self, node_id: str) -> Node:
-        """Allow jobs on a node again: its cordon, drain and quarantine are lifted.
+        """Allow jobs on a node again: lift its cordon, drain and quarantine.
 
-        A connected node runs its checks again.
+        A connected node is asked to run its health checks again.
         """
         if not await self._scheduling.quarantine.lift(node_id):
             self._scheduling.cordons.check_known(node_id)
@@ -68,7 +68,7 @@ class NodeOperations:
         return self._views.summary(node_id)
 
     async def undrain(self, node_id: str) -> Node:
-        """Lift a node's drain, and its cordon."""
+        """Lift a node's drain or cordon."""
         self._scheduling.cordons.check_known(node_id)
         await self._scheduling.drains.lift(node_id)
         self._show_drain(node_id)

@@ -1,4 +1,4 @@
-"""Nodes as operators see them, and their capacity in total."""
+"""Nodes as operators see them, and their total capacity."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class NodeViews:
         return found
 
     def summaries(self, node_ids: Collection[str] = ()) -> list[Node]:
-        """Show all nodes connected, away, cordoned or quarantined, or only those named."""
+        """Return the views of all known, cordoned or quarantined nodes, or of these `node_ids`."""
         known = {*self._records(), *self._cordons.by_node, *self._quarantine.nodes}
         return self._show(sorted(known.intersection(node_ids) if node_ids else known))
 
@@ -148,7 +148,7 @@ def _resources(has: Resources) -> answers.Resources:
 
 
 def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:
-    """Yield the nodes that are in a job, or were chosen for it."""
+    """Yield each node that is in a job or chosen for it, with its part in the job."""
     rdzv_id = state.membership.rdzv_id
     ended = state.membership.round is not None and not state.membership.round.live
     for node_id in state.seats:
@@ -163,7 +163,7 @@ def _memberships(state: State) -> Iterable[tuple[str, NodeJob]]:
 
 
 def _with_gpus(jobs: Iterable[NodeJob], host: Host) -> list[NodeJob]:
-    """Add each job's number of GPUs, and jobs that have ended but left something behind."""
+    """Add each job's number of GPUs, and ended jobs that still hold something on the node."""
     gpus = {rdzv_id: number for (rdzv_id, _), number in host.taken.items()}
     shown = [replace(job, gpus=gpus.get(job.rdzv_id, 0)) for job in jobs]
     names = {job.rdzv_id for job in shown}

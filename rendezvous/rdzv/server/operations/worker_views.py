@@ -28,7 +28,7 @@ class WorkerViews:
         """Yield the output of a job's workers, as their nodes send it.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
+            UnknownJobError: no such job is known.
             InvalidRequestError: the job has had no such round or no such RANK.
             RendezvousClosedError: the given run is not the last.
             LimitExceededError: too many readers.
@@ -46,10 +46,10 @@ class WorkerViews:
             reader.close()
 
     async def stacks(self, rdzv_id: str, run: str, number: int | None, why: str) -> Report:
-        """Return the stacks of a round's workers, now or when it hung; see `Control.TakeStacks`.
+        """Return a round's stacks, taken now or when the round hung; see `Control.TakeStacks`.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
+            UnknownJobError: no such job is known.
             RendezvousClosedError: the given run is not the last.
             InvalidRequestError: no round is live, and no stacks of that round were kept.
             LimitExceededError: too many collections are running.
@@ -71,10 +71,10 @@ class WorkerViews:
         return found
 
     async def kept_stacks(self, rdzv_id: str, number: int | None) -> Report:
-        """Return the archived stacks from a round that hung, without asking any node.
+        """Return the archived stacks of a round that hung, without asking any node.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
+            UnknownJobError: no such job is known.
             InvalidRequestError: no stacks are kept, or none from this round.
             RendezvousConnectionError: the store is away, or this server no longer serves.
 

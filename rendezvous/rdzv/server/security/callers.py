@@ -53,7 +53,7 @@ class Caller:
     name: str
     roles: frozenset[Role]
     proof: str
-    """How the name is proven: `certificate`, `token ID` or `service account NAMESPACE/NAME`."""
+    """How the name is proven, such as by `certificate`, `token ID` or `service account NAME`."""
     token: str = ""
     """The id of the token of rdzvd that the caller has sent; empty if it has sent none."""
 

@@ -1,7 +1,8 @@
 """Checks names, numbers and texts from outside against bounds, independently of protobuf.
 
-Every refusal names the value, the reason and the remedy. Text for people (a reason, a traceback) is
-cut if it is too long, since a node's report must not be refused for its length.
+A check returns the value, or refuses it with an error that names the value, the reason and the
+remedy. Text for people (a reason, a traceback) is cut if it is too long, since a node's report must
+not be refused for its length.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def refusal(what: str, value: object, reason: str, remedy: str) -> InvalidReques
 
 
 def spelled(what: str, text: str, alphabet: re.Pattern[str], chars: int, allowed: str) -> str:
-    """Check that a text is neither empty nor too long, and uses only `alphabet`."""
+    """Check that a text is neither empty nor too long, and matches `alphabet`."""
     if not text:
         raise refusal(what, text, "is empty", f"give {allowed}")
     if len(text) > chars:
@@ -37,7 +38,7 @@ def spelled(what: str, text: str, alphabet: re.Pattern[str], chars: int, allowed
 
 
 def name(what: str, text: str, limits: Limits) -> str:
-    """Check a name that people choose and that becomes the name of a folder."""
+    """Check a name that a person has chosen; it is used as the name of a folder."""
     allowed = "letters, digits and . _ : @ -, beginning with a letter, a digit or _"
     return spelled(what, text, _NAME, limits.name_chars, allowed)
 
@@ -53,7 +54,7 @@ def node_id_of(text: str, limits: Limits) -> str:
 
 
 def uid(what: str, text: str, limits: Limits, *, needed: bool = True) -> str:
-    """Check an id that a program has made; it may be empty unless `needed`."""
+    """Check an id that a program has generated; it may be empty unless `needed`."""
     if not text and not needed:
         return ""
     return spelled(what, text, _UID, limits.uid_chars, "letters, digits, _ and -")
@@ -78,7 +79,7 @@ def label(what: str, text: str, limits: Limits) -> str:
 
 
 def within(what: str, value: int, lowest: int, highest: int) -> int:
-    """Check a number; milliseconds are shown in seconds, as people write them."""
+    """Check a number; a refusal shows milliseconds as seconds, as people write them."""
     if lowest <= value <= highest:
         return value
     if not what.endswith("_ms"):
@@ -96,12 +97,12 @@ def one_of(what: str, value: int, known: Mapping[int, T]) -> T:
 
 
 def sentence(text: str, limits: Limits) -> str:
-    """Cut text for people to one line of bounded length."""
+    """Return text for people as one printable line, cut to a bounded length."""
     line = "".join(char if char.isprintable() else " " for char in text).strip()
     return line if len(line) <= limits.reason_chars else line[: limits.reason_chars - 3] + "..."
 
 
 def traceback(text: str, limits: Limits) -> str:
-    """Cut a traceback down to its end, which has the cause."""
+    """Return the end of a traceback, which names the cause, cut to a bounded length."""
     cut = len(text) - limits.traceback_chars
     return text if cut <= 0 else "..." + text[cut + 3 :]

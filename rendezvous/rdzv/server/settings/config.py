@@ -46,7 +46,7 @@ MINUTE_MS = 60_000
 DAY_MS = 86_400_000
 
 
-# `server_settings` has the reasons and bounds of all fields that settings set.
+# `server_settings` gives the reasons for, and the bounds of, all fields that settings set.
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,10 @@ class Limits:
     args_bytes: int = 128 * 1024
     """The arguments of a submitted job, which are stored with it and sent to each node."""
     env_bytes: int = 128 * 1024
-    """The environment of a submitted job, likewise; Linux allows the same amount in one variable.
-    """
+    """The environment of a submitted job, stored and sent likewise. Linux allows as much in one
+    variable."""
     env_variables: int = 1_000
-    """The variables in that environment."""
+    """Variables in the environment of a submitted job."""
     labels: int = 64
     """Labels that a node has, or that a job requires."""
     gpus: int = 1_024
@@ -121,7 +121,7 @@ class Limits:
     restarts: int = 1_000_000
     """max_restarts: more than any job can spend."""
     steps: int = 1 << 53
-    """Steps that a parked worker has sealed: larger integers are not exact in JSON readers."""
+    """Steps that a parked worker has sealed; JSON readers do not read larger integers exactly."""
     shards: int = 1 << 20
     """Parts of a sharded state."""
     snapshots_per_worker: int = 8
@@ -136,7 +136,7 @@ class Limits:
     metadata_bytes: int = 8 * 1024
     """The metadata of one call: a token and a trace context need far less."""
     log_window_least: int = 4 * 1024
-    """The least `log_window` if many nodes share `log_buffer`."""
+    """The smallest window of a node when many nodes share `log_buffer`."""
     log_positions: int = 65_536
     """Files in which one reader can resume after its stream was cut."""
     log_piece_bytes: int = 64 * 1024
@@ -154,7 +154,7 @@ class Limits:
     stack_workers: int = 256
     """Workers in one message from a node, which sends them one by one."""
     arrivals: int = 1 << 17
-    """Times in one of a node's reports on when its workers entered collectives."""
+    """Times in one report of when a node's workers entered collectives."""
     clock_reasons: int = 16
     """Reasons for the clock of one GPU; NVML knows eleven."""
     record_groups: int = 64
@@ -162,18 +162,18 @@ class Limits:
     record_entries: int = 64
     """Collectives kept per process group; others are cut."""
     history_default: int = 200
-    """Rows that ListEvents returns if the caller names no number."""
+    """Rows that ListEvents returns if the caller gives no number."""
     pending_rows: int = 256
-    """Rows of history that may wait for their job's next commit before they get their own."""
+    """History rows that may wait for their job's next commit before they get one of their own."""
     tokens: int = 2_000
     """Callers' tokens; all of them are in one key-value record."""
     stream_frames: int = 512
     """Events that may wait for a reader of the stream: a minute's worth in a busy fleet. Slower
     readers are dropped."""
     stream_bytes: int = 8 * 1024 * 1024
-    """The bytes of those events, over all readers: twice the initial state of ten thousand jobs."""
+    """Bytes of events that may wait, over all readers: twice the initial state of 10,000 jobs."""
     http_log_bytes: int = 1024 * 1024
-    """Bytes of logs in one answer, over all RANKs, unless they are followed."""
+    """Bytes of logs in one answer, over all RANKs, unless the logs are followed."""
     http_log_lines: int = 10_000
     """The most lines of each file that can be requested in one answer."""
 
@@ -204,9 +204,9 @@ class Timings:
     idle_connection_ms: int = 10 * MINUTE_MS
     """How long a gRPC connection without a call is kept; clients connect again by themselves."""
     hear_every_ms: int = 1_000
-    """Heartbeats enter the nodes core in one batch: well below the shortest lease of 5 s."""
+    """How often heartbeats enter the nodes core, in batches; the shortest lease is 2 s."""
     show_progress_every_ms: int = 1_000
-    """How often watchers are shown mere progress, which nodes report once a second."""
+    """How often watchers see changes of progress alone, which nodes report once a second."""
     watch_every_ms: int = 250
     """How often the event loop checks whether it was held up."""
     settle_ms: int = 1_000
@@ -217,8 +217,8 @@ class Timings:
     stacks_answer_ms: int = 10_000
     """How long nodes have to answer a request for stacks: py-spy needs about 20 ms per worker."""
     hang_gather_ms: int = 2_000
-    """How long a round's other nodes have to report hanging workers, too: all check within one
-    second of each other."""
+    """How long a round's other nodes have to report hanging workers as well: all nodes check within
+    one second of each other."""
     min_ping_interval_ms: int = 300
     """Clients may ping this often; gRPC disconnects faster ones with "Too many pings"."""
     stream_beat_ms: int = 5_000
@@ -226,7 +226,7 @@ class Timings:
     stream_rest_ms: int = 250
     """How long changes are gathered before readers of the stream see them."""
     stream_write_ms: int = 20_000
-    """How long such a reader may accept no data before it is dropped: pages reconnect."""
+    """How long a reader of the stream may accept no data before it is dropped; pages reconnect."""
     log_answer_most_ms: int = 30_000
     """How long one HTTP answer waits for logs in total, before it shows what has arrived."""
     traces_close_ms: int = 2_000
@@ -234,16 +234,17 @@ class Timings:
 
 
 def alter(held: Limits | Timings, name: str, value: int) -> None:
-    """On a reload, change one limit or timing for all parts of a running server that hold it.
+    """Change one limit or timing on a reload, for all parts of a running server that hold it.
 
-    The change takes effect only where the value is read at each use: `server_settings` marks those.
+    The change takes effect only where the value is read at each use; `server_settings` marks the
+    settings for which it is.
     """
-    # They are frozen against all other changes; only the event loop's thread reads them.
+    # Both classes are frozen against all other changes; only the event loop's thread reads them.
     object.__setattr__(held, name, value)
 
 
 def check_otlp(text: str) -> None:
-    """Refuse text that is not the address of a collector.
+    """Refuse text that is neither the address of a collector nor `env`.
 
     Raises:
         InvalidRequestError: the text is neither a URL nor `env`.
@@ -311,14 +312,14 @@ class TlsFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All these files."""
+        """The certificate, the key and, if set, the client CA."""
         return (self.cert, self.key, *((self.client_ca,) if self.client_ca else ()))
 
     def check(self) -> Certificate:
         """Check the files, and return the server's certificate.
 
         Raises:
-            InvalidRequestError: the files cannot be used; the message names file and remedy.
+            InvalidRequestError: a file cannot be used; the message names it and the remedy.
 
         """
         if self.client_ca is not None:
@@ -334,7 +335,7 @@ class TlsFiles:
 
 @struct(frozen=True)
 class OidcAccount:
-    """A service account (or, with an empty name, all of a namespace) and what it may do."""
+    """A service account (or all accounts of a namespace, if the name is empty) and its roles."""
 
     namespace: str
     name: str
@@ -359,7 +360,7 @@ class Oidc:
     keys_kept_s: float = 86_400
 
     def check(self) -> None:
-        """Check whatever can be checked without the issuer.
+        """Check everything that can be checked without the issuer.
 
         Raises:
             InvalidRequestError: a file cannot be used, or PyJWT is missing.
@@ -372,7 +373,7 @@ class Oidc:
             )
         if self.ca is not None:
             check_authorities(self.ca, "CA of the issuer")
-        # A missing token may still appear before the keys are fetched; else that is logged then.
+        # A missing token file may still appear before the keys are fetched; if not, it is logged.
 
 
 @struct(frozen=True)
@@ -423,7 +424,7 @@ class RelayTo:
             InvalidRequestError: a file cannot be used.
 
         """
-        # It imports gRPC, which must not be imported before its environment is set.
+        # This imports gRPC, which must not be imported before its environment is set.
         from rdzv.transport.channels import Credentials
 
         found = Credentials(self.ca, self.cert, self.key, self.token_file)
@@ -521,7 +522,7 @@ class Config:
 
     @property
     def open(self) -> str:
-        """Why any caller may do anything; empty if that is not so."""
+        """Why anyone may be able to do anything here; empty if callers are restricted."""
         if self.tls is None and self.auth:
             return "nothing here is encrypted, so anyone on the network path can steal a token"
         if self.tls is None:

@@ -1,4 +1,4 @@
-"""Builds one rdzvd's `Config` from its settings, and reloads it.
+"""Builds rdzvd's `Config` from its settings, and reloads it.
 
 The file and the command line take the same settings; the command line wins. A reload changes the
 `Limits` and `Timings` that all parts of the server hold (`config.alter`), so the parts need not
@@ -44,7 +44,7 @@ def make_config(settings: RdzvdSettings) -> Config:
     """Build the configuration that the server runs with, and check all of it.
 
     Raises:
-        InvalidRequestError: a file named there is unusable, or settings contradict each other.
+        InvalidRequestError: a file that they name is unusable, or settings contradict each other.
 
     """
     auth, tls = settings.auth, settings.tls
@@ -59,7 +59,7 @@ def make_config(settings: RdzvdSettings) -> Config:
         insecure=settings.insecure,
         tls=_tls_files(settings),
         advertise=settings.advertise,
-        # Where certificates or service accounts can authenticate callers, they must.
+        # If callers can authenticate by certificate or service account, they must authenticate.
         auth=auth == "required" if auth else bool(tls.client_ca or settings.oidc.issuer),
         oidc=_oidc(settings),
         init_admin_token=settings.init_admin_token,
@@ -155,7 +155,7 @@ class Configuration:
     """One rdzvd's configuration, from its start through all reloads."""
 
     def __init__(self, file: Path | None, given: Mapping[str, object]) -> None:
-        """Read the file, and the values `given` on the command line, which win.
+        """Read the file; values `given` on the command line take precedence.
 
         Raises:
             InvalidRequestError: the configuration has errors; all of them are listed.
@@ -177,12 +177,12 @@ class Configuration:
     def reload(self, set_up_logging: Callable[[str, str], None]) -> bool:
         """Read the file again, apply what can be applied, and log the outcome.
 
-        If the file has any error, nothing is changed. Return whether it was valid.
+        Return whether the file is valid. If it is not, nothing is changed.
         """
         file = self._file or _default_file()
         try:
             wanted = load(RdzvdSettings, file, self._given)
-            # The files that it names may be unusable as well.
+            # Files that the configuration names may be unusable as well.
             make_config(wanted.settings)
             change = compare(self.loaded, wanted)
         except InvalidRequestError as error:

@@ -1,7 +1,7 @@
-"""rdzvd's settings: everything that rdzvd.toml may have, with bounds, defaults and reasons.
+"""rdzvd's settings: everything that rdzvd.toml may contain, with bounds, defaults and reasons.
 
-A setting with `sets` gives its value to those fields of a `Config`, and has their default. A reload
-changes only values that are read at each use.
+A setting with `sets` gives its value to the fields of `Config` named there, and takes its default
+from them. A reload changes only values that are read at each use.
 """
 
 # The annotations are data, so they are not postponed.
@@ -36,7 +36,7 @@ PARTS: dict[str, Any] = {
 
 
 def _sets(*fields: str, reason: str, **more: Any) -> Meta:
-    """Describe a setting whose value goes to these `Config` fields, each named `part.field`."""
+    """Describe a setting that sets these fields of `Config`, each named as `part.field`."""
     defaults = {getattr(PARTS[part], name) for part, name in (f.split(".") for f in fields)}
     assert len(defaults) == 1, f"{fields} have several defaults"
     default = defaults.pop() / 1000 if fields[0].endswith("_ms") else defaults.pop()
@@ -86,7 +86,7 @@ def _issuer(text: str) -> None:
 
 
 ROLES = ("read", "submit", "node", "relay", "admin")
-"""The names of `security.callers.Role`; a test compares them."""
+"""The values of `security.callers.Role`; a test compares the two."""
 
 
 def _role(text: str) -> None:
@@ -111,7 +111,7 @@ def _account(settings: "OidcAccount") -> str:
 
 
 class OidcAccount(Table, frozen=True, kw_only=True):
-    """One Kubernetes service account, or all of a namespace, and what they may do."""
+    """One Kubernetes service account, or all accounts of a namespace, and their roles."""
 
     rules = (Rule(("roles", "known_as"), _account),)
 
@@ -129,7 +129,7 @@ class OidcAccount(Table, frozen=True, kw_only=True):
 
 
 class Oidc(Table, frozen=True):
-    """Callers proven by Kubernetes: pods with a token for their service account."""
+    """Callers that Kubernetes authenticates: pods with a token of their service account."""
 
     issuer: Annotated[str | None, setting(
         unit="https URL", check=_issuer, default_words="none: such tokens are refused", reason="""
@@ -318,7 +318,7 @@ class Retention(Table, frozen=True):
 
 
 class LimitSettings(Table, frozen=True):
-    """Limits on what is accepted, and on what is kept for callers."""
+    """Limits on what is accepted from callers, and on what is kept for them."""
 
     jobs: Annotated[int, _sets(
         "limits.jobs", ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
@@ -424,7 +424,7 @@ class TimingSettings(Table, frozen=True):
 
 
 def _in_order(lower: str, upper: str) -> Rule:
-    """Require that one setting is not above another."""
+    """Return the rule that the setting `lower` must not be above the setting `upper`."""
 
     def broken(settings: Table) -> str:
         known = settings_of(RdzvdSettings)
@@ -511,7 +511,7 @@ def _relay_alone(settings: "RdzvdSettings") -> str:
 
 # fmt: off
 class RdzvdSettings(Table, frozen=True, kw_only=True):
-    """Everything that rdzvd.toml may have."""
+    """Everything that rdzvd.toml may contain."""
 
     program = "rdzvd"
     rules = (
@@ -522,7 +522,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         _in_order("forming.store_backoff", "forming.store_backoff_longest"),
         _in_order("limits.nodes_per_job", "limits.nodes"),
         _in_order("limits.log_window", "limits.log_buffer"),
-        # A forgotten job must have no node that still waits, which would start it again.
+        # No node may still wait for a job that is forgotten: it would start the job again.
         _in_order("limits.job_timeout", "retention.ended_for"),
         Rule(tuple(f"tls.{name}" for name in Tls.__struct_fields__), _tls_together),
         Rule(("oidc.issuer", "oidc.account", "tls.cert", "auth"), _oidc_together),
