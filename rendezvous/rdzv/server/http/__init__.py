@@ -1,1 +1,4 @@
-"""Everything served over HTTP, read-only: probes, /metrics, the JSON API, its feeds, the page."""
+"""Everything served over HTTP: probes, /metrics, the JSON API with its feeds, and the live page.
+
+It changes no job and no node.
+"""

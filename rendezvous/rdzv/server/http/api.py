@@ -1,7 +1,7 @@
-"""The JSON API at /api/v1, with the same views as rdzvctl. It changes nothing.
+"""The JSON API at /api/v1, which shows what rdzvctl shows. It changes no job and no node.
 
-`openapi` lists the operations. Each answer is a document of `rdzvctl -o json`; an error is a
-document with its code and message, and the HTTP status of its kind.
+`openapi` lists the operations. Each answer is a document as `rdzvctl -o json` prints it. An error
+is a document with the error's code and message, and has the matching HTTP status.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ STATUSES = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-"""The HTTP status for each gRPC status in the error table; all others are 500."""
+"""The HTTP status for each gRPC status in the error table; 500 for all others."""
 
 BEAT = b": still here\n" + frame("beat", json.dumps({"version": as_json.VERSION}))
 
 
 class Api:
-    """The handlers that serve one server's answers."""
+    """The handlers of the API."""
 
     def __init__(self, answers: Shown, feeds: Feeds, config: Config) -> None:
         self._answers = answers
@@ -141,7 +141,7 @@ class Api:
 
     async def _stacks(self, request: web.Request, given: dict[str, Any]) -> str:
         report = await self._answers.kept_stacks(_named(request), given["round"])
-        # Encoded in a thread, because it may be large.
+        # Encode in a thread, because the report may be large.
         return await asyncio.to_thread(as_json.stacks, report)
 
     async def _new_stacks(self, request: web.Request, given: dict[str, Any]) -> str:
@@ -188,7 +188,7 @@ class Api:
             return web.Response(text=await self._whole(texts))
 
     async def _whole(self, texts: AsyncIterator[str]) -> str:
-        """Return the whole text, within limits on size and time."""
+        """Return the whole text; beyond the limits on size and time, end it with a note."""
         parts, size, most = list[str](), 0, self._limits.http_log_bytes
         try:
             async with asyncio.timeout(self._timings.log_answer_most_ms / 1000):
@@ -208,7 +208,7 @@ class Api:
     async def _log_stream(
         self, request: web.Request, texts: AsyncIterator[str]
     ) -> web.StreamResponse:
-        # A refusal comes at once and becomes the answer; the first output may take hours.
+        # A refusal comes at once and becomes the response; the first output may take hours.
         coming = asyncio.ensure_future(anext(texts, None))
         try:
             done, _ = await asyncio.wait([coming], timeout=self._timings.stream_rest_ms / 1000)
@@ -225,13 +225,18 @@ class Api:
             return response
         finally:
             coming.cancel()
-            # The generator can be closed only once it no longer runs; its result does not matter.
+            # The generator can be closed only once it no longer runs. Its result is ignored.
             await asyncio.wait([coming])
             if not coming.cancelled():
                 coming.exception()
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """Write to a reader, or drop a reader that accepts no data."""
+        """Write to a reader; drop it if it accepts no data for too long.
+
+        Raises:
+            ConnectionResetError: the reader was dropped.
+
+        """
         try:
             async with asyncio.timeout(self._timings.stream_write_ms / 1000):
                 await response.write(data)
@@ -248,7 +253,7 @@ class Api:
             response = web.StreamResponse(
                 headers={
                     "Content-Type": "text/event-stream; charset=utf-8",
-                    # Without this header, nginx would buffer events.
+                    # Otherwise nginx would buffer the events.
                     "X-Accel-Buffering": "no",
                 }
             )
@@ -271,18 +276,18 @@ class Api:
 
 
 def _pattern(path: str) -> str:
-    """Return a path in aiohttp's syntax; a name may contain braces."""
+    """Return an OpenAPI path in aiohttp's syntax; names in it may contain braces."""
     return path.replace("}", ":[^/]+}")
 
 
 def _named(request: web.Request) -> str:
-    """Return the name in the path; it may contain any characters, percent-encoded."""
+    """Return the name in a request's path, decoded."""
     (name,) = request.match_info.values()
     return name
 
 
 def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
-    """Read the query parameters; refuse unknown ones."""
+    """Return the operation's query parameters, by name; refuse unknown and repeated ones."""
     known = {parameter.name: parameter for parameter in one.query}
     for name in request.query:
         if name not in known:
@@ -298,9 +303,10 @@ def _parameters(one: Operation, request: web.Request) -> dict[str, Any]:
 async def _texts(
     pieces: AsyncIterator[LogLines], *, one_rank: bool, contains: str
 ) -> AsyncGenerator[str, None]:
-    """Join pieces of logs into whole lines, as rdzvctl does; each note is a line of its own.
+    """Yield pieces of logs joined into whole lines, as rdzvctl prints them.
 
-    Only lines that contain the text `contains`, in any case, are kept; notes are always kept.
+    Each note is a line of its own. Other lines are left out unless they contain the text
+    `contains`, in upper or lower case.
     """
     out = io.BytesIO()
     printer = Printer(out, prefixed=not one_rank, escaped=False, as_it_comes=False)
@@ -330,7 +336,7 @@ async def _texts(
 
 
 def _json(text: str, status: int = 200) -> web.Response:
-    # It is compressed in a thread, whatever its size, so that the event loop does not wait.
+    # Compress in a thread even small texts, so that the event loop does not wait.
     response = web.Response(
         text=text, status=status, content_type="application/json", zlib_executor_size=1024
     )
@@ -361,7 +367,7 @@ def error_response(error: RendezvousError) -> web.Response:
 
 @web.middleware
 async def answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error under /api with a document, whatever raised it."""
+    """Answer every error under /api with a document, whatever has raised it."""
     try:
         return await handler(request)
     except RendezvousError as error:

@@ -1,8 +1,8 @@
-"""Limits how many connections an HTTP server has, and how long each may take for its request.
+"""Limits the connections of an HTTP server, and the time each may take to send its first request.
 
-aiohttp accepts every connection, and waits for its first request without a time limit. Here, a
-connection over the limit is answered with an error and closed, as is one whose request does not
-arrive in time. Other connections are not affected.
+aiohttp accepts every connection, and waits for the first request without a time limit. Here, a
+connection over the limit, or without a request in time, is sent an error and closed. Other
+connections are not affected.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from rdzv.transport.endpoints import Listen
 
 _END_OF_HEADERS = b"\r\n\r\n"
 _MAX_HEADER_BYTES = 32 * 1024
-"""More than aiohttp accepts; beyond its own limit, it answers with its own error."""
+"""More than aiohttp accepts, so that aiohttp answers larger headers with its own error."""
 
 
 class ConnectionLimits:
-    """Makes the protocol for each connection to one server."""
+    """Makes and counts the protocols for one server's connections."""
 
     def __init__(
         self, handlers: Callable[[], asyncio.Protocol], limits: Limits, timings: Timings
     ) -> None:
-        """A connection is passed to a protocol from `handlers` once its request has begun."""
+        """Pass each connection to a protocol from `handlers` once its first request has arrived."""
         self.handlers = handlers
         self.first_request_s = timings.first_request_ms / 1000
         self._limits = limits
         self._inside: Counter[str] = Counter()
         self.waiting: set[_Connection] = set()
-        """The connections whose request has not begun yet."""
+        """The connections whose first request has not arrived yet."""
 
     def __call__(self) -> asyncio.Protocol:
         """Return the protocol for a connection that was just accepted."""
         return _Connection(self)
 
     def enter(self, peer: str) -> str:
-        """Count a new connection, or return why it is refused."""
+        """Count a new connection and return ""; if it is over a limit, return the reason."""
         most, most_of_peer = self._limits.http_connections, self._limits.http_connections_per_peer
         if self._inside.total() >= most:
             return f"this server has {most} connections; try again later"
@@ -58,18 +58,18 @@ class ConnectionLimits:
             del self._inside[peer]
 
     def close(self) -> None:
-        """Close all connections whose request has not begun yet."""
+        """Close all connections whose first request has not arrived yet."""
         for connection in tuple(self.waiting):
             connection.refuse(503, "this server is stopping")
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: its first bytes are buffered here; then a handler takes over."""
+    """One connection. Its first request's headers are buffered; then a handler takes over."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._peer: str | None = None
-        """The address under which the connection was counted; None if it was refused."""
+        """The address that the connection is counted under; None if it is not counted."""
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._handler: asyncio.Protocol | None = None
@@ -108,7 +108,7 @@ class _Connection(asyncio.Protocol):
         self._received.clear()
 
     def refuse(self, status: int, why: str) -> None:
-        """Send the reason for ending this connection, and close it."""
+        """Send the reason for the refusal, and close the connection."""
         assert self._transport is not None
         self._stop_waiting()
         text = f"{why}\n".encode()
@@ -149,7 +149,7 @@ _PHRASES = {408: "Request Timeout", 503: "Service Unavailable"}
 
 
 class GuardedSite(web.BaseSite):
-    """A listener for an application, with connection limits."""
+    """A listener of an aiohttp application, with connection limits."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class GuardedSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """Return the address of the listener."""
+        """The URL of the listener."""
         scheme = "http" if self._ssl_context is None else "https"
         return f"{scheme}://{self._listen}"
 
@@ -185,6 +185,6 @@ class GuardedSite(web.BaseSite):
         )
 
     async def stop(self) -> None:
-        """Stop listening."""
+        """Stop listening, and close connections that have sent no request yet."""
         await super().stop()
         self._limits.close()

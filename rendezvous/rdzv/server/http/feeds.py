@@ -1,10 +1,10 @@
 """Pushes updates to followers of the HTTP API, about one job or about all jobs and nodes.
 
-All followers of one subject share one *feed*, which looks up each change and encodes it once. A
-feed runs while it has followers. It starts with the whole state, between `begin` and `ready`, and
-continues with changes. A later reader gets a start of its own, sent to that *reader* alone.
+All followers of one subject are *readers* of one *feed*, which looks up and encodes each change
+once. A feed runs while it has readers. Each reader first receives the whole state, between `begin`
+and `ready`, and then the changes.
 
-A feed gathers changes for a moment, and rests nine times as long as it has worked, so that it never
+A feed gathers changes for a moment, and rests nine times as long as it has worked, so it never
 takes more than a tenth of the event loop's time, however much changes. Each reader has a bounded
 queue. A reader that does not keep up is sent the reason and dropped.
 """
@@ -42,20 +42,20 @@ log = logging.getLogger("rdzv.feeds")
 T = TypeVar("T")
 
 ROWS = 200
-"""How many jobs or nodes one event has: encoding them takes a few milliseconds."""
+"""The maximum number of jobs or nodes in one event; encoding them takes a few milliseconds."""
 
 REST = 9
 """A feed rests this many times as long as it has worked."""
 
 EVENTS = 200
-"""How many rows of a job's history its feed shows."""
+"""The maximum number of events of a job's history that the job's feed shows."""
 
 WATCHED_EVERY_MS = 2_000
-"""How often a feed polls observed jobs, whose changes are not announced."""
+"""The interval at which a feed polls observed jobs, whose changes are not announced."""
 
 
 def frame(event: str, document: str) -> bytes:
-    """Encode one event of the stream. The document must be a single line."""
+    """Encode one server-sent event. The document must be a single line."""
     return f"event: {event}\ndata: {document}\n\n".encode()
 
 
@@ -67,7 +67,7 @@ BEGIN, READY = _marker("begin"), _marker("ready")
 
 
 class Reader:
-    """One reader of a feed. Its queue is bounded."""
+    """One reader of a feed, with a bounded queue."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -78,11 +78,11 @@ class Reader:
 
     @property
     def ended(self) -> RendezvousError | None:
-        """The reason why no more frames come; None while more may come."""
+        """Why no more frames are queued; None while the reader is open."""
         return self._end
 
     def put(self, frames: Iterable[bytes]) -> None:
-        """Queue the next frames without waiting; drop the reader if too many are waiting."""
+        """Queue frames without waiting; end the reader if too much is queued."""
         if self._end is not None:
             return
         for one in frames:
@@ -99,14 +99,14 @@ class Reader:
         self._news.set()
 
     def end(self, error: RendezvousError) -> None:
-        """Send the reader the reason why its stream ends, and nothing else."""
+        """End the reader with this error, and drop queued frames; only the first call counts."""
         if self._end is None:
             self._end = error
             self._frames.clear()
         self._news.set()
 
     async def next(self) -> bytes | None:
-        """Return the next frame; None at the end."""
+        """Wait for the next frame and return it; return None once the reader has ended."""
         while not self._frames:
             if self._end is not None:
                 return None
@@ -118,19 +118,19 @@ class Reader:
 
 
 class Feed:
-    """The updates on one subject for all its readers. Made by `Feeds`."""
+    """The updates about one subject for all its readers. Made by `Feeds`."""
 
     def __init__(self, answers: Shown, timings: Timings) -> None:
         self._answers = answers
         self._timings = timings
         self._readers: set[Reader] = set()
         self._fresh: set[Reader] = set()
-        """Readers that have received nothing yet."""
+        """Readers that have not been sent the whole state yet."""
         self._woken = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
     def add(self, reader: Reader) -> None:
-        """Add a reader, which starts with the whole state."""
+        """Add a reader; it is sent the whole state first."""
         self._fresh.add(reader)
         self._woken.set()
 
@@ -141,12 +141,12 @@ class Feed:
         return not self._fresh and not self._readers
 
     def fail(self, error: RendezvousError) -> None:
-        """Send all readers the reason why no more updates come."""
+        """End all readers with this error."""
         for reader in (*self._fresh, *self._readers):
             reader.end(error)
 
     async def run(self) -> None:
-        """Send updates to all readers until cancelled, or until nothing more can follow."""
+        """Send updates to all readers, until cancelled or until an error ends them all."""
         try:
             driver = self._answers.replica.driver
             with driver.watchers.followed_by(lambda rdzv_id: self._heard(driver, rdzv_id)):
@@ -161,7 +161,7 @@ class Feed:
         except RendezvousError as error:
             self.fail(error)
         except Exception:
-            # The readers connect again; other feeds continue.
+            # The readers reconnect; other feeds continue.
             log.exception("a bug in rdzvd, please report it: ending a stream of the HTTP API")
             self.fail(RendezvousConnectionError("a bug in rdzvd, see its log; connect again"))
 
@@ -173,12 +173,12 @@ class Feed:
         try:
             self._check(driver)
         except RendezvousConnectionError:
-            # Nothing more can follow.
+            # No change will follow; wake `run`, which ends the readers.
             self._woken.set()
         self._note(rdzv_id)
 
     async def _rest(self, worked_ms: int) -> None:
-        """Rest in proportion to the work, and then wait until something changes."""
+        """Rest in proportion to the time worked, and then wait for the next change."""
         rest_ms = max(self._timings.stream_rest_ms, REST * worked_ms)
         await sleep_ms(self._answers.clock, rest_ms)
         waits = asyncio.ensure_future(self._woken.wait())
@@ -191,14 +191,14 @@ class Feed:
             looks_again.cancel()
 
     def _looks_again(self) -> bool:
-        """Return whether things that are not announced may change."""
+        """Return whether this feed must poll, because some changes are not announced."""
         return self._answers.watches
 
     def _note(self, rdzv_id: str | None) -> None:
         raise NotImplementedError
 
     async def _look(self, fresh: Collection[Reader]) -> None:
-        """Send `fresh` the whole state, and all other readers the changes."""
+        """Send the whole state to `fresh` readers, and changes to all others."""
         raise NotImplementedError
 
 
@@ -207,12 +207,12 @@ def _ageless_job(summary: answers.JobSummary) -> object:
 
 
 class FleetFeed(Feed):
-    """All jobs and all nodes, one line each."""
+    """The feed of all jobs and all nodes, one line each."""
 
     def __init__(self, answers: Shown, timings: Timings) -> None:
         super().__init__(answers, timings)
         self._jobs: dict[str, object] = {}
-        """Each job as last sent, except for its age."""
+        """Each job as last sent, without its ages."""
         self._nodes: dict[str, object] = {}
         self._watched: set[str] = set()
         self._changed: set[str] = set()
@@ -266,7 +266,7 @@ class FleetFeed(Feed):
             except RendezvousStateError as error:
                 log.error("not showing job %s: %s", rdzv_id, error)
             except RendezvousConnectionError:
-                # The store is away, or this server no longer leads, which is detected soon.
+                # Retry: the store is away. If this server no longer leads, `run` finds out.
                 self._changed.add(rdzv_id)
             if number % SLICE == 0:
                 await asyncio.sleep(0)
@@ -319,7 +319,7 @@ class FleetFeed(Feed):
 
 
 def _content(node: answers.Node, now_ms: int) -> object:
-    """Return a node's data, with start times in place of ages."""
+    """Return a node's data with times in place of ages, which would change at each look."""
     cordoned_ms, quarantined_ms = node.cordon_age_ms, node.quarantine_age_ms
     left_ms = node.quarantine_left_ms
     return replace(
@@ -332,7 +332,7 @@ def _content(node: answers.Node, now_ms: int) -> object:
 
 
 class JobFeed(Feed):
-    """The feed of one job: everything that `status` shows, and its history."""
+    """The feed of one job: everything that `rdzvctl status` shows, and the job's history."""
 
     def __init__(self, answers: Shown, timings: Timings, rdzv_id: str) -> None:
         super().__init__(answers, timings)
@@ -345,7 +345,7 @@ class JobFeed(Feed):
         return self._answers.watched(self._rdzv_id) is not None
 
     def _note(self, rdzv_id: str | None) -> None:
-        # A node change that affects the job is reported under the job's own rdzv_id.
+        # If a change of a node affects the job, the job's own rdzv_id is reported.
         if rdzv_id == self._rdzv_id:
             self._woken.set()
 
@@ -369,7 +369,7 @@ class JobFeed(Feed):
 
 
 def _turn_of(view: JobView) -> object:
-    """Return a value that changes with every step that history records."""
+    """Return a value that changes with every step that the history records."""
     nodes = tuple((node.node_id, node.state) for node in view.nodes)
     submission = view.submission
     placed = submission.placed if submission is not None else ()
@@ -398,7 +398,7 @@ class Feeds:
         self._limits = limits
         self._timings = timings
         self._feeds: dict[str | None, Feed] = {}
-        """The feeds by rdzv_id; the key None has the feed of all jobs and nodes."""
+        """The feeds, by rdzv_id; the key None is for the feed of all jobs and nodes."""
         self._readers = 0
         self._closed = False
 
@@ -423,9 +423,11 @@ class Feeds:
     async def followed(self, rdzv_id: str | None) -> AsyncIterator[Reader]:
         """Follow one job, or all jobs and nodes if `rdzv_id` is None, until the body ends.
 
+        Yields the reader that receives the frames.
+
         Raises:
-            UnknownJobError: no node has ever joined it.
-            LimitExceededError: too many followers.
+            UnknownJobError: no node has ever joined the job.
+            LimitExceededError: there are too many readers.
             RendezvousConnectionError: this server does not lead, or is stopping.
 
         """
@@ -469,7 +471,7 @@ class Feeds:
         return JobFeed(self._answers, self._timings, rdzv_id)
 
     def close(self) -> None:
-        """End all readers because this server is stopping, and accept no more."""
+        """End all readers, because this server is stopping, and accept no more."""
         self._closed = True
         for feed in self._feeds.values():
             feed.fail(RendezvousConnectionError("this server is stopping; connect again"))

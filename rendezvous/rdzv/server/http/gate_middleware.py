@@ -15,13 +15,13 @@ from rdzv.server.security.gate import Gate
 
 
 def checking_roles(gate: Gate) -> Middleware:
-    """Return a middleware that checks every request with `gate`, by the path of its route."""
+    """Return middleware that checks every request with `gate`, by the path of the route."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         if resource is None:
-            # There is no such path; the handler answers 404.
+            # No route has this path, so the handler answers 404.
             return await handler(request)
         path = resource.canonical
         what = f"{request.method} {path}"

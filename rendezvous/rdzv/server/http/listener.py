@@ -1,7 +1,7 @@
 """The HTTP listener: probes (/healthz, /readyz), /metrics, and /sd, which lists scrape targets.
 
-It also serves the JSON API (`api`), and the page that shows its answers (`page_files`). /sd answers
-in the format of Prometheus' HTTP service discovery.
+It also serves the JSON API (`api`) and the live page, which shows data from the API (`page_files`).
+/sd answers in the format of Prometheus' HTTP service discovery.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Serving:
     """A running listener."""
 
     bound: Listen
-    """The address, with the port that was chosen for port 0."""
+    """The listening address, with the port chosen for port 0."""
     feeds: Feeds
-    """The updates for followers."""
+    """The feeds of the JSON API."""
 
 
 @asynccontextmanager
@@ -60,7 +60,7 @@ async def serving_http(
     tls: Tls | None = None,
     gate: Gate | None = None,
 ) -> AsyncIterator[Serving]:
-    """Serve until the body ends.
+    """Serve HTTP until the body ends.
 
     Raises:
         InvalidRequestError: the server cannot listen on the address.
@@ -83,8 +83,7 @@ async def serving_http(
     async with Feeds.running(answers, config.limits, config.timings) as feeds:
         app.add_routes(Api(answers, feeds, config).routes())
         app.add_routes(page_routes(config.grafana))
-        # When a client is gone, its handler is cancelled; a waiting handler would not notice
-        # otherwise.
+        # Cancel a handler whose client is gone, because a waiting handler would not notice.
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -125,7 +124,7 @@ def _metrics_of(metrics: Metrics) -> Handler:
             text = await metrics.text()
         except LimitExceededError as error:
             return web.Response(status=503, text=f"{error}\n")
-        # It is compressed in a thread, whatever its size, so that the event loop does not wait.
+        # Compress in a thread even small pages, so that the event loop does not wait.
         response = web.Response(
             body=text, headers={"Content-Type": CONTENT_TYPE}, zlib_executor_size=1024
         )
@@ -140,14 +139,14 @@ def _target(address: str, **labels: str) -> dict[str, object]:
 
 
 def _sd_of(replica: Replica, config: Config, listen: Listen) -> Handler:
-    """List this server and, if it leads, the agents that serve /metrics themselves.
+    """Return a handler that lists this server and, if it leads, the agents that serve /metrics.
 
-    Each server lists itself, so one that dies stays on Prometheus' list and its absence is noticed.
+    Each server lists itself: when one dies, Prometheus keeps it as a target and its absence shows.
     """
 
     async def _sd(request: web.Request) -> web.Response:
         assert request.transport is not None, "a client that has asked is connected"
-        # Not `listen`: its port may be 0, and clients may be unable to connect to its host.
+        # `listen` may have port 0, or a host that clients cannot connect to.
         host, port = request.transport.get_extra_info("sockname")[:2]
         if listen.unspecified and config.advertise is not None:
             host = config.advertise.host

@@ -27,7 +27,7 @@ Schema = dict[str, Any]
 
 @struct(frozen=True)
 class Number:
-    """An integer parameter; without a default it is optional."""
+    """An integer parameter. Without a default, it reads as None if it is not given."""
 
     name: str
     text: str
@@ -36,7 +36,7 @@ class Number:
     default: int | None = None
 
     def read(self, given: str | None) -> int | None:
-        """Return the number.
+        """Return the number, or the default if the parameter is not given.
 
         Raises:
             InvalidRequestError: the text is not a number, or is out of bounds.
@@ -71,7 +71,12 @@ class Flag:
     text: str
 
     def read(self, given: str | None) -> bool:
-        """Return its value; any other text raises `InvalidRequestError`."""
+        """Return the value, False if the parameter is not given.
+
+        Raises:
+            InvalidRequestError: the text is neither true nor false.
+
+        """
         if given not in (None, "true", "false"):
             shown = given if len(given) <= 40 else f"{given[:40]}..."
             raise InvalidRequestError(f"{self.name}={shown!r} is not valid; give true or false")
@@ -91,7 +96,7 @@ class Name:
     text: str
 
     def read(self, given: str | None) -> str | None:
-        """Return the name; None if none was given."""
+        """Return the name; None if the parameter is not given."""
         return given
 
     @property
@@ -117,7 +122,7 @@ class Operation:
     of: str = ""
     """The kind of object that the path names: job, node."""
     refuses: tuple[int, ...] = ()
-    """Statuses beyond those of every operation."""
+    """The error statuses besides those that every operation may have."""
     method: str = "GET"
 
 
@@ -137,7 +142,7 @@ U32 = 2**32 - 1
 
 
 def operations(limits: Limits) -> tuple[Operation, ...]:
-    """Return all operations."""
+    """Return all operations, with the bounds of their parameters."""
     limit = Number("limit", "At most this number of events, the newest.", 1, limits.history_rows)
     rank = Number("rank", "The worker with this RANK; all workers if not given.", 0, U32)
     round_ = Number("round", "The round; the last if not given.", 0, U32)
@@ -274,9 +279,9 @@ _STORE_AWAY: Schema = {
 
 
 def document(limits: Limits) -> Schema:
-    """Return the OpenAPI document."""
+    """Return the OpenAPI document, with these limits as bounds."""
     schemas = _values()
-    # A top-level document has a version; as a part of another, it has none of its own.
+    # A document on its own has a version; as a part of another document, it has none.
     schemas["NodeRow"] = schemas["Node"]
     for name in ("JobStatus", "Node", "StackReport", "Report"):
         schemas[name] = _document(schemas[name]["properties"])
@@ -406,7 +411,7 @@ _STATES: Mapping[str, tuple[str, ...]] = {
 
 
 def _values() -> dict[str, Schema]:
-    """Return the schemas of the values in the answers; all their fields are required."""
+    """Return the schemas of the values in the answers, by name; all fields are required."""
     _, schemas = msgspec.json.schema_components(_VALUES, ref_template=_REF)
     for name, schema in schemas.items():
         properties = {key: _plain(one) for key, one in schema["properties"].items()}

@@ -1,8 +1,8 @@
-"""The live page: the files of `rdzv/web`, with headers that make data from nodes harmless.
+"""The live page: serves the files of `rdzv/web`, with headers that make data from nodes harmless.
 
-The page gets its data from the API; only its files are here, the same for every caller. Their
-policy lets a browser load nothing from elsewhere, run only the page's own scripts, and, by trusted
-types, never turn text into a script: a job's name or a log line remains text.
+The page gets its data from the API; its files are the same for every caller. Their content security
+policy lets a browser load nothing from elsewhere, run only the page's own scripts and, by trusted
+types, never turn text into a script: a job's name or a log line stays text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TYPES = {
 }
 
 GRAFANA = b'<meta name="rdzv-grafana" content="%s">'
-"""The line of the document that has Grafana's address."""
+"""The line of index.html that contains Grafana's URL."""
 
 POLICY = "; ".join(
     (
@@ -51,7 +51,7 @@ POLICY = "; ".join(
 
 
 def page_routes(grafana: str | None = None) -> list[web.RouteDef]:
-    """Return a route for each file of the page; `/` is its document, which links to `grafana`."""
+    """Return a route for each file of the page; `/` is index.html, which links to `grafana`."""
     routes = []
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in TYPES:
@@ -64,11 +64,11 @@ def page_routes(grafana: str | None = None) -> list[web.RouteDef]:
 
 
 def _file(data: bytes, content_type: str) -> Handler:
-    """Serve a file as it was read at the start; a new version needs a new process."""
+    """Return a handler that serves this content, without reading the file again."""
     tag = hashlib.sha256(data).hexdigest()[:16]
 
     async def serve(request: web.Request) -> web.Response:
-        # The browser revalidates each time, and gets no body if the file is the same.
+        # The browser revalidates each time, and gets no body if the file has not changed.
         known = any(one.value == tag for one in request.if_none_match or ())
         response = web.Response(
             status=304 if known else 200,
@@ -88,7 +88,7 @@ def _file(data: bytes, content_type: str) -> Handler:
 
 
 async def harmless_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Keep browsers from guessing types, storing answers, or showing them in another site's page.
+    """Forbid browsers to guess types, to store answers, or to show them in another site's page.
 
     Answers may be secret, and they change all the time.
     """
@@ -100,12 +100,13 @@ async def harmless_headers(request: web.Request, response: web.StreamResponse) -
 
 
 def refusing_strangers(listen: Listen) -> Middleware:
-    """When listening on loopback, refuse requests whose Host header names another machine.
+    """Return middleware that refuses requests from other sites' pages.
 
-    If another site's name were made to resolve to 127.0.0.1, a browser on this machine would let
-    that site's page read this server; but its requests still carry that name. Probes and metrics
-    are exempt: they are for programs, and reveal little. A request that does more than read is also
-    refused if its Origin header names another site; programs send no such header.
+    On loopback, a request is refused if its Host header names another machine. If a site's name is
+    made to resolve to 127.0.0.1, a browser on this machine lets that site's page read this server,
+    but the requests still carry that name. Probes and metrics are exempt: they are for programs,
+    and reveal little. On any address, a POST is refused if its Origin header names another site;
+    programs send no such header.
     """
 
     @web.middleware

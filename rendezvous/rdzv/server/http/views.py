@@ -1,6 +1,6 @@
-"""Answers about jobs, nodes and servers, for HTTP.
+"""Computes the answers about jobs, nodes and servers that HTTP serves.
 
-The values are those that gRPC sends to rdzvctl, so the HTTP API and rdzvctl always agree.
+They are the values that gRPC sends to rdzvctl, so the HTTP API and rdzvctl always agree.
 """
 
 from __future__ import annotations
@@ -27,44 +27,43 @@ class Shown(Queries):
 
     @property
     def store_away(self) -> str | None:
-        """Why this server can store nothing now; None if it can."""
+        """Why this server cannot store anything at this moment; None if it can."""
         return self.replica.driver.trouble or None
 
     async def status(self, asked: str) -> answers.JobStatus:
-        """Show one job; raises what `Queries.view` raises."""
+        """Return the status of one job; raises what `Queries.view` raises."""
         return self.status_of(await self.view(asked))
 
     async def jobs(self) -> list[answers.JobSummary]:
-        """Show every job as one line, by name."""
+        """Return every job as one line, sorted by rdzv_id."""
         async with aclosing(self.views()) as views:
             found = [self.summary_of(view) async for view in views]
         return sorted(found, key=lambda job: job.rdzv_id)
 
     async def events(self, asked: str, limit: int) -> list[answers.Event]:
-        """Show a job's newest `limit` events, oldest first; 0 means the server's default."""
+        """Return a job's newest `limit` events, oldest first; 0 means the server's default."""
         rows = await self.history(asked, inbound_operators.history_limit(limit, self.limits))
         return [answers.event_in(row) for row in rows]
 
     async def ledger(self, asked: str, number: int | None) -> tuple[list[int], Ledger]:
-        """Return the numbers of a job's runs, and one run's ledger: the last, or the one asked for.
+        """Return the numbers of a job's runs, and the ledger of run `number` or of the last run.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
-            InvalidRequestError: nothing is kept about this run.
+            UnknownJobError: no node has ever joined the job.
+            InvalidRequestError: no history of this run is kept.
 
         """
         status = await self.status(asked)
         past = await self.events(asked, self.limits.history_rows)
         now_ms = self.clock.now_ms()
-        # History may have ten thousand rows; nodes must not wait for them.
+        # A history may have ten thousand rows, and nodes must not wait for their conversion.
         runs = await asyncio.to_thread(ledgers_of, past, now_ms, status.state)
         return run_numbers(runs), chosen(status.rdzv_id, runs, number)
 
     async def report(self, since_ms: int) -> Report:
-        """Sum up how all jobs have spent the last `since_ms`.
+        """Return a summary of how all jobs have spent the last `since_ms`.
 
-        Their histories are read one after the other; jobs that are forgotten meanwhile are left
-        out.
+        Histories are read one after another; jobs that are forgotten meanwhile are left out.
         """
         now_ms = self.clock.now_ms()
         from_ms, spent = now_ms - since_ms, list[Spent | None]()
@@ -77,21 +76,24 @@ class Shown(Queries):
         return report(spent, from_ms, now_ms)
 
     async def kept_stacks(self, asked: str, number: int | None) -> answers.StackReport:
-        """Show the stacks kept from a round that hung: the last one, or the one asked for.
+        """Return the stacks kept from round `number`, or from the last round that hung.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
+            UnknownJobError: no node has ever joined the job.
             InvalidRequestError: no such stacks are kept.
 
         """
         rdzv_id = bounds.rdzv_id_of(asked, self.limits)
         report = await self.replica.driver.workers.kept_stacks(rdzv_id, number)
         now_ms = self.clock.now_ms()
-        # It may be a megabyte; nodes must not wait while it is encoded.
+        # The report may be a megabyte, and nodes must not wait while it is converted.
         return await asyncio.to_thread(answer_values.stack_report, report, now_ms)
 
     async def new_stacks(self, asked: str) -> answers.StackReport:
-        """Take the stacks of a job's workers now; raises what `WorkerViews.stacks` raises."""
+        """Take the stacks of a job's workers now, and return them.
+
+        Raises what `WorkerViews.stacks` raises, and `InvalidRequestError` for an observed job.
+        """
         rdzv_id = bounds.rdzv_id_of(asked, self.limits)
         if self.watched(asked) is not None:
             raise InvalidRequestError(f"{asked} is only watched here: its nodes have no agent")
@@ -100,7 +102,7 @@ class Shown(Queries):
         return await asyncio.to_thread(answer_values.stack_report, report, self.clock.now_ms())
 
     async def node_events(self, asked: str, limit: int) -> list[answers.NodeEvent]:
-        """Show the newest events about a node in the histories of all jobs, oldest first."""
+        """Return the newest `limit` events about a node in all jobs' histories, oldest first."""
         node_id = bounds.node_id_of(asked, self.limits)
         found = list[answers.NodeEvent]()
         for job in await self.jobs():
@@ -110,14 +112,14 @@ class Shown(Queries):
         return sorted(found, key=lambda event: event.unix_ms)[-limit:]
 
     def nodes(self) -> list[answers.Node]:
-        """Show every node."""
+        """Return every node, sorted by node_id."""
         return self.replica.driver.node_views.summaries()
 
     async def node(self, asked: str) -> answers.Node:
-        """Show one node.
+        """Return one node.
 
         Raises:
-            UnknownNodeError: the node is neither connected, away nor cordoned.
+            UnknownNodeError: no such node is connected, away, cordoned or quarantined.
             InvalidRequestError: no node can have this name.
 
         """
@@ -130,7 +132,7 @@ class Shown(Queries):
         )
 
     async def servers(self) -> list[answers.Server]:
-        """Show every rdzvd that shares this one's store; standby servers answer this, too."""
+        """Return every rdzvd that shares this server's store. Standby servers also answer."""
         return list(await self.replica.servers())
 
     async def logs(self, asked: str, wanted: LogsWanted) -> AsyncGenerator[answers.LogLines, None]:

@@ -1,4 +1,4 @@
-"""Holds what the server has sent to a node behind a relay until the node has read it."""
+"""Holds the server's messages to a node behind a relay until the node reads them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections import deque
 from rdzv.errors import LimitExceededError, RendezvousError
 
 NODE_BYTES = 8 << 20
-"""The most bytes that wait for one node."""
+"""The maximum number of bytes that wait for one node."""
 
 
 class NodeEnd:
-    """A bounded queue with one reader: the node's stream, which ends if the node does not read."""
+    """A bounded queue of messages with one reader, the node's stream."""
 
     def __init__(self, limit: int) -> None:
-        """Let at most `limit` messages wait."""
+        """Hold at most `limit` messages."""
         self._limit = limit
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._changed = asyncio.Event()
         self.ended = False
-        """Whether nothing follows the waiting messages."""
+        """Whether no message follows those that wait."""
         self.error: RendezvousError | None = None
         """Why the stream has ended; None if it ended normally."""
 
     def put(self, message: bytes) -> None:
-        """Add a message for the node.
+        """Queue a message for the node.
 
         Raises:
-            LimitExceededError: the node reads too slowly.
+            LimitExceededError: the queue is full, because the node reads too slowly.
 
         """
         full = self._bytes + len(message) > NODE_BYTES and self._waiting
@@ -43,13 +43,13 @@ class NodeEnd:
         self._changed.set()
 
     def end(self, error: RendezvousError | None) -> None:
-        """End the stream once the node has read all waiting messages."""
+        """Let the stream end once the node has read the waiting messages; the first call counts."""
         if not self.ended:
             self.ended, self.error = True, error
         self._changed.set()
 
     async def take(self) -> bytes | None:
-        """Wait for the next message for the node; None at the end."""
+        """Wait for the next message and return it; return None at the end."""
         while not self._waiting:
             if self.ended:
                 return None

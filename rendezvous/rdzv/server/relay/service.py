@@ -1,4 +1,4 @@
-"""The relay's services: they pass on nodes' streams, and send operators to the server."""
+"""The relay's gRPC services, which pass on nodes' streams and send operators to the server."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 LAST_WRITE_S = 1.0
-"""How long a node may take to read what is left after its stream has ended."""
+"""How long a node may take to read each remaining message after its stream has ended."""
 
 
 class RelayService:
-    """Passes on the streams of nodes, as bytes."""
+    """Passes on nodes' streams, as bytes."""
 
     def __init__(
         self, upstream: Upstream, config: Config, may_pass_tokens: Callable[[], bool]
     ) -> None:
-        """`may_pass_tokens` returns whether others on the way to the server cannot read a token."""
+        """`may_pass_tokens` returns whether the connection to the server keeps tokens secret."""
         self._upstream = upstream
         self._limits = config.limits
         self._timings = config.timings
@@ -63,7 +63,7 @@ class RelayService:
                 await _write(context, node)
                 reading.cancel()
         finally:
-            # This runs even if the node has died, because then the call is cancelled.
+            # This runs even if the node has died, because gRPC then cancels the call.
             link.close(number)
         if node.error is not None:
             await end_call(context, node.error)
@@ -80,7 +80,12 @@ class RelayService:
         return first
 
     def _caller(self, context: Any) -> pb.RelayedCaller:
-        """Return the credentials that the node has sent, for the server to judge."""
+        """Return the node's credentials, for the server to check.
+
+        Raises:
+            UnauthenticatedError: the node has sent a token that may not be passed on.
+
+        """
         header = authorization_header(context)
         if header and not self._may_pass_tokens():
             raise UnauthenticatedError(
@@ -96,7 +101,7 @@ class RelayService:
         )
 
     async def send_to_server(self, request: object, context: Any) -> NoReturn:
-        """Refuse any other call, naming the server, so that the client asks there."""
+        """Refuse any other call, and name the server, so that the client calls it."""
         server = str(self._upstream.server)
         await end_call(
             context,
@@ -109,7 +114,7 @@ class RelayService:
         raise AssertionError("the call has ended")
 
     def register_with(self, server: grpc.aio.Server) -> None:
-        """Register handlers for all the calls of an rdzvd."""
+        """Register handlers for `Attach` and for all calls of operators."""
         attach: Handler = grpc.stream_stream_rpc_method_handler(self.attach)
         _register(server, "Rendezvous", {"Attach": attach})
         control = pb.DESCRIPTOR.services_by_name["Control"]
@@ -126,12 +131,12 @@ class RelayService:
 
 
 def _register(server: grpc.aio.Server, service: str, handlers: dict[str, Handler]) -> None:
-    # Without converters, messages are bytes.
+    # Without serializers, messages stay bytes.
     server.add_registered_method_handlers(f"rdzv.v1.{service}", handlers)
 
 
 async def _read(first: bytes, context: Any, link: Link, number: int) -> None:
-    """Pass on what the node sends, one message at a time."""
+    """Pass on the node's messages, one at a time, until it sends no more."""
     message: Any = first
     while isinstance(message, bytes):
         await link.pass_on(number, message)
@@ -143,7 +148,7 @@ async def _read(first: bytes, context: Any, link: Link, number: int) -> None:
 
 
 async def _write(context: Any, node: NodeEnd) -> None:
-    """Pass on what the server sends, until the stream ends."""
+    """Pass on the server's messages until the stream ends."""
     while (message := await node.take()) is not None:
         limit_s = LAST_WRITE_S if node.ended else None
         try:

@@ -1,4 +1,4 @@
-"""The relay's one call to the server that leads, renewed whenever it ends."""
+"""The relay's one call to the leading server, opened again whenever it ends."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from rdzv.v1 import rdzv_pb2_grpc
 from rdzv.version import VERSION
 
 ANSWER_S = 10.0
-"""How long a server may take to answer: longer than it holds calls while no server leads."""
+"""How long a server may take to answer. Longer than a server holds calls while none leads."""
 
 BACKOFF = Backoff(max_s=1.0)
-"""Short, because there are few relays, and thousands of nodes wait for each."""
+"""Short, because relays are few, and thousands of nodes wait for each."""
 
 log = logging.getLogger("rdzv.relay")
 
 
 class Link:
-    """One call to one server. The nodes' streams in it end with it."""
+    """One call to one server. When it ends, so do the nodes' streams that it carries."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, NodeEnd] = {}
@@ -55,41 +55,41 @@ class Link:
 
     @property
     def nodes(self) -> int:
-        """How many nodes have a stream in the call."""
+        """The number of nodes that have a stream in the call."""
         return len(self._nodes)
 
     # ---------------------------------------------------------------- for a node
 
     def open(self, node: NodeEnd, caller: pb.RelayedCaller) -> int:
-        """Open a node's stream; return its number."""
+        """Open a stream for a node; return the stream's number."""
         number = next(self._numbers)
         self._nodes[number] = node
         self._outgoing.put_now(pb.FromNode(stream=number, opened=caller), caller.ByteSize())
         return number
 
     async def pass_on(self, number: int, message: bytes) -> None:
-        """Send a node's message; return when the next one may follow."""
+        """Send a node's message; wait until it is written."""
         if number in self._nodes:
             await self._outgoing.put(pb.FromNode(stream=number, message=message), len(message))
 
     def finish(self, number: int) -> None:
-        """Note that a node sends no more, and only waits for what the server still sends."""
+        """Send that a node sends no more; the server may still send to the node."""
         if number in self._nodes:
             self._outgoing.put_now(pb.FromNode(stream=number, finished=pb.RelayedFinish()))
 
     def close(self, number: int) -> None:
-        """Note that a node's stream is gone, unless the server has already ended it."""
-        # After the end of this call nothing is said: that a stream ended then is not the node's.
+        """Remove a node's stream; send that it has broken, unless the server has ended it."""
+        # Once the call has ended, its streams end with it, so the node is not to blame.
         if self._nodes.pop(number, None) is not None and not self._over:
             self._outgoing.put_now(pb.FromNode(stream=number, broken=pb.RelayedBreak()))
 
     # ---------------------------------------------------------------- for the call
 
     def take(self, frame: pb.ToNode) -> None:
-        """Pass on to a node what the server has sent."""
+        """Pass on a frame from the server to its node."""
         node = self._nodes.get(frame.stream)
         if node is None:
-            return  # It has gone, and the server has not heard yet.
+            return  # The node has gone, and the server does not know yet.
         if frame.HasField("ended"):
             del self._nodes[frame.stream]
             code = frame.ended.code
@@ -102,7 +102,7 @@ class Link:
             node.end(error)
 
     async def write_all(self, call: Any, beat_s: float) -> None:
-        """Write what nodes send, and heartbeats, until the call ends."""
+        """Write nodes' messages, and a heartbeat every `beat_s`, until the call ends."""
 
         async def write(frames: list[pb.FromNode]) -> None:
             await call.write(pb.FromRelay(frames=frames))
@@ -110,17 +110,17 @@ class Link:
         try:
             await self._outgoing.write_all(write, beat_s)
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
-            return  # The reader of the call learns why it has ended.
+            return  # The task that reads the call learns why it has ended.
 
     def end(self, error: RendezvousError) -> None:
-        """End the streams of all nodes."""
+        """End the streams of all nodes with this error."""
         self._over = True
         for node in self._nodes.values():
             node.end(error)
 
 
 class Upstream:
-    """Keeps a call open to the server that leads."""
+    """Keeps a call to the leading server open."""
 
     def __init__(self, endpoints: Sequence[Endpoint], credentials: Credentials) -> None:
         self._attempts = Attempts(endpoints, BACKOFF)
@@ -131,14 +131,14 @@ class Upstream:
 
     @property
     def server(self) -> Endpoint:
-        """The server that the relay calls, or last called."""
+        """The server that the relay calls now or tries next."""
         return self._attempts.present
 
     async def link(self, timeout_s: float) -> Link:
-        """Return the present call; if there is none, wait up to `timeout_s` for one.
+        """Return the current call; if there is none, wait up to `timeout_s` for one.
 
         Raises:
-            RendezvousConnectionError: there is still none.
+            RendezvousConnectionError: no call was opened in that time.
 
         """
         try:
@@ -161,7 +161,7 @@ class Upstream:
                 error = await self._hold_unless_cancelled(endpoint)
                 wait_s = self._attempts.failed(error, loop.time())
                 if wait_s is None:
-                    continue  # The leader was named.
+                    continue  # The error named the leader; call it at once.
                 if not self._said_lost:
                     self._said_lost = True
                     log.warning("the call to the server at %s failed: %s", endpoint, error)
@@ -179,7 +179,10 @@ class Upstream:
             self._linked.clear()
 
     async def _hold_unless_cancelled(self, endpoint: Endpoint) -> RendezvousError:
-        """Hold one call. gRPC may report a cancelled task as a failed call, and vice versa."""
+        """Hold one call until it ends; return why it ended.
+
+        gRPC may report a cancelled task as a failed call, and a failed call as a cancelled task.
+        """
         error: RendezvousError = RendezvousConnectionError("the call was cancelled")
         with suppress(asyncio.CancelledError):
             error = await self._hold(endpoint)

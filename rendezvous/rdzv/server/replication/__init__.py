@@ -1,1 +1,1 @@
-"""One server among others that share a store: leader election, and work done without serving."""
+"""One server among those that share a store: leader election, and work done without serving."""

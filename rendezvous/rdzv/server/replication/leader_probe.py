@@ -1,9 +1,9 @@
-"""Watches the leader's process over a connection, so that a killed one is noticed at once.
+"""Watches the leader's process over a connection, so that its death is noticed at once.
 
-The connection carries no data. Its end alone proves nothing, so the probe tries to connect again:
-if a leader that was reached in this term now refuses connections, no process is listening. Then it
-is deposed, which is safe even if that conclusion is wrong. A leader whose machine falls silent
-refuses nothing: its lease decides.
+The connection carries no data. Its end alone proves nothing, so the probe connects again. If a
+leader that was reached in this term now refuses connections, no process is listening, and the
+leader is deposed; this is safe even if that conclusion is wrong. If a leader's machine falls
+silent, nothing refuses connections, and the leader's lease decides.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ log = logging.getLogger("rdzv.replica")
 
 CONNECT_S = 1.0
 RETRY_S = 0.25
-"""The pause after an attempt that neither connected nor was refused."""
+"""The pause before the next attempt to connect or to depose."""
 READ_BYTES = 4096
 
 
 class LeaderProbe:
-    """Watches whichever other server leads."""
+    """Watches the leader, while another server leads."""
 
     def __init__(self, election: Election, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when `suspect` changes."""
+        """Call `on_change` whenever `suspect` changes."""
         self._election = election
         self._on_change = on_change
         self.suspect: Leader | None = None
-        """A leader whose connection has ended and that has not accepted another yet."""
+        """The leader, if its connection has ended and it has not accepted another yet."""
 
     async def run(self) -> None:
         """Watch until cancelled."""
         first = await self._election.changed(None)
         if first is not None and first.address == self._election.address:
-            # This process has its port, so the one that has led there is gone.
+            # This process now has the leader's address, so the process that led there is gone.
             await self._depose(first)
         while True:
             leader = self._election.leader
@@ -57,7 +57,7 @@ class LeaderProbe:
             self._suspect(None)
 
     async def _watch(self, leader: Leader) -> None:
-        """Hold a connection to a leader; depose a leader that was reached and then refuses."""
+        """Keep a connection to a leader; depose it if it refuses one after it has accepted one."""
         try:
             endpoint = parse_endpoint(leader.address)
         except InvalidRequestError:
@@ -81,7 +81,7 @@ class LeaderProbe:
             await asyncio.sleep(RETRY_S)
 
     async def _depose(self, leader: Leader) -> None:
-        """Depose a leader, unless another server already has."""
+        """Depose a leader, unless its term is over; retry while etcd is away."""
         while (now := self._election.leader) and now.since_unix_ms == leader.since_unix_ms:
             try:
                 done = await self._election.depose(now)

@@ -35,14 +35,14 @@ ELECTION_TIMEOUT_S = 15.0
 
 @struct(frozen=True)
 class Found:
-    """The result of a check, for people: the contents, and the problems found."""
+    """The result of a check: lines for people about the contents, and the problems found."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
 
 
 async def check(config: Config) -> Found:
-    """Check a configuration's store, without changing anything.
+    """Check a configuration's store without changing anything; return what was found.
 
     Raises:
         RendezvousError: the store cannot be opened, or holds no data that this rdzvd can read.
@@ -58,7 +58,7 @@ async def check(config: Config) -> Found:
         try:
             await _check_data(config, lines, problems)
         except StoreRefusedError as error:
-            # SQLite writes files even for reading; on a full disk it reports only "disk I/O error".
+            # SQLite writes files even to read; on a full disk it reports only "disk I/O error".
             if not problems:
                 raise
             lines.append(f"store: {config.data_dir} cannot be checked: {error}")
@@ -106,11 +106,11 @@ def _described(survey: Survey) -> Iterator[str]:
 
 
 def _without_room(directory: Path) -> Iterator[str]:
-    """Yield a problem if a data directory has no free space."""
+    """Yield a problem if the data directory cannot be written to, for example on a full disk."""
     try:
         try_room(directory)
     except (FileNotFoundError, PermissionError):
-        # The directory does not exist yet, or another account runs the check: nothing is known.
+        # The directory does not exist yet, or another account runs the check, which proves nothing.
         return
     except OSError as error:
         yield f"{directory} cannot be written to: {error.strerror or error}; nothing can be stored"
@@ -133,7 +133,7 @@ async def _check_jobs(store: Store, config: Config, lines: list[str], problems: 
 
 
 def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str]:
-    """Yield the guarantees that a stored job breaks."""
+    """Yield, in words, the guarantees that a stored job breaks."""
     if membership.rdzv_id != rdzv_id:
         yield f"it is stored under this name, but is named {membership.rdzv_id}"
     now_ms = round(time.time() * 1000)
@@ -144,13 +144,13 @@ def _flaws(rdzv_id: str, membership: Membership, config: Config) -> Iterator[str
 
 
 async def restore(config: Config, file: Path) -> str:
-    """Fill an empty store from a backup; return a line that says what was restored.
+    """Fill an empty store from a backup; return a sentence that says what was restored.
 
     The whole file is verified before anything is written.
 
     Raises:
         RendezvousStateError: the file is truncated or changed, or not a backup for this rdzvd.
-        InvalidRequestError: there is no such file, or the store is not empty.
+        InvalidRequestError: the file cannot be read, or the store is not empty or cannot be used.
 
     """
     if config.store == "memory":
@@ -159,7 +159,7 @@ async def restore(config: Config, file: Path) -> str:
         )
     try:
         with file.open("rb") as opened:
-            # This comes before the store is opened, because opening would create it.
+            # Verify first, because opening the store would create it.
             backup.verify(opened, str(file))
             opened.seek(0)
             async with _to_write(config) as store:
@@ -196,7 +196,7 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
         store: Store
         if config.etcd is not None:
             client = await stack.enter_async_context(EtcdClient.connected(config.etcd))
-            # It has no address, so that no client connects to this short-lived leader.
+            # A name without an address, so that no client connects to this short-lived leader.
             name = f"rdzvd --restore (pid {os.getpid()} on {socket.gethostname()})"
             election = await stack.enter_async_context(Election.running(client, name))
             fence = await _elected(election, config.etcd)
@@ -208,7 +208,12 @@ async def _to_write(config: Config) -> AsyncIterator[Store]:
 
 
 async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
-    """Wait until elected: as long as a dead leader's lease lasts, but not for a live leader."""
+    """Wait until elected, long enough for a dead leader's lease to expire; return the fence.
+
+    Raises:
+        InvalidRequestError: another server leads, or etcd has not answered.
+
+    """
     try:
         async with asyncio.timeout(ELECTION_TIMEOUT_S):
             return await election.campaign()

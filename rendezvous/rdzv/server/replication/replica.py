@@ -1,8 +1,8 @@
-"""Tracks whether this rdzvd leads those that share a store; owns the driver while it does.
+"""Tracks whether this rdzvd leads, among those that share its store, and holds its driver if so.
 
 A server alone on its store always leads. Of several that share an etcd, one leads and the others
-*stand by*: they refuse every call and name the leader. A leader that can no longer prove its
-leadership closes its streams at once, before another can lead, and stands by again.
+*stand by*: they refuse calls and name the leader. A leader that can no longer prove its leadership
+closes its streams at once, before another can lead, and stands by again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("rdzv.replica")
 
 LOOK_EVERY_S = 2.0
-"""How often to read the list of servers."""
+"""The interval at which the list of servers is read."""
 HEAD_START_S = 0.15
-"""How much longer each server waits than the one before it in line, which nodes try first."""
+"""How much longer each server waits to lead than the server before it, which nodes try first."""
 
 
 class Replica:
-    """Provides the driver to the services. It stands by until `lead` or `campaign` is called."""
+    """Provides the driver to the services. Stands by until `lead` or `campaign` is called."""
 
     def __init__(self, clock: Clock, store: str, version: str) -> None:
         self._clock = clock
@@ -56,10 +56,10 @@ class Replica:
 
     @property
     def driver(self) -> Driver:
-        """The driver, while this server leads.
+        """The driver of this server, which must lead.
 
         Raises:
-            NotLeaderError: this server does not lead; the error names the leader, if there is one.
+            NotLeaderError: this server does not lead; the error names the leader, if known.
 
         """
         if self._driver is None or not self.proven:
@@ -67,12 +67,12 @@ class Replica:
         return self._driver
 
     async def settled_driver(self, timeout_s: float) -> Driver:
-        """Return the driver; if no server leads, wait up to `timeout_s` for one that does.
+        """Return the driver; while no server leads, first wait up to `timeout_s` for a leader.
 
-        So nodes that have lost a leader reach the next one at once, without polling.
+        This brings nodes that have lost a leader to the next one at once, without polling.
 
         Raises:
-            NotLeaderError: this server does not lead.
+            NotLeaderError: this server does not lead; the error names the leader, if known.
 
         """
         if self.proven:
@@ -85,19 +85,19 @@ class Replica:
 
     @property
     def proven(self) -> bool:
-        """Whether this server certainly leads at this moment."""
+        """Whether this server leads and can prove it at this moment."""
         leads = self._driver is not None
         return leads and (self._election is None or self._election.proven)
 
     async def regain_word(self) -> bool:
-        """Wait until this server may send to nodes again; return False if it no longer leads."""
+        """Wait until this server may send to nodes or no longer leads; return whether it may."""
         if self._driver is None or self._election is None:
             return self._driver is not None
         return await self._election.regain_word()
 
     @property
     def trouble(self) -> str:
-        """Why this server decides nothing new now; empty if it can decide."""
+        """Why this server can decide nothing new at this moment; empty if it can."""
         if self._driver is None or not self.proven:
             return str(self._not_leader())
         return self._driver.trouble
@@ -121,7 +121,7 @@ class Replica:
         )
 
     async def servers(self) -> tuple[Server, ...]:
-        """Show every rdzvd that shares this one's store.
+        """Return a view of every rdzvd that shares this server's store, itself included.
 
         Raises:
             RendezvousConnectionError: etcd is away.
@@ -129,7 +129,7 @@ class Replica:
         """
         age_ms = self._clock.now_ms() - self._since_ms
         store_away = (self._driver.trouble if self._driver is not None else "") or None
-        # Not the driver's clock, which ignores steps of the system's clock.
+        # Not `self._clock`, which ignores steps of the system's clock.
         now_unix_ms = round(time.time() * 1000)
         if self._election is None:
             leadership = (self._driver.leadership if self._driver else 0) or None
@@ -165,22 +165,22 @@ class Replica:
     # ---------------------------------------------------------------- leading
 
     def serve_as(self, address: str, tell: Callable[[bool], None], exposed: str = "") -> None:
-        """Set this server's address, and the callback for gaining and losing leadership.
+        """Set this server's address, and call `tell` with whether it leads, now and at each change.
 
-        `exposed` is the reason why any client may do anything; empty if that is not so.
+        `exposed` says why any client may do anything here; empty if access is restricted.
         """
         self._address, self._tell, self._exposed = address, tell, exposed
         tell(self._driver is not None)
 
     def lead(self, driver: Driver) -> None:
-        """Start leading with this driver."""
+        """Start to lead, with this driver."""
         self._driver, self._since_ms = driver, self._clock.now_ms()
         self._tell_order()
         self._tell(True)
         self._note_change()
 
     def stand_by(self, error: RendezvousError) -> None:
-        """Stop leading: every stream ends with this error, and nothing new is decided."""
+        """Stop leading, if this server leads: close every stream with this error."""
         driver, self._driver = self._driver, None
         if driver is not None:
             self._since_ms = self._clock.now_ms()
@@ -188,7 +188,7 @@ class Replica:
             driver.close_streams(error)
 
     async def wait_alone(self, timeout_s: float) -> None:
-        """If this server leads, wait up to `timeout_s` until every node has gone."""
+        """If this server leads, wait up to `timeout_s` until no node has a stream."""
         if self._driver is not None:
             await self._driver.streams.wait_empty(timeout_s)
 
@@ -199,7 +199,7 @@ class Replica:
         config: Config,
         meter: Meter | None = None,
     ) -> None:
-        """Lead whenever elected, until cancelled. `meter` counts through all terms."""
+        """Lead whenever elected, until cancelled. `meter` counts across all terms."""
         self._election = election
         self._probe = LeaderProbe(election, self._note_change)
         try:
@@ -223,7 +223,7 @@ class Replica:
             leader = await election.changed(leader)
 
     async def _keep_order(self, election: Election) -> None:
-        """Learn which servers take part, and tell nodes, so that they know early where to go."""
+        """Read the list of servers regularly, and send it to nodes for the next take-over."""
         while True:
             try:
                 found = await election.replicas()
@@ -241,7 +241,7 @@ class Replica:
             self._driver.connections.note_standing_by(others)
 
     def _head_start_s(self) -> float:
-        """Return how long to leave the leadership to the servers that come before this one."""
+        """Return how long this server waits for those before it in the order to take over."""
         order = [one for one in self._order if one != self._last_leader]
         if self._address not in order:
             return 0.0

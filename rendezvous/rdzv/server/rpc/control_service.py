@@ -1,4 +1,4 @@
-"""The Control service: converts operators' requests to values, and answers to messages."""
+"""The Control service: converts operators' requests to values, and the answers to messages."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ Obeyed = Stop | Restart | Scale
 Wish = TypeVar("Wish", pb.StopJobRequest, pb.RestartJobRequest, pb.ScaleJobRequest)
 
 CHUNK_BYTES = 256 * 1024
-"""The size of one message of a backup; far below gRPC's message limit."""
+"""The maximum size of one message of a backup, far below gRPC's message limit."""
 
 
 class ControlService(pb_grpc.ControlServicer):
-    """Answers operators.
+    """Answers operators' calls.
 
-    Except in lists, a job hides an observed c10d job of the same name.
-
-    The interceptor ends a call that raises an error from `rdzv.errors` with that error's status.
+    A job hides an observed c10d job of the same name, except in lists. If a call raises an error
+    from `rdzv.errors`, the interceptor ends it with the status of that error.
     """
 
     def __init__(
@@ -60,13 +59,13 @@ class ControlService(pb_grpc.ControlServicer):
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """Show one job."""
+        """Return the status of one job."""
         return self._status(await self._queries.view(request.rdzv_id))
 
     async def WatchJob(  # noqa: N802
         self, request: pb.GetStatusRequest, context: AnyContext
     ) -> AsyncIterator[pb.JobStatus]:
-        """Show one job, at once and after each change."""
+        """Send the status of one job, at once and after each change."""
         rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
         async with aclosing(self._replica.driver.views.watch(rdzv_id)) as views:
             async for view in views:
@@ -75,7 +74,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListJobs(  # noqa: N802
         self, request: pb.ListJobsRequest, context: AnyContext
     ) -> pb.ListJobsResponse:
-        """Show every job."""
+        """Return every job, one line each."""
         driver = self._replica.driver
         views = [view async for view in self._queries.views()]
         jobs = [outbound.job_summary(self._queries.summary_of(view)) for view in views]
@@ -84,7 +83,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
-        """Show a job's history."""
+        """Return the newest events of a job's history, oldest first."""
         limit = inbound_operators.history_limit(request.limit, self._limits)
         rows = await self._queries.history(request.rdzv_id, limit)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
@@ -98,13 +97,13 @@ class ControlService(pb_grpc.ControlServicer):
     async def RestartJob(  # noqa: N802
         self, request: pb.RestartJobRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """End a round, so that another forms."""
+        """End a round, so that the next one forms."""
         return await self._obey(request, inbound_operators.restart_of)
 
     async def ScaleJob(  # noqa: N802
         self, request: pb.ScaleJobRequest, context: AnyContext
     ) -> pb.JobStatus:
-        """Change the bounds of a run."""
+        """Change how many nodes a run may have."""
         return await self._obey(request, inbound_operators.scale_of)
 
     async def SubmitJob(  # noqa: N802
@@ -122,7 +121,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListNodes(  # noqa: N802
         self, request: pb.ListNodesRequest, context: AnyContext
     ) -> pb.ListNodesResponse:
-        """Show every node."""
+        """Return the named nodes, or every node if none is named."""
         named = [bounds.node_id_of(node_id, self._limits) for node_id in request.node_ids]
         driver = self._replica.driver
         nodes = list(map(outbound.node, driver.node_views.summaries(named)))
@@ -131,7 +130,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def CordonNode(  # noqa: N802
         self, request: pb.CordonNodeRequest, context: AnyContext
     ) -> pb.Node:
-        """Stop placing jobs on a node."""
+        """Stop scheduling submitted jobs onto a node."""
         node_id, reason = inbound_operators.cordon_of(request, self._limits)
         reason = signed(reason, callers.present.get())
         before = self._use(node_id)
@@ -142,7 +141,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def UncordonNode(  # noqa: N802
         self, request: pb.UncordonNodeRequest, context: AnyContext
     ) -> pb.Node:
-        """Allow jobs on a node again."""
+        """Schedule submitted jobs onto a node again."""
         node_id = bounds.node_id_of(request.node_id, self._limits)
         before = self._use(node_id)
         found = await self._replica.driver.nodes.uncordon(node_id)
@@ -164,7 +163,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def UndrainNode(  # noqa: N802
         self, request: pb.UndrainNodeRequest, context: AnyContext
     ) -> pb.Node:
-        """Lift a drain."""
+        """End a node's drain."""
         node_id = bounds.node_id_of(request.node_id, self._limits)
         before = self._use(node_id)
         found = await self._replica.driver.nodes.undrain(node_id)
@@ -195,7 +194,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def ReadLogs(  # noqa: N802
         self, request: pb.ReadLogsRequest, context: AnyContext
     ) -> AsyncIterator[pb.LogLines]:
-        """Send the output of workers, as fast as the caller reads it."""
+        """Send workers' output, as fast as the caller reads it."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             wanted = inbound_operators.logs_wanted_of(request, self._limits)
@@ -208,7 +207,7 @@ class ControlService(pb_grpc.ControlServicer):
     async def TakeStacks(  # noqa: N802
         self, request: pb.TakeStacksRequest, context: AnyContext
     ) -> pb.StackReport:
-        """Show the stacks of a round's workers, either now or from when it hung."""
+        """Return the stacks of a round's workers, taken now or kept from when the round hung."""
         try:
             rdzv_id = bounds.rdzv_id_of(request.rdzv_id, self._limits)
             run, number = inbound_operators.stacks_wanted_of(request, self._limits)
@@ -232,14 +231,14 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListServers(  # noqa: N802
         self, request: pb.ListServersRequest, context: AnyContext
     ) -> pb.ListServersResponse:
-        """Show every rdzvd that shares this one's store; standby servers answer this, too."""
+        """Return every rdzvd that shares this server's store. Standby servers also answer."""
         servers = await self._replica.servers()
         return pb.ListServersResponse(servers=map(outbound.server, servers))
 
     async def CreateToken(  # noqa: N802
         self, request: pb.CreateTokenRequest, context: AnyContext
     ) -> pb.CreateTokenResponse:
-        """Create a token. Only this response ever contains its text."""
+        """Create a token. No later response contains the token's text."""
         name, roles = callers.name_of(request.name), callers.roles_of(request.roles)
         expires_in_ms = inbound_operators.token_life_of(request, self._limits)
         driver = self._replica.driver
@@ -251,14 +250,14 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListTokens(  # noqa: N802
         self, request: pb.ListTokensRequest, context: AnyContext
     ) -> pb.ListTokensResponse:
-        """Show every token."""
+        """Return every token, without its text."""
         tokens = self._replica.driver.tokens.listed()
         return self._tokens(tokens)
 
     async def RevokeTokens(  # noqa: N802
         self, request: pb.RevokeTokensRequest, context: AnyContext
     ) -> pb.ListTokensResponse:
-        """Revoke a token, or all tokens of one name."""
+        """Revoke one token, or all tokens with one name; return the revoked tokens."""
         revoked = await self._replica.driver.tokens.revoke(request.id_or_name)
         note_change(listed(f"token {token.id}" for token in revoked), "revoked")
         return self._tokens(revoked)
@@ -271,20 +270,20 @@ class ControlService(pb_grpc.ControlServicer):
     async def ListAudit(  # noqa: N802
         self, request: pb.ListAuditRequest, context: AnyContext
     ) -> pb.ListEventsResponse:
-        """Show which caller has changed what."""
+        """Return the newest rows of the audit history: which caller changed what."""
         limit = inbound_operators.history_limit(request.limit, self._limits)
         rows = await self._replica.driver.history.of(AUDIT, limit)
         return pb.ListEventsResponse(events=[outbound.event_row(row) for row in rows])
 
     async def _doing(self, rdzv_id: str, *, scales: bool = False) -> str:
-        """Describe a job's state, or with `scales` its bounds, before a call changes it."""
+        """Describe, before a call changes it, a job's state or, with `scales`, its bounds."""
         state = await self._replica.driver.jobs.look(rdzv_id)
         if not state.membership.run:
             return "unknown"
         return _nnodes(*state.membership.bounds) if scales else job_state(state)
 
     def _use(self, node_id: str) -> str:
-        """Describe whether jobs are placed on a node, before a call changes that."""
+        """Describe, before a call changes it, whether a node is in service."""
         return next(map(_use_of, self._replica.driver.node_views.summaries([node_id])), "unknown")
 
     def _status(self, view: JobView) -> pb.JobStatus:
@@ -309,7 +308,7 @@ def _without_agents(rdzv_id: str) -> InvalidRequestError:
 
 
 async def in_chunks(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Join short lines, and split long ones: a chunk is at most one message."""
+    """Yield the lines joined and split into chunks of at most `CHUNK_BYTES`."""
     waiting = bytearray()
     async for line in lines:
         waiting += line

@@ -1,4 +1,4 @@
-"""The gate in front of gRPC calls, and the mapping of errors to statuses."""
+"""Applies the gate to every gRPC call, and maps errors to statuses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FIRST_MESSAGE_S = 1.0
 """How long a refused stream may take to send its first message."""
 
 _IN_DOUBT = (None, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses for calls whose outcome is unknown."""
+"""Statuses of calls whose outcome is unknown; None if the call was cancelled or hit a bug."""
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
@@ -52,7 +52,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[AnyHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> AnyHandler | None:
-        """Return a handler that serves only callers with a role for it."""
+        """Return a handler that serves only callers with a role for the call."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -90,7 +90,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 except RendezvousError as error:
                     await end_call(context, error)
                 except DecodeError as error:
-                    # This is a call of gRPC's own reflection service.
+                    # Only gRPC's own reflection service raises this.
                     await end_call(context, _unreadable(method, str(error)))
 
         return serve
@@ -124,7 +124,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             await end_call(context, error)
 
     async def _enter(self, method: str, request: Any, context: Any) -> Caller:
-        """Admit the caller or end the call."""
+        """Admit the caller and return it, or end the call."""
         caller, verb = callers.NOBODY, verb_of(method)
         try:
             if method not in roles.CALLS:
@@ -164,7 +164,10 @@ def _unreadable(method: str, why: str) -> InvalidRequestError:
 
 
 def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Refuse malformed requests; gRPC would log a traceback for each, as for a server bug."""
+    """Return a deserializer that returns `_Unreadable` for a malformed request.
+
+    If it raised instead, gRPC would log a traceback, as for a bug in this server.
+    """
 
     def read(data: bytes) -> Any:
         try:
@@ -176,10 +179,10 @@ def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
-    """End a stream before any of its messages is read; does not return.
+    """End a stream without handling any of its messages; never returns.
 
-    The first message is awaited and ignored, because a gRPC client that is still sending it when
-    the refusal arrives reports an INTERNAL error instead of the refusal.
+    The first message is awaited and dropped: a gRPC client that is still sending it when the
+    refusal arrives reports an INTERNAL error instead of the refusal.
     """
     with suppress(TimeoutError, DecodeError, grpc.aio.BaseError):
         async with asyncio.timeout(FIRST_MESSAGE_S):
@@ -188,7 +191,7 @@ async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
 
 
 async def end_call(context: Any, error: RendezvousError) -> None:
-    """End a call with an error from the table; does not return."""
+    """End a call with the status of an error from the table; never returns."""
     trailing = [(ERROR_CODE_METADATA_KEY, error.code)]
     if isinstance(error, NotLeaderError) and error.leader:
         trailing.append((LEADER_METADATA_KEY, error.leader))
@@ -198,7 +201,7 @@ async def end_call(context: Any, error: RendezvousError) -> None:
 
 
 def authorization_header(context: Any) -> str | None:
-    """Return the `authorization` header of a call; None if it has none."""
+    """Return a call's `authorization` header; None if the call has none."""
     for key, value in context.invocation_metadata() or ():
         if key == "authorization":
             return value if isinstance(value, str) else value.decode(errors="replace")
@@ -212,5 +215,5 @@ def certified_caller(context: Any) -> Caller | None:
 
 
 def host_of(peer: str) -> str:
-    """Return the address in gRPC's name for a peer, `ipv4:10.0.0.5:4711`, without the port."""
+    """Return the host in gRPC's name for a peer, such as `ipv4:10.0.0.5:4711`."""
     return peer.partition(":")[2].rpartition(":")[0] or peer

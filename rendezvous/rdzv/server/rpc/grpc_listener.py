@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rdzv.service")
 
 OTHER_FILES = 512
-"""How many open files are reserved for other uses: the store, the HTTP port, and more."""
+"""The number of open files reserved for other uses: the store, the HTTP port, and more."""
 
 SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
 
@@ -53,10 +53,10 @@ async def serving(
     *,
     reflection: bool = True,
 ) -> AsyncIterator[Listen]:
-    """Serve until the body ends; yield the address, with the port chosen if it was 0.
+    """Serve until the body ends; yield the listening address, with the port chosen for port 0.
 
-    At the end, every stream is told to reconnect, and open calls get a moment to finish. Without
-    `reflection`, callers cannot list the services.
+    At the end, every stream is closed with the advice to reconnect, and open calls get a moment to
+    finish. Without `reflection`, callers cannot list the services.
 
     Raises:
         InvalidRequestError: the server cannot listen on the address.
@@ -94,11 +94,11 @@ async def serving(
 def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
     """Return the options for a gRPC server to which nodes connect."""
     return [
-        # Without this option, two servers could share a port and take turns.
+        # Otherwise two servers could share a port, and each would get some of the connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_metadata_size", limits.metadata_bytes),
-        # Between the two limits, gRPC refuses at random.
+        # Both limits are the same: between the two, gRPC refuses at random.
         ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
         ("grpc.max_concurrent_streams", limits.calls_per_connection),
         ("grpc.max_allowed_incoming_connections", connections_at_once(limits)),
@@ -110,14 +110,13 @@ def listener_options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
         # A connection to a stopped peer is ended by this option, not by keepalive_timeout_ms.
         ("grpc.http2.ping_timeout_ms", timings.ping_timeout_ms),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", timings.min_ping_interval_ms),
-        # A server that was held up reads several pings at once, and would end good streams because
-        # of that.
+        # After a pause, the server reads several pings at once, and strikes would end good streams.
         ("grpc.http2.max_ping_strikes", 0),
     ]
 
 
 def connections_at_once(limits: Limits) -> int:
-    """Return the number of connections that leaves enough open files for everything else."""
+    """Return how many connections to allow, so that enough open files are left for other uses."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.connections
@@ -126,8 +125,13 @@ def connections_at_once(limits: Limits) -> int:
 
 @asynccontextmanager
 async def insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
-    """End the body if gRPC's server ends; the process would otherwise live on, unreachable."""
-    # It ends once the server has stopped. Cancelling it would cancel the stop as well.
+    """End the body if gRPC's server ends; otherwise the process would run on, unreachable.
+
+    Raises:
+        RendezvousStateError: gRPC's server has ended on its own.
+
+    """
+    # This task ends when the server has stopped. Cancelling it would also cancel the stop.
     ended = asyncio.create_task(server.wait_for_termination())
 
     async def wait() -> None:
@@ -142,7 +146,7 @@ async def insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[N
 
 
 def _enable_reflection(server: grpc.aio.Server) -> None:
-    # Imported only where it is used: the import takes time.
+    # Imported only here, because the import takes time.
     from grpc_reflection.v1alpha import reflection
 
     names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -153,7 +157,7 @@ def _enable_reflection(server: grpc.aio.Server) -> None:
 async def _telling_health(
     replica: Replica, servicer: health.aio.HealthServicer, address: str, exposed: str
 ) -> AsyncIterator[None]:
-    """Report the server as alive and, while it leads, as serving nodes."""
+    """Report to health checks that the server runs, and whether it leads, until the body ends."""
     changed = asyncio.Event()
     leading = False
 
@@ -180,7 +184,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def bind_all(server: grpc.aio.Server, config: Config, tls: Tls | None) -> Listen:
-    """Bind every configured address; return that of `listen`, with its port.
+    """Bind every configured address; return `listen`, with the port chosen for port 0.
 
     Raises:
         InvalidRequestError: the server cannot listen on an address.
@@ -195,7 +199,7 @@ def bind_all(server: grpc.aio.Server, config: Config, tls: Tls | None) -> Listen
 
 
 def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: bool) -> int:
-    """Bind an address; with `asks`, clients must present a certificate."""
+    """Bind an address and return its port. With `asks`, clients must present a certificate."""
     try:
         if tls is None:
             return server.add_insecure_port(str(listen))
@@ -205,7 +209,7 @@ def _bind(server: grpc.aio.Server, listen: Listen, tls: Tls | None, *, asks: boo
 
 
 def _why_not(listen: Listen) -> InvalidRequestError:
-    """Return the error for an address that gRPC cannot listen on; gRPC reports no reason."""
+    """Return the error for an address that gRPC cannot bind; gRPC reports no reason."""
     refused = OSError("gRPC refused it")
     try:
         infos = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)

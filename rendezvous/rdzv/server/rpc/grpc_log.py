@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 NO_TEXT = "Invalid encoding on"
-"""The start of gRPC's log line about metadata that is not text. The line has a traceback, and
-quotes the value, which may be a damaged token. Nobody needs it: the call is refused, and the
-refusal is logged."""
+"""How gRPC's log line about metadata that is not text begins. The line has a traceback and quotes
+the value, which may be a damaged token. It is not needed: the call is refused, and the refusal is
+logged."""
 
 
 def quiet_grpc() -> None:

@@ -1,6 +1,6 @@
-"""gRPC's server, made to survive calls with any path.
+"""gRPC's server, changed to survive calls with any path.
 
-HTTP/2 allows paths that are not UTF-8, and gRPC reads the path before the caller is known.
+HTTP/2 allows paths that are not UTF-8, and gRPC decodes the path before the caller is known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def grpc_server(
 ) -> grpc.aio.Server:
     """Return a gRPC server.
 
-    Generated services register their methods with it; any other call is answered with
+    Generated services register their methods with it. Calls to other methods are answered with
     UNIMPLEMENTED.
     """
     server: Any = _Server(interceptors, options)
@@ -39,9 +39,9 @@ class _Server(_server.Server):
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
     """A server whose loop survives a path that is not UTF-8.
 
-    gRPC's loop decodes the path of a call to an unregistered method, and an error there shuts the
-    whole server down: with 1.85.1, a single frame would do it. The loop of 1.78.0 is different: it
-    tolerates such a path, and does not use the method below.
+    gRPC's loop decodes the path of a call to an unregistered method, and an error there shuts down
+    the whole server: with 1.85.1, a single frame is enough. The loop of 1.78.0 tolerates such a
+    path, and does not call the method below.
     """
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
@@ -52,7 +52,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
     async def _refuse_the_unknown(self) -> NoReturn:
         """Answer calls to unregistered methods, without reading their paths.
 
-        This ends when the server does, with an exception that gRPC's loop expects.
+        Ends when the server does, with an exception that gRPC's loop expects.
         """
         loop = asyncio.get_running_loop()
         answering: set[asyncio.Task[None]] = set()
@@ -65,7 +65,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 
 
 class _NoMethods:
-    """An empty table of handlers for gRPC."""
+    """A table without handlers, for gRPC."""
 
     def resolve_handler(self, _: object) -> None:
         """Return None, so that gRPC answers UNIMPLEMENTED."""

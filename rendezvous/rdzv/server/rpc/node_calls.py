@@ -1,4 +1,4 @@
-"""The two ways in which a node's stream reaches this server: in a call of its own, or a relay's."""
+"""The two kinds of call that carry a node's stream: the node's own, and a relay's."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class NodeCall(Protocol):
-    """Where a node's messages come from, and where the server's messages go."""
+    """The source of a node's messages, and the destination of the server's messages to it."""
 
     by_relay: bool
     """Whether a relay carries the stream."""
 
     @property
     def cut(self) -> bool:
-        """Whether the way to the node has ended; that says nothing about the node itself."""
+        """Whether the connection on the way was cut, which says nothing about the node itself."""
 
     async def receive(self) -> pb.NodeMessage | None:
-        """Return the node's next message; None if its stream has ended for any reason.
+        """Wait for the node's next message; return None if its stream has ended for any reason.
 
         Raises:
             InvalidRequestError: the bytes are not a message.
@@ -35,7 +35,7 @@ class NodeCall(Protocol):
         """
 
     async def send(self, message: pb.ServerMessage) -> bool:
-        """Write a message to the node; return whether its stream is still there."""
+        """Write a message to the node; return whether its stream is still open."""
 
 
 class DirectCall:
@@ -48,7 +48,7 @@ class DirectCall:
         self._context = context
 
     async def receive(self) -> pb.NodeMessage | None:
-        """Return the next message of the node; None if its stream has ended."""
+        """Wait for the node's next message; return None if its stream has ended."""
         try:
             message = await self._context.read()
         except DecodeError as error:
@@ -58,7 +58,7 @@ class DirectCall:
         return message if isinstance(message, pb.NodeMessage) else None
 
     async def send(self, message: pb.ServerMessage) -> bool:
-        """Write a message to the node; return whether its stream is still there."""
+        """Write a message to the node; return whether its stream is still open."""
         try:
             await self._context.write(message)
         except grpc.aio.BaseError:
@@ -72,20 +72,20 @@ class RelayedCall:
     by_relay = True
 
     def __init__(self, number: int, outgoing: Batches[pb.ToNode], limit: int) -> None:
-        """Let at most `limit` messages from the node wait."""
+        """Queue at most `limit` messages from the node."""
         self.cut = False
         """Whether the relay's call has ended."""
         self.node_id = ""
-        """The node_id in the node's Hello; empty before that arrives."""
+        """The node_id in the node's Hello; empty until the Hello is read."""
         self._number = number
         self._outgoing = outgoing
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(limit + 1)
 
     def put(self, data: bytes) -> None:
-        """Take a message from the node, as sent by the relay.
+        """Queue a message from the node, as the relay sent it.
 
         Raises:
-            LimitExceededError: too many messages wait.
+            LimitExceededError: too many messages are queued.
 
         """
         if self._incoming.qsize() >= self._incoming.maxsize - 1:
@@ -101,7 +101,7 @@ class RelayedCall:
             self._incoming.put_nowait(None)
 
     async def receive(self) -> pb.NodeMessage | None:
-        """Return the node's next message; None if it sends no more."""
+        """Wait for the node's next message; return None if the node sends no more."""
         data = await self._incoming.get()
         if data is None:
             return None
@@ -121,7 +121,7 @@ class RelayedCall:
 
 
 def no_hello(timeout_s: float) -> RendezvousConnectionError:
-    """Return the error for a stream without a hello. A node too busy to send it tries again."""
+    """Return the error for a stream without a hello; a node that was merely busy retries."""
     return RendezvousConnectionError(
         f"no hello within {timeout_s:g} s; send it as the first message of the stream"
     )

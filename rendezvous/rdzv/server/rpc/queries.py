@@ -1,6 +1,7 @@
-"""Queries about jobs, over gRPC and HTTP alike.
+"""Queries about jobs, shared by gRPC and HTTP.
 
-Except in lists, a job hides an observed job of the same name (torchrun's own, at `--c10d`).
+An *observed* job uses torchrun's own rendezvous, at `--c10d`. A job hides an observed job of the
+same name, except in lists.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
 
 SLICE = 50
-"""How many jobs or nodes to convert before other tasks run; this takes a few milliseconds."""
+"""The number of jobs or nodes converted before other tasks run; that takes a few milliseconds."""
 
 
 class Queries:
-    """One server's queries. Each call raises `NotLeaderError` while the server does not lead."""
+    """Queries about one server's jobs. They raise `NotLeaderError` while it does not lead."""
 
     def __init__(
         self, replica: Replica, clock: Clock, limits: Limits, facade: Facade | None = None
@@ -43,18 +44,17 @@ class Queries:
         self._facade = facade
 
     async def view(self, asked: str) -> JobView:
-        """Show one job.
+        """Return the view of one job, or else of the observed job with this name.
 
         Raises:
-            UnknownJobError: no node has ever joined it.
+            UnknownJobError: no node has ever joined the job.
             InvalidRequestError: no job can have this name.
 
         """
         try:
             return await self.replica.driver.views.status(bounds.rdzv_id_of(asked, self.limits))
         except (UnknownJobError, InvalidRequestError):
-            # It is checked only now, because an invalid name may be valid for torchrun's own
-            # rendezvous.
+            # Even a name that no job can have may be valid for torchrun's own rendezvous.
             if (watched := self.watched(asked)) is None:
                 raise
             return watched
@@ -65,7 +65,7 @@ class Queries:
 
     @property
     def watches(self) -> bool:
-        """Return whether there may be observed jobs."""
+        """Whether there may be observed jobs."""
         return self._facade is not None
 
     def all_watched(self) -> tuple[JobView, ...]:
@@ -73,7 +73,7 @@ class Queries:
         return self._facade.views() if self._facade is not None else ()
 
     async def check_known(self, asked: str) -> None:
-        """Raise the errors that `view` would raise, without showing the job."""
+        """Raise the errors that `view` raises, without computing the view."""
         try:
             await self.replica.driver.views.state(bounds.rdzv_id_of(asked, self.limits))
         except (UnknownJobError, InvalidRequestError):
@@ -81,18 +81,18 @@ class Queries:
                 raise
 
     def status_of(self, view: JobView) -> answers.JobStatus:
-        """Show a job, given its view."""
+        """Return a job's status, given its view."""
         views = self.replica.driver.views
         rdzv_id, now_ms = view.rdzv_id, self.clock.now_ms()
         found = (views.progress(rdzv_id), views.stragglers(rdzv_id), views.starts(rdzv_id))
         return answer_values.job_status(view, now_ms, *found, snapshots=views.snapshots(rdzv_id))
 
     def summary_of(self, view: JobView) -> answers.JobSummary:
-        """Show a job as one line."""
+        """Return a job's line in lists, given its view."""
         return answer_values.job_summary(view, self.replica.driver.views.hangs(view.rdzv_id))
 
     async def views(self) -> AsyncGenerator[JobView, None]:
-        """Show every job, one by one; other tasks run in between."""
+        """Yield the view of every job, observed jobs last; other tasks run in between."""
         async with aclosing(self.replica.driver.views.each()) as found:
             number = 0
             async for view in found:
@@ -104,7 +104,10 @@ class Queries:
             yield watched
 
     async def history(self, asked: str, limit: int) -> tuple[Record, ...]:
-        """Return a job's newest events, oldest first; none for an observed job."""
+        """Return a job's newest `limit` events, oldest first; an observed job has none.
+
+        Raises what `view` raises.
+        """
         try:
             return await self.replica.driver.views.history(
                 bounds.rdzv_id_of(asked, self.limits), limit
@@ -115,7 +118,7 @@ class Queries:
             return ()
 
     def why_no_logs(self, asked: str, error: RendezvousError) -> RendezvousError:
-        """Return the error for the logs of a job that is unknown, or only observed."""
+        """Return `error` or, if the job is only observed, an error that says so."""
         if self.watched(asked) is None:
             return error
         return InvalidRequestError(

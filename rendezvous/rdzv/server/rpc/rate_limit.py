@@ -1,4 +1,4 @@
-"""A rate limit that allows a burst, and then a number per second."""
+"""A rate limit that allows a burst, and after that a number of units per second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RateLimit:
     """
 
     def __init__(self, burst: int, per_second: int) -> None:
-        """Start with the whole burst available."""
+        """Start with all of the burst available."""
         self._most_ms = burst * 1000 / per_second
         self._each_ms = 1000 / per_second
         self._left_ms = self._most_ms

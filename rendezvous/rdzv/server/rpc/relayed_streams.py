@@ -1,9 +1,8 @@
-"""The streams of the nodes behind one relay, in the relay's one call.
+"""The streams of the nodes behind one relay, carried by the relay's one call.
 
-Each stream is served as the node's own call would be: its caller is checked, and a `Conversation`
-holds it. If the relay's call ends or falls silent, that does not mean that its nodes have: they are
-away, and come back another way. Only if the relay reports the end of a stream has the node itself
-ended it.
+Each stream is served like a node's own call: its caller is checked, and a `Conversation` holds it.
+If the relay's call ends or falls silent, that proves nothing about its nodes: they are away, and
+reconnect another way. A node itself has ended its stream only if the relay reports that.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[pb.FromRelay, pb.ToRelay]
 
 BEATS = 5
-"""How many heartbeats a relay sends within the time after which it counts as silent."""
+"""The number of heartbeats that a relay sends in the time after which it counts as silent."""
 
 SILENT_MOST_MS = 10_000
-"""How long a relay may be silent. A relay that is merely busy is not cut off, for that would make
-it busier: all its nodes would come back at once. By this time, nodes have noticed if its machine is
-gone."""
+"""How long a relay may be silent before its call is ended. A relay that is merely busy is not cut
+off earlier: all its nodes would reconnect at once, and make it busier. If its machine is gone, the
+nodes have noticed by this time."""
 
 ATTACH = "/rdzv.v1.Rendezvous/Attach"
 
@@ -52,7 +51,7 @@ log = logging.getLogger("rdzv.service")
 
 
 class RelayedStreams:
-    """One relay's call, with the driver that led when the call was opened."""
+    """One relay's call, served with the driver that led when the call was opened."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class RelayedStreams:
         clock: Clock,
         config: Config,
     ) -> None:
-        """`converse` serves one node; it raises the error that ended the stream."""
+        """`converse` serves one node's stream, and raises the error that ended it."""
         self._driver = driver
         self._gate = gate
         self._converse = converse
@@ -72,8 +71,8 @@ class RelayedStreams:
         self._relay = callers.present.get()
         lease_ms = config.nodes_tuning.lease_ms
         self._quiet_ms = config.nodes_tuning.quiet_for(lease_ms)
-        """If the relay is silent for this long, its nodes' silence proves nothing; no lease has run
-        out."""
+        """If the relay is silent for this long, its nodes' silence proves nothing. No lease has
+        expired by then."""
         self._calls: dict[int, RelayedCall] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._outgoing = Batches[pb.ToNode]()
@@ -84,10 +83,10 @@ class RelayedStreams:
         )
 
     async def hold(self, context: Context) -> None:
-        """Serve the nodes until either side ends the call.
+        """Serve the relay's nodes until either side ends the call.
 
         Raises:
-            RendezvousError: why this server has ended the call.
+            RendezvousError: the reason why this server has ended the call.
 
         """
         await self._greet(context)
@@ -102,7 +101,7 @@ class RelayedStreams:
                 try:
                     end = await self._ended
                 finally:
-                    # This runs as well if the relay has died, because then the call is cancelled.
+                    # This runs even if the relay has died, because gRPC then cancels the call.
                     log.info("%s: the call has ended, with %d streams", name, len(self._calls))
                     self._cut()
                     for task in tasks_of_call:
@@ -170,7 +169,7 @@ class RelayedStreams:
             return
         call = self._calls.get(number)
         if call is None:
-            return  # This server has ended it, and the relay has not heard yet.
+            return  # This server has ended the stream, and the relay does not know yet.
         match body:
             case "message":
                 try:
@@ -199,7 +198,7 @@ class RelayedStreams:
         self._serving[number] = tasks.create_task(self._serve(number, call, opened))
 
     async def _serve(self, number: int, call: RelayedCall, opened: pb.RelayedCaller) -> None:
-        """Serve one node until its stream ends, and tell the relay why."""
+        """Serve one node until its stream ends, and send the relay the reason."""
         error: RendezvousError | None = None
         try:
             caller = await self._checked_caller(opened)
@@ -207,7 +206,7 @@ class RelayedStreams:
         except RendezvousError as ended:
             error = ended
         except Exception:
-            # As in a call of the node's own, which gRPC would end: no other node is concerned.
+            # End this stream alone, as gRPC would end the node's own call.
             log.exception("a relayed stream has ended because of an error in this server")
             error = RendezvousError("an error in this server has ended the stream; see its log")
         self._calls.pop(number, None)
@@ -217,7 +216,13 @@ class RelayedStreams:
             self._end(error)
 
     async def _checked_caller(self, opened: pb.RelayedCaller) -> Caller:
-        """Return the caller that has opened a stream, if it is allowed to."""
+        """Return the caller that opened a stream.
+
+        Raises:
+            UnauthenticatedError: the caller's credentials are not valid.
+            DeniedError: the caller has no role for a node's stream.
+
+        """
 
         def certified() -> Caller | None:
             return callers.relayed(opened.name, opened.roles, relay) if opened.name else None
@@ -240,7 +245,10 @@ class RelayedStreams:
             self._silence.arm(self._heard_ms + self._quiet_ms)
 
     def _look(self, due_ms: int) -> None:
-        """Excuse a silent relay's nodes, or cut the relay off; after a pause, first read it all."""
+        """Excuse the nodes of a silent relay, or end its call if it has been silent for too long.
+
+        After a pause of this server, first wait until all input is read.
+        """
         watch, now_ms = self._driver.loop_watch, self._clock.now_ms()
         if watch.late(due_ms):
             self._silence.arm(watch.settled_ms)
@@ -277,7 +285,7 @@ class RelayedStreams:
 
 
 async def _receive(context: Context) -> pb.FromRelay | None:
-    """Return a relay's next message; None if its call has ended for any reason.
+    """Wait for a relay's next message; return None if its call has ended for any reason.
 
     Raises:
         InvalidRequestError: the bytes are not a message.

@@ -1,7 +1,7 @@
 """The Rendezvous service: one stream per node for all its jobs, either direct or through a relay.
 
-An error about one job is sent to the node over its stream, which stays open. An error that ends the
-stream is raised, and becomes the status of the call; see `gate_interceptor`.
+An error about one job is sent to the node on its stream, which stays open. An error that ends the
+stream is raised, and becomes the status of the call (see `gate_interceptor`).
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ Said = tuple[str, Command] | Holdings
 Inbox = asyncio.Queue[Said | None]
 
 LAST_WRITE_S = 1.0
-"""How long a write may still take once its stream has ended."""
+"""How long a write in progress may take once its stream has ended."""
 
 _SHOWN = 3
-"""How many kinds of reports about a job are kept until the node's beliefs are handled."""
+"""The number of kinds of reports that are kept for a job until the node's beliefs are handled."""
 
 log = logging.getLogger("rdzv.service")
 
 
 class RendezvousService(pb_grpc.RendezvousServicer):
-    """Serves each node's stream, which is for all its jobs."""
+    """Serves one stream per node, for all the node's jobs."""
 
     def __init__(self, replica: Replica, clock: Clock, config: Config, gate: Gate) -> None:
         self._replica = replica
@@ -73,7 +73,7 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         self._gate = gate
         self._version = VERSION
 
-    # The generated stub expects handlers that yield; these read and write concurrently.
+    # The generated base class expects handlers that yield; these read and write concurrently.
     async def Attach(  # type: ignore[override]  # noqa: N802
         self,
         request_iterator: object,
@@ -88,7 +88,7 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         request_iterator: object,
         context: grpc.aio.ServicerContext[pb.FromRelay, pb.ToRelay],
     ) -> None:
-        """Serve the nodes of a relay until either side ends the call."""
+        """Serve the nodes behind a relay until either side ends the call."""
         driver = await self._settled_driver(context)
         converse = partial(self._converse, driver)
         relay = RelayedStreams(driver, self._gate, converse, self._clock, self._config)
@@ -109,7 +109,7 @@ class RendezvousService(pb_grpc.RendezvousServicer):
 
 
 class Conversation:
-    """One node's stream, with the driver that led when the stream was opened."""
+    """One node's stream, served with the driver that led when the stream was opened."""
 
     def __init__(
         self, driver: Driver, replica: Replica, clock: Clock, config: Config, version: str
@@ -121,15 +121,20 @@ class Conversation:
         self._timings = config.timings
         self._version = version
         self._early: dict[tuple[type, str], Callable[[], None]] = {}
-        """By kind and rdzv_id: reports that came before the node's beliefs were handled, to be
-        noted then."""
+        """By kind and rdzv_id: reports that arrived before the node's beliefs were handled. They
+        are noted after that."""
         self._early_hung: dict[str, Hung] = {}
-        """By rdzv_id: the same for reports of hung workers."""
+        """By rdzv_id: early reports of hung workers."""
         self._warned = False
         self._allowance = RateLimit(self._limits.commands_at_once, self._limits.commands_per_second)
 
     async def hold(self, call: NodeCall, caller: Caller) -> None:
-        """Serve the node until either side ends the stream."""
+        """Serve the node until either side ends the stream.
+
+        Raises:
+            RendezvousError: the reason why this server has ended the stream.
+
+        """
         message = await self._first_message(call)
         hello = inbound_nodes.hello_of(message, self._limits)
         stream = self._driver.connections.attach(hello, caller)
@@ -138,7 +143,7 @@ class Conversation:
         except grpc.aio.BaseError:
             end = None
         finally:
-            # This runs even if the node has died, because then the call is cancelled.
+            # This runs even if the node has died, because gRPC then cancels the call.
             self._driver.connections.detach(stream, cut=call.cut)
         if end is not None:
             log.info("the stream of %s is closed: %s", stream.node_id, end)
@@ -170,14 +175,14 @@ class Conversation:
         return await stream.ended()
 
     async def _read(self, stream: Stream, inbox: Inbox, call: NodeCall) -> None:
-        """Read the node's messages. Each renews the lease at once, even while the store is away."""
+        """Read the node's messages; each renews the lease at once, even while the store is away."""
         try:
             while (message := await call.receive()) is not None:
                 self._driver.connections.heard(stream)
                 self._take(message, stream, inbox)
         except InvalidRequestError as error:
             stream.close(error)
-        # The end of a stream is not a leave (see the contract). Earlier messages are handled first.
+        # The end of a stream is not a leave. None ends the inbox, after the earlier messages.
         await inbox.put(None)
 
     def _take(self, message: pb.NodeMessage, stream: Stream, inbox: Inbox) -> None:
@@ -220,7 +225,7 @@ class Conversation:
             stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     def _take_shown(self, message: pb.NodeMessage, stream: Stream) -> None:
-        """Take a report that changes no job; an invalid one is logged, not refused."""
+        """Handle a report that is not a command; an invalid one is logged, not refused."""
         reports, limits = self._driver.reports, self._limits
         try:
             match message.WhichOneof("body"):
@@ -235,11 +240,11 @@ class Conversation:
                     self._show(held, reports.note_snapshots, stream)
                 case "worker_gpus":
                     gpus = inbound_reports.gpus_of(message.worker_gpus, limits)
-                    if stream.greeted:  # They come again.
+                    if stream.greeted:  # An early report is dropped: agents repeat it.
                         reports.note_gpus(stream, gpus)
                 case _:
                     arrivals = inbound_reports.arrivals_of(message.arrivals, limits)
-                    if stream.greeted:  # Others come in a few seconds.
+                    if stream.greeted:  # Early arrivals are dropped: more follow in seconds.
                         reports.note_arrivals(stream, arrivals)
         except InvalidRequestError as error:
             self._warn(stream, error)
@@ -252,7 +257,7 @@ class Conversation:
     ) -> None:
         """Note a report at once, so that it does not wait in the inbox while the store is away.
 
-        One that arrives before the node's beliefs are handled is noted after them.
+        A report that arrives before the node's beliefs are handled is noted after them.
         """
         key = type(said), said.rdzv_id
         if stream.greeted:
@@ -261,7 +266,7 @@ class Conversation:
             self._early[key] = partial(note, stream, said)
 
     def _take_hung(self, said: Hung, stream: Stream) -> None:
-        """Note hung workers at once; before its job is adopted, a report has to wait."""
+        """Note hung workers at once or, if the node's beliefs are not handled yet, after them."""
         if stream.greeted:
             self._driver.reports.note_hung(stream, said)
         elif said.rdzv_id in self._early_hung or len(self._early_hung) < self._limits.beliefs:
@@ -305,7 +310,7 @@ class Conversation:
             )
 
     async def _obey(self, stream: Stream, beliefs: Iterable[pb.Belief], inbox: Inbox) -> None:
-        """Handle the node's messages in order, starting with its beliefs."""
+        """Handle the node's beliefs, and then its queued messages in order."""
         named = [inbound_nodes.job_named_in(message) for message in beliefs]
         await self._driver.recovery.greet(stream, self._beliefs(stream, beliefs), named)
         self._release_shown(stream)
@@ -323,15 +328,15 @@ class Conversation:
             try:
                 yield inbound_nodes.belief_of(message, speaker, self._limits)
             except InvalidRequestError as error:
-                # An error in one job must not block messages about the node's other jobs.
+                # An error about one job must not block the node's other jobs.
                 stream.send(Refused(inbound_nodes.job_named_in(message), error.code, str(error)))
 
     async def _write(self, stream: Stream, call: NodeCall) -> None:
         """Write messages to a node until its stream ends.
 
-        A write that is in progress at the end has a moment to finish. If the first write were cut
-        short, the node would not learn why the stream ended: gRPC does not know whether that write
-        has sent the initial metadata, and fails to send them again before the final status.
+        A write in progress at the end gets `LAST_WRITE_S` to finish. If the first write were cut
+        short, the node would not learn why the stream ended: gRPC would not know whether that write
+        had sent the initial metadata, and would fail to send them again before the final status.
         """
         loop = asyncio.get_running_loop()
         with suppress(TimeoutError):
@@ -344,11 +349,11 @@ class Conversation:
         self, told: Sequence[Announcement], stream: Stream, call: NodeCall
     ) -> None:
         if not await self._replica.regain_word():
-            # Another server may lead by now and have sent a different state.
+            # Another server may lead by now, and may have sent a different state.
             unproven = "this server cannot prove that it leads"
             stream.close(RendezvousConnectionError(unproven))
         if call.by_relay:
-            # Its way to another server is its relay's.
+            # A relayed node reaches another server through its relay, so it needs no list.
             told = [one for one in told if not isinstance(one, Servers)]
         for together in [told] if stream.takes_several else [[one] for one in told]:
             if together and stream.open:

@@ -1,4 +1,5 @@
-"""Converts protobuf messages to values (`inbound_*`) and back (`outbound`).
+"""Converts protobuf messages to values (`inbound_*`), and values to messages (`outbound`).
 
-All incoming messages are bounded and validated here. Nothing here waits or decides.
+Every incoming message is bounded and validated here; an invalid one raises `InvalidRequestError`.
+Nothing here waits or decides.
 """

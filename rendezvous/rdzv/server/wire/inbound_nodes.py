@@ -56,7 +56,7 @@ _LEAVE_CAUSES: Mapping[int, LeaveCause] = {
 
 @struct(frozen=True)
 class Speaker:
-    """The node that sent a message, and its incarnation."""
+    """The node that sent a message, with the incarnation of its stream."""
 
     node_id: str
     incarnation: int
@@ -84,7 +84,7 @@ def _offer(message: pb.Offer, limits: Limits, least_port: int) -> Offer:
 
 
 def _failures(messages: Iterable[pb.WorkerFailure], limits: Limits) -> tuple[FailureReport, ...]:
-    """Read reports of failed workers; if there are too many, keep the earliest, suspects last."""
+    """Read reports of failed workers. Above the limit, drop suspects first, then the latest."""
     reports = [_failure(message, limits) for message in messages]
     earliest = sorted(reports, key=lambda report: (report.suspect, -report.age_ms))
     return tuple(earliest[: limits.failures])
@@ -107,7 +107,7 @@ def _failure(message: pb.WorkerFailure, limits: Limits) -> FailureReport:
 def _kept(
     messages: Collection[pb.KeptWorker], local_world_size: int, limits: Limits
 ) -> tuple[KeptWorker, ...]:
-    """Read the parked workers that a node offers, ordered by LOCAL_RANK."""
+    """Read the parked workers that a node offers; return them in order of LOCAL_RANK."""
     if len(messages) > local_world_size:
         raise bounds.refusal(
             "kept",
@@ -138,7 +138,7 @@ def _kept(
 
 
 def hello_of(message: pb.Hello, limits: Limits) -> Hello:
-    """Read a hello without its beliefs, which are read one by one with `belief_of`."""
+    """Read a hello, except for its beliefs, which `belief_of` reads one by one."""
     check_protocol(message.protocol_version)
     if len(message.beliefs) > limits.beliefs:
         raise bounds.refusal(
@@ -169,7 +169,7 @@ def hello_of(message: pb.Hello, limits: Limits) -> Hello:
 
 
 def draining_of(message: pb.Draining, limits: Limits) -> Draining:
-    """Read the drain of a node that is about to leave all its jobs."""
+    """Read the announcement of a node that it will leave all its jobs."""
     left_ms = min(message.deadline_ms, limits.timeout_ms)
     return Draining(left_ms, bounds.sentence(message.reason, limits), message.number, message.own)
 
@@ -214,7 +214,7 @@ def holdings_of(message: pb.Holdings, limits: Limits) -> tuple[Holding, ...]:
 
 
 def _endpoint(what: str, text: str, limits: Limits) -> str:
-    """Read a HOST:PORT to which other machines can connect; empty if there is none."""
+    """Read a HOST:PORT to which other machines can connect; return "" if none is given."""
     if not text:
         return ""
     try:
@@ -228,7 +228,7 @@ def _endpoint(what: str, text: str, limits: Limits) -> str:
 
 
 def failing_of(message: pb.Health, limits: Limits) -> tuple[FailingCheck, ...]:
-    """Read a node's failing checks. If there are too many, keep the first."""
+    """Read a node's failing health checks. If there are too many, keep the first of them."""
     return tuple(
         FailingCheck(bounds.sentence(one.name, limits), bounds.sentence(one.reason, limits))
         for one in message.failing[: limits.failing_checks]
@@ -250,9 +250,9 @@ def check_protocol(version: int) -> None:
 
 
 def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
-    """Read a node's belief about one job, and the commands that it implies."""
+    """Read a node's belief about one job, with the commands that follow from it."""
     phase = message.phase
-    # Only a node that waits for a round keeps a port reserved for its store.
+    # Only a node that waits for a round reserves a port for its store.
     least_port = 1 if phase == pb.Belief.JOINING else 0
     join = _join(message.join, speaker, limits, least_port)
     rdzv_id = bounds.rdzv_id_of(message.join.rdzv_id, limits)
@@ -271,7 +271,7 @@ def belief_of(message: pb.Belief, speaker: Speaker, limits: Limits) -> Belief:
     if round_ is not None and message.store_host_failed:
         reason = bounds.sentence(message.store_host_failed, limits)
         failed = ReportStoreHost(speaker.node_id, speaker.incarnation, run, round_, reason)
-        # A node of a new incarnation takes its seat first, and then sends its reports.
+        # A new incarnation must first take its seat before it reports.
         store_host = (*resume, failed)
     if phase == pb.Belief.JOINING:
         join = replace(join, recovery=recovery)
@@ -299,9 +299,9 @@ _WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
 def _recovery_report(
     assignment: pb.RoundCompleted, join: Join, limits: Limits
 ) -> RecoveryReport | None:
-    """Read the assignment announced to a node; None if no round can be rebuilt from it.
+    """Read the assignment that a node has received; return None if it cannot rebuild a round.
 
-    An unusable report does not make the rest of the hello invalid, because it may not be needed.
+    An unusable assignment does not invalidate the rest of the hello, because it may not be needed.
     """
     try:
         return _checked_report(assignment, join, limits)
@@ -349,7 +349,7 @@ def _checked_report(assignment: pb.RoundCompleted, join: Join, limits: Limits) -
 
 
 def command_of(message: pb.NodeMessage, speaker: Speaker, limits: Limits) -> tuple[str, Command]:
-    """Read a message about a job: the rdzv_id, and the node's command."""
+    """Read a node's command to a job; return it with the job's rdzv_id."""
     body = message.WhichOneof("body")
     match body:
         case "join":
@@ -382,7 +382,7 @@ def _job(message: _AboutJob, limits: Limits) -> str:
 
 
 def job_named_in(message: pb.NodeMessage | pb.Belief) -> str:
-    """Return the rdzv_id in a message that may be invalid, for use in the refusal."""
+    """Return the rdzv_id in a message that may be invalid, for the refusal; "" if it has none."""
     if isinstance(message, pb.Belief):
         return message.join.rdzv_id
     body = message.WhichOneof("body")
@@ -414,9 +414,9 @@ def _join(message: pb.Join, speaker: Speaker, limits: Limits, least_port: int = 
 
 
 def _secret(message: pb.Join, limits: Limits) -> str:
-    """Read a job's secret, and return a hash of it that is valid only for this job.
+    """Read a job's secret; return a hash of it that is valid for this job only, "" for no secret.
 
-    Anyone who can read the hash can try to guess the secret, so short ones are refused.
+    Whoever can read the hash can try to guess the secret, so short secrets are refused.
     """
     if not message.secret:
         return ""
@@ -444,7 +444,7 @@ def _leave(message: pb.Leave, speaker: Speaker, limits: Limits) -> Leave:
     return Leave(
         node_id=speaker.node_id,
         incarnation=speaker.incarnation,
-        # A node that leaves before it learns the run does not know it.
+        # A node may leave before it has received the run.
         run=bounds.uid("run", message.run, limits, needed=False),
         cause=bounds.one_of("cause", message.cause, _LEAVE_CAUSES),
         reason=bounds.sentence(message.reason, limits),
@@ -469,7 +469,7 @@ def _decline(message: pb.Declined, speaker: Speaker, limits: Limits) -> Decline:
 
 
 def away_ms_of(message: pb.Away, limits: Limits) -> int:
-    """Read how long an agent will be away."""
+    """Read for how long, in ms, an agent plans to be away."""
     return bounds.within("deadline_ms", message.deadline_ms, 1, limits.away_ms)
 
 
@@ -496,7 +496,7 @@ def log_piece_of(message: pb.LogPiece, limits: Limits) -> LogPiece:
 
 
 def hung_of(message: pb.Hung, limits: Limits) -> Hung:
-    """Read which workers of a node hang. The job knows which workers the node has."""
+    """Read which workers of a node hang. The job checks whether the node has them."""
     if len(message.workers) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
         raise bounds.refusal("hung", len(message.workers), "are too many workers of one node", most)
@@ -521,7 +521,7 @@ def hung_of(message: pb.Hung, limits: Limits) -> Hung:
 
 
 def stacks_of(message: pb.Stacks, limits: Limits) -> Stacks:
-    """Read the stacks of some workers; text that is too long is cut."""
+    """Read the stacks of some workers. Long texts and lists are cut."""
     if len(message.workers) > limits.stack_workers:
         most = f"send at most {limits.stack_workers} at once"
         raise bounds.refusal("stacks", len(message.workers), "are too many workers", most)

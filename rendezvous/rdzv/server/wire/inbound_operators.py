@@ -17,13 +17,13 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def stacks_wanted_of(message: pb.TakeStacksRequest, limits: Limits) -> tuple[str, int | None]:
-    """Read the run and the round whose stacks are requested; None means the last round."""
+    """Read the run and the round whose stacks are requested; a round of None means the last."""
     run = bounds.uid("run", message.run, limits, needed=False)
     return run, message.round if message.HasField("round") else None
 
 
 def logs_wanted_of(message: pb.ReadLogsRequest, limits: Limits) -> LogsWanted:
-    """Read which logs are requested."""
+    """Read which logs are requested: both streams if neither is named."""
     if len(message.positions) > limits.log_positions:
         raise bounds.refusal(
             "positions",
@@ -100,7 +100,7 @@ def _spec(message: pb.JobSpec, limits: Limits) -> JobSpec:
 
 
 def _env(messages: Sequence[pb.EnvironmentVariable], limits: Limits) -> tuple[tuple[str, str], ...]:
-    """Read an environment. Its values are never shown, not even in a refusal."""
+    """Read an environment. Values are never shown, not even in a refusal."""
     if len(messages) > limits.env_variables:
         most = f"give at most {limits.env_variables}"
         raise bounds.refusal("env", len(messages), "are too many variables", most)
@@ -130,25 +130,25 @@ def cordon_of(message: pb.CordonNodeRequest, limits: Limits) -> tuple[str, str]:
 
 
 def drain_of(message: pb.DrainNodeRequest, limits: Limits) -> tuple[str, int, str]:
-    """Read the node to drain, the time it has, and the reason."""
+    """Read the node to drain, the time allowed for that in ms, and the reason."""
     deadline_ms = bounds.within("deadline_ms", message.deadline_ms, 0, limits.timeout_ms)
     reason = bounds.sentence(message.reason, limits) or "an operator asked for it"
     return bounds.node_id_of(message.node_id, limits), deadline_ms, reason
 
 
 def stop_of(message: pb.StopJobRequest, limits: Limits) -> Stop:
-    """Read which run to end."""
+    """Read which run to end, and why."""
     return Stop(bounds.uid("run", message.run, limits), _wish(message.reason, limits))
 
 
 def restart_of(message: pb.RestartJobRequest, limits: Limits) -> Restart:
-    """Read which round to end."""
+    """Read which round to end, and why."""
     run = bounds.uid("run", message.run, limits)
     return Restart(run, message.round, _wish(message.reason, limits))
 
 
 def scale_of(message: pb.ScaleJobRequest, limits: Limits) -> Scale:
-    """Read a run's new bounds."""
+    """Read a run's new bounds, and the reason for the change."""
     run = bounds.uid("run", message.run, limits)
     return Scale(run, *nnodes_of(message, limits), _wish(message.reason, limits))
 
@@ -163,9 +163,9 @@ def history_limit(asked: int, limits: Limits) -> int:
 
 
 TOKEN_LIFE_MOST_MS = 3_650 * DAY_MS
-"""Ten years. A token that is needed for longer should never expire."""
+"""Ten years. A token needed for longer should not expire at all."""
 
 
 def token_life_of(message: pb.CreateTokenRequest, limits: Limits) -> int:
-    """Read how long a token is valid; 0 if it never expires."""
+    """Read how long, in ms, a token is valid; 0 if it never expires."""
     return bounds.within("expires_in_ms", message.expires_in_ms, 0, TOKEN_LIFE_MOST_MS)

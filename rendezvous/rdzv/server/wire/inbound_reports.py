@@ -1,4 +1,4 @@
-"""Converts reports that only people read to values, bounded and validated."""
+"""Converts nodes' reports about their workers to values, bounded and validated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 
 
 def progress_of(message: pb.Progress, limits: Limits) -> Progress:
-    """Read the progress of a node's workers. Whether the node has these is checked by the job."""
+    """Read the progress of a node's workers. The job checks whether the node has them."""
     ranks = tuple(_rank_progress(one, limits) for one in message.ranks)
     if len(ranks) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
@@ -44,7 +44,7 @@ def _rank_progress(message: pb.RankProgress, limits: Limits) -> RankProgress:
 
 
 def started_of(message: pb.WorkersStarted, limits: Limits) -> WorkersStarted:
-    """Read how a node's workers were started. Whether the node has these is checked by the job."""
+    """Read how a node's workers were started. The job checks whether the node has them."""
     if len(message.workers) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
         given = len(message.workers)
@@ -65,7 +65,7 @@ def started_of(message: pb.WorkersStarted, limits: Limits) -> WorkersStarted:
 
 
 def gpus_of(message: pb.WorkerGpus, limits: Limits) -> WorkerGpus:
-    """Read the GPUs of a node's workers. Whether the node has these is checked by the job."""
+    """Read the GPUs of a node's workers. The job checks whether the node has them."""
     if len(message.ranks) > limits.local_world_size:
         most = f"at most {limits.local_world_size}"
         given = len(message.ranks)

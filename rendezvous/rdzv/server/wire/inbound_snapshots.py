@@ -1,4 +1,4 @@
-"""Converts messages about the snapshots that nodes hold to values, bounded and validated."""
+"""Converts messages about nodes' snapshots to values, bounded and validated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 
 
 def snapshots_held_of(message: pb.SnapshotsHeld, limits: Limits) -> SnapshotsHeld:
-    """Read all snapshots of a job's state that a node holds."""
+    """Read a node's report of all the snapshots of a job that it holds."""
     return SnapshotsHeld(
         rdzv_id=bounds.rdzv_id_of(message.rdzv_id, limits),
         run=bounds.uid("run", message.run, limits),
@@ -27,7 +27,7 @@ def snapshots_held_of(message: pb.SnapshotsHeld, limits: Limits) -> SnapshotsHel
 def readable_snapshots(
     messages: Collection[pb.Snapshot], local_world_size: int, limits: Limits
 ) -> tuple[Snapshot, ...]:
-    """Read the snapshots of a joining node; none if unreadable, since a join needs none."""
+    """Read a joining node's snapshots; return none if they are invalid, as a join needs none."""
     try:
         return _snapshots(messages, local_world_size, limits)
     except InvalidRequestError:
@@ -35,7 +35,7 @@ def readable_snapshots(
 
 
 def mark_of(message: pb.SnapshotMark, limits: Limits) -> SnapshotMark:
-    """Read the mark of the state to which snapshots belong."""
+    """Read the mark that identifies the saved state of a snapshot."""
     return SnapshotMark(
         lineage=message.lineage,
         step=bounds.within("snapshot: step", message.step, 0, limits.steps),
@@ -48,7 +48,7 @@ def mark_of(message: pb.SnapshotMark, limits: Limits) -> SnapshotMark:
 def _snapshots(
     messages: Collection[pb.Snapshot], local_world_size: int, limits: Limits
 ) -> tuple[Snapshot, ...]:
-    """Read snapshots of a job's state that a node holds."""
+    """Read the snapshots of a job that a node holds."""
     most = limits.snapshots_per_worker * local_world_size
     if len(messages) > most:
         raise bounds.refusal("snapshots", len(messages), "are too many", f"hold at most {most}")

@@ -1,4 +1,4 @@
-"""Converts values to messages, for nodes and operators."""
+"""Converts values to messages for nodes and operators."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ _BODIES: Mapping[type, str] = {
     KeepCopies: "keep_copies",
     UndrainNode: "undrain",
 }
-"""The field of `ServerMessage` for each kind of announcement that has the same fields as its
-message."""
+"""By kind of announcement, the field of `ServerMessage`, for kinds with the fields of their
+messages."""
 
 
 def server_message(
     told: Sequence[Announcement], leadership: int, server_version: str, now_ms: int
 ) -> pb.ServerMessage:
-    """Convert one or several announcements to a node into one message."""
+    """Convert one or more announcements to a node into one message."""
     message = pb.ServerMessage(leadership=leadership)
     _write(message, told[0], server_version, now_ms)
     for other in told[1:]:
@@ -139,12 +139,12 @@ def _worker(failure: Failure, now_ms: int) -> pb.WorkerFailure:
 
 
 def log_lines(lines: LogLines) -> pb.LogLines:
-    """Write a piece of a log, or a note."""
+    """Convert a piece of a log, or a note about logs."""
     return to_message(pb.LogLines(), lines)
 
 
 def event_row(record: Record) -> pb.Event:
-    """Write one row of a job's history."""
+    """Convert one row of history."""
     event = answers.event_in(record)
     return pb.Event(
         unix_ms=record.unix_ms,
@@ -157,7 +157,7 @@ def event_row(record: Record) -> pb.Event:
 
 
 def job_status(status: answers.JobStatus) -> pb.JobStatus:
-    """Write the status of a job, as `status` shows it."""
+    """Convert a job's status, as `rdzvctl status` shows it."""
     # The reader computes `behind`.
     message = to_message(pb.JobStatus(), status, without={"last_failure", "behind"})
     if (last := status.last_failure) is not None:
@@ -170,11 +170,11 @@ def job_status(status: answers.JobStatus) -> pb.JobStatus:
 
 
 _OF_NODE = frozenset({"node_id", "address"})
-"""The fields of a failure that identify its node; the others identify the worker."""
+"""The fields of a failure that identify its node; the other fields are about the worker."""
 
 
 def _failure(failure: answers.WorkerFailure, age_ms: int | None) -> pb.NodeFailure:
-    """Write one failure; failures shown together have the same age."""
+    """Convert one failure; failures shown together have the same age."""
     message = pb.NodeFailure(node_id=failure.node_id, address=failure.address or "")
     to_message(message.failure, failure, without=_OF_NODE)
     message.failure.age_ms = age_ms or 0
@@ -182,25 +182,25 @@ def _failure(failure: answers.WorkerFailure, age_ms: int | None) -> pb.NodeFailu
 
 
 def job_summary(summary: answers.JobSummary) -> pb.JobSummary:
-    """Write a job's line in `list`."""
+    """Convert a job's line in `rdzvctl list`."""
     return to_message(pb.JobSummary(), summary)
 
 
 def node(shown: answers.Node) -> pb.Node:
-    """Write a node, as `nodes` shows it."""
+    """Convert a node, as `rdzvctl nodes` shows it."""
     return to_message(pb.Node(), shown)
 
 
 def server(shown: answers.Server) -> pb.Server:
-    """Write an rdzvd, as `servers` shows it."""
+    """Convert an rdzvd, as `rdzvctl servers` shows it."""
     return to_message(pb.Server(server_version=shown.version), shown, without={"version"})
 
 
 def token(shown: answers.Token) -> pb.Token:
-    """Write a token, without its secret."""
+    """Convert a token, without its text."""
     return to_message(pb.Token(), shown)
 
 
 def stack_report(report: answers.StackReport) -> pb.StackReport:
-    """Write the stacks of a round's workers."""
+    """Convert the stacks of a round's workers."""
     return to_message(pb.StackReport(), report)
