@@ -124,6 +124,8 @@ class Runner:
         workers = (self.part.rdzv_id, assignment.run, assignment.round)
         if self._is_fenced:
             self.world.count("fenced before its start")
+            # As in the runner: no process of the job stays, parked or not.
+            self.vanish()
             self.tell(events.Fenced(assignment.round, 0))
             self.tell(events.WorkersGone(assignment.round))
             return

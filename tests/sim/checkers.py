@@ -833,11 +833,13 @@ class Judge:
                             )
 
     def _check_stopped(self, rdzv_id: str, run: str) -> None:
-        """A stopped run has no workers any more whose agent is dead."""
+        """A stopped run has no workers whose agent is dead, except those that survive SIGKILL."""
         for agent in self.world.agents:
             for part in agent.parts.values():
                 workers = part.runner.workers
-                if not agent.alive and workers is not None and workers[:2] == (rdzv_id, run):
+                if agent.alive or part.runner.stuck or workers is None:
+                    continue
+                if workers[:2] == (rdzv_id, run):
                     self.fail(f"stopped: {workers} run on {agent.name}, whose agent is dead")
 
     # -------------------------------------------------------------- the nodes
