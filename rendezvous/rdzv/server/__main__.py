@@ -231,7 +231,7 @@ async def run(configuration: Configuration) -> None:
     """Run one server until SIGTERM or SIGINT.
 
     Raises:
-        RendezvousError: it could not start.
+        RendezvousError: the server could not start or continue.
 
     """
     from rdzv.c10d.facade import serving_c10d

@@ -32,7 +32,7 @@ class _Group:
             del self.entered_us[sequence]
 
     def complete(self) -> int:
-        """Return how many collectives can be compared: each is reported by all, as is its next."""
+        """Return how many collectives, each with its successor, all nodes have reported."""
         upto = min(self.latest.values())
         return sum(n < upto for n in pairs(self.entered_us))
 

@@ -37,7 +37,7 @@ from rdzv.server.messages import (
 from rdzv.server.settings.config import Limits
 
 PIECE_COST = 256
-"""The credit that a piece costs in addition to its data, so that small pieces are bounded too."""
+"""The credit that a piece costs in addition to its data; this bounds the number of small pieces."""
 
 Send = Callable[[str, Announcement], bool]
 """Sends an announcement to a node; returns False if the node has no stream."""
@@ -164,7 +164,7 @@ class LogRelay:
 
 
 def _check(membership: Membership, wanted: LogsWanted) -> None:
-    """Refuse a request for logs that cannot be read."""
+    """Refuse a request for logs that do not exist."""
     name, last = membership.rdzv_id, membership.round
     if wanted.run and wanted.run != membership.run:
         raise RendezvousClosedError(
@@ -404,7 +404,7 @@ class LogReader:
         *,
         expected: bool,
     ) -> None:
-        """Ask a node, or wait for it if it is expected to come back."""
+        """Ask a node or, if it is away but expected back, wait for it to reconnect."""
         wanted, fresh = self._wanted, round_ is None
         ask = self._asks[node_id] = _Ask(
             node_id, credit=self._credit, round=round_, offsets=dict(offsets)
@@ -491,7 +491,7 @@ class LogReader:
 
 
 def _candidates(state: State, number: int, rank: int | None) -> list[str]:
-    """Return the nodes that may have a round's output, without placeholders.
+    """Return the nodes, except placeholders, that may have a round's output.
 
     The participants of rounds before the last are unknown here; the nodes themselves know.
     """

@@ -76,7 +76,7 @@ class Copying:
         self._sent.discard(node_id)
 
     def why_missing(self, node_id: str, mark: SnapshotMark) -> str:
-        """Return why no other node has a copy of a node's part of the newest whole mark."""
+        """Return why no other node has a copy of this node's part of the newest whole mark."""
         keeper = self._keepers.get(node_id)
         if mark.shards == 1 and len(self._participants) > 1:
             return "the other nodes have not saved it yet"

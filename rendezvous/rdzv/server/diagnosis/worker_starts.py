@@ -40,7 +40,7 @@ class WorkerStarts:
     """The reports about one server's jobs; at most one is kept for each node of a live round."""
 
     def __init__(self, tell: Callable[[str, tuple[Event, ...]], None]) -> None:
-        """`tell` records an event once all nodes of a round have reported."""
+        """`tell` receives an event once all nodes of a round have reported."""
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
 

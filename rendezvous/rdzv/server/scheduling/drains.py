@@ -1,4 +1,4 @@
-"""Drains: nodes that leave all their jobs by a deadline, ordered by an operator or on their own.
+"""Drains: a node leaves all its jobs by a deadline, which an operator or the node itself has set.
 
 An operator's drain is stored with the cordons and announced to its node (`Drains.tell_changes`),
 which does the rest. A node's own drain (because it is preempted, or its agent ends) is kept only in
@@ -43,7 +43,7 @@ class Drains:
         """By node_id: the drain that the node itself has announced."""
 
     def of(self, node_id: str) -> Drain | None:
-        """Return a node's drain, of two the one with the earlier deadline; None if it has none."""
+        """Return a node's drain, or None; of two drains, the one with the earlier deadline."""
         cordon = self._cordons.of(node_id)
         both = [cordon and cordon.drain, self._wishes.get(node_id)]
         return min((one for one in both if one), key=lambda drain: drain.due_ms, default=None)
@@ -101,7 +101,7 @@ class Drains:
         log.warning("node %s is no longer cordoned", node_id)
 
     def tell_changes(self, before: Mapping[str, Cordon]) -> None:
-        """Notify each node whose drain has begun, changed or ended since these cordons."""
+        """Notify each node whose drain has begun, changed or ended since `before`."""
         now = self._cordons.by_node
         for node_id in {*before, *now}:
             old, new = before.get(node_id), now.get(node_id)

@@ -40,7 +40,7 @@ class Hosts:
                 continue
             held = {(h.rdzv_id, h.run): h.gpus for h in known.holdings}
             has = taken.get(node_id, {}) | held
-            # Such a state may last for hours; no waiting job may hold back nodes for its end.
+            # Such a state may last for hours: no waiting job may reserve other nodes until it ends.
             unfit = node_id in quarantined or bool(known.failing)
             cordoned = node_id in self._cordons.by_node or self._drains.wishes(node_id) or unfit
             hosts.append(Host(node_id, known.resources, has, self._unusable(record), cordoned))

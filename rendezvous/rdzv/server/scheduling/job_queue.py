@@ -1,4 +1,4 @@
-"""Places submitted jobs: has `core/fleet/placement` make a plan, and carries it out.
+"""Places submitted jobs: gets a plan from `core/fleet/placement`, and carries it out.
 
 The plan depends on what each node reports about itself (`known_nodes`), whether it is connected,
 and what operators have ordered for it (`cordons`, `drains`). Each placement is a command to the

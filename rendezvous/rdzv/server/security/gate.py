@@ -54,7 +54,7 @@ def begin_change() -> Change:
 
 
 def note_change(before: str, after: str) -> None:
-    """Put a change into the audit record of the current call."""
+    """Put a change of a value into the audit record of the current call."""
     text = f"from {before} to {after}" if before != after else f"{after} as before"
     _change.get(Change()).text = text
 

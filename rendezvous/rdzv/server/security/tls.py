@@ -1,8 +1,9 @@
 """The server's certificate and key, and its clients' CA, reloaded when they change.
 
-Each new connection, and SIGHUP, checks whether the files have changed. Open connections keep the
-old ones. If new files are unusable, the old ones stay in use, and the reason is logged. Only TLS
-1.3 is allowed; the context enforces that for HTTP, and `rdzv.server.__main__` for gRPC.
+The server checks whether the files have changed at each new connection and on SIGHUP. Open
+connections keep the old ones. If new files are unusable, the old ones stay in use, and the reason
+is logged. Only TLS 1.3 is allowed: the context enforces that for HTTP, and `rdzv.server.__main__`
+for gRPC.
 """
 
 from __future__ import annotations

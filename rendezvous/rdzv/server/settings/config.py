@@ -40,7 +40,7 @@ def oldest_protocol_version(ours: int) -> int:
 OLDEST_PROTOCOL_VERSION = oldest_protocol_version(PROTOCOL_VERSION)
 
 OTLP_ENVIRONMENT = "env"
-"""The value that stands for the collector's address in OTEL_EXPORTER_OTLP_ENDPOINT."""
+"""The value of `otlp` that stands for the address in OTEL_EXPORTER_OTLP_ENDPOINT."""
 
 MINUTE_MS = 60_000
 DAY_MS = 86_400_000
@@ -190,10 +190,10 @@ class Timings:
     deaf_after_ms: int = 500
     store_retry_ms: int = 1_000
     ended_kept_ms: int = 30 * DAY_MS
-    """No job timeout is longer, so no node is still waiting to learn how its job ended."""
+    """No job timeout is longer, so no node can still be waiting to learn how its job ended."""
     prune_every_ms: int = 60 * MINUTE_MS
     log_answer_ms: int = 10_000
-    """Longer than a lease."""
+    """Longer than the default lease, 5 s."""
     straggler_after_ms: int = 30_000
     """A worker's rate is averaged over the last minute."""
     stop_grace_ms: int = 500
@@ -206,7 +206,7 @@ class Timings:
     hear_every_ms: int = 1_000
     """How often heartbeats enter the nodes core, in batches; the shortest lease is 2 s."""
     show_progress_every_ms: int = 1_000
-    """How often watchers see changes of progress alone, which nodes report once a second."""
+    """How often a change of progress alone is shown to watchers; nodes report one every second."""
     watch_every_ms: int = 250
     """How often the event loop checks whether it was held up."""
     settle_ms: int = 1_000
@@ -236,8 +236,8 @@ class Timings:
 def alter(held: Limits | Timings, name: str, value: int) -> None:
     """Change one limit or timing on a reload, for all parts of a running server that hold it.
 
-    The change takes effect only where the value is read at each use; `server_settings` marks the
-    settings for which it is.
+    The change takes effect only where the value is read at each use; `server_settings` marks such
+    settings with `reload`.
     """
     # Both classes are frozen against all other changes; only the event loop's thread reads them.
     object.__setattr__(held, name, value)
@@ -308,7 +308,7 @@ class TlsFiles:
     http_requires: bool = True
     """Whether HTTP callers need a certificate as well, if there is a client CA."""
     token_listen: Listen | None = None
-    """Where gRPC is served to callers without a certificate; None if it is not."""
+    """Where gRPC is served to callers without a certificate; None if nowhere."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -447,7 +447,7 @@ class Config:
     etcd: EtcdConfig | None = None
     """The etcd cluster that several servers share; set only with the store `etcd`."""
     http: Listen | None = None
-    """Where /healthz, /readyz, /metrics and /sd are served; None if nowhere."""
+    """Where the live page, /api, /metrics, /sd and the probes are served; None if nowhere."""
     auth: bool = False
     """Whether every caller must authenticate."""
     oidc: Oidc | None = None
@@ -458,7 +458,7 @@ class Config:
     otlp: str | None = None
     """Where rounds are sent as traces, by OTLP over HTTP, or `env`; None if they are not sent."""
     notify: Notify | None = None
-    """Where notifications are posted; None if none are."""
+    """Where notifications are posted; None if nowhere."""
     c10d: Listen | None = None
     """Where torch's own store is served for torchrun's own rendezvous; None if nowhere."""
     c10d_python: str = sys.executable

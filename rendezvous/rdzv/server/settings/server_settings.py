@@ -184,7 +184,7 @@ def _server(text: str) -> None:
 
 
 class Upstream(Table, frozen=True):
-    """How a relay reaches the servers of `relay`."""
+    """How a relay reaches the servers that `relay` names."""
 
     ca: Annotated[Path | None, setting(default_words="connections are not encrypted", reason="""
         The CA of the servers' certificates (PEM).""")] = None

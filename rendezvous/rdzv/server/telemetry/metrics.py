@@ -62,7 +62,7 @@ SLICE_JOBS = 50
 """How many jobs are written before other tasks run; this takes two or three milliseconds."""
 
 ENDED_JOBS = 1_000
-"""How many ended jobs /metrics shows at most."""
+"""The largest number of ended jobs that /metrics shows."""
 
 KEPT, NEW = "kept", "new"
 """Kinds of workers in a round: kept from the round before, or new."""
@@ -340,7 +340,7 @@ class Metrics(Meter, Collector):
         self._forget_ended(now_ms)
 
     def _forget_ended(self, now_ms: int) -> None:
-        """Forget jobs that ended long ago, and the oldest if there are too many."""
+        """Forget jobs that ended long ago and, if there are too many, those that ended first."""
         while self._ended:
             rdzv_id, oldest = next(iter(self._ended.items()))
             long_ago = oldest.ended_ms is None or now_ms - oldest.ended_ms >= self._ended_ms
@@ -533,7 +533,7 @@ def _known(states: Iterable[State]) -> Iterator[State]:
 
 
 def _replaced(last: Round, round_: Round) -> int:
-    """Count the nodes of the last round that other nodes have replaced in this one."""
+    """Count the nodes of the last round whose places other nodes have taken in this one."""
     before = {participant.node_id for participant in last.participants}
     after = {participant.node_id for participant in round_.participants}
     return min(len(before - after), len(after - before))

@@ -62,7 +62,7 @@ class Figures:
 
 
 class Meter:
-    """Receives all events from where log and history are written. No call blocks."""
+    """Receives all events, from the code that writes log and history. No method waits."""
 
     def loaded(self, state: State, now_ms: int) -> None:
         """Note a job that was loaded from the store."""

@@ -43,7 +43,7 @@ class ScrapeTargets:
             if now_ms - lost_ms < KEPT_MS:
                 break
             del self._lost[node_id]
-        # A node that was restarted under another name has the same address as before.
+        # A node restarted under another name keeps its address: list it under its new name only.
         taken = set(self._present.values())
         lost = {n: at for n, (at, _) in self._lost.items() if at not in taken}
         return {**lost, **self._present}

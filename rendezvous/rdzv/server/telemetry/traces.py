@@ -35,7 +35,7 @@ PAST = 500
 """How many rows of history to read for a run that began before this server led."""
 
 HAPPENINGS = 100
-"""The most events of a kind shown for a round: the first ones, as the end's cause comes first."""
+"""The most events of one kind shown for a round; the first are kept, as they include the cause."""
 
 ENDED = 1_000
 """How many sent runs are remembered, so that late rows do not reopen them."""
