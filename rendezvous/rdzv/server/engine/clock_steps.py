@@ -16,7 +16,8 @@ from rdzv.structs import struct
 log = logging.getLogger("rdzv.jobs")
 
 GAP_MS = DAY_MS
-"""A longer time between two stored times is a gap. It is far above the usual interval."""
+"""Two stored times that are further apart than this enclose a gap. The usual interval is far
+shorter."""
 
 STEP_MS = 60_000
 """If the clock is behind by more than this, it is logged."""
@@ -32,7 +33,7 @@ class TimeSeen:
     gaps: tuple[tuple[int, int], ...] = ()
 
     def noted(self, now_ms: int, *, at_start: bool = True) -> TimeSeen:
-        """Return the value with the current time; `at_start`, record and log a gap before it.
+        """Return the value with `now_ms` noted; with `at_start`, record and log a gap before it.
 
         A clock that was stepped back is only logged. While a server runs, its clock is monotonic
         and therefore never stepped.

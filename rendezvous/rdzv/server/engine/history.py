@@ -71,7 +71,7 @@ class History:
             job.noted += 1
 
     def noted(self, rdzv_id: str) -> int:
-        """Return how many times `note` has recorded events of a job; 0 if it is not in memory."""
+        """Return how often `note` has recorded events of a job; 0 if the job is not in memory."""
         job = self._jobs.get(rdzv_id)
         return job.noted if job else 0
 

@@ -16,7 +16,7 @@ from rdzv.stores.base import Record
 from rdzv.structs import struct
 
 Guard = Callable[[State], None]
-"""Refuses a command that the job's state does not allow, by raising the caller's error."""
+"""Checks a job's state before a command; raises the caller's error to refuse the command."""
 
 Judge = Callable[[State, Transition], Awaitable[tuple[Command | None, tuple[Record, ...]]]]
 """Checks a transition from this state before it is stored.
@@ -78,7 +78,7 @@ class Job:
     pending: tuple[Record, ...] = ()
     """History that waits for the next commit."""
     noted: int = 0
-    """The number of times that events without a step were noted."""
+    """The number of times that `History.note` has recorded events of this job."""
     node_ids: set[str] = field(default_factory=set)
     """A superset of the nodes that are present in the job."""
 

@@ -110,7 +110,7 @@ class Jobs:
         return job
 
     async def load(self, job: Job) -> None:
-        """Load a job from the store, as a job that no node has joined if there is none.
+        """Load a job from the store; a job that is not stored is one that no node has joined.
 
         Steps in doubt are discarded, and `on_load` is called.
         """

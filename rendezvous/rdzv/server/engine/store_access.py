@@ -75,7 +75,7 @@ class StoreAccess:
         return await self._ask(self._store.load(rdzv_id))
 
     async def each(self) -> AsyncGenerator[tuple[str, Read], None]:
-        """Yield the rdzv_id of every stored job, with the job or the error that reading it gave."""
+        """Yield the rdzv_id of every stored job, with the job or the error from reading it."""
         async with aclosing(self._store.pages()) as pages:
             while (page := await self._ask(anext(pages, None))) is not None:
                 for found in page:

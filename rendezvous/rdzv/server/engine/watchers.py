@@ -43,7 +43,7 @@ class Watchers:
     def next_change(self, rdzv_id: str) -> asyncio.Event:
         """Return the event that is set at a job's next change.
 
-        Watchers keeps only a weak reference, so the caller must hold the event while it waits.
+        Only the caller keeps the event alive, and must hold it while waiting.
         """
         return self._changes.setdefault(rdzv_id, asyncio.Event())
 

@@ -367,7 +367,7 @@ def error_response(error: RendezvousError) -> web.Response:
 
 @web.middleware
 async def answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error under /api with a document, whatever has raised it."""
+    """Answer every error under /api with a JSON document."""
     try:
         return await handler(request)
     except RendezvousError as error:

@@ -78,7 +78,7 @@ class Reader:
 
     @property
     def ended(self) -> RendezvousError | None:
-        """Why no more frames are queued; None while the reader is open."""
+        """The reason why the reader has ended; None while it is open."""
         return self._end
 
     def put(self, frames: Iterable[bytes]) -> None:

@@ -141,7 +141,7 @@ def _target(address: str, **labels: str) -> dict[str, object]:
 def _sd_of(replica: Replica, config: Config, listen: Listen) -> Handler:
     """Return a handler that lists this server and, if it leads, the agents that serve /metrics.
 
-    Each server lists itself: when one dies, Prometheus keeps it as a target and its absence shows.
+    Each server lists itself: if one dies, it stays on Prometheus' list and its absence is noticed.
     """
 
     async def _sd(request: web.Request) -> web.Response:

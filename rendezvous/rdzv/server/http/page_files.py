@@ -64,7 +64,7 @@ def page_routes(grafana: str | None = None) -> list[web.RouteDef]:
 
 
 def _file(data: bytes, content_type: str) -> Handler:
-    """Return a handler that serves this content, without reading the file again."""
+    """Return a handler that serves this content from memory."""
     tag = hashlib.sha256(data).hexdigest()[:16]
 
     async def serve(request: web.Request) -> web.Response:

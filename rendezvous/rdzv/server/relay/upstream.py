@@ -73,13 +73,13 @@ class Link:
             await self._outgoing.put(pb.FromNode(stream=number, message=message), len(message))
 
     def finish(self, number: int) -> None:
-        """Send that a node sends no more; the server may still send to the node."""
+        """Report to the server that a node sends no more; the server may still send to the node."""
         if number in self._nodes:
             self._outgoing.put_now(pb.FromNode(stream=number, finished=pb.RelayedFinish()))
 
     def close(self, number: int) -> None:
-        """Remove a node's stream; send that it has broken, unless the server has ended it."""
-        # Once the call has ended, its streams end with it, so the node is not to blame.
+        """Remove a node's stream; report it as broken, unless the server has ended it."""
+        # After the end of the call, report nothing: the node has not ended its stream.
         if self._nodes.pop(number, None) is not None and not self._over:
             self._outgoing.put_now(pb.FromNode(stream=number, broken=pb.RelayedBreak()))
 
@@ -102,7 +102,7 @@ class Link:
             node.end(error)
 
     async def write_all(self, call: Any, beat_s: float) -> None:
-        """Write nodes' messages, and a heartbeat every `beat_s`, until the call ends."""
+        """Write nodes' messages, and heartbeats after `beat_s` of silence, until the call ends."""
 
         async def write(frames: list[pb.FromNode]) -> None:
             await call.write(pb.FromRelay(frames=frames))

@@ -1,4 +1,4 @@
-"""Tracks whether this rdzvd leads, among those that share its store, and holds its driver if so.
+"""Tracks whether this rdzvd leads, and owns the driver while it does.
 
 A server alone on its store always leads. Of several that share an etcd, one leads and the others
 *stand by*: they refuse calls and name the leader. A leader that can no longer prove its leadership
@@ -56,7 +56,7 @@ class Replica:
 
     @property
     def driver(self) -> Driver:
-        """The driver of this server, which must lead.
+        """The driver, which exists only while this server leads.
 
         Raises:
             NotLeaderError: this server does not lead; the error names the leader, if known.

@@ -162,7 +162,7 @@ class NodeJobs:
     def _mark_command(
         self, job: Job, node_id: str, lost: nodes.NodeLost | None, state: State
     ) -> Command | None:
-        """Return the command that brings a job in this state up to date about a node, if needed."""
+        """Return the command that updates a job in this state about a node, if one is needed."""
         held = state.incarnation(node_id)
         record = self._leases.records.get(node_id)
         if held is None and node_id in state.placed:
@@ -189,7 +189,7 @@ class NodeJobs:
         return MarkAway(node_id, held, record.until_ms, record.firm, may_run=outlives)
 
     def _mark_former(self, record: nodes.NodeRecord, held: int) -> Command | None:
-        """Return a command that gives up a former instance, once its successor was greeted."""
+        """Return the command that gives up a former instance, once its successor was greeted."""
         stream = self._streams.of(record.node_id)
         if stream is not None and stream.greeted and stream.number == record.stream:
             reason = "a new instance of the node took its place"

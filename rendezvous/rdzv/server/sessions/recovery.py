@@ -57,7 +57,10 @@ class Recovery:
     # ---------------------------------------------------------------- loading a job
 
     def on_load(self, job: Job) -> None:
-        """Expect the nodes with seats in a loaded job; after a reload, send its state to nodes."""
+        """Expect the nodes with seats in a loaded job.
+
+        After a reload, also send the job's state to its connected nodes.
+        """
         former, now_ms = tuple(job.node_ids), self._clock.now_ms()
         round_ = job.state.membership.round
         for participant in round_.participants if round_ else ():

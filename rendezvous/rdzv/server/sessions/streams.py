@@ -54,7 +54,7 @@ class Stream:
         self.incarnation = incarnation
         self.instance = instance
         self.caller = caller
-        """The caller that opened the stream, and so sends the node's messages."""
+        """The caller that opened the stream; it is responsible for the node's messages."""
         self._on_send = on_send
         self.greeted = False
         """Whether all beliefs in the node's hello have been handled."""

@@ -169,7 +169,7 @@ def hello_of(message: pb.Hello, limits: Limits) -> Hello:
 
 
 def draining_of(message: pb.Draining, limits: Limits) -> Draining:
-    """Read the announcement of a node that it will leave all its jobs."""
+    """Read a node's announcement that it is draining."""
     left_ms = min(message.deadline_ms, limits.timeout_ms)
     return Draining(left_ms, bounds.sentence(message.reason, limits), message.number, message.own)
 
@@ -299,7 +299,7 @@ _WITH_WORKERS = (pb.Belief.RUNNING, pb.Belief.STOPPING, pb.Belief.SUCCEEDED)
 def _recovery_report(
     assignment: pb.RoundCompleted, join: Join, limits: Limits
 ) -> RecoveryReport | None:
-    """Read the assignment that a node has received; return None if it cannot rebuild a round.
+    """Read the assignment that a node has received; None if no round can be rebuilt from it.
 
     An unusable assignment does not invalidate the rest of the hello, because it may not be needed.
     """

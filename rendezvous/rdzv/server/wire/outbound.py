@@ -60,8 +60,8 @@ _BODIES: Mapping[type, str] = {
     KeepCopies: "keep_copies",
     UndrainNode: "undrain",
 }
-"""By kind of announcement, the field of `ServerMessage`, for kinds with the fields of their
-messages."""
+"""By kind of announcement: its field in `ServerMessage`. Only kinds whose fields are those of their
+messages are here."""
 
 
 def server_message(
