@@ -23,13 +23,13 @@ A job's life, run by run::
   stopped, and only then is its end charged to a cause, because a dying node's peers fail before
   the death itself is known.
 * A participant keeps its *seat* until it confirms, by a `Join` or `Leave` that names the round,
-  that none of its workers is left. No round completes while a seat of the last one is held;
+  that none of its workers is left. No round completes while any seat of the previous one is held;
   exclusivity rests on this alone.
 * Every node without workers *waits*: newcomers, spares and survivors alike. One rule seats them.
 
-`step` first applies the command, then state rules until none applies, so that each conclusion is
-written once, wherever it follows from. A command takes effect, is *refused* by an error, or is
-*ignored* for a reason that the transition has; docs/protocol.md is the table.
+`step` first applies the command, then state rules until none applies, so that each consequence is
+written once, whichever command leads to it. A command takes effect, is *refused* with an error, or
+is *ignored* for the reason in `Transition.ignored`; docs/protocol.md has the table.
 """
 
 from rdzv.core.life.restoring import restore

@@ -1,7 +1,7 @@
 """The commands of a rendezvous. They are imperative and may be refused.
 
-Every command names the incarnation of the sending node, so that its former self is ignored. A
-repeated command has no effect.
+A command about a node's place names its incarnation, so that a former instance of the node is
+ignored. Repeating a command has no effect.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class GiveUp:
 
 @struct(frozen=True)
 class Tick:
-    """Let time pass. A tick before the state's own `wake_at_ms` does nothing."""
+    """Let time pass. A tick before the `wake_at_ms` of the last transition does nothing."""
 
 
 Command = (

@@ -37,9 +37,10 @@ class Draft:
         stuck: Mapping[str, Stuck] | None = None,
         away: Mapping[str, Away] | None = None,
     ) -> None:
-        """Replace some of the mappings of present nodes, of which only `of` changes its place.
+        """Replace some of the mappings of present nodes.
 
-        If several do, it is None, and nodes are counted anew.
+        `of` is the only node whose place changes; None if several change, so that nodes are counted
+        anew.
         """
         before = self.state
         after = replace(

@@ -40,7 +40,7 @@ class NodeJoined:
 
 @struct(frozen=True)
 class NodeStopped:
-    """The node's workers have all left the ended round, and it waits for the next one."""
+    """The node's workers have all left the ended round, and the node waits for the next one."""
 
     node_id: str
     round: int
@@ -178,7 +178,7 @@ class RoundSettled:
     root_cause: Failure | None = None
     """The worker failure taken to be the first, if any was reported."""
     cause_node_id: str = ""
-    """The node that the cause refers to; empty if it is unknown, or the cause names none or
+    """The node that the cause refers to; empty if it is unknown, or the cause refers to none or
     several."""
     step: int | None = None
     """The furthest step of the round; None if no worker has reported any."""
@@ -358,7 +358,7 @@ class FirstCollectiveMade:
     node_id: str
     """The node that reported it first."""
     age_ms: int
-    """How long ago it was entered, as far as the clocks tell; else 0."""
+    """How long ago it was entered; 0 if the clocks do not tell."""
 
 
 @struct(frozen=True)

@@ -1,6 +1,6 @@
-"""The states and reasons of a job, and the view that `status` shows.
+"""A job's state and the reason for it, and the view that `status` shows.
 
-All of it is derived from the state on request; nothing is stored beside it.
+All of this is derived from `State` on request; nothing is stored beside it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class JobView:
 
 
 def job_state(state: State) -> JobState:
-    """Return what the job is doing."""
+    """Return the state to show for the job."""
     membership = state.membership
     if membership.ended is not None:
         return _JOB_STATE_OF_RESULT[membership.ended.result]
@@ -190,7 +190,7 @@ def _explain_stopping(state: State, now_ms: int) -> str:
         names = listed(unheard(state))
         text = f"{why}; workers may still run on {names} (no report); waiting "
         text = text + left(unheard_until_ms(state) - now_ms) + " more"
-    # Iterate over the nodes that are away: there are few of them, and maybe thousands of seats.
+    # Iterate over the away nodes: they are few, and there may be thousands of seats.
     away = [node_id for node_id in state.away if node_id in state.seats]
     if away:
         text = text + f"; away: {listed(away)}"
@@ -223,7 +223,7 @@ def _explain_joining(state: State, now_ms: int) -> str:
 
 
 def _had_succeeded(state: State) -> str:
-    """Say that the last round may have succeeded, if one of its nodes was given up."""
+    """Say that the job may yet succeed, if some nodes of the last round did; else empty."""
     round_ = state.membership.round
     if round_ is None or not round_.succeeded:
         return ""
@@ -235,7 +235,8 @@ def _had_succeeded(state: State) -> str:
 
 
 def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
-    """Describe and name the wait before the next round, when enough nodes are present."""
+    """Describe what a round with enough nodes still waits for; also return the wait's short name.
+    """
     failures = state.membership.store_failures
     if due_ms == restart_due_ms(state):
         return _backs_off(state.membership, due_ms), "backing off"
@@ -270,7 +271,7 @@ def _join_deadline(state: State, now_ms: int) -> str:
 
 
 def _missing(state: State, now_ms: int) -> str:
-    """Name the nodes that are stuck, and those lost or gone since the last round began."""
+    """Name the stuck nodes, and those that were lost or left since the last round began."""
     round_ = state.membership.round
     since_ms = round_.at_ms if round_ else state.membership.began_at_ms
     recent = [d for d in _absent(state) if d.at_ms >= since_ms]
@@ -403,7 +404,7 @@ def _leavers(drains: Mapping[str, Drain], now_ms: int) -> str:
 
 
 def _drained_view(one: NodeView, drains: Mapping[str, Drain], now_ms: int) -> NodeView:
-    """Add to a node's view that it is about to leave."""
+    """Return a node's view with its drain added, if it has one."""
     drain = drains.get(one.node_id)
     if drain is None:
         return one

@@ -1,4 +1,4 @@
-"""What NVML shows about a worker's GPU that may explain a slow worker."""
+"""What NVML reports about a GPU that may explain why its worker is slow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rdzv.structs import struct
 
 @struct(frozen=True)
 class GpuState:
-    """What NVML shows about a GPU at one moment; None where it shows nothing."""
+    """What NVML reports about a GPU at one moment; None where it reports nothing."""
 
     uuid: str
     """As `nvidia-smi -L` shows it."""
     clock_mhz: int | None = None
     """The clock of its streaming multiprocessors."""
     max_clock_mhz: int | None = None
-    """The highest clock that they can run at."""
+    """The highest clock at which they can run."""
     clock_reasons: tuple[str, ...] = ()
     """Why the clock is not higher, such as `hardware thermal slowdown`, or `idle`."""
     uncorrected_errors: int | None = None
@@ -32,7 +32,7 @@ class GpuState:
 
 
 def described(gpu: GpuState) -> str:
-    """Describe what may slow down a GPU's worker; empty if NVML shows no such thing.
+    """Describe a GPU's clock, temperature and memory errors; empty if NVML reports none of them.
 
     >>> described(GpuState("GPU-1", 600, 1980, ("hardware slowdown",), 3, 91))
     'runs at 600 of 1980 MHz (hardware slowdown), 91 °C, has 3 uncorrected errors of its memory'

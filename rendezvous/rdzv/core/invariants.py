@@ -128,7 +128,7 @@ def _presence(before: State, after: State) -> list[str]:
 
 
 def _counted_seats(old: Round, after: State) -> list[str]:
-    """Check the seats of a round by number only; they were in order before this step."""
+    """Check the seats of a round by number only; they were valid before this step."""
     found = []
     round_ = after.membership.round
     assert round_ is not None
@@ -179,7 +179,7 @@ def _placements(before: State, after: State) -> list[str]:
 
 
 def _durability(before: Membership, after: Membership) -> list[str]:
-    """Check that rounds never go back, and that closed, spent and announced things stay so."""
+    """Check that numbers never go back, and that nothing closed, spent or announced is undone."""
     found = []
     if after.run_number < before.run_number:
         found.append("durability: run numbers went back")
@@ -189,8 +189,7 @@ def _durability(before: Membership, after: Membership) -> list[str]:
         return found if after.run_number > before.run_number else [*found, "durability: run uid"]
     if before.ended is not None and after.ended != before.ended:
         found.append("durability: a closed run changed")
-    # After the clock was stepped back, a future time becomes the present time, so it moves back
-    # only.
+    # If the clock was stepped back, a time in the future is set to now, so times only move back.
     pairs = list(zip(before.restarts, after.restarts, strict=False))
     if len(pairs) < len(before.restarts) or any(new > old for old, new in pairs):
         found.append("durability: a spent restart was forgotten")
@@ -242,8 +241,8 @@ def _new_round(before: State, after: State) -> list[str]:
     found += _kept_workers(round_)
     found += _snapshot(round_)
     if round_.adopted:
-        # The server that completed it knew which nodes had stopped. This one may have learned of it
-        # from a node that has left it, so it can check only the round's number.
+        # The server that completed the round knew which nodes had stopped. This one may know the
+        # round only from a node that has left it, so it can check no more than the number.
         if old is not None and round_.number < old.number:
             found.append("durability: round numbers went back")
         return found

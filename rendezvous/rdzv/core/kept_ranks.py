@@ -82,9 +82,10 @@ def keep(
 ) -> Keeping:
     """Decide for each worker of a new round whether it is kept.
 
-    `prior` is the previous round of this run, if any; its end is settled. `joins` has the
-    participants. Failures within `window_ms` of the first one count as its consequences. Without a
-    source, kept workers have sealed no step, and start from the beginning like all others.
+    `prior` is the previous round of this run, if any; its end is settled. `joins` has an entry for
+    each participant. Failures within `window_ms` of the first one count as its consequences. If
+    there is no source, the kept workers have sealed no step and start from the beginning like all
+    others.
     """
     if not any(joins[p.node_id].kept for p in participants):
         return Keeping(participants)
@@ -162,7 +163,7 @@ def _last_round(prior: Round | None, window_ms: int) -> _LastRound:
 def _resume(able: Mapping[int, KeptWorker]) -> tuple[int | None, int | None]:
     """Return the source's RANK and the newest step for which every part of the state is held.
 
-    None twice if no such step was sealed.
+    Both are None if there is no such step.
     """
     shards = _shards(able)
     furthest: dict[int, int] = {}

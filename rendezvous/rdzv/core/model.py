@@ -1,9 +1,9 @@
 """The values of one job: its durable half, and the half that each server rebuilds for itself.
 
 `Membership` is what must survive a crash of the server; it is written before anything that
-follows from it is announced. `State` adds what is learned again after every start: which nodes
-are connected, which wait, which timers run. Everything is frozen, so a refused command has
-changed nothing and a transition can be dropped whole.
+follows from it is announced. `State` adds what a server relearns after each start: which nodes
+are connected, which are waiting, and which timers are running. Everything is frozen, so a refused
+command has changed nothing and a transition can be dropped whole.
 
 Times are `now_ms` values of the driver's clock (milliseconds, monotonic within one server and
 anchored to Unix time at its start, so that a durable time can be shown to people).
@@ -58,7 +58,7 @@ class Result(StrEnum):
 
 
 class JobState(StrEnum):
-    """The state of a job as shown; derived from `State`, never stored beside it."""
+    """The state of a job as shown to users; derived from `State`, never stored beside it."""
 
     QUEUED = "queued"
     """The job was submitted and has no nodes yet."""
@@ -71,7 +71,7 @@ class JobState(StrEnum):
 
 
 class NodeState(StrEnum):
-    """State of a node within a job; derived, never stored."""
+    """The state of a node within a job; derived from `State`, never stored."""
 
     SEATED = "seated"
     WAITING = "waiting"
@@ -100,16 +100,15 @@ class Settings:
     scale_up_after_ms: int = 0
     """With `ScaleUp.AFTER`: how long a round has run before newcomers may end it."""
     restart_backoff_ms: int = 1_000
-    """Delay before the second consecutive restart of rounds that failed soon; doubles with each
-    further one. With 0 there is no delay."""
+    """Delay before the second consecutive restart after rounds that failed soon; it doubles with
+    each further restart. 0 means no delay."""
     restart_backoff_max_ms: int = 60_000
     max_preemptions: int | None = None
     """Rounds that may end because a node was lost or left; None if there is no limit."""
     max_store_failures: int | None = None
     """Rounds that may end because their store host failed; None if there is no limit."""
     no_progress_restarts: int = 0
-    """Number of consecutive restarts without progress after which the job fails; 0 if it never
-    does."""
+    """Number of consecutive restarts without progress after which the job fails; 0 for no limit."""
 
 
 @struct(frozen=True)
@@ -123,20 +122,22 @@ class Tuning:
     reconnect_grace_ms: int = 250
     """How long a seat is kept for a node whose stream ended, once the round has ended."""
     takeover_grace_ms: int = 30_000
-    """How long after its start the server gives up no silent node."""
+    """For this long after its start, the server gives up no silent node."""
     claims_quiet_ms: int = 5_000
-    """Places of an adopted round are given up this long after its last recovery report."""
+    """How long after an adopted round's last recovery report its unreported places are given up."""
     stop_margin_ms: int = 20_000
     """Time a node may take to stop its workers, beyond its own shutdown_timeout."""
     flap_window_ms: int = 600_000
     """Losses within this time count together."""
     flap_hold_ms: int = 60_000
-    """How long a node lost twice may not end a running round; doubles with each loss."""
+    """How long a node that was lost twice may not end a running round; doubles with each further
+    loss."""
     store_backoff_ms: int = 500
-    """Wait before the next round after a store host failed; doubles each time in a row."""
+    """Wait before the next round after a store host failed; doubles with each consecutive failure.
+    """
     store_backoff_max_ms: int = 30_000
     soon_ms: int = 60_000
-    """A round that fails sooner than this after its completion belongs to a crash loop."""
+    """A round that fails sooner than this after its completion counts towards a crash loop."""
     root_cause_window_ms: int = 500
     """Failures within this time of the earliest one are shown together."""
 
@@ -150,7 +151,7 @@ class Offer:
     role: str = "default"
     topology: str = ""
     host_name: str = ""
-    """A name of the machine that others can use; empty if there is none."""
+    """A name by which other machines reach this one; empty if there is none."""
     machine: str = ""
     """The machine (network namespace) of the node."""
     store_port: int = 0
@@ -163,10 +164,10 @@ class Instance:
     """One start of an agent, as its hello describes it."""
 
     id: str = ""
-    """Empty in records of older servers."""
+    """Empty in records written by older servers."""
     fence_after_ms: int = 0
-    """How long after its last message to the server the node has killed its own workers; 0 if it
-    does not kill them."""
+    """Time after its last message to the server by which the node has killed its own workers; 0 if
+    it does not kill them."""
 
 
 UNKNOWN_INSTANCE = Instance()
@@ -180,36 +181,36 @@ class KeptWorker:
     step: int | None = None
     """The number of steps that it has sealed."""
     torn: bool = False
-    """Whether a step that is not sealed has touched its parameters."""
+    """Whether an unsealed step has already changed its parameters."""
     shard: int = 0
     """The part of the state that it holds."""
     shards: int = 1
-    """The number of parts; with one part, it holds the whole state."""
+    """The number of parts; 1 if it holds the whole state."""
     oldest_step: int | None = None
     """The oldest sealed step that it can go back to; None if it can only resume at `step`."""
 
 
 @struct(frozen=True, order=True)
 class SnapshotMark:
-    """Which state a snapshot belongs to: snapshots with the same mark fit together.
+    """Identifies the state that a snapshot belongs to: snapshots with the same mark fit together.
 
-    Of two marks of a run the larger one is the newer one.
+    Of two marks of the same run, the larger is the newer.
     """
 
     lineage: int
-    """The round in which this training began, or continued with only new workers; after another
-    such round, the same step number means another state."""
+    """The round in which this training began, or continued with new workers only; after another
+    such round, the same step number means a different state."""
     step: int
     series: str
-    """Digest of what the state consists of and how it is divided."""
+    """Digest of the state's structure and of how it is divided."""
     shards: int = 1
     world_size: int = 0
-    """The number of its parts, and of the workers that shared them."""
+    """`shards` is the number of parts, `world_size` the number of workers that shared them."""
 
 
 @struct(frozen=True)
 class Snapshot:
-    """One shard of the state at one sealed step, in memory of a node that outlives its worker."""
+    """One shard of the state at one sealed step, in node memory that outlives the worker."""
 
     local_rank: int
     mark: SnapshotMark
@@ -217,15 +218,16 @@ class Snapshot:
     bytes: int = 0
     digest: str = ""
     copy_of: int | None = None
-    """The RANK, on another node, of which this is a copy; the worker `local_rank` is to read it."""
+    """The RANK on another node whose snapshot this copies, for worker `local_rank` to read; None
+    for an original."""
 
 
 @struct(frozen=True)
 class RecoveryReport:
     """A node's report of the last round that was announced to it.
 
-    The reports of all participants are enough to rebuild a round that the server does not know
-    because its memory is gone, or older than the round.
+    Together, the participants' reports are enough to rebuild a round that the server does not know,
+    because its memory is gone or older than the round.
     """
 
     round: int
@@ -263,7 +265,8 @@ class Participant:
     role_rank_first: int
     role_world_size: int
     instance: Instance = UNKNOWN_INSTANCE
-    """The instance behind the incarnation; its server may have ended before sending the number."""
+    """The instance behind the incarnation. It may not know that number: the server may have ended
+    before sending it."""
     kept: tuple[int, ...] = ()
     """LOCAL_RANKs of the kept workers."""
     charged_suspects: tuple[int, ...] = ()
@@ -272,7 +275,7 @@ class Participant:
 
 @struct(frozen=True)
 class Failure:
-    """One worker that failed, at the server's time."""
+    """One worker's failure, timed by the server's clock."""
 
     node_id: str
     address: str
@@ -302,7 +305,8 @@ class RoundEnd:
     keep: bool = True
     """Workers that can park may be kept in the next round."""
     cause_node_id: str = ""
-    """The node that the cause is about; empty if it is about several, none, or an unknown one."""
+    """The node that the cause refers to; empty if it is unknown, or the cause refers to none or
+    several."""
 
 
 @struct(frozen=True)
@@ -319,12 +323,14 @@ class Round:
     gone: tuple[str, ...] = ()
     """Participants whose seat was given up: lost, left, or stuck."""
     succeeded: tuple[str, ...] = ()
-    """Participants whose workers have all exited 0, even if they or the round were lost since."""
+    """Participants whose workers all exited 0, even if the node or the round has been lost since.
+    """
     end: RoundEnd | None = None
     adopted: bool = False
     """Rebuilt from its nodes' recovery reports. A node that has not reported has a placeholder."""
     excuse: str = ""
-    """A node that left as done but perhaps was not, and why: its departure may cause failures."""
+    """A node that left as if it were done, and why it left: failures that follow may be due to its
+    departure."""
     source: int | None = None
     """RANK of the kept worker that has the newest state."""
     resume_step: int | None = None
@@ -348,7 +354,7 @@ class Round:
 
     @property
     def live(self) -> bool:
-        """Whether it has not ended."""
+        """True until the round ends."""
         return self.end is None
 
 
@@ -364,22 +370,22 @@ class Departure:
     local_world_size: int
     role: str
     may_run: bool = False
-    """Its workers may still run: nothing proves that they are gone, and the node is silent since.
-    """
+    """Its workers may still run: nothing proves that they are gone, and the node has been silent
+    since."""
     ends_after_ms: int = 0
-    """The time after which the runner has ended such workers if their agent is dead."""
+    """How long after the departure the runner has ended those workers, if their agent is dead."""
 
 
 @struct(frozen=True)
 class Moved:
-    """The progress of a round's workers as seen by a node; empty if they have reported none."""
+    """The progress of a round's workers as reported by a node; empty if they reported none."""
 
     step: int | None = None
     """The highest step that any of them has reached."""
     snapshot: bool = False
     """Whether the snapshot file has changed since the round began."""
     sealed: bool = False
-    """Whether the round has sealed a step that is not lost: kept workers have it, or snapshots."""
+    """Whether the round has sealed a step that survives it, in kept workers or in snapshots."""
 
 
 UNMOVED = Moved()
@@ -419,11 +425,11 @@ class JobSpec:
     labels: tuple[tuple[str, str], ...] = ()
     """Labels that a node must have."""
     priority: int = 0
-    """Higher ones are placed first."""
+    """Jobs with a higher priority are placed first."""
     gpus_per_node: int | None = None
     """None for one GPU per worker on nodes that have GPUs, and none elsewhere."""
     local_world_size: int = 0
-    """Workers of each node; 0 if the node counts its GPUs and gives the job all of them."""
+    """Workers per node; 0 if each node counts its GPUs and gives the job all of them."""
     needs_gpu: bool = False
     """Nodes without a GPU are not used."""
     submitter: str = ""
@@ -442,14 +448,14 @@ class Declined:
 
 @struct(frozen=True)
 class Submission:
-    """A run whose nodes the server chooses. Rules are in `core/fleet/placement.py`."""
+    """A run whose nodes the server chooses. The rules are in `core/fleet/placement.py`."""
 
     spec: JobSpec
     submitted_by: str
     at_ms: int
     """Among jobs of one priority, the earliest is served first."""
     placed: tuple[str, ...] = ()
-    """The nodes that are chosen, whether they have joined yet or not, in the order of choice."""
+    """The chosen nodes, joined or not, in the order in which they were chosen."""
     declined: tuple[Declined, ...] = ()
     """Oldest first; bounded, since the job is given up when there are too many."""
 
@@ -460,7 +466,7 @@ class Membership:
 
     rdzv_id: str
     run: str
-    """Uid of the present or last run."""
+    """Uid of the current or last run."""
     run_number: int
     settings: Settings
     began_at_ms: int
@@ -469,7 +475,7 @@ class Membership:
     next_round: int = 0
     """Number of the next round to complete; never goes back, not even from one run to the next."""
     restarts: tuple[int, ...] = ()
-    """When each restart was spent, in this run."""
+    """When each restart of this run was spent."""
     store_failures: int = 0
     """Consecutive store host failures."""
     last_failures: tuple[Failure, ...] = ()
@@ -485,7 +491,8 @@ class Membership:
     scaled: tuple[int, int] | None = None
     """The bounds that an operator set for this run, overriding those it was launched with."""
     stopping: str = ""
-    """Why an operator ends this run: it is closed when no seat of its round is held any more."""
+    """Why an operator is ending this run, which closes once no seat of its round is held; empty if
+    none is."""
     submission: Submission | None = None
     """None if nodes join of their own accord and the server does not choose them."""
     spent: Spent = Spent()
@@ -497,7 +504,7 @@ class Membership:
 
     @property
     def live_round(self) -> Round | None:
-        """The round that runs; None if there is none, or the run has ended."""
+        """The live round; None if there is none, or the run has ended."""
         round_ = self.round
         return round_ if self.ended is None and round_ is not None and round_.live else None
 
@@ -508,7 +515,7 @@ class Membership:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Return how many nodes a round needs now, and how many it may have."""
+        """The smallest and the largest number of nodes that a round may have now."""
         return self.scaled or (self.settings.min_nodes, self.settings.max_nodes)
 
     @property
@@ -530,7 +537,7 @@ class Seat:
     since_ms: int
     succeeded: bool = False
     leaving: str = ""
-    """Why it leaves, once announced; it keeps its seat until its workers are gone."""
+    """Why the node is leaving, once announced. It keeps its seat until its workers are gone."""
 
 
 @struct(frozen=True)
@@ -545,7 +552,7 @@ class Waiting:
     kept: tuple[KeptWorker, ...] = ()
     """Workers of `left_round` that are parked on it."""
     snapshots: tuple[Snapshot, ...] = ()
-    """What it holds of this run's state."""
+    """The snapshots of this run's state that it holds."""
 
 
 @struct(frozen=True)
@@ -563,7 +570,7 @@ class Away:
 
 @struct(frozen=True)
 class Stuck:
-    """Workers that survive SIGKILL; their node has lost its seat, and gets no other."""
+    """Workers that survive SIGKILL; their node has lost its seat, and gets no new one."""
 
     incarnation: int
     round: int
@@ -582,25 +589,25 @@ class Superseded:
 
 
 _PLACEHOLDER = "(GROUP_RANK "
-"""The beginning of placeholders' names; no node's name begins with it."""
+"""The prefix of all placeholders' names; no node's name begins with it."""
 
 
 def placeholder(group_rank: int) -> str:
-    """Name the place of a participant of an adopted round that has not reported yet."""
+    """Return the name that stands for an adopted round's participant until it reports."""
     return f"{_PLACEHOLDER}{group_rank})"
 
 
 def is_placeholder(node_id: str) -> bool:
-    """Return whether this names a placeholder instead of a node."""
+    """Return whether this is the name of a placeholder rather than of a node."""
     return node_id.startswith(_PLACEHOLDER)
 
 
 @struct(frozen=True)
 class State:
-    """One job as a server sees it: the durable membership, and what is learned again.
+    """One job as a server sees it: the durable membership, and what each server relearns.
 
-    A present node is in exactly one of `seats`, `waiting` and `stuck`; `away` marks those of
-    them whose stream has ended.
+    A present node is in exactly one of `seats`, `waiting` and `stuck`, and also in `away` if its
+    stream has ended.
     """
 
     membership: Membership
@@ -610,8 +617,8 @@ class State:
     stuck: Mapping[str, Stuck] = field(default_factory=dict)
     away: Mapping[str, Away] = field(default_factory=dict)
     hasty: int = 0
-    """How many nodes with seats are away for a grace that a round's end shortens. This number and
-    the next are kept by `Draft.put`: thousands of nodes return one after another."""
+    """How many seated nodes are away with a grace that a round's end shortens. `Draft.put` updates
+    this number and the next, rather than counting again for each of thousands of nodes."""
     unready: int = 0
     """How many waiting nodes are away."""
     short_since_ms: int | None = None
@@ -619,7 +626,7 @@ class State:
     enough_since_ms: int | None = None
     """Since when at least `min_nodes` have waited while no round is live."""
     regained: bool = False
-    """`min_nodes` were regained after a round, so newcomers are gathered."""
+    """Whether `min_nodes` were regained after a round, so that newcomers are gathered."""
     newest_ms: int = 0
     """When the latest newcomer arrived."""
     back_ms: int | None = None
@@ -631,13 +638,14 @@ class State:
     superseded: Mapping[str, Superseded] = field(default_factory=dict)
     """By node_id: workers that may still run of a round replaced by an adopted later one."""
     stop_deadline_ms: int | None = None
-    """The deadline by which participants must have stopped; then they are given up."""
+    """When participants that have not stopped are given up."""
     last_leave: LeaveCause | None = None
     """Why the last node to depart left of its own accord; None if it was lost."""
     moved: Moved = UNMOVED
-    """Progress of the ended round, from nodes that have stopped; reported again on reconnect."""
+    """Progress in the ended round, as reported by nodes that have stopped; they report it again
+    when they reconnect."""
     barred: Mapping[str, str] = field(default_factory=dict)
-    """By node_id: nodes that a submitted job may not keep, and why. Set again by each server."""
+    """By node_id: why a submitted job may not keep the node. Each server sets this anew."""
 
     @property
     def run_is_open(self) -> bool:
@@ -661,25 +669,26 @@ class State:
 
     @property
     def queued(self) -> bool:
-        """Whether this is a submitted job without any node, which waits until it is placed."""
+        """Whether this is a submitted job that has no nodes yet and waits to be placed."""
         submission = self.membership.submission
         return submission is not None and not submission.placed and not self.anybody
 
     def incarnation(self, node_id: str) -> int | None:
-        """Return the incarnation that speaks for a present node."""
+        """Return the incarnation that represents a present node; None if the node is not present.
+        """
         held = self.seats.get(node_id) or self.waiting.get(node_id) or self.stuck.get(node_id)
         return held.incarnation if held else None
 
     @property
     def ready(self) -> int:
-        """The number of waiting nodes that can be told of a round now."""
+        """The number of waiting nodes that are connected, so that a round can be sent to them."""
         return len(self.waiting) - self.unready
 
     def is_hasty(self, node_id: str) -> bool:
-        """Return whether a node has a seat and is away, and a round's end shortens its grace."""
+        """Return whether a seated node is away with a grace that a round's end shortens."""
         away = self.away.get(node_id)
         return away is not None and not away.firm and node_id in self.seats
 
     def is_unready(self, node_id: str) -> bool:
-        """Return whether a node waits, and is away."""
+        """Return whether a waiting node is away."""
         return node_id in self.away and node_id in self.waiting

@@ -4,7 +4,7 @@
 command rule records what the command reports; then the state rules (release seats, settle the
 charge, complete a round, ...) apply one at a time until none is left. Time enters only through
 `now_ms`; `Transition.wake_at_ms` is when a rule may next apply without any command. The package's
-docstring has the life of a job.
+docstring describes the life of a job.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ from rdzv.structs import replace, struct
 
 @struct(frozen=True)
 class Transition:
-    """The next state, the events, and the latest time for the next tick."""
+    """The next state, the events, and when the next tick is due; None if none is."""
 
     state: State
     events: tuple[Event, ...] = ()
@@ -106,8 +106,8 @@ def step(state: State, command: Command, now_ms: int) -> Transition:
     repeated at once changes nothing; a `Tick` before `wake_at_ms` changes nothing.
 
     Raises:
-        RendezvousError: the command is refused, and nothing has changed; `refusals` has each
-            reason, with its error.
+        RendezvousError: the command is refused, and nothing has changed; `refusals` lists every
+            reason and its error.
 
     """
     membership = not_after(state.membership, now_ms)
@@ -134,7 +134,7 @@ def _apply(work: Draft, command: Command) -> Ignored | None:
 class CommandRule:
     """How one command is handled: it takes effect if all conditions hold, and is ignored otherwise.
 
-    An effect may refuse the command, by an error, or return why it ignores it.
+    An effect may raise an error to refuse the command, or return the reason for ignoring it.
     """
 
     effect: Callable[[Draft, Any], Ignored | None]

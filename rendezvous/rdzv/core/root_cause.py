@@ -1,4 +1,4 @@
-"""Finds the failure that caused the others of a round."""
+"""Finds the failure that caused the other failures of a round."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rdzv.core.model import Cause, Failure, Round
 
 MAX_FAILURES = 64
-"""Number of failures kept per round; the earliest ones."""
+"""The most failures kept per round: the earliest ones."""
 
 _CONNECTION_ERRORS = (
     "connection reset",
@@ -43,7 +43,7 @@ def is_connection_error(failure: Failure) -> bool:
 
 
 def root_cause(failures: Iterable[Failure], window_ms: int) -> tuple[Failure, ...]:
-    """Order the failures within `window_ms` of the earliest, the root cause first.
+    """Return the failures within `window_ms` of the earliest, the root cause first.
 
     First come failures with a traceback other than a connection error, then those without
     information (killed by a signal, or no error file), then connection errors, which follow from
@@ -86,7 +86,7 @@ def only_suspects(failures: Iterable[Failure]) -> bool:
 
 
 def keep_earliest(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Keep one failure per worker, and the earliest `MAX_FAILURES` of all, suspects last.
+    """Return one failure per worker, and of these the earliest `MAX_FAILURES`, suspects last.
 
     A worker's own failure replaces the one for which it was a suspect.
     """
@@ -104,7 +104,7 @@ def describe_failure(failure: Failure) -> str:
     elif failure.signal is not None:
         how = f": signal {failure.signal}"
     elif failure.exit_code is None:
-        # It has hung, or how it ended was not observed: the message has all the information.
+        # The worker hung, or nothing saw how it ended; the message says all that is known.
         how = "" if failure.message else ": how it ended is not known"
     text = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}{how}"
     return f"{text}: {failure.message}" if failure.message else text

@@ -1,7 +1,7 @@
 """Immutable mappings whose changed copies share everything that has not changed.
 
 A job of ten thousand nodes takes ten thousand steps to form, and each changes one node's place.
-Copying a dict for each of them would cost time that grows with the square of the nodes.
+Copying a dict at each step would take time that grows with the square of the number of nodes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 LARGE = 512
 """From this size on, copying a dict costs more than sharing it."""
 CHANGES = 128
-"""The most changes that a shared map holds on top of what it shares."""
+"""The most changes that a shared map holds on top of its shared base."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -40,8 +40,8 @@ def without(mapping: Mapping[_K, _V], key: _K) -> Mapping[_K, _V]:
 
 
 def put_all(mapping: Mapping[_K, _V], changes: Mapping[_K, _V]) -> Mapping[_K, _V]:
-    """Return a mapping with many changes."""
-    # By pairs: to unpack a mapping that is no dict looks up each of its keys.
+    """Return a mapping in which many keys have new values."""
+    # By pairs, because unpacking a mapping other than a dict looks up each of its keys.
     return {**dict(mapping.items()), **changes}
 
 
@@ -59,9 +59,9 @@ class SharedMap(Mapping[_K, _V]):
     def __init__(
         self, base: Mapping[_K, _V], over: dict[_K, _V], added: dict[_K, _V], size: int
     ) -> None:
-        """`over` has other values of the base's keys, or `_GONE`; `added` comes after the base.
+        """`over` has new values for keys of the base, or `_GONE`; `added` follows the base.
 
-        A key of the base that was removed and put again is in both.
+        A key of the base that was removed and then put again is in both.
         """
         self._base = base
         self._over = over
@@ -130,15 +130,15 @@ class SharedMap(Mapping[_K, _V]):
         return (key for key, _ in self._pairs())
 
     def items(self) -> ItemsView[_K, _V]:
-        """Return its pairs."""
+        """Return the pairs of key and value."""
         return _Items(self)
 
     def values(self) -> ValuesView[_V]:
-        """Return its values."""
+        """Return the values."""
         return _Values(self)
 
     def __repr__(self) -> str:
-        """Show it as a dict."""
+        """Return the text of an equal dict."""
         return repr(dict(self._pairs()))
 
 

@@ -1,7 +1,7 @@
 """Copies of snapshots on other nodes: which node keeps copies for which, and of what.
 
-A part of a state that only nodes of one topology hold is lost with them; so a node of another
-topology keeps a copy. Where all nodes have the same topology, another machine is enough.
+A part of the state that only nodes of one topology hold is lost with them, so a node of another
+topology keeps a copy. If all nodes have the same topology, a node on another machine is enough.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rdzv.core.model import Participant, Snapshot, SnapshotMark
 from rdzv.structs import replace, struct
 
 MAX_COPIES = 3
-"""The most workers of other nodes that a node keeps copies for, per worker of its own."""
+"""The most workers on other nodes for which a node keeps copies, per worker of its own."""
 
 
 @struct(frozen=True)
@@ -60,8 +60,8 @@ class CopyOrder:
 def keepers(participants: Sequence[Participant]) -> dict[str, str]:
     """Map each node to the one that keeps its copies; nodes without one are left out.
 
-    The choice depends only on the nodes and their order. As far as possible, each node keeps the
-    copies of one other.
+    The choice depends only on the nodes and their order. As far as possible, each node keeps copies
+    for just one other.
     """
     groups = sorted(_apart(participants).values(), key=len, reverse=True)
     if len(groups) < 2:
@@ -118,7 +118,7 @@ def orders(
 
 
 def why_no_keeper(node_id: str, participants: Sequence[Participant], able: Collection[str]) -> str:
-    """Return why no other node keeps copies for this one; the nodes `able` have a carrier."""
+    """Return why no other node keeps copies for this one; `able` are the nodes with a carrier."""
     if len(participants) < 2:
         return "no other node takes part"
     groups = _apart(participants)
@@ -132,13 +132,13 @@ def why_no_keeper(node_id: str, participants: Sequence[Participant], able: Colle
 
 
 def are_kept(wanted: Iterable[Snapshot], held: Collection[Snapshot]) -> bool:
-    """Return whether a node holds all these copies, with the digests that their savers reported."""
+    """Return whether all `wanted` copies are held, with the digests that their savers reported."""
     there = {(one.mark, one.shard, one.digest) for one in held}
     return all((one.mark, one.shard, one.digest) in there for one in wanted)
 
 
 def _apart(participants: Sequence[Participant]) -> dict[str, list[str]]:
-    """Group node_ids by what may fail together: their topology or, if that is equal, machine."""
+    """Group node_ids that may fail together: by topology or, if all have the same, by machine."""
     by_topology = len({one.offer.topology for one in participants}) > 1
     groups: dict[str, list[str]] = {}
     for one in participants:

@@ -2,8 +2,8 @@
 
 A *snapshot* is one part of the state at one sealed step, in memory that outlives its worker. Parts
 fit together only if they have the same *mark*: the same lineage, step and series. A mark is *whole*
-if participants hold every part of it. A *lineage* begins with each round of new workers alone, and
-kept workers carry it on: in two of them the same step is not the same state.
+if participants hold every part of it. A *lineage* begins with each round that has only new workers,
+and kept workers carry it on: in two lineages, the same step is not the same state.
 
 Kept workers are never older than the snapshots of the rounds that they took part in, so a round
 loads snapshots only if no kept worker has a state. A round that has neither begins from the
@@ -25,7 +25,7 @@ MAX_LOADS = 3
 """Snapshots are left aside if this many rounds in a row have loaded them and failed soon."""
 
 MAX_SOLE_HOLDERS = 8
-"""As many nodes without copies are named."""
+"""The most sole holders that are named."""
 
 
 class WhyNotLoaded(StrEnum):
@@ -81,13 +81,13 @@ def has_whole(round_: Round, waiting: Iterable[Waiting]) -> bool:
 
 
 def sealed_in(round_: Round) -> range:
-    """Return the lineages of steps that a round may have sealed."""
+    """Return the lineages to which the steps that a round has sealed may belong."""
     # Kept workers that have no state begin another lineage, which is not known here.
     return range(round_.lineage, round_.number + 1)
 
 
 def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> Base:
-    """Decide which snapshots the next round begins with. `joins` are those of its participants."""
+    """Decide which snapshots the next round begins with; `joins` are its participants' joins."""
     prior, number = membership.round, membership.next_round
     origin = prior.origin if prior is not None else number
     world_size = _workers(keeping.participants)
@@ -107,7 +107,7 @@ def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> 
 
 
 def before(snapshots: Collection[Snapshot], lineage: int, step: int | None) -> tuple[Snapshot, ...]:
-    """Leave out steps of a lineage that kept workers redo, since their results will differ."""
+    """Return the snapshots except those of steps that kept workers redo: results will differ."""
     marks = (one.mark for one in snapshots)
     undone = {mark for mark in marks if mark.lineage == lineage and mark.step > (step or 0)}
     return tuple(one for one in snapshots if one.mark not in undone)
@@ -163,7 +163,7 @@ class NodeLoss:
 
     whole: SnapshotMark | None
     sole_holders: tuple[SoleHolder, ...] = ()
-    """Without any of these the newest state would not be whole: the first `MAX_SOLE_HOLDERS`."""
+    """Nodes without any one of which the newest state would not be whole; the first few of them."""
     sole_holder_count: int = 0
 
 
@@ -176,7 +176,7 @@ class SnapshotsKnown:
     """Since when they have been whole, as far as known."""
     held: Mapping[str, NodeHolding] = field(default_factory=dict)
     node_loss: NodeLoss | None = None
-    """None if nodes have not said yet that they hold all of `whole`."""
+    """None until nodes have reported that they hold all of `whole`."""
 
     def lost_steps(self, steps: Iterable[int]) -> int | None:
         """Return how many steps would be redone if all workers, now at `steps`, failed.
@@ -186,7 +186,7 @@ class SnapshotsKnown:
         return _steps_after(self.whole, steps)
 
     def lost_steps_with_node(self, steps: Iterable[int]) -> int | None:
-        """Return how many steps would be redone if a node was lost with all workers, at most.
+        """Return the most steps that would be redone if any one node and all workers were lost.
 
         None if that is not known, or if nothing whole would be left in memory.
         """
@@ -196,12 +196,13 @@ class SnapshotsKnown:
 class HeldByNodes:
     """The snapshots that nodes of a live round hold, and the newest mark that is whole among them.
 
-    A mark of the round's own lineage becomes whole when its last part is held. It stays so when a
-    part is lost, and never goes back.
+    `whole` moves to a newer mark of the round's lineages when the last part of that mark is held.
+    It never goes back, even if a part is lost.
     """
 
     def __init__(self, round_: Round, last: HeldByNodes | None = None) -> None:
-        """Begin with the mark in the round's record, and its nodes' reports in the `last` round."""
+        """Begin with the mark in the round's record, and what its nodes held in the `last` round.
+        """
         self.whole = round_.snapshot
         self.whole_in_round: SnapshotMark | None = None
         """The newest whole mark, if it became whole in this round."""
@@ -252,9 +253,10 @@ class HeldByNodes:
         }
 
     def whole_without_a_node(self) -> SnapshotMark | None:
-        """Return the newest mark that is whole after the loss of any one node.
+        """Return the newest mark that is sure to be left whole by the loss of any one node.
 
-        Another node may be a sole holder of each mark, so it is the worst case of all nodes.
+        A node's loss leaves the newest mark of which it is not a sole holder; the result is the
+        oldest of these marks over all nodes.
         """
         worse_off = set(self._held)
         for mark in sorted(self._holders, reverse=True):

@@ -36,4 +36,4 @@ class Tally:
     spent: Spent = Spent()
     restart_ages_ms: tuple[int, ...] = ()
     """Ages of the spent restarts that still lie within `restart_window`, oldest first; empty
-    without a window, for then all count."""
+    without a window, because then all restarts count."""

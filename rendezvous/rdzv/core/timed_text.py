@@ -12,7 +12,7 @@ from rdzv.core.words import duration
 from rdzv.structs import struct
 
 LAST_CALL = "last call"
-"""The wait of a job whose first round has enough nodes, and room for more."""
+"""Short name of the wait for more nodes once a job's first round has enough of them."""
 
 
 @struct(frozen=True)
@@ -29,7 +29,7 @@ class TimeInText:
 
 
 class TimedText(str):
-    """A text with its times. Adding it to texts keeps them; formatting it yields plain text."""
+    """A text that carries its times. Concatenation keeps them; formatting yields plain text."""
 
     __slots__ = ("times",)
     times: tuple[TimeInText, ...]
@@ -84,7 +84,7 @@ def later(text: str, times: Iterable[TimeInText], more_ms: int) -> TimedText:
 
 
 def without_times(text: str, times: Iterable[TimeInText]) -> str:
-    """Return a text without its advancing durations: it changes only if something else does.
+    """Return a text without its advancing durations, so that it changes only if other parts do.
 
     >>> text = "gives up in " + left(588_000) + ", 2 s after n7"
     >>> without_times(text, text.times)
@@ -97,7 +97,7 @@ def without_times(text: str, times: Iterable[TimeInText]) -> str:
 
 
 def _fitting(text: str, times: Iterable[TimeInText]) -> Iterator[TimeInText]:
-    """Yield the times that fit a text, in order; another server may send times that do not."""
+    """Yield the times that fit the text, in order; times from another server may not fit."""
     end = 0
     for time in times:
         if end <= time.at <= time.at + time.length <= len(text):
@@ -115,7 +115,7 @@ def _joined(first: str, second: str) -> TimedText:
     if isinstance(second, TimedText):
         by = len(first)
         times += tuple(
-            # Not `replace`: each of thousands of nodes gets such a text.
+            # `replace` would be too slow: each of thousands of nodes gets such a text.
             TimeInText(time.at + by, time.length, time.ms, time.grows, time.waits_for)
             for time in second.times
         )

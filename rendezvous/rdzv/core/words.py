@@ -1,4 +1,4 @@
-"""Numbers, durations, sizes and lists of names as people read them."""
+"""Formats numbers, durations, sizes and lists of names for people."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Write a number with its noun.
+    """Format a number with its noun.
 
     >>> counted(0, "node"), counted(1, "node"), counted(2, "more node")
     ('0 nodes', '1 node', '2 more nodes')
@@ -31,7 +31,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration(ms: int) -> str:
-    """Write how long something takes, or has taken; a negative duration counts as zero.
+    """Format a duration; a negative one counts as zero.
 
     >>> [duration(ms) for ms in (-5, 240, 1_500, 59_000, 125_000, 7_260_000, 180_000_000)]
     ['0.0 s', '0.2 s', '1.5 s', '59 s', '2 min 5 s', '2 h 1 min', '2 d 2 h']
@@ -50,7 +50,7 @@ def duration(ms: int) -> str:
 
 
 def size_text(size: int) -> str:
-    """Write a size in bytes.
+    """Format a size given in bytes.
 
     >>> size_text(135 << 30), size_text(1536 << 10), size_text(200)
     ('135 GiB', '1.5 MiB', '200 B')
@@ -64,7 +64,7 @@ def size_text(size: int) -> str:
 
 
 def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
-    """Write RANKs as ranges, but only the first of very many ranges.
+    """Format RANKs as at most `most` ranges, followed by how many RANKs are left out.
 
     >>> ranks_text([3, 0, 2, 4, 8]), ranks_text(range(0, 80, 2), most=3)
     ('0,2-4,8', '0,2,4 and 37 more')

@@ -14,7 +14,7 @@ from rdzv.core.words import ranks_text
 from rdzv.structs import replace, struct
 
 MIN_WAIT_MS = 2_000
-"""Ranks are asked one after another, so a shorter wait may not be one."""
+"""Ranks are asked one after another, so a shorter wait may only be apparent."""
 DEFAULT_GROUP = "default_pg"
 """Torch's name of the group of all ranks."""
 MAX_DETAILS = 8
@@ -80,7 +80,7 @@ class GroupRecord:
 
     @property
     def name(self) -> str:
-        """Name the group, for people."""
+        """The group's name, for people."""
         if self.description == DEFAULT_GROUP:
             return "the default group"
         told = self.description if self.description not in ("", "undefined") else self.group
@@ -148,11 +148,11 @@ class _Wait:
 def compare(evidence: Iterable[Evidence]) -> Cause | None:
     """Find the ranks that a round waits for; None if no rank waits, or the records do not show it.
 
-    Waits shorter than `MIN_WAIT_MS` are ignored. The first of these that applies: ranks that have
-    entered another operation, or other sizes, than most; ranks that have not entered a collective
-    that others wait in, and wait in none themselves; ranks that wait for each other in different
-    groups; ranks without a record where all others have entered; ranks still in a collective that
-    others have left.
+    Waits shorter than `MIN_WAIT_MS` are ignored. Of these causes, the first that applies is found:
+    ranks that have entered another operation, or other sizes, than most; ranks that have not
+    entered a collective that others wait in, and wait in none themselves; ranks that wait for each
+    other in different groups; ranks without a record where all others have entered; ranks still in
+    a collective that others have left.
     """
     known = {one.rank: one for one in evidence}
     waits = [wait for wait in _waits(known) if wait.waiting_ms >= MIN_WAIT_MS]
@@ -205,7 +205,7 @@ def _wait(records: Mapping[int, GroupRecord], recorded: Iterable[int]) -> _Wait 
     )
 
 
-# ---------------------------------------------------------------------- what may be the cause
+# ---------------------------------------------------------------------- possible causes
 
 
 def _mismatch(waits: Iterable[_Wait]) -> Cause | None:
@@ -260,13 +260,13 @@ def _differing(wait: _Wait, kind: str, sides: Sequence[tuple[str, list[int]]]) -
 
 
 def _missing(waits: Sequence[_Wait], known: Mapping[int, Evidence]) -> Cause | None:
-    """Find ranks that have not entered a collective that others wait in, and wait in none."""
+    """Find ranks that others are waiting for in a collective and that wait in none themselves."""
     absent = {rank for wait in waits for rank in wait.absent}
     somewhere = {rank for wait in waits for rank in wait.pending}
     unknown = {rank for rank, one in known.items() if one.records is None}
     held = {rank for rank in absent | unknown if known[rank].state in _HELD}
     idle = absent - somewhere
-    # A rank inside torch.distributed without a record waits for another one, too.
+    # A rank whose stack is inside torch.distributed waits as well, even without a pending record.
     idle = {rank for rank in idle if not known[rank].in_collective} or idle
     found = held or idle
     if not found and unknown and (not absent or absent <= somewhere):
@@ -281,7 +281,7 @@ def _of_missing(
     waits: Sequence[_Wait], known: Mapping[int, Evidence], found: Collection[int]
 ) -> Cause:
     kinds = {rank: _HELD.get(known[rank].state, known[rank].busy or "absent") for rank in found}
-    # Among several ranks, the one that is held explains the others.
+    # Among several ranks, one that is held explains the others.
     kind = min(kinds.values(), key=lambda one: (one == "absent", one not in _HELD.values(), one))
     ranks = sorted(rank for rank in found if kinds[rank] == kind)
     seen = [wait for wait in waits if wait.absent & set(ranks)]

@@ -1,10 +1,10 @@
 """Finds workers that hold up their process groups, by when each enters collectives.
 
-Pure. In a lock-step training all workers make the same number of steps a second, and the slow one
-is the one that enters last. Torch numbers the collectives of a group in the same way on every rank;
-nodes report when their ranks entered some of them, the same ones everywhere. Clocks of different
-nodes differ, so a delay below twice their error does not count between nodes; within a node there
-is no such error.
+Pure. In lock-step training, all workers make the same number of steps a second, and the slow one is
+the one that enters last. Torch numbers the collectives of a group in the same way on every rank;
+nodes report when their ranks entered some of them, the same ones everywhere. The clocks of nodes
+differ, so between nodes, a delay below twice the error of the clocks does not count; within a node
+there is no such error.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Arrivals:
 def chosen(first: int, last: int, most: int) -> list[int]:
     """Return about `most` numbers of a range, or all of them if the range has no more than that.
 
-    A range twice as long keeps every second one of them, so nodes that look at different moments
-    still choose the same numbers. They are spread out, so every position within a repeating
-    training step is covered.
+    If the range is twice as long, about every second of these numbers remains, so nodes that look
+    at different moments still choose the same numbers. The numbers are spread out, so every
+    position within a repeating training step is covered.
 
     >>> chosen(1, 4, 8), chosen(1, 32, 8)
     ([1, 2, 3, 4], [2, 5, 10, 13, 18, 23, 26, 31])

@@ -19,7 +19,7 @@ SILENT_STEPS = 3
 ROUNDING_STEPS = 1
 """Workers in lock-step may be reported up to this many steps apart."""
 UNSTEADY = 0.25
-"""Rates are averages over a minute; the momentary one may be lower or higher by this share."""
+"""Rates are averages over a minute; the momentary rate may be lower or higher by this share."""
 
 
 @struct(frozen=True)

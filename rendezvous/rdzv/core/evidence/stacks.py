@@ -207,7 +207,7 @@ def evidence(stack: WorkerStack) -> Evidence:
 
 
 def groups(ranks: Mapping[Key, Sequence[int]], one_of: Mapping[Key, WorkerStack]) -> list[Group]:
-    """Return the groups, the largest first; equal ones are ordered by their lowest RANK.
+    """Return the groups, the largest first; groups of equal size are ordered by their RANKs.
 
     `one_of` holds one worker's stack for each group.
     """

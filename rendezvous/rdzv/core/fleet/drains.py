@@ -13,7 +13,7 @@ class Drain:
     reason: str
     """The reason; empty if none was given."""
     due_ms: int
-    """When workers that remain are killed."""
+    """When the remaining workers are killed."""
     number: int = 0
     """The number of an operator's drain; 0 if the node drains itself."""
 
@@ -24,7 +24,7 @@ class Drain:
 
     @property
     def told(self) -> str:
-        """The reason sent to the node, which the node gives its jobs as it leaves them."""
+        """The reason sent to the node, which gives it to its jobs when it leaves them."""
         return told(self.reason)
 
     def left_ms(self, now_ms: int) -> int:
@@ -32,7 +32,7 @@ class Drain:
         return max(self.due_ms - now_ms, 0)
 
     def describe(self, now_ms: int) -> str:
-        """Say that the node leaves, why, and by when.
+        """Describe the drain: its reason, and how soon the node leaves.
 
         >>> Drain("kernel upgrade", due_ms=50_000, number=1).describe(now_ms=10_000)
         'drained (kernel upgrade), leaves in 40 s'

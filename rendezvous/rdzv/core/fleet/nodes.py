@@ -7,11 +7,11 @@ only for `reconnect_grace_ms`; a daemon's workers live on, so it may be absent f
 
 Silence while the server could not receive proves nothing: after a take-over (`Expect`) or a pause
 of the server itself (`Pause`), no node is lost before `takeover_grace_ms` is over, or while
-expected nodes still come back one after another, since thousands take their time. A node is back
-once it has answered the Welcome: one that gave up waiting for it, at a busy server, is still
-coming. Silence from all nodes at once, if they are two or more, proves nothing either: more likely
-the server itself is cut off, and if all have died, no node is left to take their seats. So while no
-node at all is heard, leases stay valid for `takeover_grace_ms`.
+expected nodes are still coming back one after another, because thousands of them take a while. A
+node counts as back once it has answered the Welcome: one that gave up waiting for the Welcome of a
+busy server is still coming back. Silence from all nodes at once, if they are two or more, proves
+nothing either: more likely the server itself is cut off, and if all have died, no node is left to
+take their seats. So while no node at all is heard, leases stay valid for `takeover_grace_ms`.
 
 One node_id, one instance: a new one takes over only once the old one's stream has ended.
 A node may *fence* itself: it kills its own workers a fixed time after the server is last proven to
@@ -19,9 +19,9 @@ have heard it, and the server relies on that. Its seats are kept until this has 
 however its stream ended and whichever instance asks for its place. A paused machine cannot kill
 anything, so nothing is certain about its workers.
 
-A lease suits the number of nodes when it is given, and grows with that number: otherwise the first
-nodes would send heartbeats most often for as long as they stay. It never shrinks while a stream is
-open, because the node would have to send more often before the server could rely on it.
+A lease suits the number of nodes at the time, and grows with it: otherwise the first nodes would
+send the most heartbeats for as long as they stay. It never shrinks while a stream is open, because
+the node would have to send more often before the server could rely on it.
 
 Incarnations number the instances; the leadership is their high half, so they never go back, even
 when a server starts without memory of its predecessor.
@@ -40,12 +40,12 @@ from rdzv.structs import replace, struct
 _COUNTER_BITS = 32
 
 AMPLE_MS = 10_000
-"""Enough time for a late heartbeat: a longer lease needs no more than two of them."""
+"""Ample time for a heartbeat to be late: a long lease needs no more than two heartbeats."""
 
 ARRIVALS_QUIET_MS = 10_000
 """If nodes come back less than this apart after a take-over, assume that the server is slow."""
 ARRIVALS_GRACES = 4
-"""Assume that for at most this many times `takeover_grace_ms`."""
+"""This is assumed for at most this many times `takeover_grace_ms`."""
 
 FENCE_MARGIN_MS = 1_000
 """A node must fence itself this long before it is given up, because killing takes a moment."""
@@ -73,8 +73,8 @@ class NodesTuning:
     reconnect_grace_ms: int = 250
     takeover_grace_ms: int = 30_000
     lease_grows_by: float = 1.5
-    """A lease is replaced once the suitable one is this many times as long: seldom, because each
-    new node changes the suitable length a little."""
+    """A lease is replaced only once the suitable one is this many times as long, because every new
+    node changes the suitable length a little."""
 
     def lease_for(self, nodes: int) -> int:
         """Return the lease, in ms, that suits this number of nodes.
@@ -129,16 +129,17 @@ class NodeRecord:
     excused_until_ms: int = 0
     """Its lease does not end before this, because all nodes are silent, or its relay is."""
     fence_after_ms: int = 0
-    """Time after its last message at which it has killed its own workers; 0 if it does not."""
+    """Time after its last message by which it has killed its own workers; 0 if it does not."""
     until_ms: int = 0
     """When it is given up, if it is away."""
     firm: bool = False
-    """Whether its absence is announced or ends with its fence, so that nothing shortens the wait.
-    """
+    """Whether nothing may shorten the wait for it, for example because its absence was announced,
+    or because it fences itself."""
     expected_instance: str = ""
-    """The id of the incarnation if the node is only expected; empty if it was not stored."""
+    """The instance behind the incarnation while the node is only expected; empty if not stored."""
     returns_until_ms: int = 0
-    """After a take-over: it may be coming back until then; 0 once it has answered a Welcome."""
+    """Until when it may still be coming back after a take-over; 0 once it has answered a Welcome.
+    """
 
     @property
     def expires_at_ms(self) -> int:
@@ -202,13 +203,13 @@ class Disconnect:
     node_id: str
     stream: int
     unheard: bool = False
-    """The server could not receive at that moment: the stream was an attempt to reach it, or came
-    by a relay whose own call has ended."""
+    """The server could not receive at that moment: the stream was only an attempt to reach it, or
+    passed through a relay whose own call has ended."""
 
 
 @struct(frozen=True)
 class PlanAway:
-    """The agent goes away on purpose and is back within `deadline_ms` from now."""
+    """The agent is going away on purpose, and promises to be back within `deadline_ms`."""
 
     node_id: str
     stream: int
@@ -217,10 +218,10 @@ class PlanAway:
 
 @struct(frozen=True)
 class Expect:
-    """After a take-over: this incarnation holds a seat, and has not been heard yet.
+    """After a take-over: this incarnation holds a seat, and has not been heard from yet.
 
-    `instance` is its id. It may not know its incarnation: its server may have ended before sending
-    that.
+    `instance` is the id of its instance, which may not know the incarnation: the previous server
+    may have ended before sending it.
     """
 
     node_id: str
@@ -247,7 +248,7 @@ NodesCommand = Connect | Hear | Excuse | Disconnect | PlanAway | Expect | Pause 
 
 @struct(frozen=True)
 class NodeConnected:
-    """A stream is open. `replaced` is the incarnation that another instance had before."""
+    """A stream is open. `replaced` is the incarnation of another instance that had this node_id."""
 
     node_id: str
     incarnation: int
@@ -357,7 +358,7 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
         fence_after_ms=command.fence_after_ms,
     )
     if old is not None and same and _returns(old, now_ms):
-        # Until it answers, the Welcome may be what is late.
+        # Until the node answers, it may be the Welcome that is late.
         record = replace(
             record,
             excused_until_ms=min(now_ms + nodes.tuning.takeover_grace_ms, old.returns_until_ms),
@@ -376,7 +377,7 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
 
 
 def check_fence(fence_after_ms: int, lease_ms: int) -> None:
-    """Refuse a fence that might come only after the node and its seats have been given up.
+    """Refuse a fence that might act only after the node and its seats have been given up.
 
     Raises:
         InvalidRequestError: the fence is less than `FENCE_MARGIN_MS` below the lease.
@@ -403,7 +404,7 @@ def _same_instance(old: NodeRecord, command: Connect, leadership: int) -> bool:
 
 
 def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_ms: int) -> None:
-    """Refuse an instance that is not the one in charge of this node_id."""
+    """Refuse an instance that may not have this node_id now."""
     if old is None or _same_instance(old, command, nodes.leadership):
         return
     if 0 < command.incarnation < old.incarnation:
@@ -421,7 +422,7 @@ def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_
     if old.stream is not None:
         return
     if old.fence_after_ms:
-        # No instance has been heard since, however long the seat is kept for other reasons.
+        # The fence has acted by then, however long the seat is kept for other reasons.
         until_ms = min(old.until_ms, old.since_ms + old.fence_after_ms + FENCE_MARGIN_MS)
         fence = f"its fence kills them {old.fence_after_ms / 1000:g} s after it was last heard"
         why = f"may still have workers of {_who(old)}; {fence}"
@@ -460,7 +461,7 @@ def _hear(nodes: Nodes, command: Hear, now_ms: int) -> NodesTransition:
         heard[node_id] = replace(record, heard_ms=now_ms, lease_ms=lease_ms)
     if not heard:
         return NodesTransition(nodes)
-    # It is earlier for a node that was coming back until now.
+    # A node that was coming back until now may expire earlier than before.
     due_ms = min(record.expires_at_ms for record in heard.values())
     heard_of = replace(nodes, records=put_all(nodes.records, heard))
     return NodesTransition(_end_excuses(_wake_by(heard_of, due_ms), now_ms), tuple(grown))
@@ -477,7 +478,8 @@ def _excuse(nodes: Nodes, command: Excuse, now_ms: int) -> NodesTransition:
 
 
 def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:
-    """Give excused nodes one more lease after a message from any node: theirs may be next."""
+    """After a message from any node, give excused nodes one more lease: their messages may follow.
+    """
     if not nodes.excused:
         return nodes
     nodes = replace(nodes, excused=False)
@@ -504,8 +506,8 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
     if old.fence_after_ms:
         until_ms = max(until_ms, now_ms + old.fence_after_ms + FENCE_MARGIN_MS)
     firm = announced or old.fence_after_ms > 0
-    # While no node is heard, or until just now, the end of a stream says nothing about the node:
-    # an unanswered ping has ended it, or an earlier end is noticed late.
+    # If no node is heard now, or was until a moment ago, the end of a stream says nothing about the
+    # node: an unanswered ping has ended the stream, or an earlier end is noticed late.
     excused_until_ms = old.excused_until_ms
     if command.unheard or _returns(old, now_ms) or _coming_back(nodes, now_ms):
         excused_until_ms = max(excused_until_ms, now_ms + nodes.tuning.takeover_grace_ms)
@@ -588,7 +590,7 @@ def _tick(nodes: Nodes, now_ms: int) -> NodesTransition:
 
 
 def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
-    """Return the time until which silence from all nodes proves nothing; 0 if any of them sends."""
+    """Return the time until which silence from all nodes proves nothing; 0 if any is not silent."""
     tuning = nodes.tuning
     # Usually one of the first few was heard just now, so there is no need to look at all of them.
     fresh_ms = now_ms - tuning.quiet_for(min(tuning.lease_ms, tuning.lease_max_ms))
@@ -604,7 +606,8 @@ def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
 
 
 def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
-    """Excuse nodes whose lease has run out while no other node sends anything either."""
+    """Return, now excused, the nodes whose lease ran out while no other node sent anything either.
+    """
     silent = [
         record
         for record in nodes.records.values()
@@ -617,7 +620,7 @@ def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
 
 
 def _late(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
-    """Wait longer for nodes that are due while others still come back."""
+    """Return, with more time, the nodes that are due while others are still coming back."""
     if not _arriving(nodes, now_ms):
         return {}
     assert nodes.arrived_ms is not None
@@ -636,7 +639,7 @@ def _awaited(record: NodeRecord, until_ms: int) -> NodeRecord:
 
 
 def _arriving(nodes: Nodes, now_ms: int) -> bool:
-    """Return whether a node has come back a short while ago."""
+    """Return whether a node came back a short while ago."""
     return nodes.arrived_ms is not None and now_ms < nodes.arrived_ms + ARRIVALS_QUIET_MS
 
 

@@ -5,9 +5,9 @@ The rules, in the order in which they hold:
 * Jobs are served by priority, and within one priority strictly first in, first out.
 * A job gets `min_nodes` at once or none: no node is hoarded for a job that cannot start.
 * A later job may start only on nodes that no earlier waiting job could use, so no job starves. A
-  job could use a node if it has the job's labels and enough GPUs, busy or not. A job with too few
-  such nodes known could not use any: it keeps none back until there are more.
-* Jobs grow to `max_nodes` once the waiting jobs are served, on nodes that these could not use.
+  job could use a node if it has the job's labels and enough GPUs, busy or not. If too few such
+  nodes are known, the job could not use any, and keeps none back until there are more.
+* After that, jobs grow to `max_nodes` on nodes that no job still waiting could use.
 * Nothing is taken from a running job.
 
 A waiting job always gets a reason. The choice of a node is made here and stored with its job; the
@@ -72,7 +72,7 @@ class Host:
     unusable: str = ""
     """Why nothing may be placed on it now; empty if it is usable."""
     cordoned: bool = False
-    """Whether it is unusable until an operator lifts that, or for an unknown time."""
+    """Whether it is unusable until an operator changes that, or for an unknown time."""
 
     @property
     def gpus_free(self) -> int:
@@ -98,7 +98,7 @@ class Demand:
     here: frozenset[str] = frozenset()
     """The nodes placed for it, and those that have joined of their own accord."""
     idle: tuple[str, ...] = ()
-    """Nodes of `here` without a seat in a running round, in the order of their arrival."""
+    """While a round runs: placed nodes that have no seat and stay, in the order of choice."""
     going: frozenset[str] = frozenset()
     """Nodes of `here` that are about to leave: replacements should come before they are gone."""
     declined: Mapping[str, str] = field(default_factory=dict)
@@ -155,7 +155,7 @@ def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | N
         return None
     round_ = membership.round
     runs = round_ is not None and round_.live
-    # The node for which a placeholder keeps a place is usually among the placed ones.
+    # The node behind a placeholder is usually among the placed ones.
     others = [n for n in (*state.seats, *state.waiting, *state.stuck) if not is_placeholder(n)]
     all_reported = len(others) == len(state.seats) + len(state.waiting) + len(state.stuck)
     here = frozenset((*submission.placed, *others))
@@ -391,7 +391,7 @@ def gpus_needed(spec: JobSpec, resources: Resources) -> int:
 
 
 def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:
-    """Return what the best match lacks, if no node could ever take the job; None if one could."""
+    """Return what the best match lacks if no known node could ever take the job; else None."""
     job = Demand("", "", spec, 1, 1, 0)
     ranked = sorted(hosts, key=lambda host: _distance(job, host))
     if not ranked or not _misfit(job, ranked[0]):

@@ -1,7 +1,8 @@
 """Quarantines nodes on which workers keep failing: they get no submitted jobs for a while.
 
-A *strike* is a round that ended by the fault of one node: the root cause was one of its workers, or
-its processes survived SIGKILL. After enough strikes within a window, the node is quarantined.
+A *strike* is a round that ended through the fault of one node: the root cause was one of its
+workers, or its processes survived SIGKILL. After enough strikes within a window, the node is
+quarantined.
 Failures alone do not show whether the node or the job is broken. To keep a user's bug from emptying
 a cluster,
 
@@ -27,7 +28,7 @@ from rdzv.structs import replace, struct
 MAX_STRIKES = 1_000
 """Number of strikes remembered over all nodes; the oldest are forgotten first."""
 MAX_BLAMED = 1_000
-"""Number of runs remembered because they got a node quarantined; again the oldest go first."""
+"""Number of runs remembered because they got a node quarantined; the oldest are forgotten first."""
 REASON_CHARS = 200
 """Length to which a failure's text is cut: a line or two of a terminal."""
 
@@ -37,17 +38,17 @@ class QuarantineTuning:
     """When a node is quarantined, and for how long; the same for all nodes of one server."""
 
     failures: int = 3
-    """The number of strikes within the window that quarantines a node; 0 never does."""
+    """The number of strikes within the window after which a node is quarantined; 0 for never."""
     window_ms: int = 3_600_000
     ttl_ms: int = 12 * 3_600_000
     """How long a node is quarantined, unless an operator lifts it."""
     max_nodes: int = 0
-    """How many may be quarantined at a time; 0 stands for a quarter of the known daemons."""
+    """The most nodes quarantined at a time; 0 stands for a quarter of the known daemons."""
 
 
 @struct(frozen=True)
 class Strike:
-    """A round that ended by the fault of one node."""
+    """A round that ended through the fault of one node."""
 
     node_id: str
     rdzv_id: str
@@ -75,7 +76,7 @@ class Record:
     nodes: Mapping[str, Quarantined] = field(default_factory=dict)
     """By node_id."""
     blamed: tuple[tuple[str, int], ...] = ()
-    """Runs that got a node quarantined, and how long each is remembered."""
+    """Runs that got a node quarantined, and until when each is remembered."""
 
     def quarantined(self, now_ms: int) -> dict[str, Quarantined]:
         """Return the nodes that are quarantined now, by name."""
@@ -147,7 +148,7 @@ def judge(
 
 
 def lift(record: Record, node_id: str) -> Record:
-    """Let a node be used again; its earlier strikes no longer count."""
+    """Return the record without a node's quarantine and strikes, so that it is used again."""
     return replace(
         record,
         strikes=tuple(strike for strike in record.strikes if strike.node_id != node_id),

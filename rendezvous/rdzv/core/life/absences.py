@@ -82,7 +82,7 @@ def may_run(state: State, node_id: str) -> bool:
 def orphans_end_after_ms(work: Draft, node_id: str) -> int:
     """Return the time within which a runner whose agent is dead has ended its workers.
 
-    It waits for another agent no longer than the longest lease, and then stops them.
+    The runner waits for another agent no longer than the longest lease, and then stops the workers.
     """
     away, round_, tuning = work.state.away.get(node_id), work.membership.round, work.state.tuning
     age_ms = work.now_ms - away.since_ms if away is not None else 0

@@ -63,7 +63,7 @@ def settle_charge(work: Draft) -> bool:
 
 
 _EXCUSES = (Cause.NODE_LEFT, Cause.STORE_HOST, Cause.NODE_LOST)
-"""Causes that may explain a worker failure, the weightiest last."""
+"""Causes that may explain a worker failure, in ascending order of weight."""
 
 
 def charge_instead(work: Draft, cause: Cause, reason: str, node_id: str = "") -> None:

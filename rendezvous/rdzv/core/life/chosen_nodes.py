@@ -29,7 +29,7 @@ def withdraw(submission: Submission, node_ids: Iterable[str]) -> Submission:
 
 
 def decline(submission: Submission, node_id: str, reason: str) -> Submission:
-    """Note that a node cannot run the job. It is not chosen again."""
+    """Record that a node cannot run the job, so that it is not chosen again."""
     others = tuple(other for other in submission.declined if other.node_id != node_id)
     declined = (*others, Declined(node_id, reason))[-MAX_DECLINED:]
     return replace(withdraw(submission, (node_id,)), declined=declined)

@@ -136,7 +136,7 @@ def superseded_until_ms(state: State) -> int:
 
 
 def restart_due_ms(state: State) -> int:
-    """Return the earliest restart of a run that backs off; 0 if it does not back off."""
+    """Return the earliest time at which a run that backs off may restart; 0 if it does not."""
     round_, enough_ms = state.membership.round, state.enough_since_ms
     wait_ms = backoff_ms(state.membership)
     if not wait_ms or round_ is None or round_.end is None or enough_ms is None:
@@ -178,7 +178,7 @@ def time_out_joining(work: Draft) -> bool:
 
 
 def _missing(state: State) -> str:
-    """Name the missing nodes of the last round, and why each is missing."""
+    """Name the nodes that have departed or are stuck, with the reasons; empty if there are none."""
     last = {d.node_id: d for d in state.membership.departures}
     missing = [
         f"{departure.node_id} {departure.state} ({departure.reason})"
@@ -201,7 +201,7 @@ def admit_newcomers(work: Draft) -> bool:
 
 
 def newcomers_due_ms(state: State, now_ms: int) -> int | None:
-    """Return when the present newcomers end the running round if no more arrive."""
+    """Return when the current newcomers end the running round if no more arrive."""
     free = _free_seats(state)
     newcomers = _newcomers(state, now_ms) if free > 0 else []
     if not newcomers:

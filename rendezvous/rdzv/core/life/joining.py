@@ -52,17 +52,17 @@ def join(work: Draft, command: Join) -> Ignored | None:
 
 
 def _others_run_on(state: State, command: Join) -> bool:
-    """Return whether present nodes run a round earlier than the one that this node has left.
+    """Return whether present nodes run a round with a lower number than the one this node has left.
 
-    A server without memory began that later round after waiting for the others in vain. The node
-    has stopped, so if the round were adopted, the next one could begin while those workers still
-    run.
+    A server without memory began their round, after waiting in vain for the nodes of the higher
+    one. This node has stopped, so if the higher round were adopted, the next one could begin while
+    workers of their round still run.
     """
     round_ = state.membership.round
     if round_ is None or command.run != state.membership.run or command.left_round is None:
         return False
-    # Seats stored before the server started are younger than their round: they may come from an
-    # old copy of the store, and their nodes may be in the later round, too.
+    # Seats loaded when the server started are younger than their round: they may come from an old
+    # copy of the store, and their nodes may be in the higher round themselves.
     begun = (n for n, seat in state.seats.items() if seat.since_ms == round_.at_ms)
     there = any(node_id not in state.away and not is_placeholder(node_id) for node_id in begun)
     return there and command.left_round > round_.number
@@ -98,7 +98,7 @@ def _admit(work: Draft, command: Join) -> None:
 
 
 def _wait(work: Draft, command: Join, since_ms: int) -> None:
-    """Add a node to those waiting; it is connected, and reports for itself from now on."""
+    """Add a connected node to those waiting, or update what it offers there."""
     former = work.state.superseded.get(command.node_id)
     if former is not None and (
         former.incarnation != command.incarnation
@@ -118,7 +118,7 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
         snapshots=command.snapshots if command.run == work.membership.run else (),
     )
     if known is not None and _number(command.left_round) < _number(known.left_round):
-        # A late duplicate: the node has offered its parked workers since.
+        # A late duplicate: the node has since offered its parked workers.
         waiting = replace(
             waiting, left_round=known.left_round, kept=known.kept, snapshots=known.snapshots
         )

@@ -58,9 +58,9 @@ def leave(work: Draft, command: Leave) -> Ignored | None:
         return None
     failed = command.cause is LeaveCause.FAILED
     if command.exited_zero and round_.live and not seat.succeeded and some_succeeded(work.state):
-        # It was asked to leave, but its workers were done, as those of other nodes were.
+        # The node was asked to leave, but its workers were done, as those of other nodes were.
         seat = replace(seat, succeeded=True, since_ms=work.now_ms)
-        # If they were not, failures caused by their absence may be reported later than this.
+        # If they were not done, failures caused by their absence may be reported after this.
         round_ = replace(round_, excuse=f"{command.node_id}: {command.reason}")
         _note_success(work, round_, command.node_id)
     if round_.live and not seat.succeeded:
@@ -104,7 +104,7 @@ def report_stuck(work: Draft, command: ReportStuck) -> None:
 
 
 def mark_lost(work: Draft, command: MarkLost) -> None:
-    """Give up a node that the nodes core has lost."""
+    """Give up a node that the nodes core has declared lost."""
     silent_ms = command.silent_ms
     give_up(work, command.node_id, command.reason, heard=command.heard, silent_ms=silent_ms)
 
@@ -208,7 +208,7 @@ def release_away_seats(work: Draft) -> bool:
 
 
 def away_seats_due(state: State) -> Iterable[tuple[str, int]]:
-    """Name the away nodes that delay the end of a round, and when each is given up."""
+    """Yield the away nodes that an ended round still waits for, and when each is given up."""
     round_ = state.membership.round
     if round_ is None or round_.end is None or not state.hasty:
         return
@@ -219,7 +219,7 @@ def away_seats_due(state: State) -> Iterable[tuple[str, int]]:
 
 
 def release_unstopped_seats(work: Draft) -> bool:
-    """Give up a node that has not stopped its workers within all its deadlines."""
+    """Give up a node that has not stopped its workers by the deadline."""
     deadline_ms = work.state.stop_deadline_ms
     if deadline_ms is None or work.now_ms < deadline_ms:
         return False
@@ -230,7 +230,8 @@ def release_unstopped_seats(work: Draft) -> bool:
 
 
 def seats_with_deadline(state: State) -> Iterable[str]:
-    """Name the nodes that must stop by the deadline: all but those promised more time."""
+    """Yield the nodes that must stop by the deadline: all but those that were promised more time.
+    """
     for node_id in state.seats:
         if node_id not in state.away or not state.away[node_id].firm:
             yield node_id

@@ -13,7 +13,7 @@ from rdzv.structs import replace
 
 
 def stop(work: Draft, command: Stop) -> Ignored | None:
-    """Make every node stop; the run closes only then, so that no two runs overlap."""
+    """Make every node stop; the run closes only once all have, so that no two runs overlap."""
     refuse_operator(work.state, command, work.now_ms)
     if work.membership.stopping:
         return Ignored.KNOWN

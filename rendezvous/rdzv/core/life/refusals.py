@@ -89,7 +89,7 @@ def refuse_resume(before: State, state: State, command: Resume) -> None:
 
 
 def refuse_operator(state: State, command: Stop | Restart | Scale, now_ms: int) -> None:
-    """Refuse an operator's command for a run other than the one that the operator looked at.
+    """Refuse an operator's command unless its run is still open and its round has existed.
 
     Raises:
         RendezvousClosedError: the run has ended, or is being stopped (a repeated stop is allowed).
@@ -139,7 +139,7 @@ def refuse_submission(state: State, command: Submit) -> None:
 
 
 def replaces_run(state: State, command: Join) -> bool:
-    """Return whether a launch with other settings ends the open run, as no other node is in it."""
+    """Return whether a launch with other settings ends the open run: no other node is in it."""
     if command.settings == state.membership.settings or not state.run_is_open:
         return False
     if command.run or state.membership.submission:

@@ -123,7 +123,8 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
 
 
 def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
-    """Continue a run that its nodes know. Nodes waiting for a first round wait for its next."""
+    """Continue a run that its nodes know; nodes that wait for a first round wait for its next one.
+    """
     run = command.run
     old, reason = work.membership, "its nodes reported it; this server had no memory of it"
     unstarted = work.open and old.round is None and old.settings == settings
@@ -155,7 +156,7 @@ def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
             next_round=max(membership.next_round, round_.number + 1),
             restarts=restarts_known(membership, round_.restarts, tally, work.now_ms),
             spent=spent_known(membership, tally),
-            # An operator has scaled a round that is outside the bounds; the new bounds are unknown.
+            # A round outside the bounds was scaled by an operator; the new bounds are unknown.
             scaled=membership.scaled if bounds == membership.bounds else bounds,
         )
     )
@@ -170,13 +171,13 @@ def _adopt_round(work: Draft, round_: Round, tally: Tally | None) -> None:
 
 
 def _superseded(state: State, now_ms: int) -> Iterable[tuple[str, Superseded]]:
-    """Name nodes that may run workers of the present round when a later one is adopted."""
+    """Yield the nodes that may still run workers of the current round when another is adopted."""
     round_ = state.membership.round
     if round_ is None:
         return
     for node_id, seat in state.seats.items():
         away = state.away.get(node_id)
-        # Of the away nodes, only those that this server has notified of the round: others may come
+        # Of the away nodes, only those to which this server announced the round: others may come
         # from an old copy of the store, and be in the later round themselves, or long gone.
         unheard = away is not None and seat.since_ms != round_.at_ms
         if not (unheard or seat.succeeded or is_placeholder(node_id)):
@@ -201,7 +202,7 @@ def release_unreported_seats(work: Draft) -> bool:
 def unreported_seat_due(state: State) -> tuple[str, int] | None:
     """Name a placeholder and the time when it is given up; None if none is left.
 
-    All have the same deadline, so this checks only one: a large job has as many steps as seats.
+    All have the same deadline, so one is enough: a large job takes as many steps as it has seats.
     """
     round_ = state.membership.round
     if round_ is None or not round_.adopted:

@@ -33,10 +33,10 @@ def vacant(rdzv_id: str, tuning: Tuning) -> State:
 
 
 def ended_run(state: State, run: str) -> Ended | None:
-    """Return how the run with this uid ended, if nodes that name it must learn that it did.
+    """Return how the run with this uid ended, for a node that names it.
 
-    An unknown run counts as superseded by the present one. The result is None for the present run,
-    for a fresh node (empty `run`), and if no run is known to compare with.
+    An unknown run counts as superseded by the current one. The result is None if the current run is
+    open and is the one named, if the node is fresh (empty `run`), or if no run is known here.
     """
     membership = state.membership
     if not run or not membership.run:
@@ -70,7 +70,7 @@ def begin_run(work: Draft, command: Join) -> None:
 
 
 def next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner: str) -> Membership:
-    """Return the run that follows another. The job keeps its owner."""
+    """Return the membership of the run that follows `old`; the job keeps its owner."""
     ended = (EndedRun(old.run, old.ended),) if old.ended else ()
     return Membership(
         rdzv_id=old.rdzv_id,
@@ -87,7 +87,8 @@ def next_run(old: Membership, run: str, settings: Settings, now_ms: int, owner: 
 def succeed_run(work: Draft) -> bool:
     """Close the run as succeeded once every participant has succeeded, present or not.
 
-    This holds even if a participant was given up and that ended the round: its work was done.
+    A participant that succeeded and was then given up counts, even if that ended the round: its
+    work was done.
     """
     if not work.open or not _all_done(work.state):
         return False
@@ -107,8 +108,8 @@ def _all_done(state: State) -> bool:
 def close_when_stopped(work: Draft) -> bool:
     """Close a run that an operator ends, once no known worker of it is left.
 
-    Workers of a dead agent run until their runner ends them. Nothing is known about a node that is
-    cut off; the wait for it is no longer than for those.
+    Workers of a dead agent run until their runner ends them. Nothing is known about the workers of
+    a node that is cut off; they are waited for no longer than that.
     """
     if not work.open or not work.membership.stopping or work.state.seats:
         return False

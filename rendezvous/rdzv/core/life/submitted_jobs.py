@@ -58,7 +58,10 @@ def take_back(work: Draft, command: Withdraw) -> Ignored | None:
 
 
 def decline_job(work: Draft, command: Decline) -> Ignored | None:
-    """Release a chosen node that cannot run the job, for this run or, if `passing`, for now."""
+    """Release a chosen node that cannot run the job.
+
+    It is not chosen again in this run, unless `passing`.
+    """
     submission, node_id = _submission(work), command.node_id
     if node_id not in submission.placed or node_id in work.state.seats:
         return _not_withdrawn(work, (node_id,))
@@ -98,7 +101,7 @@ def _submission(work: Draft) -> Submission:
 
 
 def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
-    """Withdraw placements; waiting nodes are removed from the job."""
+    """Withdraw nodes from a submitted run; those that have joined it leave it."""
     submission = work.membership.submission
     if submission is None or not node_ids:
         return
@@ -110,7 +113,7 @@ def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
 
 
 def withdraw_barred(work: Draft) -> bool:
-    """Release barred nodes from a submitted job once no worker of it is left there."""
+    """Release a barred node from a submitted job once none of the job's workers is left on it."""
     state = work.state
     if not state.barred or state.membership.submission is None or not work.open:
         return False

@@ -1,4 +1,4 @@
-"""Corrects a job's times that were stored by a clock ahead of the present one."""
+"""Corrects a job's times if they were stored by a clock that was ahead of the current one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _Dated = TypeVar("_Dated", Departure, Failure, RoundEnd, Submission, Round)
 
 
 def not_after(membership: Membership, now_ms: int) -> Membership:
-    """Set times in the future to now, in a run that has not ended.
+    """Return the membership with all future times set to now, unless its run has ended.
 
-    The clock was stepped back, or was ahead when this was stored. Otherwise ages would stand still,
-    and no restart would be forgotten, until the clock has caught up. A membership whose times are
-    all past is returned unchanged.
+    A time is in the future if the clock was stepped back, or was ahead when the time was stored.
+    Left as it is, ages would stand still, and no restart would be forgotten, until the clock caught
+    up. A membership whose times are all past is returned unchanged.
     """
     if membership.ended is not None:
         return membership

@@ -1,13 +1,13 @@
 """The budgets of a run, and how long it backs off before it restarts.
 
-A round ends for many causes. A worker failure spends one of `max_restarts`. Ends that the machines
-cause (a node leaves or is lost, a store host fails) are free unless the job was launched with a
-budget for them. A job that keeps failing is slowed down or given up: consecutive restarts of rounds
-that failed soon *back off*, and, if configured, a job ends after restarts that did not *move* it
-on, to a new highest step or a changed snapshot file.
+A round may end for many causes. A worker failure spends one of `max_restarts`. Ends that the
+machines cause (a node leaves or is lost, a store host fails) are free unless the job was launched
+with a budget for them. A job that keeps failing is slowed down or given up: consecutive restarts
+after rounds that failed soon *back off*, and, if configured, the job fails after several restarts
+that did not *move* it on, either to a new highest step or to a changed snapshot file.
 
 Everything here follows from durable state, so a server that takes over backs off for the same time
-and keeps counting.
+and continues the counts.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MAX_DOUBLINGS = 32
 
 @struct(frozen=True)
 class Exceeded:
-    """The exceeded budget that failed a run. Why its last round ended is reported separately."""
+    """Why a run fails: the budget that it exceeded, and how its last round ended."""
 
     reason: str
     no_progress: bool = False
 
 
 def further(moved: Moved, said: Moved) -> Moved:
-    """Merge another node's report of a round's progress."""
+    """Return a round's progress with another node's report merged in."""
     steps = [step for step in (moved.step, said.step) if step is not None]
     return Moved(
         max(steps, default=None), moved.snapshot or said.snapshot, moved.sealed or said.sealed
@@ -50,7 +50,7 @@ def further(moved: Moved, said: Moved) -> Moved:
 def spend(
     membership: Membership, round_: Round, end: RoundEnd, moved: Moved, tuning: Tuning
 ) -> Spent:
-    """Charge the end of a round, once everyone has stopped; a restart is charged separately."""
+    """Return the budgets spent after the end of a round; a restart is charged separately."""
     spent, failed = membership.spent, end.cause is Cause.WORKER_FAILURE
     has_moved = moved.snapshot or moved.sealed or _is_further(moved.step, spent.step)
     soon, in_vain = spent.soon, spent.in_vain
@@ -61,7 +61,7 @@ def spend(
     if has_moved:
         in_vain = 0
     elif failed and membership.restarts:
-        # The first round was no restart.
+        # Before the first restart, no restart can have been in vain.
         in_vain += 1
     return Spent(
         preemptions=spent.preemptions + _is_preemption(membership.settings, end),
@@ -74,7 +74,7 @@ def spend(
 
 def _is_preemption(settings: Settings, end: RoundEnd) -> bool:
     if settings.max_restarts is None and end.cause is Cause.NODE_LEFT:
-        # A node whose own agent restarts its workers reports it this way.
+        # A node whose own agent restarts its workers reports such a restart in this way.
         return False
     return end.cause in PREEMPTIONS
 
@@ -84,7 +84,8 @@ def _is_further(step: int | None, than: int | None) -> bool:
 
 
 def exceeded(settings: Settings, end: RoundEnd, spent: Spent) -> Exceeded | None:
-    """Return the budget that this end of a round exceeded; restarts are checked elsewhere."""
+    """Return the budget that this end of a round exceeds, if any; restarts are checked elsewhere.
+    """
     why = f"{end.cause}: {end.reason}"
     most, given = settings.no_progress_restarts, settings.max_preemptions
     if end.cause is Cause.WORKER_FAILURE and most and spent.in_vain >= most:

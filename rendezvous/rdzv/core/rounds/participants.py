@@ -1,4 +1,4 @@
-"""What follows from the participants of a round, found once and not at each step.
+"""Facts derived from a round's participants, computed once rather than at every step.
 
 A large job takes as many steps as it has nodes, and few of them change the participants.
 """
@@ -11,12 +11,12 @@ from rdzv.core.model import Participant
 from rdzv.structs import struct
 
 _MOST = 16
-"""For how many rounds it is remembered: jobs of one server take turns."""
+"""The number of rounds remembered: the jobs of one server take turns."""
 
 
 @struct(frozen=True)
 class Known:
-    """What follows from the participants of one round."""
+    """Facts derived from the participants of one round."""
 
     participants: tuple[Participant, ...]
     by_node_id: Mapping[str, Participant]
@@ -25,7 +25,7 @@ class Known:
 
 
 def known(participants: tuple[Participant, ...]) -> Known:
-    """Return what follows from these participants."""
+    """Return the facts about these participants, remembered or newly derived."""
     found = _remembered.get(id(participants))
     if found is None or found.participants is not participants:
         found = Known(
@@ -40,4 +40,5 @@ def known(participants: tuple[Participant, ...]) -> Known:
 
 
 _remembered: dict[int, Known] = {}
-"""By the identity of the participants, which stay alive here: to compare them would look at all."""
+"""Keyed by the identity of the tuple, which stays alive here: comparing tuples would look at every
+participant."""

@@ -62,7 +62,7 @@ def _best_spare(spares: Mapping[str, Waiting], lost: Participant) -> str:
 
 
 def _growth(spares: Mapping[str, Waiting], room: int) -> list[str]:
-    """Choose the longest waiting nodes for the remaining room; order them by place, then name."""
+    """Return the `room` nodes that have waited longest, ordered by topology, then name."""
     chosen = sorted(spares, key=lambda n: (spares[n].since_ms, n))[:room]
     return sorted(chosen, key=lambda n: (spares[n].offer.topology, n))
 

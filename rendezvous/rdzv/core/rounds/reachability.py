@@ -14,7 +14,7 @@ from rdzv.structs import replace
 
 
 def refuse_unreachable(state: State, command: Join) -> None:
-    """Refuse a node reachable only from its own machine when another node is elsewhere."""
+    """Refuse a join if the node and a present one are on two machines and one offers loopback."""
     offer, local_to = command.offer, state.loopback_machine
     if local_to == offer.machine:
         return
@@ -30,7 +30,7 @@ def refuse_unreachable(state: State, command: Join) -> None:
 
 
 def note_reach(work: Draft, offer: Offer) -> None:
-    """Update the machine that further nodes must be on: the one of a loopback address, or any."""
+    """Record the machine that further nodes must be on: that of a loopback address; else None."""
     local_to = work.state.loopback_machine
     if local_to == offer.machine:
         return

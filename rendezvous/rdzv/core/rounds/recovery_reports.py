@@ -4,9 +4,9 @@ A server may know less than its nodes: its memory is gone, or was restored from 
 participant of a round sends a *recovery report*. The first report makes the round, with a
 *placeholder* on every other seat; each further report replaces the placeholder of its place. A
 placeholder holds its seat like a node that is away, until it is replaced or `takeover_grace` is
-over. So all rules about seats apply to it: no worker starts beside a node that has not reported.
+over. So all rules about seats apply to it: no new worker starts while a node has yet to report.
 
-The highest round wins, for it was complete only when those before it had ended.
+The highest round wins, because it was completed only after all earlier ones had ended.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) ->
 
 
 def further_report(round_: Round, command: Join | Resume, report: RecoveryReport) -> Round | None:
-    """Return the round with one placeholder less; None if the report does not fit into it.
+    """Return the round with one placeholder fewer; None if the report does not fit into it.
 
     The node must not have a place in the round already.
     """
@@ -99,7 +99,7 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
         return None
     participants = (*seats[: gap.start], *filled, *seats[gap.stop :])
     if round_.source is None:
-        # An older node does not repeat it.
+        # Agents of older versions do not report it.
         round_ = replace(round_, source=report.source, resume_step=report.resume_step)
     round_ = replace(
         round_,
@@ -112,10 +112,10 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
 
 
 def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
-    """Return the places that a report of these RANKs changes: just its own if the guess was right.
+    """Return the places that a report of these RANKs changes: only its own if the guess was right.
 
-    The guess may be wrong if nodes bring different numbers of workers; then all placeholders around
-    the place change, too.
+    The guess may be wrong if nodes have different numbers of workers; then all placeholders next to
+    the place change as well.
     """
     first, end = place, place + 1
     if _ranks(seats[place]) != ranks:
@@ -129,7 +129,7 @@ def _gap(seats: Sequence[Participant], place: int, ranks: range) -> range:
 def _filled(
     places: range, ranks: range, place: int, participant: Participant
 ) -> tuple[Participant, ...] | None:
-    """Put placeholders around a participant so that these RANKs fit; None if they cannot fit."""
+    """Return a participant amid placeholders for the other RANKs; None if they cannot fit."""
     own = _ranks(participant)
     before = _placeholders(range(places.start, place), range(ranks.start, own.start))
     behind = _placeholders(range(place + 1, places.stop), range(own.stop, ranks.stop))
@@ -171,7 +171,7 @@ def _participant(command: Join | Resume, report: RecoveryReport) -> Participant:
 
 def same_participants(before: Round, after: Round) -> bool:
     """Return whether two rounds have the same participants, except for replaced placeholders."""
-    # Tuples compare all their items, also with themselves: a large job has as many steps.
+    # Comparing tuples, even one with itself, looks at every item, and a large job takes many steps.
     if before.participants is after.participants or before.participants == after.participants:
         return True
     if not before.adopted or len(before.participants) != len(after.participants):
@@ -193,14 +193,14 @@ def placeholders_replaced(before: Round, after: Round) -> tuple[Participant, ...
 
 
 def _exchanged(before: Round, after: Round) -> list[tuple[Participant, Participant]]:
-    """Pair the participants that differ between two rounds of one size: usually a single pair."""
+    """Return the pairs of participants in which two rounds of one size differ; usually one."""
     old, new = before.participants, after.participants
     places = compress(range(len(old)), map(is_not, old, new))
     return [(old[place], new[place]) for place in places]
 
 
 def tally_of(membership: Membership, now_ms: int) -> Tally | None:
-    """Return the tally that nodes keep for a server without it; None if nothing is spent."""
+    """Return the tally that nodes keep for a server without memory; None if nothing is spent."""
     window_ms = membership.settings.restart_window_ms
     if membership.spent == Spent() and not (window_ms and membership.restarts):
         return None
@@ -228,10 +228,11 @@ def spent_known(membership: Membership, tally: Tally | None) -> Spent:
 def restarts_known(
     membership: Membership, restarts: int, tally: Tally | None, now_ms: int
 ) -> tuple[int, ...]:
-    """Return when restarts were spent, as many as the report counts.
+    """Return the times at which restarts were spent, as many as the report counts.
 
-    Unknown restarts whose time is not in the report count as spent now: the remaining budget may be
-    underestimated, but never overestimated.
+    Restarts unknown here take their times from the tally. Any that it lacks have left the window
+    or, if the tally is full, are as old as its oldest. Without a tally, they count as spent now:
+    the remaining budget may be underestimated, but never overestimated.
     """
     missing = max(restarts - len(membership.restarts), 0)
     if tally is None or not missing:
