@@ -235,8 +235,7 @@ def _had_succeeded(state: State) -> str:
 
 
 def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
-    """Describe what a round with enough nodes still waits for; also return the wait's short name.
-    """
+    """Describe what a round with enough nodes still waits for, and name the wait in short."""
     failures = state.membership.store_failures
     if due_ms == restart_due_ms(state):
         return _backs_off(state.membership, due_ms), "backing off"

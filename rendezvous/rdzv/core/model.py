@@ -674,8 +674,7 @@ class State:
         return submission is not None and not submission.placed and not self.anybody
 
     def incarnation(self, node_id: str) -> int | None:
-        """Return the incarnation that represents a present node; None if the node is not present.
-        """
+        """Return the incarnation that represents a node; None if the node is not present."""
         held = self.seats.get(node_id) or self.waiting.get(node_id) or self.stuck.get(node_id)
         return held.incarnation if held else None
 

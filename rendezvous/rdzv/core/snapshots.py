@@ -201,8 +201,7 @@ class HeldByNodes:
     """
 
     def __init__(self, round_: Round, last: HeldByNodes | None = None) -> None:
-        """Begin with the mark in the round's record, and what its nodes held in the `last` round.
-        """
+        """Begin with the mark in the round's record, and what its nodes held in `last`, if any."""
         self.whole = round_.snapshot
         self.whole_in_round: SnapshotMark | None = None
         """The newest whole mark, if it became whole in this round."""

@@ -3,7 +3,7 @@
 A backup has a header, the documents, every job followed by its history, and a trailer with counts
 and the SHA-256 of all bytes before it. So people can read it, and a file that was truncated,
 changed or put together by hand is detected. Each job and each document is as of one commit, but
-different ones may be from different moments.
+not all are as of the same moment.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class JobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
 
 
 class EventLine(msgspec.Struct, frozen=True, tag_field="kind", tag="event"):
-    """One row of the history of the preceding job; `text` has its data (an older name)."""
+    """One row of the preceding job's history; `text` is the former name of its data."""
 
     rdzv_id: str
     unix_ms: int

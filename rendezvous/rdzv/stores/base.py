@@ -163,7 +163,7 @@ class Store(Protocol):
         ...
 
     def pages(self) -> AsyncGenerator[Page, None]:
-        """Yield all stored jobs in pages: reading one by one costs far more.
+        """Yield all stored jobs in pages, because reading them one by one costs far more.
 
         A job that is written in the meantime appears in its old or its new state, or not at all.
         """

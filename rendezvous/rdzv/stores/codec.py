@@ -39,7 +39,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(membership: Membership) -> bytes:
-    """Return the bytes from which `decode` gives an equal membership."""
+    """Return bytes from which `decode` restores an equal membership."""
     return _encoder.encode(_Envelope(FORMAT, msgspec.Raw(_encoder.encode(membership))))
 
 

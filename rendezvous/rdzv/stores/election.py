@@ -156,10 +156,11 @@ class Election:
         return done.succeeded
 
     async def campaign(self, head_start_s: Callable[[], float] = lambda: 0.0) -> Fence:
-        """Wait, by watch, until this process leads; return the fence of its term.
+        """Wait until this process leads; return the fence of its term.
 
-        Once no server leads, `head_start_s` returns how long to leave the leadership to others. It
-        may be cancelled and called again. A term that is not yet lost is returned unchanged.
+        `head_start_s` is called once no server leads; it returns for how long to leave the
+        leadership to others. `campaign` may be cancelled and called again. While a term lasts, it
+        returns the fence of that term at once.
         """
         while True:
             await self._until(self._may_lead)
@@ -203,7 +204,7 @@ class Election:
         )
         (held,) = done.found
         self._see(held, done.revision)
-        # An attempt with an unknown outcome, or a cancelled one, may have succeeded.
+        # An earlier attempt, with an unknown outcome or cancelled, may have succeeded.
         if held is None or held.lease != session.lease:
             return None
         return Fence(self._key, held.create_revision, session.lease)
@@ -285,7 +286,7 @@ class Election:
         return Session(self._calls, self._key, lease, ttl_s, sent_s, self._note_read)
 
     async def _end_session(self, reason: str) -> None:
-        """End the present session: revoking its lease deletes all its keys."""
+        """End the current session: revoking its lease deletes all its keys."""
         if (session := self._session) is None:
             return
         session.lose(reason)
@@ -340,7 +341,7 @@ class Election:
         self._news.tell()
 
     async def _lift_deposals(self) -> None:
-        """Delete a deposed leader's key once the leader's word has ended, by this clock, too."""
+        """Delete a deposed leader's key once its word must have ended by this machine's clock."""
         while True:
             await self._until(lambda: self._deposed() is not None)
             held = self._deposed()
@@ -367,7 +368,7 @@ class Election:
 
 
 class _News:
-    """Wakes waiters to check their conditions again, whenever something has changed."""
+    """Wakes waiters whenever something has changed, so that they check their conditions again."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()

@@ -1,8 +1,8 @@
-"""One lease of a server, and its word while it leads, kept by threads of their own.
+"""One lease of a server, and its word while it leads, both kept by separate threads.
 
-A server that takes over has thousands of nodes to answer, and its event loop is late by as much. A
-renewal that waited its turn there would come too late: the next server would take over with the
-same nodes, and so on. So renewals wait for no other work of this process. But the loop must turn
+A server that takes over has thousands of nodes to answer, so its event loop falls behind. A renewal
+that waited its turn there would come too late: the next server would take over, have the same nodes
+to answer, and so on. So renewals wait for no other work of this process. But the loop must turn
 from time to time, or else a server that hangs would lead for ever.
 """
 
@@ -28,7 +28,8 @@ RETRY_S = 0.1
 """Pause after a failed request to etcd."""
 
 WORDS_PER_TTL = 5
-"""Long enough for etcd to answer a read late; short enough for another server to wait it out."""
+"""A word lasts for this part of the TTL: etcd may answer a read late, but another server need not
+wait long for its end."""
 
 READS_PER_WORD = 4
 """How often a leader reads its key within the time for which its word holds."""
@@ -41,7 +42,7 @@ MARGIN = 1 / 6
 
 
 class Calls(Protocol):
-    """What the threads ask of etcd; both raise `RendezvousConnectionError`."""
+    """What the threads ask of etcd; both calls may raise `RendezvousConnectionError`."""
 
     def keep_alive(self, lease: int, timeout_s: float) -> int:
         """Renew a lease; return its TTL in seconds, 0 if it is gone."""
@@ -51,7 +52,7 @@ class Calls(Protocol):
 
 
 class Session:
-    """One lease of this process, and at most one term under it. Losing the term ends it.
+    """One lease of this process, and at most one term under it. Losing the term ends the session.
 
     The event loop calls `start`, and `turned` from then on. After `lose` the threads end;
     `ended` waits for that.
@@ -66,7 +67,7 @@ class Session:
         sent_s: float,
         on_read: Callable[[KeyValue | None, int], None] = lambda held, revision: None,
     ) -> None:
-        """`on_read` is called in the event loop with the leader key, whenever it was read."""
+        """`on_read` is called in the event loop with the leader key, each time it has been read."""
         self.lease = lease
         self.ttl_s = ttl_s
         self.fence: Fence | None = None
@@ -77,13 +78,13 @@ class Session:
         """Until when this leader may send to nodes: see `rdzv.stores.leader_key`."""
         self.word_s = ttl_s / WORDS_PER_TTL
         self.every_s = ttl_s / RENEWALS_PER_TTL
-        """How often it is renewed."""
+        """The time from one renewal to the next."""
         self._calls = calls
         self._key = key
         self._on_read = on_read
         self._loop = asyncio.get_running_loop()
         self._turned_s = now_s()
-        """When the event loop has last turned."""
+        """When the event loop last turned."""
         self._stopped = threading.Event()
         self._leading = threading.Event()
         self._threads = [
@@ -93,7 +94,7 @@ class Session:
         self._renewed(sent_s)
 
     def start(self) -> None:
-        """Keep the lease, and from `lead` on the word, until the session is lost."""
+        """Keep the lease and, once `lead` is called, the word, until the session is lost."""
         for thread in self._threads:
             thread.start()
 
@@ -102,7 +103,7 @@ class Session:
         self._turned_s = now_s()
 
     async def ended(self) -> None:
-        """Wait for the end of the threads, which is at most a call to etcd away."""
+        """Wait until the threads have ended, which takes at most as long as one call to etcd."""
         for thread in self._threads:
             if thread.is_alive():
                 await asyncio.to_thread(thread.join)
@@ -120,7 +121,7 @@ class Session:
 
     @property
     def may_speak(self) -> bool:
-        """Whether it holds, and no other can lead by now, even by deposing this one."""
+        """Whether the term holds and no other server can lead yet, even by deposing this one."""
         return self.leads and now_s() < self.word_until_s
 
     def lose(self, reason: str) -> None:
@@ -174,7 +175,7 @@ class Session:
             self._renewed(sent_s)
 
     def _keep_word(self) -> None:
-        """While this process leads, read its key often enough to be always allowed to speak."""
+        """While this process leads, read its key often enough for its word to hold all the time."""
         self._leading.wait()
         while not self._stopped.is_set():
             sent_s = now_s()
@@ -195,5 +196,5 @@ class Session:
 
 
 def now_s() -> float:
-    """Return a time that, like etcd's, goes on while the machine sleeps."""
+    """Return a time in seconds that, like etcd's, advances while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

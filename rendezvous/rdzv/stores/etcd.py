@@ -1,8 +1,8 @@
-"""The store of replicated servers: an etcd v3 cluster.
+"""The store for replicated servers: an etcd v3 cluster.
 
 Below the prefix, `jobs/ID` holds a membership, `history/ID/...` a job's history records,
 `documents/NAME` a document, `leadership` the number of the latest takeover, and `leader` the
-present leader. Every write is one transaction, conditional on the leader key being the one that
+current leader. Every write is one transaction, conditional on the leader key being the one that
 this server's term created: once another server leads, nothing that this one sends is written,
 however late it arrives.
 """
@@ -62,7 +62,7 @@ _SLOW_BYTES = 64 * 1024
 """Larger stored values are inflated in a thread, ..."""
 
 _SLOW_PARTICIPANTS = 256
-"""... and larger memberships are deflated in one."""
+"""... and memberships with more participants are deflated in one."""
 
 _Rows = list[tuple[int, str, str, str]]
 """Rows of unix_ms, run, name and data; the job is part of the key."""
@@ -75,8 +75,8 @@ class EtcdStore:
     """Memberships, history, documents and leadership in etcd, for one term of one server.
 
     `fence` is the result of `Election.campaign`; without one, the store is read-only. The
-    client belongs to the caller. A revision is the mod_revision of a key: it only grows, but not
-    by one, and is never given twice, even if the key was deleted meanwhile.
+    client belongs to the caller. A revision is the mod_revision of a key: it only grows, in steps
+    of any size, and is never used twice, even if the key is deleted in between.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class EtcdStore:
         return plan
 
     def _account(self, plan: _Plan) -> None:
-        """Note that a plan was written; without this, its rows would be counted again."""
+        """Note the row counts of a plan, once it was written."""
         self._unpruned |= plan.unpruned
 
     async def _pruning(self, folder: str, rows: int) -> tuple[Delete, ...]:

@@ -1,8 +1,8 @@
 """A client of etcd's public gRPC API, with plain values and our own errors.
 
-All calls are made here, but for those that keep a lease (`lease_calls`). Each endpoint has its own
-channel, so the client knows where a call was sent: a repeatable call goes to
-the next endpoint, and a transaction is repeated only while it has certainly not been sent.
+All calls are made here, except those that keep a lease (`lease_calls`). Each endpoint has its own
+channel, so the client knows where a call was sent: after a failure, a repeatable call goes to the
+next endpoint, but a transaction only if it has certainly not been sent.
 
 The package `etcd3` cannot be imported alongside a current protobuf, and uses a single endpoint;
 other clients have no TLS, or are refused for good once a token has expired.
@@ -168,7 +168,7 @@ class EtcdClient:
     ) -> TxnResult:
         """Do `then` if all comparisons hold, else `otherwise`, in one atomic transaction.
 
-        It is sent at most once.
+        It is done at most once: it is sent again only if etcd has refused the token.
 
         Raises:
             StoreRefusedError: it was not sent, or etcd has refused it.
@@ -210,9 +210,9 @@ class EtcdClient:
     async def watch(
         self, key: bytes, revision: int, every_s: float = 1.0
     ) -> AsyncGenerator[tuple[Change, ...]]:
-        """Yield the changes of one key from `revision` on; first (), once the watch is active.
+        """Yield () once the watch is active, then the changes of one key from `revision` on.
 
-        The member is pinged every `every_s`, so if it is stopped or cut off, this is noticed in
+        The member is pinged every `every_s`, so if it is stopped or cut off, this is noticed after
         about twice that time. Nothing is queued here: a slow reader delays the stream.
 
         Raises:
@@ -285,7 +285,7 @@ class EtcdClient:
                 await asyncio.sleep(RETRY_S)
 
     async def _once(self, method: Method[Request, Response], request: Request) -> Response:
-        """Call a connected endpoint; a call that was sent is never repeated."""
+        """Call a connected endpoint; the call is sent again only if etcd has refused its token."""
         index = await self._connection()
         try:
             return await self._attempt(index, method, request, self._timeout_s)
@@ -299,8 +299,8 @@ class EtcdClient:
         """Call one endpoint, with a new token if the old one is no longer accepted.
 
         Raises:
-            StoreRefusedError: etcd has refused, and has done nothing. grpc.RpcError: the outcome is
-                unknown; another endpoint may succeed.
+            StoreRefusedError: etcd has refused, and has done nothing.
+            grpc.RpcError: the outcome is unknown; another endpoint may succeed.
 
         """
         loop = asyncio.get_running_loop()
@@ -331,7 +331,7 @@ class EtcdClient:
         return answer
 
     async def _connection(self) -> int:
-        """Return an endpoint with a connection, starting with the one in use.
+        """Return the index of a connected endpoint, after trying the current one first.
 
         Raises:
             StoreRefusedError: no endpoint connected in time.

@@ -19,7 +19,7 @@ def first_line(file: Path, what: str = "etcd password file") -> str:
     """Read a secret from the first line of a file; `what` names the file in errors.
 
     Raises:
-        InvalidRequestError: the file has none, or cannot be read.
+        InvalidRequestError: the line is empty, or the file cannot be read.
 
     """
     try:
@@ -54,7 +54,7 @@ class EtcdConfig:
 
     @classmethod
     def parse(cls, endpoints: str, **given: object) -> EtcdConfig:
-        """Parse `HOST:PORT,HOST:PORT`, each also as http:// or https://, and check the whole.
+        """Parse `HOST:PORT,HOST:PORT`, each with or without http(s)://; return a checked config.
 
         Raises:
             InvalidRequestError: a value cannot be used.
@@ -118,7 +118,7 @@ class EtcdConfig:
 
 
 def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
-    """Parse `HOST:PORT,HOST:PORT`, with or without scheme; return endpoints and whether https.
+    """Parse `HOST:PORT,HOST:PORT`, with or without a scheme; also return whether it is https.
 
     >>> parse_endpoints("https://a:1,https://[::1]")
     ((Endpoint(host='a', port=1), Endpoint(host='::1', port=2379)), True)

@@ -22,7 +22,7 @@ _DEFINITE = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-"""Statuses that prove that etcd has done nothing. With all others the outcome is unknown."""
+"""Statuses that prove that etcd has done nothing. With any other, the outcome is unknown."""
 
 
 class RefusedError(StoreRefusedError):
@@ -56,7 +56,7 @@ def mistake(config: EtcdConfig, error: RefusedError) -> str:
             f"{config.place}: user {config.user!r} cannot be checked: authentication is not "
             "enabled there; leave out user and password, or enable it (etcdctl auth enable)"
         )
-    # To a client with a certificate, etcd reports that a user without a name has no access.
+    # If the client has a certificate, etcd reports that a user without a name has no access.
     if "user name is empty" in said or ("permission denied" in said and not config.user):
         return f"{config.place}: a user is asked for and none is given; give user and password"
     if "permission denied" in said:
@@ -83,12 +83,12 @@ def reason_of(error: grpc.RpcError) -> str:
 
 
 def _call(error: grpc.RpcError) -> grpc.Call:
-    # The error of every call has its status and details, of those that block as of all others.
+    # The errors of blocking and of asynchronous calls alike have a status and details.
     return cast("grpc.Call", error)
 
 
 def unanswered(config: EtcdConfig, index: int, reason: str) -> StoreRefusedError:
-    """Return the error of a call that has changed nothing, for want of an answer."""
+    """Return the error of a call that got no answer and has changed nothing."""
     return StoreRefusedError(
         f"{tried(config, index)}: {reason}; nothing was written. See that etcd runs there and "
         "has a majority of its members"
@@ -96,7 +96,7 @@ def unanswered(config: EtcdConfig, index: int, reason: str) -> StoreRefusedError
 
 
 def tried(config: EtcdConfig, index: int) -> str:
-    """Describe the endpoint that was asked last."""
+    """Say that the endpoint asked last does not answer, and how many others there are."""
     others = len(config.endpoints) - 1
     more = f" (and {others} more)" if others else ""
     return f"etcd at {config.endpoints[index]}{more} does not answer"

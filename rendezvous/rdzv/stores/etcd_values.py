@@ -50,7 +50,7 @@ class Get:
 
 @struct(frozen=True)
 class Put:
-    """Write one key. `lease` attaches a lease; None leaves the present one."""
+    """Write one key and attach it to `lease`; 0 means no lease, None keeps the current one."""
 
     key: bytes
     value: bytes

@@ -3,8 +3,8 @@
 A leader's claim rests on two things. Its *lease* holds as long as the leader renews it, and
 otherwise expires. Its *word* holds for `word_ms` after each read that has shown the key to be its
 own; only while its word holds does the leader send anything to nodes. So once another server has
-overwritten the key, the word of its leader, dead or alive, ends after that time: nobody needs to
-wait for the lease.
+overwritten the key, the former leader's word ends within `word_ms`, whether that leader is dead or
+alive, and no server has to wait for the lease to expire.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class Leader:
     leadership: int
     """Its number; 0 until it has taken over the store."""
     word_ms: int = 0
-    """How long its word may outlive its key; 0 for an older server, which only its lease ends."""
+    """How long its word may outlive its key; 0 for an older server, whose term ends with its lease.
+    """
     deposed: bool = False
     """Another server has ended its term; this key is deleted once its word has ended."""
 
 
 def read_leader(kv: KeyValue) -> Leader:
-    """Return what a leader key says about its leader; if unreadable, the leader has no name."""
+    """Return the leader that a key describes; if it is unreadable, the address is `unknown`."""
     try:
         return msgspec.json.decode(kv.value, type=Leader)
     except (msgspec.DecodeError, UnicodeDecodeError):

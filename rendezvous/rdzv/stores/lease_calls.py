@@ -1,7 +1,7 @@
-"""The calls to etcd that keep a lease, for threads: they block.
+"""The calls to etcd that keep a lease. They block, so they are made from threads.
 
-`etcd_client` makes all others from the event loop. These do not wait for it: a loop that has
-thousands of nodes to answer would send them too late.
+`etcd_client` makes all other calls from the event loop. These do not wait for the loop, which would
+send them too late while it answers thousands of nodes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from rdzv.stores.etcd_wire import (
 
 
 class LeaseCalls:
-    """Connections to etcd of their own, for the threads of one process.
+    """Separate connections to etcd for the threads of one process.
 
-    Each call asks one member, once and within its time, and raises `StoreRefusedError` if that does
-    not answer; the next call asks the next member.
+    Each call asks one member, and raises `StoreRefusedError` if it does not answer in time; the
+    next call then asks the next member.
     """
 
     def __init__(self, config: EtcdConfig) -> None:

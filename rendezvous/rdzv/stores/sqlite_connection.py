@@ -164,7 +164,7 @@ class Connection:
         """Open the file read-only; with `beside_server`, a server may be using it now."""
         if not has_data(self.path):
             raise InvalidRequestError(f"{self.path} holds no data yet; rdzvd will create it")
-        # This is read before the file, because a server may be writing to both.
+        # The mark is read before the file, because a server may be writing to both.
         mark = sqlite_mark.read(self.path)
         # Beside a server, SQLite must use the server's own files; otherwise it must create none.
         opened = closing(connect(self.path, "ro")) if beside_server else looking(self.path)
@@ -189,7 +189,7 @@ class Connection:
         try:
             self._commit(batch)
         except BaseException as error:
-            # An error in this thread would be lost, and each caller would hold its job's lock.
+            # Otherwise the error would be lost, and callers would hold their jobs' locks for ever.
             log.exception("a bug in rdzvd, please report it: %s", self.path)
             unknown = RendezvousConnectionError(
                 f"{self.path}: it is unknown whether the writes happened: {error!r}"

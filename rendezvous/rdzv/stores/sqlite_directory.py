@@ -69,7 +69,7 @@ def _lock(lock: int, directory: Path) -> None:
 
 
 def share_directory(directory: Path) -> tuple[int | None, str]:
-    """Keep servers off a directory; return the lock, and its present holder, if any."""
+    """Keep servers from a directory; return the open lock file, and who else holds the lock."""
     try:
         lock = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -38,7 +38,7 @@ _MOST_PROBLEMS = 20
 
 
 def prepare(path: Path) -> None:
-    """Ensure that a complete file with the present schema exists.
+    """Ensure that a complete file with the current schema exists.
 
     The caller has locked its directory. If this raises, the file is unchanged.
 
@@ -56,7 +56,7 @@ def prepare(path: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
     version = inspect(path)
     if version is not None:
-        # It holds environments of submitted jobs. SQLite gives its other files the same mode.
+        # The file holds environments of submitted jobs. SQLite gives its other files the same mode.
         for suffix in ("", *_BESIDE):
             with contextlib.suppress(OSError):
                 beside(path, suffix).chmod(_OWNER_ALONE)
@@ -164,7 +164,7 @@ def _shown(path: Path) -> Iterator[Path]:
                 for file in files:
                     os.link(file, folder / file.name)
             except OSError:
-                # No links on this file system, or another's file: a copy works too, but slower.
+                # The file system has no links, or the file is another user's: make a slower copy.
                 pass
             else:
                 yield folder / path.name
@@ -306,7 +306,7 @@ def put(new: Path, path: Path) -> None:
     """Rename a complete, closed file over another, safely even if the power is cut.
 
     Raises:
-        OSError: `path` is unchanged.
+        OSError: `path` is unchanged, unless only the final sync of its folder has failed.
 
     """
     with new.open("rb") as file:

@@ -6,9 +6,9 @@ into `rdzv.db-mark`, after the commit and before any caller learns of it. A file
 than that number has lost some.
 
 The number is never flushed, so it costs no fsync. It outlives the process, and after a power cut it
-is never higher than what SQLite had flushed, so a power cut alone never causes a refusal. Not
-detected are commits lost together with the number, as on a disk that was cut off or rolled back as
-a whole, and damage inside an existing page.
+is never higher than what SQLite had flushed, so a power cut alone never causes a refusal. Commits
+that are lost together with the number, as on a disk that was cut off or rolled back as a whole, are
+not detected, and neither is damage inside an existing page.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MarkFile:
         os.ftruncate(self._fd, _LENGTH)
 
     def write(self, mark: Mark) -> None:
-        """Overwrite the present mark; all marks have the same length.
+        """Overwrite the previous mark; all marks have the same length.
 
         Raises:
             OSError: the mark is still the previous one, or unreadable.

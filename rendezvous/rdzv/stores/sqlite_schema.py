@@ -55,7 +55,7 @@ CREATE TABLE document (
 
 
 def create(db: sqlite3.Connection) -> None:
-    """Create all tables of the present schema in an empty file, in one transaction."""
+    """Create all tables of the current schema in an empty file, in one transaction."""
     db.execute("BEGIN")
     for statement in (_JOB, _HISTORY, _HISTORY_INDEX, _LEADERSHIP, _DOCUMENT):
         db.execute(statement)
@@ -67,7 +67,7 @@ def create(db: sqlite3.Connection) -> None:
 
 
 def migrate(db: sqlite3.Connection, version: int) -> None:
-    """Bring an open file from an older schema version to the present one, step by step."""
+    """Bring an open file from an older schema version to the current one, step by step."""
     for number in range(version, SCHEMA_VERSION):
         db.execute("BEGIN IMMEDIATE")
         MIGRATIONS[number](db)

@@ -17,7 +17,7 @@ from rdzv.stores.sqlite_schema import DOCUMENTS_SINCE
 from rdzv.structs import struct
 
 JOBS_PER_PAGE = 100
-"""Jobs per page: ended ones take a few milliseconds; the largest live ones have a megabyte each."""
+"""A page of ended jobs takes a few milliseconds; the largest live jobs have a megabyte each."""
 
 
 @struct(frozen=True)

@@ -74,7 +74,7 @@ class NodeStatus:
     warm: int | None = None
     cold: int | None = None
     snapshots: int = 0
-    """The snapshots of the job's state that it holds in memory, with their size."""
+    """The number of snapshots of the job's state that it holds in memory, and their size below."""
     snapshot_bytes: int = 0
 
 
@@ -111,7 +111,7 @@ class WholeSnapshot:
     lost_steps: int | None = None
     """How many steps would be redone if all workers failed now; None if unknown."""
     node_loss: NodeLoss | None = None
-    """None if this server has not heard yet which nodes hold the step."""
+    """None until this server knows which nodes hold the step."""
 
 
 @struct(frozen=True)
@@ -223,9 +223,9 @@ class Budgets:
 class JobStatus:
     """One job: its state and the reason. `round` and `world_size` describe the last complete round.
 
-    `backend` is what forms its group: `rdzv`, or `c10d`, which the server only watches. `progress`
-    has the workers of the live round that report progress, by RANK. `submission` is None if the
-    server does not choose the job's nodes.
+    `backend` is the rendezvous that forms its group: `rdzv`, or `c10d`, which the server only
+    watches. `progress` has the workers of the live round that report progress, by RANK.
+    `submission` is None if the server does not choose the job's nodes.
     """
 
     rdzv_id: str
@@ -549,7 +549,7 @@ class NodeEvent:
 
 
 def node_event_in(row: Record, node_id: str) -> NodeEvent | None:
-    """Decode a row of history; None if it is not only about this node."""
+    """Decode a row of history; None if it is not about this node."""
     if node_id not in row.data:  # Most rows do not, and need not be decoded.
         return None
     fields = fields_in(row.data) or {}

@@ -99,7 +99,7 @@ def servers(found: Sequence[Server], indent: int | None = INDENT) -> str:
 def nodes(
     found: Sequence[Node], indent: int | None = INDENT, *, store_away: str | None = None
 ) -> str:
-    """Return the document of the nodes of all jobs; `store_away` is as in `jobs`."""
+    """Return the document of a list of nodes; `store_away` is as in `jobs`."""
     nodes = [as_dict(node) for node in found]
     return _document({"nodes": nodes, "store_away": store_away}, indent)
 
@@ -127,5 +127,5 @@ def one_line(document: str) -> str:
 
 
 def _document(fields: Mapping[str, object], indent: int | None = INDENT) -> str:
-    # Pure ASCII, so that nothing in it can harm a terminal either.
+    # Pure ASCII, so that nothing in it can control a terminal.
     return json.dumps({"version": VERSION, **fields}, indent=indent)

@@ -105,7 +105,7 @@ class RoundAdopted:
 
 @struct(frozen=True)
 class RoundEnded:
-    """A round is over. By then its workers had been dead for `dead_ms`, killed by a fence."""
+    """A round is over. If a fence had killed its workers, they had been dead for `dead_ms`."""
 
     round: int
     cause: Cause
@@ -114,7 +114,8 @@ class RoundEnded:
     """The collectives broke."""
     dead_ms: int = 0
     cause_node_id: str = ""
-    """The node that the cause is about; empty if it is about several, none, or an unknown one."""
+    """The node that the cause refers to; empty if it is unknown, or the cause refers to none or
+    several."""
 
 
 @struct(frozen=True)

@@ -6,7 +6,7 @@ counts from the round's first collective or, where torch has no record of collec
 start of the workers; the ledger says so (`Ledger.steps_reported`).
 
 Some facts arrive late: a failure is reported after it happened, and only a complete round shows
-when enough nodes were ready. So the time of a round is final once the round is over.
+when enough nodes were ready. So the time of a round is final only once the round is over.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class LedgerPhase(StrEnum):
     FORMING = "forming"
     """Enough nodes are ready; the run waits for more, or backs off."""
     STARTING = "starting"
-    """From a complete round to its first step, before the run has made any step."""
+    """From the completion of a round to its first step, as long as the run has made no step."""
     LOADING = "loading"
-    """As `STARTING`, in a later round: workers start again and load what was saved."""
+    """As `STARTING`, but after earlier steps: workers start again and load what was saved."""
     TRAINING = "training"
     REDOING = "redoing"
-    """Repeating steps that were made before, and lost."""
+    """Repeating steps that were made before and then lost."""
     DETECTING = "detecting"
     """A failure has happened, or workers are silent, and the round has not ended."""
     STOPPING = "stopping"
@@ -78,12 +78,12 @@ class Interval:
     """Why the time was lost: the cause that ended this round or the previous one; empty if none
     did."""
     node_id: str
-    """The node that this cause is about; empty if it is unknown, or the cause names none or
+    """The node that this cause refers to; empty if it is unknown, or the cause refers to none or
     several."""
     round: int | None
     """The round that it belongs to; None between rounds."""
     node_ms: int
-    """The time of all nodes that the job held."""
+    """The sum of the times for which the job held each node."""
     way: str = ""
     """How the workers came into the round: one of `Way`; empty between rounds, or if unknown.
     """
@@ -101,7 +101,7 @@ class Cost:
     cause: str
     node_id: str
     times: int
-    """How many ends of rounds, or refusals, had this cause."""
+    """The number of round ends, or of refusals, with this cause."""
     ms: int
     node_ms: int
 
@@ -137,13 +137,13 @@ class Ledger:
     steps_redone: int
     """Steps that were made more than once."""
     node_ms: int
-    """The time of all nodes that the job held."""
+    """The sum of the times for which the job held each node."""
     gpus_per_node: int | None
     """None if unknown."""
     phases: dict[str, int]
     """Milliseconds by phase, of all phases."""
     costs: tuple[Cost, ...]
-    """Why the run did not train; the cause with the most node time comes first."""
+    """The costs of not training, by cause and node; the one with the most node time comes first."""
     comebacks: tuple[Comeback, ...]
     """How long it took to train again, by how the workers came into the round."""
     intervals: tuple[Interval, ...]
@@ -202,7 +202,7 @@ _ENDS = (LedgerPhase.DETECTING, LedgerPhase.STOPPING)
 def ledgers_of(past: Iterable[Event], now_ms: int, state: str = "") -> list[Ledger]:
     """Return the ledger of each run, oldest first.
 
-    `state` is the job's present state, if known: it distinguishes a queued job from a waiting one.
+    `state` is the job's current state, if known: it distinguishes a queued job from a waiting one.
     """
     books: dict[str, Book] = {}
     for event in past:
@@ -406,7 +406,7 @@ class Book:
         if event.enough_ms is not None:
             enough_ms = now_ms - event.enough_ms
         else:
-            # Older versions do not report since when; between rounds, enough nodes usually wait.
+            # Older versions do not report this; between rounds, enough nodes are usually ready.
             enough_ms = self._called_ms or (self._until_ms if later else now_ms)
         self._book(enough_ms, LedgerPhase.WAITING, self._cause)
         self._book(now_ms, LedgerPhase.FORMING, self._cause)
@@ -494,7 +494,7 @@ class Book:
                 self._never_trained()
 
     def _never_trained(self) -> None:
-        """Count time booked as training as starting instead: those rounds never made a step."""
+        """Rebook training as starting, because the rounds so far have turned out not to train."""
         self._trained = False
         self.booked = _starting(self.booked)
         for sums in (self.folded, self.folded_nodes):
@@ -503,7 +503,7 @@ class Book:
                 sums[LedgerPhase.STARTING.value] = started_ms + trained_ms
 
     def _of(self, number: int) -> _Round:
-        """Return a round; facts about any but the latest no longer matter."""
+        """Return the latest round if it has this number, else a dummy: others no longer matter."""
         if self._round is None and self.number is None and not self.booked:
             # It was complete before this history began.
             self._round = _Round(number, self._until_ms, adopted=True)
@@ -543,7 +543,7 @@ class Book:
         return node_ms
 
     def _close(self, until_ms: int) -> None:
-        """Book everything until this time."""
+        """Book everything up to this time."""
         ended = self._round is None or self._round.ended_ms is not None
         self._book_round(until_ms)
         if ended:
@@ -556,7 +556,7 @@ class Book:
             self._book(until_ms, phase, self._cause)
 
     def _book_round(self, until_ms: int) -> None:
-        """Book the last round, until all its nodes had stopped."""
+        """Book the last round, up to the time when all its nodes had stopped."""
         round_, self._round = self._round, None
         if round_ is None:
             return
@@ -634,7 +634,7 @@ def _further(*steps: int | None) -> int | None:
 
 
 def _starting(booked: Iterable[Interval]) -> list[Interval]:
-    """Rebook the intervals of rounds that never made a step: their training was starting."""
+    """Return the intervals with all training rebooked as starting."""
     found: list[Interval] = []
     for one in booked:
         if one.phase != LedgerPhase.TRAINING:

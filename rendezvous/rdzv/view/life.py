@@ -1,7 +1,7 @@
 """A job's life from its history: runs, their rounds, and the cost of each change.
 
-All of it follows from the fields of events. An event without fields, as in older versions, or with
-an unknown name or unknown fields, is kept as a line of text, and nothing follows from it.
+All of it is derived from the fields of events. An event without fields, as in older versions, or
+with an unknown name or unknown fields, is kept as a line of text, and nothing is derived from it.
 
 History names the first eight participants of a round. The others become known when later events
 name them; until then only their number is known.
@@ -26,13 +26,13 @@ class Round:
     since_ms: int
     """When the previous round ended, or the run began."""
     at_ms: int
-    """When it was complete."""
+    """When it was completed."""
     nodes: tuple[str, ...] = ()
     more: int = 0
     """The number of participants whose names are unknown."""
     workers: int = 0
     adopted: bool = False
-    """Whether it was complete before this history began."""
+    """Whether it was completed before this history began."""
     ended_ms: int | None = None
     cause: str = ""
     reason: str = ""
@@ -41,7 +41,7 @@ class Round:
     charge: str = ""
     charge_reason: str = ""
     stopped_ms: dict[str, int] = field(default_factory=dict)
-    """By node: when it had stopped its workers, or was gone."""
+    """By node: when the node had stopped its workers, or was gone."""
     dead_ms: int = 0
     """How long its workers had been dead when it ended, if a cut-off node had killed them."""
     kept: str = ""
@@ -70,7 +70,7 @@ class Run:
     failures: list[tuple[int, str]] = field(default_factory=list)
     """The time and description of each worker failure."""
     suspects: list[tuple[int, str]] = field(default_factory=list)
-    """The same for each worker that had a collective fail; the cause is usually elsewhere."""
+    """The same for each worker in which a collective failed; the cause is usually elsewhere."""
     nodes: dict[str, None] = field(default_factory=dict)
     """All nodes named in its history, in order of appearance."""
     happenings: list[Event] = field(default_factory=list)
@@ -98,7 +98,7 @@ def runs_of(past: Iterable[Event]) -> list[Run]:
 
 
 def name_present(run: Run, status: JobStatus) -> None:
-    """Add the names of the live round's participants, from the job's present status."""
+    """Add the names of the live round's participants, taken from the job's current status."""
     round_ = run.round
     if round_ is None or round_.number != status.round or status.run != run.run:
         return
@@ -166,7 +166,7 @@ def _completed(run: Run, known: history.RoundCompleted, now_ms: int) -> Round:
 
 
 def _round(run: Run, number: int) -> Round:
-    """Find a round; a round missing from the history was complete before the history began."""
+    """Return a round; one that is missing is added, as completed before the history began."""
     for round_ in reversed(run.rounds):
         if round_.number == number:
             return round_
@@ -185,7 +185,7 @@ def _take_part(run: Run, round_: Round, node: str) -> None:
 
 
 def _go(run: Run, node: str, now_ms: int) -> None:
-    """Note that a node is gone and so has no workers of the last round left."""
+    """Note that a node is gone, and with it its workers of the last round."""
     last = run.round
     if last is not None and last.ended_ms is not None and node in last.nodes:
         last.stopped_ms.setdefault(node, now_ms)
@@ -205,6 +205,6 @@ def _settle(round_: Round, known: history.RoundSettled, now_ms: int) -> None:
 
 
 def following(run: Run, round_: Round) -> Round | None:
-    """Return the round after this one."""
+    """Return the round after this one; None if this is the last."""
     index = run.rounds.index(round_) + 1
     return run.rounds[index] if index < len(run.rounds) else None

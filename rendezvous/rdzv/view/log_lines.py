@@ -42,7 +42,7 @@ class Printer:
         self._escaped = escaped
         self._as_it_comes = as_it_comes
         self._begun: dict[_Source, bytes] = {}
-        """Lines without an end so far."""
+        """Lines that are still unterminated."""
         self._rounds: dict[str, int] = {}
 
     def take(self, piece: LogLines) -> None:
@@ -58,7 +58,7 @@ class Printer:
         self._out.flush()
 
     def end(self) -> None:
-        """Print the remaining lines, which have no end."""
+        """Print the last, unterminated lines."""
         for node_id in tuple(self._rounds):
             self._end_round(node_id)
         self._out.flush()

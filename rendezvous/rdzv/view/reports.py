@@ -54,7 +54,7 @@ class Report:
     """By lost node time; the job with the most comes first."""
     causes: tuple[Loss, ...]
     nodes: tuple[Loss, ...]
-    """Only nodes that a cause is about."""
+    """Only nodes to which a cause refers."""
 
 
 @struct(frozen=True)
@@ -68,7 +68,7 @@ class Spent:
 
 
 def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
-    """Return the intervals since `from_ms`; one that began earlier is cut, as is its node time."""
+    """Return the intervals since `from_ms`; one that began earlier is cut, with its node time."""
     found = []
     for one in ledger.intervals:
         if one.until_unix_ms <= from_ms:

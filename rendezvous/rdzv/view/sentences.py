@@ -235,7 +235,7 @@ def started(event: events.WorkersStarted) -> str:
 
 
 def origins(one: events.WorkersStarted | answers.NodeStatus) -> str:
-    """Count the workers that were kept, started warm, and started cold; leave out zeros."""
+    """Describe how many workers were kept, started warm and started cold; zeros are left out."""
     found = ((one.kept, "kept"), (one.warm, "warm"), (one.cold, "cold"))
     return ", ".join(f"{number} {how}" for number, how in found if number)
 
@@ -262,5 +262,5 @@ def _seconds(ms: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """Escape text from nodes, so that it cannot forge log lines or move a terminal's cursor."""
+    """Blank out unprintable characters, so that text cannot forge log lines or move the cursor."""
     return "".join(char if char.isprintable() else " " for char in text)

@@ -1,4 +1,4 @@
-"""A run as a sequence of spans: forming, live, stopping. All traces are made of these.
+"""A run as a sequence of spans: forming, live, stopping. All traces are built from these.
 
 `rdzvctl trace` draws them for Perfetto, and rdzvd sends them to OpenTelemetry.
 """
@@ -28,7 +28,7 @@ class Span:
 
     phase: Phase
     round: Round | None
-    """The round that was forming, live or stopping; None if no round came of a forming phase."""
+    """The round that was forming, live or stopping; None if a forming phase led to no round."""
     since_ms: int
     until_ms: int
 
@@ -58,12 +58,12 @@ def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
 
 
 def went_wrong(round_: Round) -> bool:
-    """Return whether a round ended by a failure."""
+    """Return whether a round ended because of a failure."""
     return (round_.charge or round_.cause) in _BAD_CAUSES
 
 
 def about(round_: Round) -> dict[str, str]:
-    """Return attributes that say how a round ended; empty if unknown."""
+    """Return the attributes that describe how a round ended; unknown ones have empty values."""
     return {
         "ended by": round_.cause,
         "because": round_.reason,

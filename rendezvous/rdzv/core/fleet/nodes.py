@@ -478,8 +478,7 @@ def _excuse(nodes: Nodes, command: Excuse, now_ms: int) -> NodesTransition:
 
 
 def _end_excuses(nodes: Nodes, now_ms: int) -> Nodes:
-    """After a message from any node, give excused nodes one more lease: their messages may follow.
-    """
+    """After a message from any node, give excused nodes one more lease: theirs may follow."""
     if not nodes.excused:
         return nodes
     nodes = replace(nodes, excused=False)
@@ -606,8 +605,7 @@ def _deaf_until_ms(nodes: Nodes, now_ms: int) -> int:
 
 
 def _excused(nodes: Nodes, now_ms: int) -> dict[str, NodeRecord]:
-    """Return, now excused, the nodes whose lease ran out while no other node sent anything either.
-    """
+    """Return, now excused, the nodes whose lease ran out while all other nodes were silent too."""
     silent = [
         record
         for record in nodes.records.values()

@@ -230,8 +230,7 @@ def release_unstopped_seats(work: Draft) -> bool:
 
 
 def seats_with_deadline(state: State) -> Iterable[str]:
-    """Yield the nodes that must stop by the deadline: all but those that were promised more time.
-    """
+    """Yield the nodes that must stop by the deadline: all except those promised more time."""
     for node_id in state.seats:
         if node_id not in state.away or not state.away[node_id].firm:
             yield node_id

@@ -84,8 +84,7 @@ def _is_further(step: int | None, than: int | None) -> bool:
 
 
 def exceeded(settings: Settings, end: RoundEnd, spent: Spent) -> Exceeded | None:
-    """Return the budget that this end of a round exceeds, if any; restarts are checked elsewhere.
-    """
+    """Return the budget that this end of a round exceeds, if any, apart from that of restarts."""
     why = f"{end.cause}: {end.reason}"
     most, given = settings.no_progress_restarts, settings.max_preemptions
     if end.cause is Cause.WORKER_FAILURE and most and spent.in_vain >= most:
