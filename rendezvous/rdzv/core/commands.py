@@ -72,7 +72,7 @@ class Join:
 
 @struct(frozen=True)
 class Resume:
-    """Report after a reconnect that the node runs, or is stopping, workers of `round`.
+    """Report after a reconnect that the node is running, or stopping, workers of `round`.
 
     `recovery` reports that round to a server that may not know it; `owner`, `secret` and `instance`
     are as in `Join`.
@@ -189,7 +189,7 @@ class MarkHeard:
 
 @struct(frozen=True)
 class Stop:
-    """An operator ends this run; every node of it stops its workers and leaves."""
+    """An operator ends this run: all its nodes stop their workers and leave."""
 
     run: str
     reason: str

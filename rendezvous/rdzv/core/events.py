@@ -176,7 +176,7 @@ class RoundSettled:
     restarts: int
     max_restarts: int | None
     root_cause: Failure | None = None
-    """The worker failure taken to be the first, if any was reported."""
+    """The failure taken to have caused the others; None if no worker failure was reported."""
     cause_node_id: str = ""
     """The node that the cause refers to; empty if it is unknown, or the cause refers to none or
     several."""
@@ -233,7 +233,7 @@ class NodeNotQuarantined:
 
     node_id: str
     fault: str
-    """How often it was at fault."""
+    """How often, and within what time, it was at fault, in words."""
     reason: str
 
 

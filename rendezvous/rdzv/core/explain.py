@@ -480,7 +480,7 @@ def _participant_view(
 
 
 def _participant_state(state: State, node_id: str, now_ms: int) -> tuple[NodeState, int, str]:
-    """Return the state of a node with a seat (now or at the end), when it began, and the reason."""
+    """Return the state of a node that has a seat, or had one at the end; since when; and why."""
     round_, ended = _round(state), state.membership.ended
     if ended is not None:
         return _final_state(state, node_id, ended)

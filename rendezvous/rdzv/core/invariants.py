@@ -204,7 +204,7 @@ def _durability(before: Membership, after: Membership) -> list[str]:
 
 
 def _continues(before: Round, after: Round | None) -> bool:
-    """Return whether `after` is the same announced round, or formed after all nodes had stopped."""
+    """Return whether `after` is a later round, or the same one with nothing announced undone."""
     if after is None or after.number < before.number:
         return False
     if after.number > before.number:
@@ -277,7 +277,7 @@ def _kept_workers(round_: Round) -> list[str]:
 
 
 def _snapshot(round_: Round) -> list[str]:
-    """Check that a round loads only snapshots of its own history and from as many workers."""
+    """Check that a round loads only snapshots of its own history that fit its number of workers."""
     mark, found = round_.snapshot, []
     if mark is None:
         return ["snapshots: loaded, and there are none"] if round_.snapshot_loads else []

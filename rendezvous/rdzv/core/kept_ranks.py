@@ -59,7 +59,7 @@ class NotKept:
 
 
 def kept_workers(round_: Round | None) -> int:
-    """Count the workers of a round that took part in the one before as the same processes."""
+    """Return how many workers of a round are the same processes as in the previous one."""
     return sum(len(p.kept) for p in round_.participants) if round_ is not None else 0
 
 
@@ -196,7 +196,7 @@ def _sealed(offer: KeptWorker) -> int:
 
 
 def _fruitless(prior: Round | None, able: Mapping[int, KeptWorker]) -> bool:
-    """Return whether kept workers have sealed no step since the last or an earlier broken round."""
+    """Return whether kept workers have sealed no step since a round that broke."""
     if prior is None or prior.end is None or not kept_workers(prior):
         return False
     furthest = max(map(_sealed, able.values()), default=0)

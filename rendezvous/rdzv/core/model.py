@@ -98,7 +98,7 @@ class Settings:
     restart_window_ms: int = 0
     """Restarts older than this no longer count against `max_restarts`; 0 if all count."""
     scale_up_after_ms: int = 0
-    """With `ScaleUp.AFTER`: how long a round has run before newcomers may end it."""
+    """With `ScaleUp.AFTER`: how long a round must have run before newcomers may end it."""
     restart_backoff_ms: int = 1_000
     """Delay before the second consecutive restart after rounds that failed soon; it doubles with
     each further restart. 0 means no delay."""
@@ -520,12 +520,12 @@ class Membership:
 
     @property
     def min_nodes(self) -> int:
-        """The number of nodes that a round needs now."""
+        """The fewest nodes that a round may have now."""
         return self.bounds[0]
 
     @property
     def max_nodes(self) -> int:
-        """The number of nodes that a round may have now."""
+        """The most nodes that a round may have now."""
         return self.bounds[1]
 
 
@@ -561,7 +561,7 @@ class Away:
 
     since_ms: int
     until_ms: int
-    """When the nodes core will give it up; shown to people."""
+    """When the nodes core will give it up; only shown to users."""
     firm: bool
     """Its return is announced, or the server did not see it fail, so nothing shortens the wait."""
     may_run: bool = True
@@ -636,7 +636,7 @@ class State:
     reported_ms: int = 0
     """When the last recovery report of an adopted round arrived."""
     superseded: Mapping[str, Superseded] = field(default_factory=dict)
-    """By node_id: workers that may still run of a round replaced by an adopted later one."""
+    """By node_id: workers that may still run in a round that an adopted later one replaced."""
     stop_deadline_ms: int | None = None
     """When participants that have not stopped are given up."""
     last_leave: LeaveCause | None = None

@@ -22,7 +22,7 @@ _NONE: Any = object()
 
 
 def put(mapping: Mapping[_K, _V], key: _K, value: _V) -> Mapping[_K, _V]:
-    """Return a mapping in which a key has this value. It iterates as a dict would."""
+    """Return a mapping in which a key has this value; its order is that of a dict."""
     if len(mapping) < LARGE:
         return {**mapping, key: value}
     return _shared(mapping).put(key, value)

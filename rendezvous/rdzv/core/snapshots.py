@@ -75,7 +75,7 @@ def newest_whole(
 
 
 def has_whole(round_: Round, waiting: Iterable[Waiting]) -> bool:
-    """Return whether waiting nodes hold a whole mark that is newer than this round."""
+    """Return whether waiting nodes hold a whole mark newer than the one this round began with."""
     mark = newest_whole((one.snapshots for one in waiting), sealed_in(round_), round_.world_size)
     return mark is not None and (round_.snapshot is None or mark > round_.snapshot)
 

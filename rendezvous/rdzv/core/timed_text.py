@@ -50,7 +50,7 @@ class TimedText(str):
 
 
 def left(ms: int, waits_for: str | None = None) -> TimedText:
-    """Write how much time is left.
+    """Format the time that is left.
 
     >>> ("gives up in " + left(588_000)).times
     (TimeInText(at=12, length=10, ms=588000, grows=False, waits_for=None),)
@@ -59,7 +59,7 @@ def left(ms: int, waits_for: str | None = None) -> TimedText:
 
 
 def past(ms: int) -> TimedText:
-    """Write how much time has passed."""
+    """Format the time that has passed."""
     return _timed(max(ms, 0), grows=True, waits_for=None)
 
 

@@ -44,7 +44,7 @@ _ROWS_AT_ONCE = 100
 
 
 class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="backup"):
-    """The first line: the source, the author and the time of the backup."""
+    """The first line: where the data was, which server wrote the backup, and when."""
 
     source: str
     """A description of where the data was, such as `/var/lib/rdzv (sqlite)`."""
@@ -196,7 +196,7 @@ async def _read(store: Store, rdzv_id: str) -> tuple[Stored, tuple[Record, ...]]
 
 
 def verify(file: BinaryIO, name: str) -> Summary:
-    """Read a backup to its end, job by job; return its contents. `name` appears in errors.
+    """Read a backup to its end, job by job; return a summary of it. `name` appears in errors.
 
     Raises:
         RendezvousStateError: it is not a backup, is truncated or changed, or from a newer rdzvd.

@@ -119,7 +119,7 @@ class Election:
 
     @property
     def may_speak(self) -> bool:
-        """Whether this process leads and no other can lead by now, even by deposing this one.
+        """Whether this process leads and no other can be leading yet, even by deposing this one.
 
         Unlike `proven`, it may be False for a moment, until etcd has answered the next read.
         """
@@ -132,7 +132,7 @@ class Election:
         return self.may_speak
 
     async def depose(self, leader: Leader) -> bool:
-        """End the term of a leader that was found dead; return whether this was done here.
+        """End the term of a leader that was found dead; return whether this call has ended it.
 
         This is safe even if the leader is alive: its writes are refused from now on, and its key is
         deleted, so that another may lead, only once its word has ended.
@@ -230,7 +230,7 @@ class Election:
         return self.leader
 
     async def resign(self) -> None:
-        """End this process's term, if any, so that another leads at once.
+        """End this process's term, if any, so that another can lead at once.
 
         Never raises: if etcd cannot be reached, the lease runs out.
         """

@@ -99,7 +99,7 @@ class Session:
             thread.start()
 
     def turned(self) -> None:
-        """Note that the event loop turns."""
+        """Note that the event loop has turned."""
         self._turned_s = now_s()
 
     async def ended(self) -> None:

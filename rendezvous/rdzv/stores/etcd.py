@@ -44,19 +44,20 @@ from rdzv.stores.etcd_values import (
 from rdzv.stores.leader_key import Fence, read_leader, with_leadership
 
 KEYS_PER_PAGE = 1_000
-"""The size of a page of keys without values; names are short."""
+"""Keys in a page that has no values; names are short."""
 
 JOBS_PER_PAGE = 10
-"""A membership may have 1.5 MiB, and a whole page must fit into one answer."""
+"""Jobs in a page: a membership may have 1.5 MiB, and a page must fit into one answer."""
 
 BATCHES_PER_PAGE = 500
-"""The size of a page of history: at most about 12 MiB, and rarely above 100 KiB."""
+"""Keys in a page of history, which has at most about 12 MiB, and rarely more than 100 KiB."""
 
 BATCH_BYTES = 24 * 1024
-"""The data of one history key; longer data continues in the next key."""
+"""The most data under one history key, unless a single record has more; the next key has the rest.
+"""
 
 _HISTORY_BYTES = 256 * 1024
-"""The most compressed history in one transaction; the membership needs the rest."""
+"""The most bytes of compressed history in one transaction; the membership needs the rest."""
 
 _SLOW_BYTES = 64 * 1024
 """Larger stored values are inflated in a thread, ..."""

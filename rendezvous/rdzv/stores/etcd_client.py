@@ -71,7 +71,7 @@ MAX_REQUEST_BYTES = 1_500_000
 """The most bytes in one request: a little below etcd's own 1.5 MiB (`--max-request-bytes`)."""
 
 RETRY_S = 0.1
-"""Pause after every endpoint has failed."""
+"""Pause after all endpoints have failed."""
 
 
 class EtcdClient:
@@ -103,7 +103,7 @@ class EtcdClient:
     @classmethod
     @asynccontextmanager
     async def connected(cls, config: EtcdConfig) -> AsyncIterator[EtcdClient]:
-        """Connect, check that the data can be read, and close at the end.
+        """Connect, check that the data can be read, and close when the body ends.
 
         Raises:
             InvalidRequestError: user, password, certificates or prefix are refused.
@@ -142,7 +142,8 @@ class EtcdClient:
     ) -> AsyncGenerator[tuple[KeyValue, ...]]:
         """Yield all keys from `start` to below `end`, in pages of at most `page` keys.
 
-        Writes made meanwhile may appear or not. With `newest_first` the keys come in reverse.
+        Writes made in the meantime may or may not appear. With `newest_first` the keys come in
+        reverse order.
         """
         order = pb.RangeRequest.DESCEND if newest_first else pb.RangeRequest.NONE
         while True:

@@ -50,7 +50,7 @@ class EtcdConfig:
     """How long to wait for a silent leader. etcd raises it to at least one and a half times its
     election timeout."""
     timeout_ms: int = 3_000
-    """The time limit of one call, with all its repetitions."""
+    """The time limit of one call, including all its repetitions."""
 
     @classmethod
     def parse(cls, endpoints: str, **given: object) -> EtcdConfig:

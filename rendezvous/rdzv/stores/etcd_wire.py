@@ -1,4 +1,4 @@
-"""etcd's methods and messages, and how values become messages and back.
+"""etcd's methods and messages, and the conversion between messages and values.
 
 Only this module and the two that call etcd (`etcd_client` from the event loop, `lease_calls` from
 threads) use its messages.

@@ -32,7 +32,7 @@ class Survey:
     used_by: str
     """The process that uses the directory: `rdzvd pid 4711`; empty if none does."""
     problems: tuple[str, ...]
-    """The faults found, in sentences that begin with their verb."""
+    """The faults found: sentences without their subject, which is the file."""
 
 
 class Tables:
@@ -60,7 +60,7 @@ class Tables:
         return Stored(codec.decode(bytes(data), f"job {rdzv_id} in {self._path}"), revision)
 
     def names(self) -> tuple[str, ...]:
-        """List the rdzv_ids, in order."""
+        """Return the rdzv_ids of all jobs, in order."""
         with self._connection.reading():
             rows = self._connection.db.execute(
                 "SELECT rdzv_id FROM job ORDER BY rdzv_id"
@@ -101,7 +101,7 @@ class Tables:
         return (bytes(row[0]), row[1]) if row else None
 
     def document_names(self) -> tuple[str, ...]:
-        """List the documents, in order."""
+        """Return the names of all documents, in order."""
         if self._connection.schema_version < DOCUMENTS_SINCE:
             return ()
         with self._connection.reading():

@@ -57,7 +57,7 @@ def _last_failure(status: pb.JobStatus) -> LastFailure | None:
 
 
 def node_of(node: pb.Node) -> Node:
-    """Decode a node. A time counts only while the node is in the state it refers to."""
+    """Decode a node; a time is None unless the node is in the state to which the time refers."""
     return from_message(
         Node,
         node,

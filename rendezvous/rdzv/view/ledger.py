@@ -50,7 +50,7 @@ class LedgerPhase(StrEnum):
 
 
 class Way(StrEnum):
-    """How the workers of a round came into it."""
+    """How a round got its workers."""
 
     ALL_KEPT = "all kept"
     """Their processes are those of the previous round."""
@@ -85,7 +85,7 @@ class Interval:
     node_ms: int
     """The sum of the times for which the job held each node."""
     way: str = ""
-    """How the workers came into the round: one of `Way`; empty between rounds, or if unknown.
+    """How the round got its workers: one of `Way`; empty between rounds, or if unknown.
     """
 
     @property
@@ -108,7 +108,7 @@ class Cost:
 
 @struct(frozen=True)
 class Comeback:
-    """The time until training continued, for all rounds that began in one way."""
+    """The time until training continued, summed over rounds that got their workers in one way."""
 
     way: str
     """One of `Way`."""
@@ -141,11 +141,11 @@ class Ledger:
     gpus_per_node: int | None
     """None if unknown."""
     phases: dict[str, int]
-    """Milliseconds by phase, of all phases."""
+    """Milliseconds spent in each phase; 0 for a phase that did not occur."""
     costs: tuple[Cost, ...]
     """The costs of not training, by cause and node; the one with the most node time comes first."""
     comebacks: tuple[Comeback, ...]
-    """How long it took to train again, by how the workers came into the round."""
+    """How long it took to train again, by how the round got its workers."""
     intervals: tuple[Interval, ...]
 
 
@@ -182,7 +182,7 @@ def _begins(one: Interval, before: Interval | None) -> bool:
 
 
 def comebacks(intervals: Iterable[Interval]) -> tuple[Comeback, ...]:
-    """Sum up the gaps in training, by how the workers came into the round that ended each gap."""
+    """Sum up the gaps in training, by how the round that ended each gap got its workers."""
     found: dict[str, list[int]] = {}
     trained, ms, node_ms = False, 0, 0
     for one in intervals:
@@ -256,7 +256,7 @@ class _Round:
     failed_ms: int | None = None
     """When the earliest of its workers failed."""
     hung_ms: int | None = None
-    """Since when workers have hung."""
+    """Since when workers have been hanging."""
     lost_ms: dict[str, int] = field(default_factory=dict)
     """By node_id, for each lost node: since when it had been silent."""
     dead_ms: int = 0
@@ -355,7 +355,7 @@ class Book:
     # ---------------------------------------------------------------- events
 
     def note(self, at_ms: int, event: history.Kept | None) -> None:
-        """Record the next event; None for an unknown one. Time never goes back."""
+        """Record the next event, None if unknown. An earlier time counts as that of the last."""
         if self.result:
             return
         self._now_ms = now_ms = max(at_ms, self._now_ms)

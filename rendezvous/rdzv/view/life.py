@@ -47,7 +47,7 @@ class Round:
     kept: str = ""
     """A description of the kept workers; empty if none could be."""
     started: str = ""
-    """A description of how its workers came into it; empty if no node has reported that."""
+    """A description of how it got its workers; empty if no node has reported that."""
     restarts: str = ""
     """The restarts spent by then, such as `1 of 3`; empty if the nodes' own agents count them."""
 

@@ -224,7 +224,7 @@ def _loaded(event: history.RoundCompleted) -> str:
 
 
 def started(event: events.WorkersStarted) -> str:
-    """Describe how the workers came into a round, and why some are new or cold.
+    """Describe how a round got its workers, and why some of them are new or cold.
 
     >>> late = events.NewWorker(3, "n2", "warm", "it did not park in time")
     >>> started(events.WorkersStarted(1, kept=5, warm=1, cold=0, new=(late,)))

@@ -15,7 +15,7 @@ _BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
 
 
 class Phase(StrEnum):
-    """The phase of a job."""
+    """A phase of a job."""
 
     FORMING = "forming"
     LIVE = "live"

@@ -364,7 +364,7 @@ def _waited(wait: _Wait, waiting: Collection[int] | None = None) -> str:
 
 
 def _detail(wait: _Wait) -> str:
-    """Describe all ranks of a group with waiting ranks."""
+    """Describe where the ranks of a group wait, and which ranks have not entered."""
     parts = []
     places: dict[tuple[int, str, str], list[int]] = {}
     for rank, one in wait.pending.items():
@@ -381,7 +381,7 @@ _PLURAL = {"has": "have", "is": "are", "waits": "wait"}
 
 
 def _ranks(ranks: Collection[int], verb: str) -> str:
-    """Name ranks, with a verb.
+    """Name ranks, followed by the right form of a verb.
 
     >>> _ranks([3], "wait"), _ranks([0, 1], "has")
     ('RANK 3 waits', 'RANK 0-1 have')

@@ -24,7 +24,7 @@ class HangTimeout:
 
 @struct(frozen=True)
 class HungWorker:
-    """A worker that hangs, as its node reports."""
+    """A hung worker, as reported by its node."""
 
     rank: int
     local_rank: int

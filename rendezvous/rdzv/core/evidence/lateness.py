@@ -20,7 +20,7 @@ from rdzv.structs import struct
 LOOKS = 6
 """The number of comparisons by which a worker is judged."""
 LEAST_PAIRS = 8
-"""The smallest number of collectives that makes a comparison."""
+"""The fewest collectives that are enough for a comparison."""
 LATE, LATE_EACH = 0.06, 0.04
 """A worker straggles if the others spend this share of the time waiting for it: on average without
 the best and the worst look, and in each look but one. A single pause or slow moment does not count.

@@ -1,4 +1,4 @@
-"""Chooses the nodes of submitted jobs: a pure function of all jobs and nodes.
+"""Chooses nodes for submitted jobs: a pure function of all jobs and nodes.
 
 The rules, in the order in which they hold:
 
@@ -242,7 +242,7 @@ class _Plan:
         self._places_free = {host.node_id: host.places_free for host in hosts}
         self._gpus_free = {host.node_id: host.gpus_free for host in hosts}
         self._kept_for: dict[str, str] = {}
-        """By node_id: the first job that waits and could use the node."""
+        """By node_id: the first waiting job that could use the node."""
 
     def start(self, job: Demand) -> None:
         """Give a job all the nodes it needs to run, or reserve the nodes that it could use."""

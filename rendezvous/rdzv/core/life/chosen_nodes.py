@@ -41,7 +41,7 @@ def awaited(state: State) -> tuple[str, ...]:
 
 
 def withdrawable(state: State, node_ids: Iterable[str]) -> tuple[str, ...]:
-    """Name those of the given nodes that are chosen or waiting and hold no seat."""
+    """Return those of the given nodes that are chosen for the job or in it, and hold no seat."""
     return tuple(
         node_id
         for node_id in node_ids

@@ -102,7 +102,7 @@ def of_submitted_run(state: State, _: object) -> Ignored | None:
 
 
 def is_barred(state: State, node_id: str) -> bool:
-    """Return whether a submitted run has released this node; the node is told so."""
+    """Return whether the open run was submitted and may not keep this node."""
     if node_id not in state.barred:
         return False
     return state.run_is_open and state.membership.submission is not None

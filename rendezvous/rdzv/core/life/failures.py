@@ -20,8 +20,8 @@ from rdzv.structs import replace
 def fail(work: Draft, command: Fail) -> Ignored | None:
     """Record failed workers of a node.
 
-    A live round ends, and everyone stops. If it has already ended, the failures are added to its
-    causes; `settle_charge` picks the root cause when everyone has stopped, and spends a restart.
+    If the round is live, it ends, and everyone stops. Otherwise the failures are added to those of
+    its end. When everyone has stopped, `settle_charge` picks the root cause and spends a restart.
     """
     round_ = work.membership.round
     assert round_ is not None

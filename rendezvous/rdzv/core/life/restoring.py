@@ -123,7 +123,7 @@ def adopt(work: Draft, command: Join | Resume, report: RecoveryReport) -> None:
 
 
 def _adopt_run(work: Draft, command: Join | Resume, settings: Settings) -> None:
-    """Continue a run that its nodes know; nodes that wait here now wait for its next round."""
+    """Continue a run that its nodes know; nodes waiting for a first round wait for its next one."""
     run = command.run
     old, reason = work.membership, "its nodes reported it; this server had no memory of it"
     unstarted = work.open and old.round is None and old.settings == settings

@@ -106,7 +106,7 @@ def _all_done(state: State) -> bool:
 
 
 def close_when_stopped(work: Draft) -> bool:
-    """Close a run that an operator ends, once no known worker of it is left.
+    """Close a run that an operator is ending, once none of its workers is known to be left.
 
     Workers of a dead agent run until their runner ends them. Nothing is known about the workers of
     a node that is cut off; they are waited for no longer than that.

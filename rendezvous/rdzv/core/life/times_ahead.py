@@ -14,8 +14,8 @@ def not_after(membership: Membership, now_ms: int) -> Membership:
     """Return the membership with all future times set to now, unless its run has ended.
 
     A time is in the future if the clock was stepped back, or was ahead when the time was stored.
-    Left as it is, ages would stand still, and no restart would be forgotten, until the clock caught
-    up. A membership whose times are all past is returned unchanged.
+    With such times, ages would stand still, and no restart would be forgotten, until the clock
+    caught up. A membership whose times are all past is returned unchanged.
     """
     if membership.ended is not None:
         return membership
