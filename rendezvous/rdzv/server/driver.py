@@ -1,9 +1,9 @@
 """The driver of a leading server: makes, starts and stops its parts, and publishes steps.
 
-It holds the state that the pure cores do not hold, and decides nothing. A command to a job goes
-through `Engine.submit`: *decide, persist, publish*; `Driver.publish` does the last. Nodes enter
-through `connections`, `recovery`, `commands` and `reports`, operators through `views`, `workers`,
-`operations` and `nodes`.
+It holds the state that the pure cores do not hold, and decides nothing. `Engine.submit` takes each
+command to a job through *decide, persist, publish*, and calls `Driver.publish` for the last. Nodes
+enter through `connections`, `recovery`, `commands` and `reports`, operators through `views`,
+`workers`, `operations` and `nodes`.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class Driver:
         self.node_jobs.note_end(job, news)
 
     def _note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
-        """Record events that no step has caused in the log and the history; wake watchers."""
+        """Add events that no step has caused to log and history, and wake the job's watchers."""
         self.history.note(rdzv_id, events)
         self.watchers.job_changed(rdzv_id)
 

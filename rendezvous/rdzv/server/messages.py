@@ -426,7 +426,10 @@ class TakeStacks:
 
 @struct(frozen=True)
 class DrainNode:
-    """The node must leave all its jobs. Sent again, with the time left, when it reconnects."""
+    """The node must leave all its jobs.
+
+    The message is repeated, with the time that is left, when the node reconnects.
+    """
 
     left_ms: int
     reason: str

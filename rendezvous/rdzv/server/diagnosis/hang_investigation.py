@@ -3,7 +3,7 @@
 A node reports that some of its workers hang (`Hung`), and repeats the report now and then. The
 first report in a round begins an *episode*. Since one hanging worker stalls all others, the other
 nodes will soon report hangs as well; then stacks are taken while the workers are still in place.
-The round is ended by an ordinary worker failure of the worker that the others wait for.
+The round ends with an ordinary worker failure, attributed to the worker that the others wait for.
 """
 
 from __future__ import annotations

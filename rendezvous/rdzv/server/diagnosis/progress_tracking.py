@@ -21,9 +21,9 @@ class _Job:
     run: str
     round: Round
     ranks: dict[str, range]
-    """By node_id: the RANKs of its workers."""
+    """By node_id: the RANKs of the node's workers."""
     said: dict[str, tuple[int, Progress]] = field(default_factory=dict)
-    """By node_id: the time of its latest report, and the report."""
+    """By node_id: when the node's latest report was received, and the report."""
 
 
 class ProgressBoard:

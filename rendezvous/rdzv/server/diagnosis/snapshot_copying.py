@@ -26,9 +26,9 @@ class Copying:
         """Whether a carrier is new or has changed since copying of the current mark began, so that
         copies that were given up may succeed now."""
         self._orders: dict[str, tuple[CopySource, ...]] = {}
-        """By keeper: the copies of the current mark that it has still to make."""
+        """By keeper: the sources of the copies of the current mark that it still has to make."""
         self._keepers: dict[str, str] = {}
-        """By source: the node that is to keep copies of its snapshots of the current mark."""
+        """By source node: the keeper of the copies of its snapshots of the current mark."""
         self._given_up: dict[str, str] = {}
         """By keeper: why it does not keep its copies of the current mark."""
         self._sent: set[str] = set()

@@ -57,7 +57,7 @@ class _Taking:
             return
         key, said = key_of(stack), evidence(stack)
         if key not in self.ranks and len(self.ranks) >= most_groups:
-            # With this many different stacks more groups would help nobody; the rest share one.
+            # With this many different stacks, more groups would help nobody: the rest share one.
             key = (stack.state, (("elsewhere", "", 0),), ())
             stack = _elsewhere(stack)
         self.told.add(stack.rank)
@@ -72,7 +72,7 @@ class _Taking:
             self.kept[stack.rank] = stack
 
     def end(self, node_id: str, why: str = "") -> None:
-        """Stop waiting for a node; record `why` its stacks are missing, unless it is empty."""
+        """Stop waiting for a node; `why` says why stacks are missing, empty if none are."""
         node = self.waits_for.pop(node_id, None)
         if node is not None and why:
             size = node.offer.local_world_size

@@ -1,4 +1,4 @@
-"""Notes a round's milestones for its job's ledger: first collective, first, last and redone steps.
+"""Notes a round's milestones for the ledger: first collective; first, last and redone steps.
 
 Milestones are kept in memory, for live rounds only. A server that takes over notes the first
 collective and the first step again; the ledger counts only the first note of each in a round.

@@ -32,7 +32,7 @@ def job_status(
     starts: Mapping[str, Starts] | None = None,
     snapshots: SnapshotsKnown = NO_SNAPSHOTS,
 ) -> answers.JobStatus:
-    """Return the answer for one job, with what is known about its workers and snapshots."""
+    """Return the answer about one job, with what is known about its workers and snapshots."""
     starts = starts or {}
     told = sum(one.kept + one.warm + one.cold for one in starts.values())
     known = list(starts.values()) if told == view.world_size else []

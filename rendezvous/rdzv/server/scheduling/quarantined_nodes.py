@@ -90,7 +90,7 @@ class Quarantine:
 
     @property
     def nodes(self) -> Mapping[str, Quarantined]:
-        """The nodes that are quarantined now, by name."""
+        """The nodes that are quarantined now, by node_id."""
         return self._record.quarantined(self._clock.now_ms())
 
     @property

@@ -55,7 +55,7 @@ class Caller:
     proof: str
     """How the name is proven, such as by `certificate`, `token ID` or `service account NAME`."""
     token: str = ""
-    """The id of the token of rdzvd that the caller has sent; empty if it has sent none."""
+    """The id of the rdzvd token that the caller has sent; empty if it has sent none."""
 
     def has(self, roles: Iterable[Role]) -> bool:
         """Return whether the caller has one of these roles."""

@@ -232,7 +232,7 @@ async def _json(session: aiohttp.ClientSession, address: str) -> dict[str, objec
 
 
 def read_keys(document: Mapping[str, object]) -> Keys:
-    """Return those keys of a JWK set that verify signatures of `ALGORITHMS`, by `kid`.
+    """Return, by `kid`, the keys of a JWK set that can verify signatures of `ALGORITHMS`.
 
     Raises:
         FetchError: there is no such key.

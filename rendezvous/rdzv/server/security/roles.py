@@ -26,7 +26,7 @@ class Whose(StrEnum):
 
 @struct(frozen=True)
 class Row:
-    """The roles that permit a call (one is enough), and the jobs or nodes it may be used on."""
+    """The roles of which any permits a call, and the jobs or nodes on which it may be used."""
 
     roles: frozenset[Role]
     whose: Whose = Whose.ANY

@@ -27,7 +27,7 @@ _CLAIMS = ["iss", "sub", "aud", "exp"]
 
 
 _UNREADABLE = (jwt.PyJWTError, ValueError, TypeError, RecursionError, OverflowError)
-"""The errors that PyJWT lets through for invalid tokens; not all are its own."""
+"""The errors that PyJWT raises or lets through when a token is invalid."""
 
 
 class KeySource(Protocol):

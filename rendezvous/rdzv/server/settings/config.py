@@ -53,7 +53,7 @@ DAY_MS = 86_400_000
 class Limits:
     """Bounds on what is accepted and kept, so that no caller can exhaust the server."""
 
-    # Settings.
+    # These are set by settings.
     message_bytes: int = 4 * 1024 * 1024
     """gRPC's default; a hello with 64 jobs is far smaller."""
     nodes_per_job: int = 10_000
@@ -182,7 +182,7 @@ class Limits:
 class Timings:
     """The driver's own timings; the cores' timings are in `Tuning` and `NodesTuning`."""
 
-    # Settings.
+    # These are set by settings.
     hello_timeout_ms: int = 10_000
     handshake_ms: int = 10_000
     first_request_ms: int = 10_000
