@@ -28,6 +28,7 @@ from rdzv.core.events import (
     JobQueued,
     JobScaled,
     NodeDeclined,
+    NodeJoined,
     NodeLeft,
     NodeLost,
     NodeStopped,
@@ -636,7 +637,8 @@ class Judge:
             return
         mine = self.tallies.setdefault((after.rdzv_id, after.run), Counter())
         round_, seats = before.membership.round, {*before.seats}
-        held = _said_of_snapshots((before, command, transition, 0))
+        said = _said_of_snapshots((before, command, transition, 0))
+        held = dict(said)
         for event in transition.events:
             match event:
                 case NodeStopped():
@@ -649,9 +651,14 @@ class Judge:
                 case RoundEnded():
                     assert round_ is not None
                     round_ = replace(round_, end=event.end)
-                case NodeLost() | NodeLeft() | NodeStuck() if round_ and event.node_id in seats:
+                case NodeLost() | NodeLeft() | NodeStuck():
+                    # Its snapshots are lost, even if it has stopped in the same step.
                     held.pop(event.node_id, None)
-                    round_ = replace(round_, gone=(*round_.gone, event.node_id))
+                    if round_ is not None and event.node_id in seats:
+                        round_ = replace(round_, gone=(*round_.gone, event.node_id))
+                case NodeJoined():
+                    # Its former instance may have departed in the same step.
+                    held[event.node_id] = said.get(event.node_id, ())
                 case RoundSettled():
                     assert round_ is not None
                     self._count_end(mine, after, round_, event, held)
