@@ -204,7 +204,7 @@ class NodesPlaced:
 
 @struct(frozen=True)
 class NodesWithdrawn:
-    """The server no longer chooses these nodes for a submitted run; none has a seat in it."""
+    """The server has withdrawn these nodes from a submitted run; none of them has a seat in it."""
 
     node_ids: tuple[str, ...]
     reason: str

@@ -302,7 +302,7 @@ def _lineage(old: Round | None, round_: Round) -> list[str]:
     if not old.adopted and keepers.keys() - {p.node_id for p in old.participants}:
         found.append("keeping: a kept worker did not take part in the round before")
     if old.end is None:
-        # It has ended in this step.
+        # The previous round ended in this step.
         return found
     if not old.end.keep:
         found.append("keeping: the end of the round before asked for new processes")

@@ -327,7 +327,7 @@ class Round:
     """
     end: RoundEnd | None = None
     adopted: bool = False
-    """Rebuilt from its nodes' recovery reports. A node that has not reported has a placeholder."""
+    """Whether it was rebuilt from recovery reports; a placeholder stands for a node without one."""
     excuse: str = ""
     """A node that left as if it were done, and why it left: failures that follow may be due to its
     departure."""
@@ -360,7 +360,7 @@ class Round:
 
 @struct(frozen=True)
 class Departure:
-    """A node that was lost, or left."""
+    """The departure of a node that was lost, or left."""
 
     node_id: str
     state: NodeState
@@ -408,7 +408,7 @@ class Ended:
 
 @struct(frozen=True)
 class EndedRun:
-    """The record of an earlier run: enough to tell a node that joins late how it ended."""
+    """The record of an earlier run: enough to tell a node that joins late how that run ended."""
 
     run: str
     ended: Ended
@@ -494,7 +494,7 @@ class Membership:
     """Why an operator is ending this run, which closes once no seat of its round is held; empty if
     none is."""
     submission: Submission | None = None
-    """None if nodes join of their own accord and the server does not choose them."""
+    """None if the server does not choose this run's nodes: they join of their own accord."""
     spent: Spent = Spent()
     owner: str = ""
     """The caller that began the first run of this job; empty if the server required no proof,
@@ -563,7 +563,7 @@ class Away:
     until_ms: int
     """When the nodes core will give it up; only shown to users."""
     firm: bool
-    """Its return is announced, or the server did not see it fail, so nothing shortens the wait."""
+    """Whether nothing may shorten the wait, for example because its return was announced."""
     may_run: bool = True
     """Whether its workers may outlive its agent."""
 
@@ -580,7 +580,7 @@ class Stuck:
 
 @struct(frozen=True)
 class Superseded:
-    """Workers of a round that a later one replaced; they were sent a stop, and hold no seat."""
+    """Workers of a round that a later one replaced. They are to stop, and hold no seat."""
 
     incarnation: int
     round: int

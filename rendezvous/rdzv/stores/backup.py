@@ -89,7 +89,7 @@ class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
 
 @struct(frozen=True)
 class Summary:
-    """The contents of a complete, unchanged file."""
+    """A summary of a complete, unchanged file: its header, and how much it contains."""
 
     header: Header
     jobs: int

@@ -66,7 +66,7 @@ Page = Sequence[tuple[str, Read]]
 def read(
     decode: Callable[[bytes, str], Membership], data: bytes, revision: int, where: str
 ) -> Read:
-    """Decode a job; `where` names it in the error."""
+    """Return a decoded job, or the error that says why it is unreadable; `where` names it there."""
     try:
         return Stored(decode(data, where), revision)
     except RendezvousStateError as error:

@@ -40,7 +40,7 @@ REPLICAS_PER_PAGE = 100
 
 @struct(frozen=True)
 class Replica:
-    """One rdzvd that takes part, whether or not it leads."""
+    """One rdzvd that takes part in the election, whether or not it leads."""
 
     address: str
     version: str
@@ -383,7 +383,7 @@ class _News:
 
 
 class _Outage:
-    """Logs once that etcd is away, and once that it is back."""
+    """Logs when etcd goes away, and when it is back: once each."""
 
     def __init__(self) -> None:
         self._away = False

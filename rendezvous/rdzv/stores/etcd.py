@@ -53,8 +53,7 @@ BATCHES_PER_PAGE = 500
 """Keys in a page of history, which has at most about 12 MiB, and rarely more than 100 KiB."""
 
 BATCH_BYTES = 24 * 1024
-"""The most data under one history key, unless a single record has more; the next key has the rest.
-"""
+"""The most data under one history key, unless a single record has more."""
 
 _HISTORY_BYTES = 256 * 1024
 """The most bytes of compressed history in one transaction; the membership needs the rest."""

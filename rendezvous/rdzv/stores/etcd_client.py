@@ -276,7 +276,7 @@ class EtcdClient:
                 return await self._attempt(index, method, request, min(attempt_s, left))
             except grpc.RpcError as error:
                 failure = error
-            # An earlier error tells more than a timeout.
+            # An earlier error says more than a timeout does.
             reason = reason_of(failure) if not (reason and is_silence(failure)) else reason
             self._leave(index)
             tried += 1

@@ -107,7 +107,7 @@ class MemoryStore:
         return tuple(sorted(self._documents))
 
     async def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all that this store has given."""
+        """Return a leadership number above all given before, and at least `at_least`."""
         self._check_open()
         self._leadership = max(self._leadership + 1, at_least)
         return self._leadership

@@ -150,7 +150,7 @@ class SqliteStore:
         return await self.connection.call(self._tables.document_names)
 
     async def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all that this store has given."""
+        """Return a leadership number above all given before, and at least `at_least`."""
         return await self.connection.write(partial(self._tables.take_over, at_least))
 
     def all_or_nothing(self) -> AbstractAsyncContextManager[None]:

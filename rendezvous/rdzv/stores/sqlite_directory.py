@@ -27,7 +27,7 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
         InvalidRequestError: it cannot be used, is in use, or is on a network file system.
 
     """
-    # This is checked before anything is created there.
+    # Check this before anything is created there.
     _refuse_network_filesystem(directory, mountinfo)
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -35,8 +35,7 @@ def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
     except OSError as error:
         raise _unusable(directory, error) from error
     try:
-        # This is checked again, since an automounter mounts at the first access, and the file may
-        # be a link.
+        # Check this again: an automounter mounts at the first access, and the file may be a link.
         _refuse_network_filesystem(directory, mountinfo)
         _refuse_network_filesystem(directory / "rdzv.db", mountinfo)
         _lock(lock, directory)

@@ -44,7 +44,7 @@ class Mark:
 
 
 def make_table(db: sqlite3.Connection) -> None:
-    """Make a file count its commits from now on, unless it already does; inside a transaction."""
+    """Make a file count its commits from now on, unless it does; to be called in a transaction."""
     db.execute(TABLE)
     db.execute("INSERT OR IGNORE INTO mark VALUES (1, ?, 0)", (secrets.token_hex(8),))
 

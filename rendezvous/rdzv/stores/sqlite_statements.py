@@ -49,7 +49,7 @@ class Tables:
         connection.on_rollback = self._unpruned.clear
 
     def load(self, rdzv_id: str) -> Stored | None:
-        """Read a job."""
+        """Return a job; None if it was never written."""
         with self._connection.reading():
             row = self._connection.db.execute(
                 "SELECT membership, revision FROM job WHERE rdzv_id = ?", (rdzv_id,)
@@ -68,7 +68,7 @@ class Tables:
         return tuple(row[0] for row in rows)
 
     def page(self, after: str) -> Page:
-        """Read the next `JOBS_PER_PAGE` jobs after an rdzv_id."""
+        """Return the next `JOBS_PER_PAGE` jobs after an rdzv_id."""
         with self._connection.reading():
             rows = self._connection.db.execute(
                 "SELECT rdzv_id, revision, membership FROM job WHERE rdzv_id > ? "
@@ -81,7 +81,7 @@ class Tables:
         ]
 
     def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Read a job's newest records, oldest first."""
+        """Return the newest records of a job, at most `limit`, oldest first."""
         with self._connection.reading():
             rows = self._connection.db.execute(
                 "SELECT unix_ms, rdzv_id, run, name, text FROM history WHERE rdzv_id = ? "
@@ -91,7 +91,7 @@ class Tables:
         return tuple(Record(*row) for row in reversed(rows))
 
     def load_document(self, name: str) -> tuple[bytes, int] | None:
-        """Read a document, and its revision."""
+        """Return a document and its revision; None if it was never written."""
         if self._connection.schema_version < DOCUMENTS_SINCE:
             return None
         with self._connection.reading():
@@ -109,7 +109,7 @@ class Tables:
         return tuple(row[0] for row in rows)
 
     def survey(self, used_by: str) -> Survey:
-        """Read the whole file, and check it."""
+        """Read and check the whole file; return what was found."""
         with self._connection.reading():
             problems = [
                 f"is damaged: {what}"
@@ -146,7 +146,7 @@ class Tables:
     def swap(
         self, rdzv_id: str, membership: Membership, revision: int, records: Sequence[Record]
     ) -> int:
-        """Write a job over the given revision, with its records."""
+        """Write a job over the given revision, with its records; return the new revision."""
         self._check_job(rdzv_id, revision)
         self._connection.db.execute(
             "INSERT INTO job VALUES (?1, ?2, ?3) "
@@ -165,7 +165,7 @@ class Tables:
             self._unpruned.pop(rdzv_id, None)
 
     def swap_document(self, name: str, data: bytes, revision: int) -> int:
-        """Write a document over the given revision."""
+        """Write a document over the given revision; return the new revision."""
         row = self._connection.db.execute(
             "SELECT revision FROM document WHERE name = ?", (name,)
         ).fetchone()
@@ -216,7 +216,7 @@ class Tables:
         self._unpruned[rdzv_id] = 0
 
     def take_over(self, at_least: int) -> int:
-        """Return the next leadership number."""
+        """Write and return the next leadership number, which is at least `at_least`."""
         held: int = self._connection.db.execute("SELECT number FROM leadership").fetchone()[0]
         number = max(held + 1, at_least)
         self._connection.db.execute("UPDATE leadership SET number = ?", (number,))

@@ -74,7 +74,7 @@ class NodeStatus:
     warm: int | None = None
     cold: int | None = None
     snapshots: int = 0
-    """The number of snapshots of the job's state that it holds in memory, and their size below."""
+    """How many snapshots of the job's state it holds in memory; `snapshot_bytes` is their size."""
     snapshot_bytes: int = 0
 
 

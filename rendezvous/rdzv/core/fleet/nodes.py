@@ -190,7 +190,7 @@ class Hear:
 
 @struct(frozen=True)
 class Excuse:
-    """The way to these nodes is blocked, so their silence proves nothing for the next `for_ms`."""
+    """The path to these nodes is blocked, so their silence proves nothing for the next `for_ms`."""
 
     node_ids: frozenset[str]
     for_ms: int
@@ -255,7 +255,7 @@ class NodeConnected:
     lease_ms: int
     replaced: int | None
     stale_stream: int | None
-    """An older stream of the same instance, whose end was not noticed; it must be closed."""
+    """An older stream with this node_id, whose end was not noticed; it must be closed."""
 
 
 @struct(frozen=True)

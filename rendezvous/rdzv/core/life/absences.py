@@ -36,7 +36,7 @@ def mark_back(work: Draft, node_id: str) -> Ignored | None:
         work.state = replace(work.state, back_ms=work.now_ms)
     deadline_ms, round_ = work.state.stop_deadline_ms, work.membership.round
     if away.firm and deadline_ms is not None and round_ is not None:
-        # It may learn only now that the round has ended.
+        # The node may learn only now that the round has ended.
         late_ms = work.now_ms + longest_stop_ms(round_, work.state.tuning)
         work.state = replace(work.state, stop_deadline_ms=max(deadline_ms, late_ms))
     return None

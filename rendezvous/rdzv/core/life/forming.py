@@ -108,7 +108,7 @@ def completion_due_ms(state: State) -> int | None:
     earliest_ms = 0
     if membership.store_failures and round_ and round_.end:
         store_ms = tuning.store_backoff_ms << min(membership.store_failures - 1, 16)
-        # Another server's clock may have been ahead of this one's when it wrote down the end.
+        # Another server wrote the end's time, and its clock may have been ahead of this one's.
         end_ms = min(round_.end.at_ms, enough_ms)
         earliest_ms = end_ms + min(store_ms, tuning.store_backoff_max_ms)
     earliest_ms = max(earliest_ms, restart_due_ms(state))
@@ -141,7 +141,7 @@ def restart_due_ms(state: State) -> int:
     wait_ms = backoff_ms(state.membership)
     if not wait_ms or round_ is None or round_.end is None or enough_ms is None:
         return 0
-    # Another server's clock may have been ahead of this one's when it wrote down the end.
+    # Another server wrote the end's time, and its clock may have been ahead of this one's.
     return min(round_.end.at_ms, enough_ms) + wait_ms
 
 

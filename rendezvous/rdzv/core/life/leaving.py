@@ -89,7 +89,7 @@ _CAUSE_OF_LEAVE = {
 
 
 def report_stuck(work: Draft, command: ReportStuck) -> None:
-    """Give the node's seat away; it gets no other until it reports that the workers are gone."""
+    """Give up a seat; its node gets no other until it reports that the stuck workers are gone."""
     round_ = work.membership.round
     assert round_ is not None
     pids = ", ".join(str(pid) for pid in command.pids)

@@ -154,7 +154,7 @@ def _refuse_stranger(state: State, command: Join | Resume) -> None:
     if membership.secret == command.secret or not state.run_is_open:
         return
     if any(earlier.run == command.run for earlier in membership.earlier):
-        # It learns how that run ended, but nothing about this one.
+        # The node learns how that run ended, but nothing about this one.
         return
     if not membership.secret:
         difference = "it has a job secret, and the job was begun without one"

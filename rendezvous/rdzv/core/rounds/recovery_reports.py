@@ -238,7 +238,7 @@ def restarts_known(
     if tally is None or not missing:
         return membership.restarts + (now_ms,) * missing
     told = tuple(now_ms - age_ms for age_ms in tally.restart_ages_ms)[-missing:]
-    # Earlier ones were forgotten when the tally was taken, unless it had no room for them.
+    # Earlier restarts had left the window when the tally was taken, unless it had no room for them.
     forgotten_ms = now_ms - membership.settings.restart_window_ms
     before_ms = told[0] if len(told) == MAX_RESTART_AGES else forgotten_ms
     return membership.restarts + (before_ms,) * (missing - len(told)) + told
