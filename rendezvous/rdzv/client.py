@@ -196,7 +196,7 @@ class ControlClient:
                 call.cancel()
 
     def jobs(self) -> tuple[JobSummary, ...]:
-        """Return every job that the server knows, sorted by name."""
+        """Return all jobs that the server knows, sorted by name."""
         response = self._call(lambda stub: stub.ListJobs, pb.ListJobsRequest())
         self.store_away = response.store_away or None
         return tuple(sorted(map(job_summary_of, response.jobs), key=lambda job: job.rdzv_id))
@@ -209,7 +209,7 @@ class ControlClient:
         return tuple(map(event_of, self._call(lambda stub: stub.ListEvents, request).events))
 
     def forget(self, rdzv_id: str) -> None:
-        """Delete a job that has ended, with its history."""
+        """Delete a job that has ended, and its history."""
         request = pb.ForgetJobRequest(rdzv_id=_checked_name(rdzv_id))
         self._call(lambda stub: stub.ForgetJob, request)
 
@@ -303,7 +303,7 @@ class ControlClient:
         from rdzv.stores.backup import verify
 
         call = self._stub().Backup(pb.BackupRequest(), metadata=self._metadata())
-        # A thread reads the stream, so that the wait for the next part can time out.
+        # A thread reads the stream, so that waiting for the next part can time out.
         with ThreadPoolExecutor(max_workers=1) as thread:
             try:
                 while chunk := thread.submit(next, call, None).result(self._timeout_s):
@@ -367,7 +367,7 @@ class ControlClient:
         return token_of(answer.token), answer.text
 
     def tokens(self) -> list[Token]:
-        """Return every token."""
+        """Return all tokens."""
         answer = self._call(lambda stub: stub.ListTokens, pb.ListTokensRequest())
         return [token_of(token) for token in answer.tokens]
 
@@ -532,7 +532,7 @@ class _Places:
         self._offsets: dict[str, dict[tuple[int, bool], int]] = {}
 
     def note(self, lines: pb.LogLines, request: pb.ReadLogsRequest) -> None:
-        """Record how far `lines` go; fix the run and the first round of `request`."""
+        """Record how far `lines` go; set the run of `request` and, if unset, its round."""
         request.run = lines.run
         if lines.note:
             return

@@ -49,9 +49,9 @@ BACKLOG = 1_024
 MOST_ANSWER_BYTES = 64 * 1024 * 1024
 """Eight times the process's own limit."""
 LISTED_JOBS = 8
-"""How many jobs one log line names."""
+"""The most jobs named in a log line."""
 WARNED_JOBS = 1_000
-"""How many unreadable jobs are remembered, so that each is logged once."""
+"""How many unreadable jobs are remembered, to log each one only once."""
 LAST_WORDS = 4_096
 """How many bytes of the process's stderr are kept to explain its exit."""
 
@@ -330,7 +330,7 @@ class _StoreServer:
 async def _spawn(
     python: str, listening: socket.socket, control: socket.socket
 ) -> asyncio.subprocess.Process:
-    """Start the process, passing it copies of two sockets."""
+    """Start the process, and pass copies of the two sockets to it."""
     # Start it from the main thread: the kernel kills it when the thread that started it ends.
     return await asyncio.create_subprocess_exec(
         python,
@@ -345,7 +345,7 @@ async def _spawn(
 
 
 def listening_socket(listen: Listen) -> socket.socket:
-    """Listen for torch's clients.
+    """Return a socket that listens for torch's clients.
 
     Raises:
         InvalidRequestError: the address cannot be used for listening.

@@ -199,7 +199,7 @@ def _last_complete(state: State | None) -> int | None:
 
 
 def _present(state: State) -> dict[Node, tuple[NodeState, int | None]]:
-    """Return the state and GROUP_RANK of every node in a state."""
+    """Return the node state and GROUP_RANK of every node in a shared state."""
     found: dict[Node, tuple[NodeState, int | None]] = {}
     for node in state.spare:
         found[node] = (NodeState.SPARE, None)

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Serve a c10d TCPStore, and report its contents.")
     parser.add_argument("--fd", type=int, required=True, help="the listening socket")
     parser.add_argument("--control-fd", type=int, required=True, help="the socket for requests")
@@ -132,7 +132,7 @@ def prepare_for_many() -> None:
 
 
 def reachable_at(fd: int) -> tuple[str, int]:
-    """Return an address at which this machine reaches a listening socket, and its port."""
+    """Return an address and the port at which this machine can reach a listening socket."""
     sock = socket.socket(fileno=fd)
     try:
         host, port = sock.getsockname()[:2]

@@ -377,7 +377,7 @@ def _boolean(value: object) -> bool:
 
 
 def _moment(value: object) -> bytes:
-    """Return the ten bytes of a `datetime`, in UTC or without a time zone."""
+    """Return the ten bytes of a `datetime` that is in UTC or has no time zone."""
     if isinstance(value, _Object) and value.kind is _Class.DATETIME:
         match value.arguments:
             case (bytes() as written,) if len(written) == 10:

@@ -1,4 +1,4 @@
-"""rdzvctl: its commands, and the exit codes for its errors."""
+"""rdzvctl's command line: the list of its commands, and the exit codes of its errors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Exit codes:
 
 def main() -> None:
     """Run the command line of this process and exit."""
-    # gRPC's own log lines on stderr only repeat the error less clearly.
+    # gRPC's own log lines would only repeat the error, less clearly.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
         # Escape characters that the locale cannot encode, instead of failing.
@@ -116,7 +116,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Discard buffered output, so that the interpreter does not fail on it at exit."""
+    """Discard buffered output, which the interpreter would otherwise fail to write at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -33,7 +33,7 @@ _MOST_TRACEBACK_LINES = 60
 _STEADY_MS = 60_000
 """A rate is not shown after its worker has been silent for longer than this and several steps."""
 _BEHIND_MS = 10_000
-"""A worker that has been silent this much longer than the others is shown separately."""
+"""The slowest worker is named once its report is this much older than the newest one."""
 
 _UNKNOWN = "-"
 _ENDED = ("succeeded", "failed", "stopped")
@@ -500,7 +500,7 @@ def _how(failure: WorkerFailure) -> str:
 def _signal_name(number: int) -> str:
     try:
         return f" ({signal.Signals(number).name})"
-    except ValueError:  # A real-time signal between the named ones.
+    except ValueError:  # A real-time signal without a name.
         return ""
 
 

@@ -15,7 +15,7 @@ _LIFE_UNITS_MS = {"h": 3_600_000, "d": 86_400_000}
 
 
 def parse_life(text: str) -> int:
-    """Parse a token's lifetime into milliseconds; the server decides whether it is allowed.
+    """Parse a token's lifetime, in milliseconds; the server decides whether it is allowed.
 
     >>> parse_life("12h"), parse_life("30d")
     (43200000, 2592000000)

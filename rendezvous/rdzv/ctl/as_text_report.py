@@ -55,7 +55,7 @@ def share(goodput: float | None, *, steps_reported: bool) -> str:
 
 
 def hours(ms: int | None) -> str:
-    """Format the time of nodes or GPUs in hours; empty if unknown.
+    """Format node or GPU time in hours; empty if it is unknown.
 
     >>> hours(15_000), hours(90 * 60_000), hours(360_000_000), hours(None)
     ('0.00417', '1.50', '100', '')

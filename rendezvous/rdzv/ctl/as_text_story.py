@@ -296,7 +296,7 @@ def _does(state: str) -> str:
 
 
 def _is_told(node: NodeStatus, status: JobStatus) -> bool:
-    """Return whether a node's reason adds to the job's own."""
+    """Return whether a node's reason says more than the job's."""
     if status.state in _ENDED or not node.reason or node.state == "seated":
         return False
     return node.reason not in (status.reason or "")

@@ -79,7 +79,7 @@ def awaited(job: JobStatus) -> list[str]:
     """
     if job.state in ("succeeded", "failed", "stopped"):
         return []
-    # A node that has left may be placed again.
+    # The job may be placed again on a node that has left.
     here = {node.node_id for node in job.nodes if node.state not in ("left", "lost")}
     placed = job.submission.placed if job.submission else ()
     return [node_id for node_id in placed if node_id not in here]

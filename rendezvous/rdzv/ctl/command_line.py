@@ -46,7 +46,7 @@ INTERRUPTED = 130
 
 
 def complain(message: str, exit_code: int) -> int:
-    """Write one line to stderr; return `exit_code`."""
+    """Print one line to stderr, and return `exit_code`."""
     from rdzv.view.log_lines import harmless
 
     click.echo(f"{PROGRAM}: {harmless(message)}", err=True)

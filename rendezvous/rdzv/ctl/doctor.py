@@ -164,7 +164,7 @@ def check_certificate(credentials: Credentials, now: datetime) -> Iterator[Findi
 
 
 def check_server(client: ControlClient) -> Iterator[Finding]:
-    """Check that the server answers, and that its version and clock agree with this machine's."""
+    """Check that the server answers, and that its version and clock match this machine's."""
     began_s = time.monotonic()
     try:
         servers = client.servers()

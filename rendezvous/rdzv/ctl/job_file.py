@@ -127,7 +127,7 @@ class _Keys:
         return tuple(value)
 
     def _env(self, key: str, value: Any) -> dict[str, str]:
-        """Parse the variables; values are never shown, even when refused."""
+        """Return the checked variables; errors never show a value."""
         if not isinstance(value, dict):
             raise self._bad(key, "is not a table", 'write NAME = "VALUE" lines below [env]')
         for name, one in value.items():

@@ -205,7 +205,7 @@ class _Column:
 
 
 def _width(text: str) -> int:
-    """Return the number of columns a text takes: two for each wide character, as in Chinese."""
+    """Return how many columns a text takes: a wide character, such as a Chinese one, takes two."""
     shown = harmless(text)
     if shown.isascii():
         return len(shown)

@@ -265,7 +265,7 @@ def _share(events: Sequence[Event], page: Page) -> list[tuple[float, float]] | N
     first_ms, now_ms = events[0].unix_ms, page.now_s * 1000
     whole_ms = now_ms - first_ms
     if whole_ms <= 0:
-        return None  # The clocks of the server and of this machine differ.
+        return None  # This machine's clock is behind the server's.
     found, began_ms = [], None
     for event in events:
         if event.name in _BEGINS and began_ms is None:

@@ -58,7 +58,7 @@ def _name(written: str, path: Path) -> None:
     try:
         os.link(written, path)
     except FileExistsError:
-        # It was created since the check.
+        # Another process has created it since the check.
         _check(path, replace=False)
         raise
     except OSError:

@@ -125,7 +125,7 @@ def _page(title: str, body: Iterable[str]) -> str:
 
 
 def _band(intervals: Sequence[Interval]) -> str:
-    """Draw a run from left to right, with times below."""
+    """Draw a run's phases from left to right, with times below."""
     if not intervals:
         return "<p>No time has passed yet.</p>"
     from_ms, until_ms = intervals[0].from_unix_ms, intervals[-1].until_unix_ms

@@ -102,7 +102,7 @@ def _output(client: ControlClient, rdzv_id: str) -> str:
 
 
 def contents(files: Mapping[str, str]) -> Iterable[str]:
-    """List the files with their sizes, for review before anything is written."""
+    """List the files and their sizes, so that users can review them before they are written."""
     for name, text in files.items():
         yield f"  {name:<16} {len(text.encode()):>9} bytes"
 

@@ -223,7 +223,7 @@ class _History:
     def _keep(self) -> None:
         while True:
             self._turned.get()
-            # The last history stays on the screen while the server does not answer.
+            # While the server does not answer, the screen keeps the last history.
             with contextlib.suppress(RendezvousError, ValueError):
                 self.events = self._client.events(self._job, HISTORY_EVENTS)
 
@@ -255,7 +255,7 @@ def _has_blocks() -> bool:
 
 
 def exit_code(status: JobStatus) -> int | None:
-    """Return the exit code for a program that waits for a job; None while the job continues."""
+    """Return the exit code of a program that waits for a job; None while the job continues."""
     return EXIT_NO_PROGRESS if status.no_progress else EXIT_CODES.get(status.state)
 
 
@@ -268,7 +268,7 @@ class StateReports:
         """The state and reason last reported, without the changing times in the reason."""
 
     def report(self, status: JobStatus) -> None:
-        """Report a job that has not ended, unless only times in its reason have changed."""
+        """Report a job's state and reason, unless only times in the reason have changed."""
         news = (status.state, without_times(status.reason or "", status.reason_times))
         if news != self._reported:
             reason = (status.reason or "").removeprefix(f"{status.state}: ")

@@ -20,12 +20,12 @@ OPERATOR = "rdzv.ctl"
 
 
 def command_of(module: str, *args: str) -> list[str]:
-    """Return the command that runs a program of this installation without its entry script."""
+    """Return the command that runs one of this installation's programs as a module."""
     return [sys.executable, "-P", "-m", module, *args]
 
 
 def environment(python: str) -> dict[str, str]:
-    """Return the environment of the demo's programs: the caller's, without launch settings."""
+    """Return the environment for the demo's programs: the caller's, without RDZV_* and PET_*."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RDZV_", "PET_"))}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
 

@@ -85,7 +85,7 @@ class Following(Generic[Value]):
                     self._list()
                 began_s = time.monotonic()
                 self._watch()
-                # If the server ends each watch at once, do not poll it faster.
+                # Wait between watches if the server ends each of them at once.
                 if time.monotonic() - began_s > 1:
                     backoff_s = BACKOFF_S[0]
                     continue

@@ -31,7 +31,7 @@ class Taint:
 
 @struct(frozen=True)
 class Machine:
-    """A Kubernetes node. It is not called a node here, since a pod may be a node of rdzvd."""
+    """A Kubernetes node, called a machine here because a pod may also be a node of rdzvd."""
 
     name: str
     unschedulable: bool = False

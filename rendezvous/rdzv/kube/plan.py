@@ -35,7 +35,7 @@ LEAST_S = 1.0
 """The shortest drain deadline."""
 
 SOONER_S = 3.0
-"""A new deadline replaces that of a running drain only if it is at least this much earlier."""
+"""A new deadline replaces a running drain's deadline only if it is earlier by more than this."""
 
 
 @struct(frozen=True)

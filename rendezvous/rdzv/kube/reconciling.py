@@ -49,7 +49,7 @@ class Reconciling:
         self._said = frozenset[str]()
 
     def run(self, stop: threading.Event) -> None:
-        """Reconcile until `stop` is set; set `changed` too, to end the wait at once."""
+        """Reconcile until `stop` is set; also set `changed`, which ends the current wait."""
         while not stop.is_set():
             self._changed.clear()
             try:

@@ -1,4 +1,4 @@
-"""The flags of rdzvrun: torchrun's, and rdzv's own, with their defaults and help.
+"""The flags of rdzvrun, torchrun's and our own, with their defaults and help.
 
 Source: `torch/distributed/run.py` (`get_args_parser`) of torch 2.13.
 """
@@ -495,7 +495,7 @@ def _torchrun_only() -> list[Option]:
 
 
 def legacy_flags() -> list[Option]:
-    """List the options that torch.distributed.launch has besides torchrun's."""
+    """List the options of torch.distributed.launch that torchrun lacks."""
     return [
         switch("--use-env", "pass no --local-rank to the script: LOCAL_RANK is in the environment"),
     ]

@@ -1,4 +1,4 @@
-"""The format of --help, for rdzvrun and `rdzvctl submit`."""
+"""The format of --help in rdzvrun and `rdzvctl submit`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MIN_HANG_S = 1
 MAX_HANG_S = 86_400
 
 COUNTED_BY_NODE = ("auto", "cpu", "gpu", "xpu")
-"""The words that --nproc-per-node accepts instead of a number; each node counts for itself."""
+"""The words that --nproc-per-node accepts instead of a number; each node then counts its own."""
 
 NAME_CHARS = 128
 """The longest name of a job or a node; the server has the same limit."""
@@ -114,7 +114,7 @@ def check_printable(option: str, value: str) -> None:
 
 
 def read_settings(args: argparse.Namespace, conf: Mapping[str, str]) -> Settings:
-    """Read the settings that all nodes of the job agree on.
+    """Parse the settings on which all nodes of a job must agree.
 
     Raises:
         InvalidRequestError: a value is not valid; the message names it, the reason, and a remedy.
@@ -223,7 +223,7 @@ def parse_nproc(text: str) -> int:
 
 
 def parse_conf(text: str) -> dict[str, str]:
-    """Parse K=V,K=V with any keys.
+    """Parse K=V,K=V; any key is accepted.
 
     >>> parse_conf("join_timeout = 5, reuse=false,")
     {'join_timeout': '5', 'reuse': 'false'}

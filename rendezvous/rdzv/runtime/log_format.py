@@ -22,7 +22,7 @@ _PRIORITIES = (
 
 
 class HumanFormatter(logging.Formatter):
-    """`12:00:01.250 INFO  job-7: n1 joined ...`: for people."""
+    """Lines for people, such as `12:00:01.250 INFO  job-7: n1 joined ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record as a line, followed by its traceback if there is one."""
@@ -52,7 +52,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class JournalFormatter(logging.Formatter):
-    """`<6>job-7: n1 joined ...`: without the fields that the journal adds itself."""
+    """Lines such as `<6>job-7: n1 joined ...`, without the fields that the journal adds."""
 
     def __init__(self, lines: logging.Formatter | None = None) -> None:
         """Wrap the formatter `lines`; without one, format records as plain text."""

@@ -64,7 +64,7 @@ def setting(
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """One setting of a configuration, as declared."""
+    """The declaration of one setting."""
 
     key: str
     """Its name, prefixed with the names of its tables: `tls.cert`."""
@@ -102,7 +102,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name in its table."""
+        """The name of the setting within its table."""
         return self.key.rpartition(".")[2]
 
     @property

@@ -72,7 +72,7 @@ def _listed(problems: tuple[Problem, ...]) -> str:
 
 
 class Loaded(Struct, Generic[T], frozen=True):
-    """A valid configuration, and the source of each of its values."""
+    """A valid configuration and the sources of its values."""
 
     settings: T
     sources: Mapping[str, str]
@@ -269,7 +269,7 @@ class _RefusedError(ValueError):
 
 
 def _converted(setting: Setting, raw: object, *, in_file: bool) -> Any:
-    """Convert a raw value to the setting's type, or raise."""
+    """Convert a raw value to the setting's type; raise `_RefusedError` if it is not valid."""
     if setting.kind is Path:
         return _path(setting, raw, in_file=in_file)
     has_parse = hasattr(setting.kind, "parse")

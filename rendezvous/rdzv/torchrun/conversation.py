@@ -50,7 +50,7 @@ class Talk:
         atexit.register(self.at_exit)
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message; without a stream the next Hello includes it."""
+        """Send a message; if there is no stream yet, its Hello will include it."""
         if self.stream is not None:
             self.stream.say(message)
 

@@ -261,7 +261,7 @@ class RdzvHandler(RendezvousHandler):
         assert stream is not None
         if stream.apart_since_s is None:
             return
-        # The time before counts for nothing: the workers kept running without a server.
+        # The time before the join does not count: its workers kept running without a server.
         since_s = max(stream.apart_since_s, self._joined_at_s)
         if time.monotonic() - since_s >= timeout_s:
             raise RendezvousConnectionError(
@@ -299,8 +299,8 @@ class RdzvHandler(RendezvousHandler):
     def _explain_failure(self, line: pb.RoundCompleted, work: Future[RendezvousInfo]) -> None:
         """Wait for the server to end a round whose nodes could not meet.
 
-        GROUP_RANK 0 reports the failed store. The others expect to be told that GROUP_RANK 0 is
-        lost.
+        GROUP_RANK 0 reports the failed store. The others wait for the server to find that
+        GROUP_RANK 0 is lost.
         """
         error = work.exception() if work.done() else None
         why = f"{type(error).__name__}: {_first_line(error)}" if error else "not all nodes came"
@@ -401,9 +401,9 @@ def _worker_failures(error: ChildFailedError) -> list[pb.WorkerFailure]:
 
 
 def _worker_failure(rank: int, failure: ProcessFailure) -> pb.WorkerFailure:
-    """Convert torch's record of a failure into a message.
+    """Convert torch's record of a failure to a message.
 
-    Its `message` is a sentence, or the data written by `@record`
+    The record's `message` is a sentence, or the data written by `@record`
     (`torch/distributed/elastic/multiprocessing/errors`).
     """
     message, traceback = failure.message, ""

@@ -50,7 +50,7 @@ class Part:
         self.rdzv_id = rdzv_id
         self.phase = Phase.APART
         self.line: pb.RoundCompleted | None = None
-        """This node's assignment in the last round that it had a place in."""
+        """This node's assignment in the last round in which it had a place."""
         self.over = ""
         """Why the round of `line` is over; empty while it is not."""
         self.closed: pb.Closed | None = None
@@ -102,7 +102,7 @@ class Part:
             left_round=left_round,
         )
         if self._leave is not None:
-            # The first reason counts.
+            # The first cause and reason stay.
             leave.cause, leave.reason = self._leave.cause, self._leave.reason
         self.phase, self._leave = Phase.LEAVING, leave
         return pb.NodeMessage(leave=leave)

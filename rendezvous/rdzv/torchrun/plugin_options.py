@@ -151,7 +151,7 @@ def launch_config() -> Any | None:
 
 def _warn_of_unknown(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
-        # `timeout` is always there, as a number: `LaunchConfig.__post_init__` adds it.
+        # `LaunchConfig.__post_init__` always adds `timeout`, as a number.
         if key not in KNOWN_KEYS and not (key == "timeout" and isinstance(value, int)):
             known = ", ".join(KNOWN_KEYS)
             log.warning("--rdzv-conf: unknown key %s is ignored; known: %s", key, known)
@@ -178,7 +178,7 @@ def _secret() -> str:
 
 
 def _credentials(conf: Mapping[str, str]) -> Credentials:
-    """Return this node's credentials, which may also come from the environment."""
+    """Return this node's credentials, from --rdzv-conf or the environment."""
     keys = {"ca": "tls_ca", "cert": "tls_cert", "key": "tls_key", "token_file": "token_file"}
     given = {name: Path(conf[key]) for name, key in keys.items() if key in conf}
     try:

@@ -130,8 +130,8 @@ def _open(line: pb.RoundCompleted, listening: socket.socket | None, timeout: tim
         line.master_port,
         is_master=True,
         wait_for_workers=False,
-        # With this option, all stores of a process on one port would share a server, and a second
-        # store opened by mistake would go unnoticed.
+        # With True, all stores of a process on one port would share a server, and a second store
+        # opened by mistake would go unnoticed.
         multi_tenant=False,
         master_listen_fd=listening.detach(),
         timeout=timeout,

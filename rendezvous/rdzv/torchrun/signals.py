@@ -27,7 +27,7 @@ would print warnings.
 """
 
 _watched: set[int] = set()
-"""The write ends of all pipes that Python may write signals to."""
+"""The write ends of all pipes to which Python may write signals."""
 
 
 def _in_a_fork() -> None:

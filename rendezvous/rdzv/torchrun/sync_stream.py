@@ -91,7 +91,7 @@ class NodeStream:
                 self._outbox.put(None)
             if self._call is not None:
                 self._cut = _timer(within_s, self._call)
-        # Ctrl-C may have come before the thread was started; then it no longer starts.
+        # If Ctrl-C came before the thread was started, it never starts.
         if wait and self._thread.is_alive():
             # The timer cancels the stream in time; the thread then ends by itself.
             self._thread.join(within_s + 1)

@@ -118,7 +118,7 @@ class StoreSocket:
         return taken
 
     def release(self) -> None:
-        """Free the port."""
+        """Close the held socket, which frees its port."""
         taken = self.take()
         if taken is not None:
             taken.close()

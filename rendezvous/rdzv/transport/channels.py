@@ -121,7 +121,7 @@ class Credentials:
         return grpc.secure_channel(server.target, self._credentials(), options=options)
 
     def aio_channel(self, server: Endpoint, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
-        """Open a channel for the running event loop."""
+        """Open a channel for the running event loop, as `channel` does."""
         if not self.tls:
             return grpc.aio.insecure_channel(server.target, options=options)
         return grpc.aio.secure_channel(server.target, self._credentials(), options=options)

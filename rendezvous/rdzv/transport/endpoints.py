@@ -78,7 +78,7 @@ def _check_v6(text: str, host: str) -> None:
 
 
 def _check_host(text: str, host: str, rest: str) -> None:
-    """Refuse an impossible host name, with a remedy for the usual mistakes."""
+    """Refuse an invalid host name, with a remedy for common mistakes."""
     if rest.startswith("//"):
         raise _unusable(text, "it is a URL", "leave out everything but HOST:PORT")
     if ":" in rest:
@@ -106,7 +106,7 @@ def _unusable(text: str, reason: str, remedy: str) -> InvalidRequestError:
 
 
 def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoint, ...]:
-    """Parse one or more endpoints, separated by commas.
+    """Parse one or more comma-separated endpoints.
 
     Raises:
         InvalidRequestError: one of them cannot be used, or the text is empty.

@@ -16,7 +16,7 @@ VARIABLE = "RDZV_JOB_SECRET"
 FILE_VARIABLE = "RDZV_JOB_SECRET_FILE"
 
 SECRET_VARIABLES = frozenset({VARIABLE, "RDZV_TOKEN"})
-"""The variables whose values are themselves secrets."""
+"""The variables whose values are secrets, not names of files."""
 
 
 def read_secret(environ: Mapping[str, str]) -> str:

@@ -43,7 +43,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 OWN_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *CHANNEL_OPTIONS,
-    # Each attempt has a channel of its own, and its own backoff.
+    # Each attempt has its own channel, and `Attempts` does the backoff.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
@@ -139,7 +139,7 @@ class Backoff:
     """How long a node waits between attempts to open its stream."""
 
     first_s: float = 0.1
-    """The shortest wait; it doubles with each failed attempt."""
+    """The shortest wait; the wait doubles with each failed attempt."""
     max_s: float = 5.0
     takeover_s: float = 0.5
     """The longest wait during a takeover: for a few seconds, servers stand by and no leader

@@ -40,7 +40,7 @@ class _Type(NamedTuple):
 
 
 def from_value(kind: type[T], source: object, **given: Any) -> T:
-    """Build a `kind` from a struct's fields of the same names; `given` replaces some of them."""
+    """Build a `kind` from another struct's fields of the same names; `given` replaces some."""
     key = (kind, type(source))
     if key not in _READERS:
         has = _types(type(source))
@@ -49,7 +49,7 @@ def from_value(kind: type[T], source: object, **given: Any) -> T:
 
 
 def from_message(kind: type[T], message: Message, **given: Any) -> T:
-    """Build a `kind` from a message's fields of the same names; `given` replaces some of them."""
+    """Build a `kind` from a message's fields of the same names; `given` replaces some."""
     key = (kind, type(message))
     if key not in _READERS:
         has = message.DESCRIPTOR.fields_by_name

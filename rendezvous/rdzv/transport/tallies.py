@@ -1,4 +1,4 @@
-"""A run's tally on the wire: the server sends it with a round, and nodes may send it back."""
+"""Converts a run's tally: the server sends it with a round, and nodes may send it back."""
 
 from __future__ import annotations
 

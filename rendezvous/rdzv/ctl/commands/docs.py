@@ -1,4 +1,4 @@
-"""The command that shows the documents included in a release."""
+"""The command that shows the documentation included in a release."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class _Submit(click.Command):
     """A command whose words click does not parse, because it takes rdzvrun's flags."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Pass all words to the command unparsed."""
+        """Pass all words on to the command, unparsed."""
         ctx.params = {"words": tuple(args)}
         return args
 
