@@ -313,7 +313,7 @@ def snapshots(job: JobStatus) -> str:
 
 
 def after_loss_of_node(job: JobStatus) -> str:
-    """Describe which snapshot in memory would survive the loss of a node now, and why no newer."""
+    """Describe which snapshot in memory would survive the loss of a node, and why no newer one."""
     newest = job.snapshot
     if newest is None or (loss := newest.node_loss) is None:
         return ""

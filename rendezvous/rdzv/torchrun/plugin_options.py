@@ -1,6 +1,6 @@
 """Reads the options of `torchrun`'s command line that concern this node.
 
-If torchrun has a `--rdzv-conf` key, its name, default and unit are the same here.
+`--rdzv-conf` keys that torchrun also has keep their names, defaults and units.
 """
 
 from __future__ import annotations

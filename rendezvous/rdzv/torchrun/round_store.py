@@ -1,6 +1,6 @@
 """The c10d store of a round: where torch's agents and workers of all its nodes meet.
 
-Observed with torch 2.13, and the reasons for this design:
+Behaviour of torch 2.13 that determines this design:
 
 * `master_listen_fd` takes over a socket that was listening before. So the port can be announced
   first, and a client that connects before the server is up is served later.

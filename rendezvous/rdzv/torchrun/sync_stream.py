@@ -59,7 +59,7 @@ class NodeStream:
         self._beliefs = beliefs
         self._hear = hear
         self.apart_since_s: float | None = time.monotonic()
-        """When the connection was lost, or this was created; None while a server is connected."""
+        """When the last connection was lost, or this was created; None while connected."""
         self.trouble = "no attempt was made"
         """Why no server is connected."""
         self._outbox: _Outbox | None = None
