@@ -1,9 +1,9 @@
 """Chooses the parked workers that the next round keeps, and the one with the newest state.
 
-A parked worker has survived the round that ended; its node offers it with the join. It is
-*kept* if it can go on from where the others are: it took part in the round just ended, its failure
-did not end that round, and it is within one step of the *source*, the kept worker that has sealed
-the most steps. All others are *new*: started by their nodes, and healed by the source.
+A parked worker has survived the round that ended; its node offers it with the join. It is *kept* if
+it can continue from where the others are: it took part in the round just ended, its failure did not
+end that round, and it is within one step of the *source*, the kept worker that has sealed the most
+steps. All others are *new*: started by their nodes, and healed by the source.
 
 A state may be *sharded*: each worker then holds one part of it. The round resumes at the newest
 step for which every part is held. If a part has no holder, or the number of workers changes, no

@@ -240,7 +240,7 @@ class HeldByNodes:
         return self._held.get(node_id, ())
 
     def sole_holders(self, mark: SnapshotMark) -> set[str] | None:
-        """Return the nodes that alone hold a part of a mark; None if a part is not held."""
+        """Return the nodes that alone hold a part of a mark; None if no node holds some part."""
         holders = self._holders.get(mark, {})
         if len(holders) < mark.shards:
             return None

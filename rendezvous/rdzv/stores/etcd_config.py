@@ -47,8 +47,8 @@ class EtcdConfig:
     cert: Path | None = None
     key: Path | None = None
     ttl_s: int = 3
-    """How long to wait for a silent leader. etcd raises it to at least one and a half times its
-    election timeout."""
+    """How long a leader may be silent before its lease expires. etcd raises it to at least one and
+    a half times its own election timeout."""
     timeout_ms: int = 3_000
     """The time limit of one call, including all its repetitions."""
 

@@ -26,7 +26,7 @@ _DEFINITE = frozenset(
 
 
 class RefusedError(StoreRefusedError):
-    """etcd answered, and refused."""
+    """etcd has answered, and has refused the call."""
 
     def __init__(self, text: str, status: grpc.StatusCode, said: str) -> None:
         super().__init__(text)

@@ -37,7 +37,7 @@ class Fence:
 
 @struct(frozen=True)
 class Leader:
-    """The leader. Its times are by its own clock, and are only shown to people."""
+    """The leader, as its key describes it. `since_unix_ms` is by its own clock, and only shown."""
 
     address: str
     since_unix_ms: int

@@ -81,7 +81,7 @@ def share_directory(directory: Path) -> tuple[int | None, str]:
 
 
 def _holder(lock: int) -> str:
-    """Name the lock's holder. Only servers write their pid into the file, and it stays there."""
+    """Name the lock's holder. Servers write their pid into the file, and leave it there."""
     pid = os.pread(lock, 32, 0).decode(errors="replace").strip()
     if pid.isdigit() and Path("/proc", pid).exists():
         return f"rdzvd pid {pid}"

@@ -219,7 +219,7 @@ def newcomers_due_ms(state: State, now_ms: int) -> int | None:
 
 
 def next_newcomers_ms(state: State, now_ms: int) -> int | None:
-    """Return when newcomers end the running round, or when the first one held back may end it."""
+    """Return when newcomers end the round, or the first one held back may, whichever is earlier."""
     if _free_seats(state) <= 0:
         return None
     due = [until_ms for node_id, until_ms in holds(state).items() if node_id in state.waiting]
