@@ -336,6 +336,27 @@ def test_nccl_is_kept_from_ending_processes_that_may_be_kept(
     groups.close()
 
 
+@pytest.mark.parametrize(
+    ("backend", "handling", "is_unwatched"),
+    [
+        pytest.param("cpu:gloo,cuda:nccl", "1", True, id="turned off here"),
+        pytest.param("nccl", "0", True, id="turned off by the user"),
+        pytest.param("nccl", "3", False, id="on, by the user"),
+        pytest.param("gloo", "1", False, id="no NCCL"),
+    ],
+)
+def test_nccl_without_its_watchdog_is_unwatched(
+    monkeypatch: pytest.MonkeyPatch, backend: str, handling: str, is_unwatched: bool
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", handling)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    link: Any = FakeLink()
+    groups = RoundGroups(round_of({}), Options(backend), link)
+    groups.open()
+    assert groups.is_unwatched is is_unwatched
+    groups.close()
+
+
 def test_two_rounds_on_one_store_share_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch numbers its groups from 0 in each round: without prefixes they would meet."""
     base = dist.HashStore()

@@ -340,10 +340,9 @@ def _keeping() -> list[Option]:
         value(
             "--snapshot-dir",
             "DIR",
-            "folder, shared by all nodes, to which the newest snapshot that state.save() has made "
-            "is written: at the end of the run, when this node is about to leave, and "
-            "periodically; a new run resumes from it (default: none); see "
-            "docs/workers-that-stay.md",
+            "shared folder for the newest snapshot that state.save() has made, written at the end "
+            "of the run, when this node is about to leave, and periodically; a new run resumes "
+            "from it (default: none); see docs/workers-that-stay.md",
             type=Path,
         ),
         value(

@@ -248,6 +248,33 @@ async def test_the_same_step_once_more_is_a_sign_of_life(
     w.watch.close_round()
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["in this round", "from the next one on"])
+async def test_workers_that_nothing_else_watches_are_watched_with_a_learned_limit(
+    tmp_path: Path, clock: list[int], pid: int, at_once: bool
+) -> None:
+    w = Watch(tmp_path, None, pid)
+    if at_once:
+        w.watch.watch_anyway()
+    else:
+        w.watch.close_round()
+        w.watch.watch_anyway()
+        w.watch.open_round(assignment(4))
+        w.watch.worker_started(1, pid, str(w.file))
+    w.file.write_bytes(b"7\n")
+    w.look(130)
+    assert w.said[0].workers[0].reason == "no progress reported for 60 s, limit 60 s"
+    w.watch.close_round()
+
+
+async def test_a_timeout_that_was_given_stays(tmp_path: Path, clock: list[int], pid: int) -> None:
+    w = Watch(tmp_path, FIXED, pid)
+    w.watch.watch_anyway()
+    w.file.write_bytes(b"7\n")
+    w.look(13)
+    assert w.reported == [[9]]
+    w.watch.close_round()
+
+
 async def test_a_pause_of_the_agent_is_no_silence(
     tmp_path: Path, clock: list[int], pid: int
 ) -> None:
@@ -292,7 +319,7 @@ async def test_a_hung_worker_that_exits_hangs_no_more(
 async def test_without_a_timeout_nobody_is_watched(tmp_path: Path, pid: int) -> None:
     w = Watch(tmp_path, None, pid)
     assert w.watch._timer is None
-    assert w.watch._workers == {}
+    w.watch.close_round()
 
 
 async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_round(

@@ -11,10 +11,26 @@ from typing import Any
 import pytest
 
 from rdzv.agent import runner_link
-from rdzv.agent.core.events import RunnerLost
+from rdzv.agent.core.events import RunnerLost, WorkerResumed
 from rdzv.agent.job import runner_event_router
 from rdzv.agent.job.runner_event_router import RunnerEventRouter
 from rdzv.agent.runner_link import RunnerExited
+
+
+@pytest.mark.parametrize("is_unwatched", [True, False])
+def test_workers_without_a_watchdog_are_watched_for_hangs(is_unwatched: bool) -> None:
+    happened: list[object] = []
+    context: Any = SimpleNamespace(
+        launch=SimpleNamespace(job=SimpleNamespace(rdzv_id="job-7")),
+        tasks=None,
+        decisions=SimpleNamespace(post=happened.append, guard=lambda handle, event: handle(event)),
+        observers=SimpleNamespace(watch_for_hangs=lambda: happened.append("watched")),
+    )
+    meter: Any = SimpleNamespace(runner_said=lambda _: None)
+    router = RunnerEventRouter(context, context, context, None, lambda: meter, meter)
+    resumed = runner_link.WorkerResumed(4, 1, 300, 7, 0, False, 3, 0, is_unwatched)
+    assert router.hear(resumed) is None
+    assert happened == ["watched"] * is_unwatched + [WorkerResumed(4, 1)]
 
 
 async def test_the_end_of_a_killed_runner_is_told_once_its_processes_are_killed(

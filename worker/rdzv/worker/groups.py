@@ -51,6 +51,8 @@ class RoundGroups:
         self._nccl = NcclCut()
         self._base_store: Any = None
         self._excepthook = sys.excepthook
+        self.is_unwatched = False
+        """Whether it uses NCCL, and nothing in the process ends a collective that hangs."""
 
     def open(self) -> None:
         """Create the default group; blocks until all ranks of the round do so.
@@ -68,8 +70,11 @@ class RoundGroups:
         self._base_store = self._made_store(timeout)
         # Group names start at 0 in every round, so two rounds must not share their keys.
         self.store = PrefixStore(f"rdzv/{self.round.number}", self._base_store)
+        backend = self._options.backend or _default_backend()
+        quiet = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
+        self.is_unwatched = "nccl" in backend and quiet
         dist.init_process_group(
-            self._options.backend or _default_backend(),
+            backend,
             store=self.store,
             rank=self.round.rank,
             world_size=self.round.world_size,

@@ -189,6 +189,7 @@ class Session:
                 healed=healed.received,
                 init_ms=_ms(ready - begun),
                 heal_ms=_ms(time.monotonic() - ready),
+                is_unwatched=groups.is_unwatched,
             )
 
     def _resume(self) -> Resuming:

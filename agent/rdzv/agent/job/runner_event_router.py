@@ -110,6 +110,8 @@ class RunnerEventRouter:
                     )
                 )
             case runner_link.WorkerResumed():
+                if event.is_unwatched:
+                    self._context.observers.watch_for_hangs()
                 post(events.WorkerResumed(event.round, event.local_rank))
             case runner_link.WorkerNotKept():
                 self._context.fates.worker_not_kept(event.local_rank, event.pid, event.reason)

@@ -75,6 +75,10 @@ class WorkerObservers:
         self._arrivals.worker_started(local_rank, pid, file)
         self._gpus.worker_started(local_rank, pid)
 
+    def watch_for_hangs(self) -> None:
+        """Watch for hangs from now on, as with `--hang-timeout=auto`, if nobody asked for it."""
+        self._hangs.watch_anyway()
+
     def worker_exited(self, local_rank: int) -> None:
         """Stop watching a worker."""
         self._hangs.worker_exited(local_rank)

@@ -103,9 +103,20 @@ class HangWatch:
     def open_round(self, assignment: Assignment) -> None:
         """Start watching the workers of a round as they are started."""
         self.close_round()
+        self._assignment = assignment
         if self._timeout is not None:
-            self._assignment, self._looked_ms = assignment, _now_ms()
-            self._arm()
+            self._begin_looking()
+
+    def watch_anyway(self) -> None:
+        """Watch with a learned limit, in this round and later ones, unless a timeout was given."""
+        if self._timeout is None:
+            log.info(
+                "%s: its workers use NCCL without torch's watchdog, so --hang-timeout=auto is used",
+                self._rdzv_id,
+            )
+            self._timeout = HangTimeout()
+            if self._assignment is not None:
+                self._begin_looking()
 
     def worker_started(self, local_rank: int, pid: int, file: str) -> None:
         """Watch a worker that writes its progress to this file; empty if it has none."""
@@ -143,6 +154,10 @@ class HangWatch:
         assert self._timeout is not None
         every_ms = (self._timeout.ms or LOOK_MOST_MS * LOOKS_PER_TIMEOUT) // LOOKS_PER_TIMEOUT
         return min(max(every_ms, LOOK_LEAST_MS), LOOK_MOST_MS)
+
+    def _begin_looking(self) -> None:
+        self._looked_ms = _now_ms()
+        self._arm()
 
     def _arm(self) -> None:
         loop = asyncio.get_running_loop()

@@ -8,7 +8,8 @@ directions carry the frames of channel.py. From the worker, each of at most 64 K
     stuck    {round, place}                          it cannot park: gloo has lost an operation
     parked   {round, step, torn, shard, shards, oldest_step, connections}
                                                      it takes part in no round, and waits
-    resumed  {round, step, source, healed, init_ms, heal_ms}     it goes on in a new round
+    resumed  {round, step, source, healed, init_ms, heal_ms, is_unwatched}
+                                                     it goes on in a new round
     reserve  {bytes, copies}                         it requests two slots of this size for
                                                      snapshots (snapshot_slots.py), or with 0 those
                                                      that hold data; copies: whether it also
@@ -359,6 +360,7 @@ class WorkerLink:
             "healed": bool(frame.get("healed", False)),
             "init_ms": _optional_number(frame, "init_ms") or 0,
             "heal_ms": _optional_number(frame, "heal_ms") or 0,
+            "is_unwatched": frame.get("is_unwatched") is True,
         }
 
 

@@ -72,6 +72,8 @@ class WorkerResumed:
     healed: bool
     init_ms: int
     heal_ms: int
+    is_unwatched: bool = False
+    """Whether it uses NCCL with torch's watchdog off, so nothing there ends a hang."""
 
 
 @struct(frozen=True)
