@@ -10,8 +10,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from rdzv.core.fleet import nodes
+from tests.sim.checkers import Judge, SafetyError
 
 ROOT = Path(__file__).parents[2]
 HISTORIES = int(os.environ.get("SEEDS", "80"))
@@ -44,3 +49,25 @@ def test_a_seed_is_a_history() -> None:
     assert one.returncode == 0, one.stdout + one.stderr
     assert one.stdout == other.stdout
     assert "as its rendezvous heard it" in one.stdout
+
+
+@pytest.mark.parametrize(
+    ("latest", "may_go_back"),
+    [
+        pytest.param(2, True, id="a successor has numbered the node since"),
+        pytest.param(1, False, id="nobody has"),
+    ],
+)
+def test_an_incarnation_goes_back_only_at_a_deposed_server(latest: int, may_go_back: bool) -> None:
+    failures: list[Exception] = []
+    world: Any = SimpleNamespace(count=lambda what: None, log=None, fail=failures.append)
+    judge = Judge(world)
+    judge.leadership = latest
+    server = nodes.Nodes(leadership=1)
+    with judge.watching():
+        expected = nodes.Expect("n1", (2 << 32) + 1, "old", fence_after_ms=1_000)
+        server = nodes.step(server, expected, 0).nodes
+        connect = nodes.Connect("n1", "new", nodes.AgentKind.FOREGROUND, "n1.net", 4711, 1)
+        (event,) = nodes.step(server, connect, 3_000).events
+    assert event.incarnation == (1 << 32) + 1
+    assert [type(each) for each in failures] == ([] if may_go_back else [SafetyError])
