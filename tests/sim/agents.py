@@ -251,8 +251,9 @@ class Runner:
             self.tell(events.WorkersStuck(workers[2], (4711,)))
 
     def _reap(self, workers: Workers) -> None:
-        self.stuck = False
-        self._ended(workers)
+        if self.workers == workers:
+            self.stuck = False
+            self._ended(workers)
 
     def notify(self, round_: int, signum: int | None) -> None:
         """Notify the workers that the node leaves: some exit, some die, some continue."""
