@@ -182,7 +182,7 @@ class MarkLost:
 
 @struct(frozen=True)
 class MarkHeard:
-    """A node that was given up has reported again: no worker of this job is left on it."""
+    """A node given up as lost has reported back: no worker of this job is left on it."""
 
     node_id: str
 

@@ -179,7 +179,7 @@ def _placements(before: State, after: State) -> list[str]:
 
 
 def _durability(before: Membership, after: Membership) -> list[str]:
-    """Check that numbers never go back, and that nothing closed, spent or announced is undone."""
+    """Check that numbers never decrease, and that nothing closed, spent or announced is undone."""
     found = []
     if after.run_number < before.run_number:
         found.append("durability: run numbers went back")

@@ -197,7 +197,7 @@ def _request(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises our own error, which is printed as one line like all others."""
+    """An argument parser that raises our own error, printed on one line like any other."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidRequestError(message)

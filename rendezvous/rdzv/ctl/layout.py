@@ -106,7 +106,7 @@ class Page:
         return f"{moment:%Y-%m-%d %H:%M:%S}.{unix_ms % 1000:03d}" if moment else "?"
 
     def clock(self, unix_ms: int) -> str:
-        """Format a time for a column in which most times are today's, as `ago` does."""
+        """Format a time as `ago` does, for a column in which most times fall on the current day."""
         return self.ago(round(self.now_s * 1000) - unix_ms)
 
     def ago(self, age_ms: int) -> str:

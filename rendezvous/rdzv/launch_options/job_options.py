@@ -350,7 +350,7 @@ def snapshot_memory(gb: float | None) -> int | None:
 
 
 def snapshot_copy_rate(mb: float) -> int:
-    """Convert the rate of snapshot copies to other nodes to bytes per second; 0 means no copies.
+    """Convert `--snapshot-copy-rate` from megabytes to bytes per second; 0 disables copying.
 
     >>> snapshot_copy_rate(200), snapshot_copy_rate(0)
     (200000000, 0)

@@ -297,7 +297,7 @@ class Driver:
         self.node_jobs.note_end(job, news)
 
     def _note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
-        """Add events that no step has caused to log and history, and wake the job's watchers."""
+        """Log and record events that no step caused, and wake the job's watchers."""
         self.history.note(rdzv_id, events)
         self.watchers.job_changed(rdzv_id)
 

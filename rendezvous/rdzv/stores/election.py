@@ -396,7 +396,7 @@ class _Outage:
     def end(self) -> None:
         if self._away:
             self._away = False
-            log.warning("the election continues: etcd answers again")
+            log.warning("the election continues: etcd is answering again")
 
 
 # ------------------------------------------------------------------------------------ values

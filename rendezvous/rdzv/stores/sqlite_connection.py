@@ -265,7 +265,7 @@ class Connection:
             self._note_commit(number)
 
     def _note_commit(self, number: int) -> None:
-        """Record a commit beside the file before any caller learns of it."""
+        """Write the commit's number to the mark file before any caller learns of the commit."""
         self.mark = Mark(self.mark.store, number)
         try:
             self._mark_file.write(self.mark)

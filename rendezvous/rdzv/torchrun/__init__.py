@@ -66,7 +66,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _set_up_logging() -> None:
-    """Log to stderr why there are no workers, as rdzvrun does, unless logging is already set up.
+    """Make rdzv log to stderr, as rdzvrun does, unless logging is already set up.
 
     The level is torch's LOGLEVEL if that is set (`torch/distributed/elastic/utils/logging.py`).
     """

@@ -1,4 +1,4 @@
-"""The c10d store of a round: where torch's agents and workers of all its nodes meet.
+"""A round's c10d store, where the torch agents and workers of all its nodes meet.
 
 Behaviour of torch 2.13 that determines this design:
 

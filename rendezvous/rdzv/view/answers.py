@@ -540,7 +540,7 @@ class Event:
 
 @struct(frozen=True)
 class NodeEvent:
-    """An event from some job's history that is about a node."""
+    """An event about a node, from the history of one of its jobs."""
 
     rdzv_id: str
     unix_ms: int

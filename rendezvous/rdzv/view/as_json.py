@@ -87,7 +87,7 @@ def tokens(found: Sequence[Token]) -> str:
 
 
 def token_made(token: Token, text: str) -> str:
-    """Return the document of a new token, with its text."""
+    """Return the JSON document for a new token, including the token's text."""
     return _document({**as_dict(token), "text": text})
 
 

@@ -1326,7 +1326,7 @@ async def test_a_broken_guarantee_about_who_came_back_without_a_job_ends_no_stre
         again = s.attach("n1")
         await s.driver.recovery.greet(again, [asks_for("job-8", again)])
         assert again.open and again.greeted
-        assert "could not update job job-7 about n1: a bug in rdzvd" in caplog.text
+        assert "job job-7: could not record the state of n1: a bug in rdzvd" in caplog.text
         assert (await s.driver.jobs.look("job-8")).present("n1")
 
 
@@ -1353,7 +1353,7 @@ async def test_what_a_node_holds_no_more_of_a_broken_job_ends_no_stream(
         broken_for(monkeypatch, "job-7", MarkLost)
         await s.driver.reports.note_holdings(n1, ())
         assert n1.open
-        assert "could not update job job-7 about n1: a bug in rdzvd" in caplog.text
+        assert "job job-7: could not record the state of n1: a bug in rdzvd" in caplog.text
 
 
 # ---------------------------------------------------------------- what is kept, and for how long

@@ -95,7 +95,7 @@ class Found(Protocol):
     """Whether another node saved it; a copy is used only if no rank holds the original."""
 
     def is_sound(self) -> bool:
-        """Whether it is undamaged; reads all of it once."""
+        """Return whether the snapshot is undamaged; this reads all of it once."""
 
     def read(self) -> tuple[Content, int, int]:
         """Return its content, and the rank and world size that it was saved with."""
@@ -123,7 +123,7 @@ class InMemory:
         self.bytes = header.bytes
 
     def is_sound(self) -> bool:
-        """Whether it is undamaged; reads all of it once."""
+        """Return whether the snapshot is undamaged; this reads all of it once."""
         return self._slot.is_sound(self.header)
 
     def read(self) -> tuple[Content, int, int]:
@@ -145,7 +145,7 @@ class OnDisk:
         self.bytes = step.bytes_of(shard)
 
     def is_sound(self) -> bool:
-        """Whether it is undamaged; reads all of it once."""
+        """Return whether the snapshot is undamaged; this reads all of it once."""
         return self._step.is_sound(self.header.shard)
 
     def read(self) -> tuple[Content, int, int]:

@@ -213,7 +213,7 @@ class Slot:
     # ------------------------------------------------------------------ reading
 
     def is_sound(self, header: Header) -> bool:
-        """Whether the snapshot is undamaged; reads all of it once."""
+        """Return whether the snapshot is undamaged; this reads all of it once."""
         return self.header() == header and self._digest(header) == header.digest
 
     def read(self, header: Header, *, in_place: bool = False) -> Content:

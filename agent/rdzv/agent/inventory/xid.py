@@ -99,7 +99,7 @@ class Lifted:
     """The last record that an operator has dismissed, remembered until the next boot."""
 
     def __init__(self, file: Path, boot_id: Path = BOOT_ID) -> None:
-        """Store its number in this file."""
+        """Use `file` to store the record's number."""
         self._file = file
         self._boot_id = boot_id
 

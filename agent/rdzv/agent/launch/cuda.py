@@ -1,4 +1,4 @@
-"""Asks the CUDA driver for its GPUs in a separate process: `python -I -S cuda.py LIBRARY`.
+"""Runs as a separate process to list the CUDA driver's GPUs: `python -I -S cuda.py LIBRARY`.
 
 There the driver sees the job's environment, and its threads, open device files and crashes do not
 affect the agent. The file is run by path, and uses only the standard library.

@@ -159,7 +159,7 @@ _RUN_PATH = (
 
 
 def check_startable(launch: Launch) -> None:
-    """Refuse, before anything is started, a launch that cannot work on this node.
+    """Refuse a launch that cannot work on this node, before anything is started.
 
     Raises:
         InvalidRequestError: the folder, script, program or interpreter is missing, or logs cannot

@@ -137,7 +137,7 @@ class Children:
         on_run: Callable[[Child], None] | None = None,
         spared: bool = False,
     ) -> Child:
-        """Fork a child to run a program; never wait for it.
+        """Fork a child to run a program, without waiting for the child.
 
         `on_run` is called once it runs, and also if it was killed before. Raises `OSError` if the
         fork fails.

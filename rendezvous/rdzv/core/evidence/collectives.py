@@ -80,7 +80,7 @@ class GroupRecord:
 
     @property
     def name(self) -> str:
-        """The group's name, for people."""
+        """The group's name, as shown to users."""
         if self.description == DEFAULT_GROUP:
             return "the default group"
         told = self.description if self.description not in ("", "undefined") else self.group

@@ -93,7 +93,7 @@ class Verdict:
 
 
 def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Strike, ...]:
-    """Return a strike for each node that, as these events show, is at fault for a round's end."""
+    """Return a strike for each node that these events show to be at fault for a round's end."""
     found: dict[tuple[str, int], Strike] = {}
     for event in events:
         match event:

@@ -245,7 +245,7 @@ def _newcomers(state: State, now_ms: int) -> list[str]:
 
 
 def holds(state: State) -> dict[str, int]:
-    """Return until when each flapping node may not end a running round.
+    """Return, for each flapping node, the time until which it may not end a running round.
 
     A node lost twice within `flap_window_ms` is held for `flap_hold_ms` from the last loss, and
     twice as long with each further loss. This depends on the losses alone, not on the time.

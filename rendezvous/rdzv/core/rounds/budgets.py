@@ -102,7 +102,7 @@ def exceeded(settings: Settings, end: RoundEnd, spent: Spent) -> Exceeded | None
 
 
 def backoff_ms(membership: Membership) -> int:
-    """Return how long after the end of its last round a run restarts; 0 means at once."""
+    """Return the delay from the end of a run's last round to its restart; 0 means no delay."""
     round_, settings = membership.round, membership.settings
     if round_ is None or round_.end is None or round_.end.cause is not Cause.WORKER_FAILURE:
         return 0

@@ -97,7 +97,7 @@ class StoreAccess:
         await self._ask(self._store.append(rows), writes=True)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return the newest `limit` stored rows of history under a name, oldest first."""
+        """Return the newest `limit` rows of a name's stored history, oldest first."""
         return await self._ask(self._store.history(rdzv_id, limit))
 
     # ---------------------------------------------------------------- key-value records, and backup

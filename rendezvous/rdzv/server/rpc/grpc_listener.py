@@ -125,7 +125,7 @@ def connections_at_once(limits: Limits) -> int:
 
 @asynccontextmanager
 async def insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
-    """End the body if gRPC's server ends; otherwise the process would run on, unreachable.
+    """Cancel the body if gRPC's server stops, so that the process does not run on, unreachable.
 
     Raises:
         RendezvousStateError: gRPC's server has ended on its own.

@@ -181,5 +181,5 @@ class Quarantine:
     def _expire(self, due_ms: int) -> None:
         over = [n for n, held in self._record.nodes.items() if held.until_ms == due_ms]
         for node_id in over:
-            log.warning("node %s is no longer quarantined: its time is over", node_id)
+            log.warning("the quarantine of node %s has expired", node_id)
         self._changed()

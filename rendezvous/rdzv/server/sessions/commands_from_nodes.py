@@ -113,7 +113,9 @@ class NodeCommands:
         try:
             await self.insist(stream, rdzv_id, command)
         except RendezvousError as error:
-            log.error("could not update job %s about %s: %s", rdzv_id, stream.node_id, error)
+            log.error(
+                "job %s: could not record the state of %s: %s", rdzv_id, stream.node_id, error
+            )
 
     async def refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
         """Send a node a refusal or, if its run is over, how the run ended.

@@ -152,11 +152,13 @@ class NodeJobs:
                     for node_id, lost in marked.items()
                 ]
                 for refused in await self._engine.steps(job, choices):
-                    log.error("could not update job %s about %s: %s", rdzv_id, names, refused)
+                    log.error(
+                        "job %s: could not record the state of %s: %s", rdzv_id, names, refused
+                    )
         except RendezvousConnectionError:
             return False
         except RendezvousError as error:
-            log.error("could not update job %s about %s: %s", rdzv_id, names, error)
+            log.error("job %s: could not record the state of %s: %s", rdzv_id, names, error)
         return True
 
     def _mark_command(

@@ -27,7 +27,7 @@ def snapshots_held_of(message: pb.SnapshotsHeld, limits: Limits) -> SnapshotsHel
 def readable_snapshots(
     messages: Collection[pb.Snapshot], local_world_size: int, limits: Limits
 ) -> tuple[Snapshot, ...]:
-    """Read a joining node's snapshots; return none if they are invalid, as a join needs none."""
+    """Read a joining node's snapshots; return () if any is invalid, as a join needs none."""
     try:
         return _snapshots(messages, local_world_size, limits)
     except InvalidRequestError:

@@ -87,7 +87,7 @@ class Notice:
         self._terminated = True
 
     def _at_exit(self) -> None:
-        """Let SIGTERM end a process that is exiting because of an exception, as without a handler.
+        """Restore SIGTERM's default action, so that it also ends a process exiting on an error.
 
         Python takes seconds to tidy up what a framework has imported. Others may wait for this
         worker meanwhile: a peer was lost, its collective failed, and its round is to end.
