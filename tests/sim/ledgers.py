@@ -64,10 +64,16 @@ def _check_live(rdzv_id: str, ledger: Ledger, past: Sequence[Event]) -> None:
 
 
 def with_steps(past: Sequence[Event], random: Random) -> list[Event]:
-    """Add steps that workers may have reported, at times that may be out of order."""
+    """Add steps that workers may have reported, at times that may be out of order.
+
+    None is added before a run has begun; an event of quarantine may be stored that early.
+    """
     found: list[Event] = []
+    ahead = {event.run for event in past if event.name == events.RunBegan.__name__}
     for event in past:
         found.append(event)
+        if event.name == events.RunBegan.__name__:
+            ahead.discard(event.run)
         number = random.randint(0, 4)
         age_ms = random.choice((0, 10, 3_000, 10**7))
         made = random.choice(
@@ -80,7 +86,7 @@ def with_steps(past: Sequence[Event], random: Random) -> list[Event]:
                 events.LastStepMade(number, random.randint(0, 50), age_ms),
             )
         )
-        if made is not None:
+        if made is not None and event.run not in ahead:
             fields = fields_in(written(made))
             text = sentence(made)
             found.append(Event(event.unix_ms, event.run, type(made).__name__, text, fields))

@@ -10,13 +10,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rdzv.core.fleet import nodes
+from rdzv.view.answers import Event
 from tests.sim.checkers import Judge, SafetyError
+from tests.sim.ledgers import with_steps
 
 ROOT = Path(__file__).parents[2]
 HISTORIES = int(os.environ.get("SEEDS", "80"))
@@ -71,3 +74,10 @@ def test_an_incarnation_goes_back_only_at_a_deposed_server(latest: int, may_go_b
         (event,) = nodes.step(server, connect, 3_000).events
     assert event.incarnation == (1 << 32) + 1
     assert [type(each) for each in failures] == ([] if may_go_back else [SafetyError])
+
+
+def test_no_step_is_made_up_for_a_run_that_has_not_begun() -> None:
+    past = [Event(0, "run-1", name, "", {}) for name in ("NodeNotQuarantined", "RunBegan")]
+    stories = [with_steps(past, Random(seed)) for seed in range(20)]
+    assert all(story[:2] == past for story in stories)
+    assert any(story != past for story in stories)
