@@ -24,10 +24,12 @@ def listed(names: Iterable[object]) -> str:
 def counted(number: int, noun: str) -> str:
     """Format a number with its noun.
 
-    >>> counted(0, "node"), counted(1, "node"), counted(2, "more node")
-    ('0 nodes', '1 node', '2 more nodes')
+    >>> counted(0, "node"), counted(1, "node"), counted(2, "more node"), counted(2, "process")
+    ('0 nodes', '1 node', '2 more nodes', '2 processes')
     """
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def duration(ms: int) -> str:

@@ -14,9 +14,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+
+from rdzv.core.words import counted
 
 log = logging.getLogger("rdzv.agent")
 
@@ -53,21 +54,17 @@ def kill_leaked(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
             raise unseen
         if not found and unseen is None:
             if killed:
-                log.warning("killed %s of a dead runner", _counted(killed))
+                log.warning("killed %s of a dead runner", counted(len(killed), "process"))
             break
         if late:
             log.error(
                 "%s of a dead runner survived SIGKILL: pid %s",
-                _counted(found),
+                counted(len(found), "process"),
                 ", ".join(map(str, found)),
             )
             break
         time.sleep(_LOOK_AGAIN_S)
     return len(killed)
-
-
-def _counted(pids: Collection[int]) -> str:
-    return "1 process" if len(pids) == 1 else f"{len(pids)} processes"
 
 
 def _kill_marked(wanted: bytes) -> tuple[list[int], OSError | None]:
