@@ -151,7 +151,7 @@ class NodeHolding:
 
 @struct(frozen=True)
 class SoleHolder:
-    """A node that alone holds a part of the newest whole state, and why no other has a copy."""
+    """A node that alone holds a part of the newest whole step, and why no other has a copy."""
 
     node_id: str
     reason: str

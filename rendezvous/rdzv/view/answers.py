@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rdzv.core.evidence.progress_lag import Word, lags
 from rdzv.core.gpu_state import GpuState
+from rdzv.core.snapshots import SoleHolder
 from rdzv.core.timed_text import TimeInText
 from rdzv.structs import struct
 from rdzv.view.history import fields_in
@@ -76,14 +77,6 @@ class NodeStatus:
     snapshots: int = 0
     """How many snapshots of the job's state it holds in memory; `snapshot_bytes` is their size."""
     snapshot_bytes: int = 0
-
-
-@struct(frozen=True)
-class SoleHolder:
-    """A node that alone holds a part of the newest whole step, and why no other has a copy."""
-
-    node_id: str
-    reason: str
 
 
 @struct(frozen=True)
